@@ -1,0 +1,20 @@
+"""LlamaRL: asynchronous reinforcement learning for language models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llamarl.job import Job as Job
+
+__version__ = "0.1.0"
+__all__ = ["Job", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """`Job` pulls torch in, so it is imported when it is first asked for."""
+    if name == "Job":
+        from llamarl.job import Job
+
+        return Job
+    raise AttributeError(f"module 'llamarl' has no attribute '{name}'")

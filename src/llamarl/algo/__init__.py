@@ -1,0 +1,1 @@
+"""What is learnt from: rollouts packed into tensors, advantages, and losses as small pure functions."""

@@ -1,0 +1,119 @@
+"""The command line. Commands parse, call, print; torch is imported only by those that compute."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from llamarl.configfile import describe, load_config
+from llamarl.controller.ledger import Audit, audit, read_ledger
+from llamarl.errors import InputError, Interrupted, LlamaRLError
+from llamarl.observe.run_folder import LEDGER
+
+app = typer.Typer(
+    name="llamarl",
+    help="Asynchronous reinforcement learning for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def train(
+    config: Annotated[
+        str, typer.Argument(metavar="[CONFIG]", help="a YAML file; without it, the default job", show_default=False)
+    ] = "",
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings that replace the file's")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="where the record goes; default: a dated folder under runs/")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print nothing but errors")] = False,
+) -> None:
+    """Train a policy by reinforcement learning."""
+    settings = list(overrides or [])
+    path = None
+    if "=" in config:
+        settings.insert(0, config)
+    elif config:
+        path = Path(config)
+    load_config(path, settings)  # mistakes are told at once, before torch is imported
+
+    from llamarl.job import Job
+    from llamarl.observe.display import Lines, Quiet
+    from llamarl.observe.report import print_report
+    from llamarl.observe.run_folder import dated_run_folder
+
+    console = Console()
+    job = Job.load(path, settings)
+    folder = run or dated_run_folder()
+    if not quiet:
+        console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    try:
+        summary = job.run(folder, display=Quiet() if quiet else Lines(console))
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; the record so far is in {folder}") from None
+    if not quiet:
+        print_report(console, summary, folder)
+
+
+@app.command("audit")
+def audit_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]) -> None:
+    """Say whether every group was trained exactly once or dropped with a reason; reads only the ledger."""
+    if not run.is_dir():
+        raise InputError(f"{run}: no such run folder")
+    found = audit(read_ledger(run / LEDGER))
+    print(_describe_audit(found))
+    if not found.clean:
+        raise typer.Exit(1)
+
+
+@app.command("config")
+def config_command() -> None:
+    """Print every setting with its default and meaning, as YAML to start from."""
+    section = ""
+    for key, default, meaning in describe():
+        prefix, _, name = key.rpartition(".")
+        if prefix != section:
+            print(f"\n{prefix}:")
+            section = prefix
+        indent = "  " if prefix else ""
+        print(f"{indent}{name}: {default}".ljust(36) + f"  # {meaning}")
+
+
+def _describe_audit(found: Audit) -> str:
+    dropped = "".join(f"\n  {count} dropped: {reason}" for reason, count in found.dropped.items())
+    lines = [
+        f"{found.num_groups} groups, {found.updates} updates, {found.rewinds} rewinds",
+        f"  {found.trained} trained exactly once{dropped}",
+    ]
+    for name, ordinals in (
+        ("neither trained nor dropped", found.unfinished),
+        ("counted more than once", found.counted_twice),
+        ("never issued", found.never_issued),
+    ):
+        if ordinals:
+            shown = ", ".join(map(str, ordinals[:10])) + (" ..." if len(ordinals) > 10 else "")
+            lines.append(f"  {len(ordinals)} {name}: {shown}")
+    lines.append(f"closed: {found.closed}" if found.closed else "not closed: the job is running, or was killed")
+    return "\n".join([*lines, "clean" if found.clean else "NOT clean"])
+
+
+def main() -> None:
+    """Every failure that a user can cause is one line on stderr and an exit code that says whose fault it was."""
+    try:
+        app()
+    except LlamaRLError as error:
+        print(f"llamarl: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

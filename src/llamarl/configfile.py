@@ -1,0 +1,190 @@
+"""From YAML and `key=value` overrides to a Config, and back; every mistake becomes one line that says where and what."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from llamarl.config import Config, Section
+from llamarl.errors import ConfigError
+
+# A section written as one plain word sets its kind: `engine: inline` is `engine: {kind: inline}`.
+_SHORTHAND_KEY = "kind"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers (`1e-5` is one), and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(None, None, f"key {key!r} is not text", key_node.start_mark)
+            if key in seen:
+                raise yaml.MarkedYAMLError(None, None, f"'{key}' is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The settings of a job: defaults, then the file, then the overrides."""
+    raw = _read_file(path) if path else {}
+    for override in overrides:
+        _apply_override(raw, override)
+    return parse_config(raw, source=str(path) if path else "")
+
+
+def parse_config(raw: Mapping[str, Any], source: str = "") -> Config:
+    where = f"{source}: " if source else ""
+    try:
+        checked = _check(dict(raw), Config, prefix="")
+        return msgspec.convert(checked, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(where + _explain(str(error), raw)) from None
+    except ConfigError as error:
+        raise ConfigError(where + str(error)) from None
+
+
+def config_to_yaml(config: Config) -> str:
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True)
+
+
+def describe(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(key, default, meaning) of every setting, in the order of the file."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    for field in msgspec.structs.fields(section):
+        hint, key = hints[field.name], prefix + field.name
+        if _is_section(hint):
+            yield from describe(hint, prefix=f"{key}.")
+        else:
+            default = yaml.safe_dump(msgspec.to_builtins(field.default), default_flow_style=True)
+            yield key, default.split("\n...")[0].strip(), _meaning(hint)
+
+
+def _meaning(hint: Any) -> str:
+    plain, *annotations = typing.get_args(hint)
+    description = next(a.description for a in annotations if isinstance(a, Meta) and a.description)
+    choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
+    return f"{description} ({' | '.join(choices)})" if len(choices) > 1 else description
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; `llamarl config > job.yaml` writes one to start from") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    raw = _parse_yaml(text, str(path))
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, got {_name(raw)}")
+    return raw
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        raise ConfigError(f"{where}: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{source}: not valid YAML: {reason}") from None
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"'{override}': overrides are written key=value, such as trainer.lr=1e-4")
+    *sections, last = key.split(".")
+    node = raw
+    for name in sections:
+        child = node.get(name)
+        if child is not None and not isinstance(child, dict):
+            child = {_SHORTHAND_KEY: child}
+        node[name] = node = dict(child or {})
+    value = _parse_yaml(text, f"'{override}'")
+    replaced = node.get(last)
+    if isinstance(replaced, dict) and not isinstance(value, dict):
+        value = {**replaced, _SHORTHAND_KEY: value}  # `engine=inline` keeps the section's other keys
+    node[last] = value
+
+
+def _check(raw: dict[str, Any], section: type[Section], prefix: str) -> dict[str, Any]:
+    """Refuse unknown keys by name and numbers that are none; expand shorthands."""
+    hints = typing.get_type_hints(section)
+    checked = {}
+    for name, value in raw.items():
+        key, hint = prefix + name, hints.get(name)
+        if hint is None:
+            raise ConfigError(f"{key}: unknown key{_nearest(key)}")
+        if _is_section(hint):
+            checked[name] = _check(_as_section(key, value, hint), hint, prefix=f"{key}.")
+            continue
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ConfigError(f"{key}: must be a finite number, got {number}")
+        checked[name] = value
+    return checked
+
+
+def _as_section(key: str, value: Any, section: type[Section]) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    if value is None:
+        return {}
+    if _SHORTHAND_KEY not in typing.get_type_hints(section):
+        raise ConfigError(f"{key}: is a section with keys of its own, got {_name(value)}")
+    return {_SHORTHAND_KEY: value}
+
+
+def _nearest(key: str) -> str:
+    known = [known_key for known_key, _, _ in describe()]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not near:
+        last = key.rpartition(".")[2]
+        near = [full for full in known if full.rpartition(".")[2] == last][:1]
+    return f"; did you mean '{near[0]}'?" if near else "; `llamarl config` lists all keys"
+
+
+def _explain(message: str, raw: Mapping[str, Any]) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.schedule.updates`" as "schedule.updates: expected int, got 'ten'"."""
+    reason, _, path = message.partition(" - at ")
+    key = path.strip("`").removeprefix("$.") or "config"
+    reason = reason.replace("`", "")
+    value: Any = raw
+    for name in re.findall(r"[^.\[\]]+", key):
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        elif isinstance(value, list) and name.isdigit():
+            value = value[int(name)]
+    given = f" (given: {value!r})" if not isinstance(value, Mapping) else ""
+    return f"{key}: {reason[:1].lower()}{reason[1:]}{given}"
+
+
+def _is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Section)
+
+
+def _name(value: Any) -> str:
+    return f"{value!r}" if isinstance(value, str | int | float | bool) else f"a {type(value).__name__}"

@@ -1,0 +1,102 @@
+"""When and by whom held-out problems are answered.
+
+Evaluation groups ride the line beside the others, under negative ordinals; they stop before the roles that train. One
+replica answers a whole round and keeps its weights meanwhile, so a round measures one version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llamarl.config import Evaluate
+from llamarl.controller.pool import Executor, Pool
+
+
+def is_evaluation(ordinal: int) -> bool:
+    return ordinal < 0
+
+
+@dataclass(eq=False)
+class Round:
+    version: int
+    ordinals: tuple[int, ...]
+    replica: Executor | None = None
+    unassigned: list[int] = field(init=False)
+    ungenerated: set[int] = field(init=False)
+    unsettled: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unassigned = sorted(self.ordinals)
+        self.ungenerated = set(self.ordinals)
+        self.unsettled = set(self.ordinals)
+
+
+class Evaluation:
+    def __init__(self, settings: Evaluate, updates: int) -> None:
+        self.settings = settings
+        self.due: set[int] = set()
+        if settings.prompts:
+            self.due = {0, updates}
+            if settings.every:
+                self.due |= set(range(0, updates, settings.every))
+        self._rounds: list[Round] = []
+        self._next_ordinal = -1
+
+    @property
+    def all_done(self) -> bool:
+        return not self.due and not self._rounds
+
+    def problem_index(self, ordinal: int) -> int:
+        return (-ordinal - 1) % self.settings.prompts
+
+    def version_visible(self, version: int) -> None:
+        if version in self.due:
+            self.due.remove(version)
+            self._rounds.append(Round(version, self._new_ordinals()))
+
+    def assign(self, pool: Pool, newest: int) -> Iterator[tuple[Executor, int]]:
+        """Hand unanswered problems of the oldest round to its replica, as far as there is room."""
+        if not self._rounds:
+            return
+        current = self._rounds[0]
+        if current.replica is None and current.unassigned:
+            current.replica = pool.least_busy(1, newest)
+            if current.replica is not None:
+                current.version = current.replica.version
+        replica = current.replica
+        while replica is not None and current.unassigned and replica.load < pool.role.capacity:
+            yield replica, current.unassigned.pop()
+
+    def pins(self, executor: Executor) -> bool:
+        return any(one.replica is executor and bool(one.ungenerated) for one in self._rounds)
+
+    def passed(self, ordinal: int, executor: Executor) -> None:
+        for one in self._rounds:
+            if one.replica is executor:
+                one.ungenerated.discard(ordinal)
+
+    def settled(self, ordinal: int) -> Round | None:
+        """The round that this group finishes, if it does."""
+        for one in self._rounds:
+            if ordinal in one.unsettled:
+                one.unsettled.remove(ordinal)
+                if not one.unsettled:
+                    self._rounds.remove(one)
+                    return one
+        return None
+
+    def lost(self, executor: Executor) -> None:
+        """A round's replica died: the round begins anew, under other ordinals, so that one version answers all of it."""
+        for index, one in enumerate(self._rounds):
+            if one.replica is executor and one.ungenerated:
+                self._rounds[index] = Round(one.version, self._new_ordinals())
+
+    def owns(self, ordinal: int) -> bool:
+        """False for what is left of a round that began anew."""
+        return any(ordinal in one.unsettled for one in self._rounds)
+
+    def _new_ordinals(self) -> tuple[int, ...]:
+        first, count = self._next_ordinal, self.settings.prompts
+        self._next_ordinal -= count
+        return tuple(range(first, first - count, -1))

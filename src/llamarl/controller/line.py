@@ -1,0 +1,105 @@
+"""The topology of a job as data: roles, the channels between them, and the order that follows from both.
+
+A role is added by adding it and its channels; the controller reads the line and never names a role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from llamarl.errors import ConfigError
+
+SOURCE = "task"  # where every line begins: prompts come from the task, which is not an executor
+
+
+class Role(Struct, frozen=True, kw_only=True):
+    name: str
+    unit: Literal["group", "batch"]  # works on one group at a time, or on the groups of one update
+    done: str  # what the ledger says of a group that has passed: "generated", "scored", "trained"
+    executors: int = 1
+    capacity: int = 1  # completions that one executor holds at once (unit "group")
+    restartable: bool = True  # False: its state cannot be brought back, so its death ends the job
+
+
+class Channel(Struct, frozen=True):
+    name: str
+    kind: Literal["broadcast", "scatter", "gather", "weights"]
+    source: str
+    target: str
+
+
+class Line:
+    """Roles in the order in which groups pass them, and who reads whose weights."""
+
+    def __init__(self, roles: Sequence[Role], channels: Sequence[Channel]) -> None:
+        by_name = {role.name: role for role in roles}
+        _check_names(roles, channels, by_name)
+        ordered = [by_name[name] for name in _follow(channels)]
+        if unused := by_name.keys() - {role.name for role in ordered}:
+            raise ConfigError(f"line: no channel leads to role '{sorted(unused)[0]}'")
+        self.channels = tuple(channels)
+        self.group_roles = tuple(role for role in ordered if role.unit == "group")
+        self.batch_roles = tuple(role for role in ordered if role.unit == "batch")
+        if tuple(ordered) != self.group_roles + self.batch_roles:
+            raise ConfigError("line: a role that works on groups cannot come after one that works on batches")
+        if not self.group_roles or not self.batch_roles:
+            raise ConfigError("line: needs at least one role for groups and one for batches")
+        self.weights_source = {channel.target: channel.source for channel in channels if channel.kind == "weights"}
+        for source in self.weights_source.values():
+            if by_name[source].unit != "batch":
+                raise ConfigError(f"line: '{source}' gives weights but trains no batches")
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return self.group_roles + self.batch_roles
+
+    @property
+    def publishers(self) -> frozenset[str]:
+        return frozenset(self.weights_source.values())
+
+
+def executor_names(role: Role) -> list[str]:
+    return [f"{role.name}/{index}" for index in range(role.executors)]
+
+
+def role_of(executor: str) -> str:
+    return executor.partition("/")[0]
+
+
+def _check_names(roles: Sequence[Role], channels: Sequence[Channel], by_name: dict[str, Role]) -> None:
+    if len(by_name) != len(roles) or SOURCE in by_name:
+        raise ConfigError(f"line: role names must be different, and none may be '{SOURCE}'")
+    for role in roles:
+        if role.unit == "batch" and role.executors != 1:
+            raise ConfigError(f"line: '{role.name}' trains batches in order, so it is one executor (with many ranks)")
+    readers: set[str] = set()
+    for channel in channels:
+        for end in (channel.source, channel.target):
+            if end not in by_name and not (end == SOURCE and channel.source == SOURCE):
+                raise ConfigError(f"line: channel '{channel.name}' names an unknown role '{end}'")
+        if channel.kind == "weights":
+            if channel.target in readers:
+                raise ConfigError(f"line: '{channel.target}' reads weights from two channels")
+            readers.add(channel.target)
+
+
+def _follow(channels: Sequence[Channel]) -> list[str]:
+    """Walk the payload channels from the task to the end of the line."""
+    following: dict[str, str] = {}
+    for channel in channels:
+        if channel.kind == "weights":
+            continue
+        if channel.source in following:
+            raise ConfigError(f"line: two channels leave '{channel.source}'; a line does not branch")
+        following[channel.source] = channel.target
+    walked: list[str] = []
+    name = SOURCE
+    while name in following:
+        name = following[name]
+        if name in walked:
+            raise ConfigError(f"line: it returns to '{name}'; only weights flow back")
+        walked.append(name)
+    return walked

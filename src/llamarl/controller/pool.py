@@ -1,0 +1,95 @@
+"""The executors of one role, as the controller sees them, and the choice of the one that has least to do."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from enum import Enum
+
+from llamarl.controller.line import Role, executor_names
+
+
+class Life(Enum):
+    STARTING = "starting"
+    STALE = "stale"  # up, but without the newest weights: finishes what it has, is given nothing new
+    READY = "ready"
+    BUSY = "busy"
+    DEAD = "dead"
+    RESTARTING = "restarting"
+
+
+@dataclass(eq=False)
+class Executor:
+    name: str
+    role: Role
+    index: int
+    position: int  # of its role among the roles of the same unit
+    reads_weights: bool
+    incarnation: int = 0
+    up: bool = False
+    dead: bool = False
+    version: int = -1  # the weights it holds; -1: none
+    loading: int | None = None
+    failed_loads: int = 0  # in a row, of versions that were still the newest
+    groups: dict[int, int] = field(default_factory=dict)  # ordinal -> completions it holds for that group
+    load: int = 0  # completions over all its groups
+
+    def life(self, newest: int) -> Life:
+        if self.dead:
+            return Life.DEAD
+        if not self.up:
+            return Life.RESTARTING if self.incarnation else Life.STARTING
+        if self.reads_weights and self.version != newest:
+            return Life.STALE
+        return Life.BUSY if self.groups else Life.READY
+
+    def take(self, ordinal: int, weight: int) -> None:
+        self.groups[ordinal] = weight
+        self.load += weight
+
+    def give(self, ordinal: int) -> None:
+        self.load -= self.groups.pop(ordinal)
+
+    def fall(self) -> list[int]:
+        """Death: returns the groups it held, in order."""
+        held = sorted(self.groups)
+        self.groups.clear()
+        self.load, self.up, self.version, self.loading, self.failed_loads = 0, False, -1, None, 0
+        return held
+
+
+class Pool:
+    """Finds the executor with the fewest groups among those that may be given one; cheap with thousands of them.
+
+    A heap of (groups, index) whose entries may be out of date: an entry counts only if it still says the truth."""
+
+    def __init__(self, role: Role, position: int, reads_weights: bool) -> None:
+        self.role = role
+        self.executors = [
+            Executor(name, role, index, position, reads_weights) for index, name in enumerate(executor_names(role))
+        ]
+        self._heap: list[tuple[int, int]] = []
+
+    def touch(self, executor: Executor) -> None:
+        """Call whenever the executor may have become available, or what it holds has changed."""
+        if not executor.up:
+            return
+        if len(self._heap) > 64 + 4 * len(self.executors):
+            self._heap = [(len(other.groups), other.index) for other in self.executors if other.up]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (len(executor.groups), executor.index))
+
+    def least_busy(self, weight: int, newest: int) -> Executor | None:
+        """Who gets the next group of `weight` completions; None when all are full, stale or down."""
+        while self._heap:
+            num_groups, index = self._heap[0]
+            executor = self.executors[index]
+            fits = executor.load + weight <= self.role.capacity
+            if fits and num_groups == len(executor.groups) and self._available(executor, newest):
+                return executor
+            heapq.heappop(self._heap)  # `touch` brings it back when something about it changes
+        return None
+
+    @staticmethod
+    def _available(executor: Executor, newest: int) -> bool:
+        return executor.up and (not executor.reads_weights or (executor.version == newest and newest >= 0))

@@ -1,0 +1,47 @@
+"""Everything in this process, one thing after the other, always in the same order: the engine for tests and debugging."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from llamarl.engine.engine import Arrival, Death
+from llamarl.engine.runner import Runner
+from llamarl.executors.executor import Executor
+from llamarl.messages import Message, Report, Stop, Up
+
+
+class InlineEngine:
+    def __init__(self, build: Callable[[str], Executor]) -> None:
+        self._build = build
+        self._runners: dict[str, tuple[int, Runner]] = {}
+        self._inbox: deque[tuple[str, Message]] = deque()
+        self._arrivals: list[Arrival | Death] = []
+
+    def spawn(self, executor: str, incarnation: int) -> None:
+        self._runners[executor] = (incarnation, Runner(self._build(executor)))
+        self._report(executor, [Up()])
+
+    def send(self, executor: str, message: Message) -> None:
+        self._inbox.append((executor, message))
+
+    def events(self) -> Sequence[Arrival | Death]:
+        """Deliver every message, then let each executor that has work do one slice of it."""
+        while self._inbox:
+            executor, message = self._inbox.popleft()
+            if not isinstance(message, Stop):
+                self._report(executor, self._runners[executor][1].handle(message))
+        for executor, (_, runner) in self._runners.items():
+            if not runner.idle:
+                self._report(executor, runner.work())
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def stop(self) -> None:
+        self._runners.clear()
+        self._inbox.clear()
+
+    def _report(self, executor: str, reports: Sequence[Report]) -> None:
+        incarnation, runner = self._runners[executor]
+        for report in reports:
+            self._arrivals.append(Arrival(executor, incarnation, report, runner.take_spans()))

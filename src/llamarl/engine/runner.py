@@ -1,0 +1,51 @@
+"""Runs one executor, in whatever process it lives, and notes how its time was spent."""
+
+from __future__ import annotations
+
+import time
+
+from llamarl.executors.executor import Executor
+from llamarl.messages import LoadWeights, Message, PublishWeights, Report, SavePolicy
+from llamarl.observe.timeline import Span, SpanKind
+
+_MERGE_GAP_S = 0.002  # slices of one piece of work become one span
+
+
+class Runner:
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._spans: list[Span] = []
+
+    @property
+    def idle(self) -> bool:
+        return self._executor.idle
+
+    def handle(self, message: Message) -> list[Report]:
+        start_s = time.monotonic()
+        reports = list(self._executor.handle(message))
+        self._note(_kind(message), type(message).__name__, start_s)
+        return reports
+
+    def work(self) -> list[Report]:
+        start_s = time.monotonic()
+        reports = list(self._executor.work())
+        self._note("work", "slice", start_s)
+        return reports
+
+    def take_spans(self) -> tuple[Span, ...]:
+        spans, self._spans = tuple(self._spans), []
+        return spans
+
+    def _note(self, kind: SpanKind, name: str, start_s: float) -> None:
+        end_s = time.monotonic()
+        last = self._spans[-1] if self._spans else None
+        if last and last.kind == kind == "work" and last.name == name and start_s - last.end_s < _MERGE_GAP_S:
+            self._spans[-1] = Span(kind, name, last.start_s, end_s)
+        else:
+            self._spans.append(Span(kind, name, start_s, end_s))
+
+
+def _kind(message: Message) -> SpanKind:
+    if isinstance(message, LoadWeights | PublishWeights):
+        return "weights"
+    return "save" if isinstance(message, SavePolicy) else "work"

@@ -1,0 +1,47 @@
+"""Every error a user can meet. Each carries the exit code of the command that raised it."""
+
+from __future__ import annotations
+
+
+class LlamaRLError(Exception):
+    """Shown as one line, never as a traceback."""
+
+    exit_code = 1
+
+
+class InputError(LlamaRLError):
+    """What the user gave cannot work: config, files, data, arguments. Raised before anything starts."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """A setting is unknown, of the wrong type, out of range, or cannot take effect."""
+
+
+class ModelError(InputError):
+    """A model folder cannot be used; says which file or tensor and why."""
+
+
+class JobFailed(LlamaRLError):
+    """The job began and had to stop; what was done so far is in its run folder."""
+
+    exit_code = 3
+
+
+class Interrupted(LlamaRLError):
+    """The user pressed Ctrl-C."""
+
+    exit_code = 130
+
+
+class StaleWeights(LlamaRLError):
+    """The requested version is no longer in its slot: a newer one took the place. Not a fault; load the newer one."""
+
+
+class CorruptWeights(LlamaRLError):
+    """The bytes in a slot do not match their checksum; the reader keeps what it had."""
+
+
+class LeaseTimeout(LlamaRLError):
+    """A reader kept its lease past `weights.lease_s`; the error names it."""

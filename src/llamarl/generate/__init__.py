@@ -1,0 +1,1 @@
+"""Decoding: from prompts and weights to completions with the log-probs they were sampled with."""

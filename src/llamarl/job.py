@@ -1,0 +1,134 @@
+"""A job: the only file that knows everybody. Config -> line, controller, engine, executors, run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from llamarl.build import BUILDERS, Builder, Site, make_loss
+from llamarl.config import Config
+from llamarl.configfile import config_to_yaml, load_config
+from llamarl.controller.controller import Controller
+from llamarl.controller.line import SOURCE, Channel, Line, Role, role_of
+from llamarl.engine.driver import Driver
+from llamarl.engine.inline import InlineEngine
+from llamarl.engine.prompts import Prompts
+from llamarl.errors import ConfigError, InputError, LlamaRLError, ModelError
+from llamarl.executors.executor import Executor
+from llamarl.model.hf_config import read_shape
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.observe.display import Display, Quiet
+from llamarl.observe.run_folder import RunFolder, dated_run_folder
+from llamarl.observe.summary import Summary
+from llamarl.observe.watcher import Watcher
+from llamarl.tasks.registry import make_scorer, make_task
+from llamarl.weights.slots import SlotFile
+
+GROUPS_AHEAD = 4  # groups that may lie in the reward's inbox, so that it need not wait for the next
+
+
+def default_line(config: Config) -> Line:
+    """task -> generator -> reward -> trainer, and weights back."""
+    samples = config.schedule.samples_per_group
+    return Line(
+        [
+            Role(
+                name="generator",
+                unit="group",
+                done="generated",
+                executors=config.generator.replicas,
+                capacity=config.generator.slots,
+            ),
+            Role(name="reward", unit="group", done="scored", capacity=GROUPS_AHEAD * samples),
+            # Until snapshots can bring its optimizer back, a trainer's death ends the job.
+            Role(name="trainer", unit="batch", done="trained", restartable=False),
+        ],
+        [
+            Channel("prompts", "scatter", SOURCE, "generator"),
+            Channel("completions", "gather", "generator", "reward"),
+            Channel("rollouts", "scatter", "reward", "trainer"),
+            Channel("weights", "weights", "trainer", "generator"),
+        ],
+    )
+
+
+class Job:
+    """`Job.load("job.yaml", ["trainer.lr=1e-4"]).run()` does what `llamarl train` does.
+
+    A role is added with a line of one's own and a builder for it: `Job(config, line=..., builders={"critic": build})`.
+    """
+
+    def __init__(
+        self, config: Config, *, line: Line | None = None, builders: Mapping[str, Builder] | None = None
+    ) -> None:
+        self.config = config
+        self.line = line or default_line(config)
+        self.builders = {**BUILDERS, **(builders or {})}
+        if missing := {role.name for role in self.line.roles} - self.builders.keys():
+            raise ConfigError(f"line: no builder for role '{sorted(missing)[0]}'")
+        self._prompts = self._prepare()
+
+    @classmethod
+    def load(cls, path: Path | str | None = None, overrides: Sequence[str] = ()) -> Job:
+        return cls(load_config(Path(path) if path else None, overrides))
+
+    def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
+        """Train to the end. Everything the job did is in its run folder, also when it fails."""
+        run_folder = RunFolder(Path(folder) if folder else dated_run_folder())
+        run_folder.write_config(config_to_yaml(self.config))
+        watcher = Watcher(
+            self.config,
+            run_folder,
+            display or Quiet(),
+            first_role=self.line.group_roles[0].name,
+            last_role=self.line.batch_roles[-1].name,
+        )
+        slots = {role: SlotFile() for role in self.line.publishers}
+        engine = InlineEngine(lambda executor: self._build(executor, slots))
+        controller = Controller(self.line, self.config.schedule, self.config.evaluate)
+        outcome = "interrupted"
+        try:
+            Driver(controller, engine, self._prompts, run_folder, watcher).run()
+            outcome = "finished"
+        except LlamaRLError as error:
+            outcome = str(error)
+            raise
+        finally:
+            engine.stop()
+            for file in slots.values():
+                file.close()
+            summary = watcher.finish(outcome)
+        return summary
+
+    def _build(self, executor: str, slots: Mapping[str, SlotFile]) -> Executor:
+        site = Site(self.config, executor, slots, self.line.weights_source)
+        return self.builders[role_of(executor)](site)
+
+    def _prepare(self) -> Prompts:
+        """Everything a user can get wrong is tried here, before anything starts."""
+        config = self.config
+        shape = read_shape(config.model_folder)
+        length = config.generator.max_prompt_tokens + config.generator.max_new_tokens
+        if length > shape.max_positions:
+            raise ConfigError(
+                f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
+                f"but {config.model.path} has {shape.max_positions} positions"
+            )
+        tokenizer = Tokenizer.load(config.model_folder)
+        if tokenizer.vocab_size > shape.vocab_size:
+            raise ModelError(
+                f"model.path: the tokenizer of {config.model.path} has {tokenizer.vocab_size} tokens, "
+                f"its model only {shape.vocab_size}"
+            )
+        if not tokenizer.eos_ids:
+            raise ModelError(f"model.path: {config.model.path} names no end token, so completions could not end")
+        make_scorer(config.reward)
+        make_loss(config)
+        prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)
+        first = len(prompts.group(0).prompt_tokens) // 4
+        if not 1 <= first <= config.generator.max_prompt_tokens:
+            raise InputError(
+                f"task: the first prompt has {first} tokens; generator.max_prompt_tokens is "
+                f"{config.generator.max_prompt_tokens}"
+            )
+        return prompts

@@ -1,0 +1,46 @@
+"""Where the bytes of a model's parameters lie: each parameter's name, shape and type, and its place in one flat buffer.
+
+Trainer and generator compute the same layout from the same list, so a publication carries bytes and nothing else.
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from msgspec import Struct
+
+ALIGNMENT = 64  # bytes; every parameter starts on a cache line, so that views of any dtype are aligned
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class TensorSpec(Struct, frozen=True):
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class Placed(Struct, frozen=True):
+    spec: TensorSpec
+    offset: int
+
+
+class FlatLayout(Struct, frozen=True):
+    """Parameters one after the other, in the order given."""
+
+    tensors: tuple[Placed, ...]
+    num_bytes: int
+
+
+def flat_layout(specs: Iterable[TensorSpec]) -> FlatLayout:
+    placed, end = [], 0
+    for spec in specs:
+        placed.append(Placed(spec, end))
+        end += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
+    return FlatLayout(tuple(placed), end)

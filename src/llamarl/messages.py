@@ -1,0 +1,115 @@
+"""What crosses between the engine and an executor: MessagePack-encoded structs, nothing else.
+
+A Message goes to an executor, a Report comes from one. Payloads are whole groups; weights never travel here.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from llamarl.types import CompletionGroup, PromptGroup, RolloutGroup
+
+
+class ToExecutor(Struct, frozen=True, tag=True, tag_field="to"):
+    pass
+
+
+class LoadWeights(ToExecutor, frozen=True):
+    version: int
+
+
+class WorkOnGroup(ToExecutor, frozen=True):
+    group: PromptGroup | CompletionGroup | RolloutGroup
+
+
+class WorkOnBatch(ToExecutor, frozen=True):
+    update: int
+    groups: tuple[RolloutGroup, ...]
+
+
+class PublishWeights(ToExecutor, frozen=True):
+    version: int
+
+
+class SavePolicy(ToExecutor, frozen=True):
+    """Write the weights as a model folder of this name, which does not exist yet."""
+
+    version: int
+    folder: str
+
+
+class Stop(ToExecutor, frozen=True):
+    pass
+
+
+Message = LoadWeights | WorkOnGroup | WorkOnBatch | PublishWeights | SavePolicy | Stop
+
+
+class FromExecutor(Struct, frozen=True, tag=True, tag_field="from"):
+    pass
+
+
+class Up(FromExecutor, frozen=True):
+    """The executor has built what it needs and waits for work."""
+
+
+class WeightsLoaded(FromExecutor, frozen=True):
+    version: int
+    num_bytes: int
+
+
+class WeightsNotLoaded(FromExecutor, frozen=True):
+    version: int
+    reason: str
+
+
+class GroupResult(FromExecutor, frozen=True):
+    group: PromptGroup | CompletionGroup | RolloutGroup
+
+
+class GroupRefused(FromExecutor, frozen=True):
+    ordinal: int
+    reason: str
+
+
+class BatchResult(FromExecutor, frozen=True):
+    """`groups` comes back only from a role that adds columns for the next one."""
+
+    update: int
+    metrics: dict[str, float]
+    groups: tuple[RolloutGroup, ...] = ()
+
+
+class WeightsPublished(FromExecutor, frozen=True):
+    version: int
+    checksum: str
+    num_bytes: int
+    changed: bool
+
+
+class PolicySaved(FromExecutor, frozen=True):
+    version: int
+
+
+class Failed(FromExecutor, frozen=True):
+    """The executor cannot go on; its last word."""
+
+    reason: str
+
+
+Report = (
+    Up
+    | WeightsLoaded
+    | WeightsNotLoaded
+    | GroupResult
+    | GroupRefused
+    | BatchResult
+    | WeightsPublished
+    | PolicySaved
+    | Failed
+)
+
+encode = msgspec.msgpack.Encoder().encode
+decode_message = msgspec.msgpack.Decoder(Message).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode

@@ -1,0 +1,285 @@
+"""A model folder, in and out: `config.json` and one or many safetensors files.
+
+Reading: everything is verified against the headers before memory is taken. Then each parameter is allocated once, in
+its final dtype, on its device and at the size of its shard, and the bytes are read into it: the model is never held
+twice.
+Writing: into a folder beside the target, synced, then renamed, so that a folder with the final name is always whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from llamarl.errors import ModelError
+from llamarl.model.hf_config import carried_config, read_json_object, read_shape
+from llamarl.model.safetensors_file import Span, read_spans
+from llamarl.model.tensor_io import DTYPES, read_tensor, same_bytes, write_tensors
+from llamarl.model.transformer import Transformer
+from llamarl.shapes import ModelShape, parameter_shapes
+
+# (name, full shape) -> the part of the tensor that this rank holds, one slice per dimension.
+Shard = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
+
+# What travels with the weights when a model is saved under a new name.
+CARRIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Old Llama checkpoints carry the rotary frequencies, which follow from the config.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def whole(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The shard of a rank that holds everything."""
+    return tuple(slice(0, size) for size in shape)
+
+
+class Checkpoint(Struct, frozen=True):
+    """A verified folder: every parameter of the shape is there, once, at its size; nothing else is."""
+
+    folder: Path
+    shape: ModelShape
+    spans: Mapping[str, Span]
+
+    def fill(self, parameters: Mapping[str, Tensor], shard: Shard = whole) -> None:
+        """Reads the shard of each named parameter into the given memory, whatever its dtype and device."""
+        for name, parameter in parameters.items():
+            span = self.spans[name]
+            read_tensor(span, parameter.detach(), shard(name, span.shape))
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    shard: Shard = whole,
+) -> Transformer:
+    """The folder's model in the given dtype, on the device; with `shard`, only this rank's part of each parameter."""
+    checkpoint = open_checkpoint(folder)
+    model = empty_model(checkpoint.shape, dtype=dtype, device=device, shard=shard)
+    checkpoint.fill(dict(model.named_parameters()), shard)
+    return model
+
+
+def random_model(
+    shape: ModelShape,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Transformer:
+    """Untrained weights: matrices from N(0, 0.02), norms 1, biases 0. On one device, the same seed gives the same."""
+    model = empty_model(shape, dtype=dtype, device=device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model
+
+
+def empty_model(
+    shape: ModelShape, *, dtype: torch.dtype, device: str | torch.device, shard: Shard = whole
+) -> Transformer:
+    """The model with memory for its shard of each parameter, not yet written."""
+    model = meta_model(shape)
+    for name, parameter in list(model.named_parameters()):
+        full = tuple(parameter.shape)
+        local = [len(range(*part.indices(size))) for part, size in zip(shard(name, full), full, strict=True)]
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(torch.empty(local, dtype=dtype, device=device)))
+    if shape.tied_head:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def meta_model(shape: ModelShape) -> Transformer:
+    """The model without memory, as parallelism wants it before it is applied."""
+    with torch.device("meta"), _SkipInit():
+        return Transformer(shape)
+
+
+class _SkipInit(TorchFunctionMode):
+    """Drawing numbers on the meta device does nothing, and imports a second's worth of torch to do it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Config, index and headers, checked against one another. Reads no weights."""
+    shape = read_shape(folder)
+    spans = _all_spans(folder)
+    expected = parameter_shapes(shape)
+    for name, size in expected.items():
+        if name not in spans:
+            raise ModelError(f"{folder}: tensor {name} is missing")
+        if spans[name].shape != size:
+            found = list(spans[name].shape)
+            raise ModelError(f"{folder}: tensor {name} has shape {found}; config.json says {list(size)}")
+    for name in spans.keys() - expected.keys():
+        if name == _HEAD:
+            _check_tied_copy(folder, spans)
+        elif not _DERIVED.fullmatch(name):
+            raise ModelError(f"{folder}: tensor {name} is not part of the model that config.json describes")
+    return Checkpoint(folder, shape, {name: spans[name] for name in expected})
+
+
+def _check_tied_copy(folder: Path, spans: Mapping[str, Span]) -> None:
+    """A tied model may carry its matrix twice, if both say the same."""
+    head, embedding = spans[_HEAD], spans[_EMBEDDING]
+    same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
+    if not same or not same_bytes(head, embedding):
+        raise ModelError(f"{folder}: {_HEAD} differs from {_EMBEDDING}, but config.json says tie_word_embeddings")
+
+
+def _all_spans(folder: Path) -> dict[str, Span]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file() and index.is_file():
+        raise ModelError(f"{folder}: has both model.safetensors and an index of several; remove one")
+    if single.is_file():
+        return read_spans(single)
+    if index.is_file():
+        return _indexed_spans(folder, _weight_map(index))
+    raise ModelError(f"{folder}: no weights; expected model.safetensors or model.safetensors.index.json")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: 'weight_map' must name a file for every tensor")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ModelError(f"{index}: {json.dumps(file)[:60]} is not the name of a .safetensors file in this folder")
+    return weight_map
+
+
+def _indexed_spans(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Span]:
+    spans: dict[str, Span] = {}
+    for file in sorted(set(weight_map.values())):
+        if not (folder / file).is_file():
+            raise ModelError(f"{folder}: the index names {json.dumps(file)}, which is not there")
+        for name, span in read_spans(folder / file).items():
+            if weight_map.get(name) != file:
+                raise ModelError(f"{folder}: tensor {name} is in {file}, but the index puts it elsewhere or nowhere")
+            spans[name] = span
+    missing = weight_map.keys() - spans.keys()
+    if missing:
+        name = min(missing)
+        raise ModelError(f"{folder}: the index puts {json.dumps(name)} in {weight_map[name]}, which does not have it")
+    return spans
+
+
+def save_model(
+    model: Transformer,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    carry_from: Path | None = None,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """A folder that transformers loads, in the model's dtype or the given one; the folder must not exist yet.
+
+    With `carry_from`, the tokenizer, chat template and generation config of that folder come along.
+    """
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    chosen = dtype or next(iter(parameters.values())).dtype
+    if chosen not in DTYPES.values():
+        raise ModelError(f"{folder}: cannot save a model in {chosen}; expected one of {', '.join(DTYPES)}")
+    with new_folder(folder) as temporary:
+        config = carried_config(model.shape, carry_from, dtype=str(chosen).removeprefix("torch."))
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if carry_from:
+            carry_files(carry_from, temporary)
+        _write_weights(temporary, parameters, chosen, max_shard_bytes)
+
+
+def carry_files(source: Path, folder: Path) -> None:
+    for name in CARRIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _write_weights(folder: Path, parameters: Mapping[str, Tensor], dtype: torch.dtype, max_shard_bytes: int) -> None:
+    groups = _split(parameters, dtype.itemsize, max_shard_bytes)
+    if len(groups) == 1:
+        write_tensors(folder / "model.safetensors", groups[0], dtype)
+        return
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05}-of-{len(groups):05}.safetensors"
+        write_tensors(folder / file, group, dtype)
+        weight_map |= dict.fromkeys(group, file)
+    total_bytes = sum(parameter.numel() for parameter in parameters.values()) * dtype.itemsize
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _split(parameters: Mapping[str, Tensor], item_bytes: int, max_shard_bytes: int) -> list[dict[str, Tensor]]:
+    """Whole tensors in order, as many to a file as the limit allows; a larger one has a file of its own."""
+    groups: list[dict[str, Tensor]] = []
+    num_bytes = max_shard_bytes + 1
+    for name, parameter in parameters.items():
+        size = parameter.numel() * item_bytes
+        if num_bytes + size > max_shard_bytes:
+            groups.append({})
+            num_bytes = 0
+        groups[-1][name] = parameter
+        num_bytes += size
+    return groups
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that takes the wanted name once it is complete and on disk, or leaves nothing behind."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ModelError(f"{folder}: already exists; choose another folder or remove this one")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            yield temporary
+            for path in (*temporary.iterdir(), temporary):
+                _sync(path)
+            temporary.chmod(0o755)
+            temporary.rename(folder)
+            _sync(folder.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

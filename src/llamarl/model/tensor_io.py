@@ -1,0 +1,67 @@
+"""Bytes of safetensors files into tensors and out of them, with no second copy of a model in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llamarl.model.safetensors_file import SegmentReader, Span, header_bytes
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_STAGING_BYTES = 16 << 20
+
+
+def read_tensor(span: Span, out: Tensor, slices: tuple[slice, ...]) -> None:
+    """Reads `tensor[slices]` into `out`: in place where the bytes are right already, else through a small buffer."""
+    if not out.is_contiguous():
+        raise ValueError("parameters are read into contiguous memory")
+    dtype = DTYPES[span.dtype]
+    with SegmentReader(span, slices) as reader:
+        if out.device.type == "cpu" and out.dtype == dtype:
+            reader.fill(bytes_of(out))
+            return
+        flat = out.view(-1)
+        staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=out.device.type == "cuda").view(dtype)
+        for start in range(0, flat.numel(), staging.numel()):
+            part = staging[: min(staging.numel(), flat.numel() - start)]
+            reader.fill(bytes_of(part))
+            flat[start : start + part.numel()].copy_(part)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """A safetensors file, written piece by piece."""
+    name_of_dtype = _DTYPE_NAMES[dtype]
+    with path.open("wb") as file:
+        file.write(header_bytes({name: (name_of_dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}))
+        for tensor in tensors.values():
+            for piece in _pieces(tensor, dtype):
+                file.write(piece)
+
+
+def _pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    flat = tensor.contiguous().view(-1)
+    step = _STAGING_BYTES // dtype.itemsize
+    for start in range(0, flat.numel(), step):
+        yield bytes_of(flat[start : start + step].to(device="cpu", dtype=dtype))
+
+
+def same_bytes(a: Span, b: Span) -> bool:
+    """Whether two tensors of equal dtype and shape are equal bit for bit."""
+    left, right = bytearray(_STAGING_BYTES), bytearray(_STAGING_BYTES)
+    everything = tuple(slice(0, size) for size in a.shape)
+    with SegmentReader(a, everything) as a_reader, SegmentReader(b, everything) as b_reader:
+        for start in range(0, a.num_bytes, _STAGING_BYTES):
+            size = min(_STAGING_BYTES, a.num_bytes - start)
+            a_reader.fill(memoryview(left)[:size])
+            b_reader.fill(memoryview(right)[:size])
+            if left[:size] != right[:size]:
+                return False
+    return True
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,110 @@
+"""Text to tokens and back, and chats to prompts, from the files that a Hugging Face folder carries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from llamarl.errors import ModelError
+from llamarl.model.chat_template import ChatTemplate, NoChatTemplate, Template
+from llamarl.model.hf_config import read_json_object
+
+
+class Tokenizer:
+    """What the model produced is never tokenised again: prompts are encoded, completions are only decoded."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...], template: Template) -> None:
+        self._backend = backend
+        self._template = template
+        self.eos_ids = eos_ids
+        # One more than the largest id, so that every id indexes a table of this size.
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder}: no tokenizer.json; only folders with a fast tokenizer are supported")
+        backend = _backend(path)
+        settings = read_json_object(folder / "tokenizer_config.json") if _has(folder, "tokenizer_config.json") else {}
+        return cls(backend, eos_ids=_eos_ids(folder, settings, backend), template=_template(folder, settings))
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Ids beyond the vocabulary (models may have padded rows) give no text."""
+        text: str = self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+        """The chat as the model was taught to see it, ready for its answer."""
+        return self.encode(self._template.render(messages, add_generation_prompt=add_generation_prompt))
+
+
+def _has(folder: Path, name: str) -> bool:
+    return (folder / name).is_file()
+
+
+def _backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every fault of the file
+        raise ModelError(f"{path}: not a tokenizer ({' '.join(str(error).split())})") from None
+
+
+def _template(folder: Path, settings: Mapping[str, Any]) -> Template:
+    source = _template_source(folder, settings)
+    if source is None:
+        return NoChatTemplate(folder)
+    named = {name: _token_text(settings.get(name)) for name in settings if name.endswith("_token")}
+    special_tokens = {name: text for name, text in named.items() if text is not None}
+    return ChatTemplate(source, special_tokens=special_tokens, folder=folder)
+
+
+def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    if _has(folder, "chat_template.jinja"):
+        try:
+            return (folder / "chat_template.jinja").read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{folder}: chat_template.jinja cannot be read ({error})") from None
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{folder}: tokenizer_config.json: chat_template must be text or a list with a 'default'")
+    return template
+
+
+def _eos_ids(folder: Path, settings: Mapping[str, Any], backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The generation config wins over the config, as in transformers; the tokenizer's own end joins them."""
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if not ids and _has(folder, name):
+            ids = _ids(read_json_object(folder / name).get("eos_token_id"), folder / name)
+    token = _token_text(settings.get("eos_token"))
+    own = backend.token_to_id(token) if token is not None else None
+    return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
+
+
+def _ids(value: Any, path: Path) -> list[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(item) is not int or item < 0 for item in values):
+        raise ModelError(f"{path}: eos_token_id must be a token id or a list of them, is {json.dumps(value)[:60]}")
+    return values
+
+
+def _token_text(token: Any) -> str | None:
+    """Special tokens are written as text or as an object with its `content`."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None

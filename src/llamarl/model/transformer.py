@@ -1,0 +1,148 @@
+"""The one transformer: Llama 2-3.2, Mistral, SmolLM2, Qwen2 and Qwen3, in plain PyTorch.
+
+It knows nothing of parallelism, caches or masks. Attention is a function handed in by the caller: the trainer passes
+one that masks documents, the generator one that reads and writes its KV cache. Parameters carry their Hugging Face
+names, so checkpoints and publications need no renaming.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from llamarl.shapes import ModelShape
+
+# attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads serving H query heads.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, shape.head_dim
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, q_size, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
+
+    def forward(self, x_BTC: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        heads = (*x_BTC.shape[:2], -1, self.head_dim)
+        q_BTHD = rotate(self.q_norm(self.q_proj(x_BTC).view(heads)), rope)
+        k_BTKD = rotate(self.k_norm(self.k_proj(x_BTC).view(heads)), rope)
+        v_BTKD = self.v_proj(x_BTC).view(heads)
+        out: Tensor = self.o_proj(attend(self.layer, q_BTHD, k_BTKD, v_BTKD).flatten(2))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.self_attn = Attention(shape, layer)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, attend)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm: what Hugging Face calls `model`."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+
+
+class Transformer(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        if shape.tied_head:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
+        """The last hidden states [B, T, C]; `logits` turns the wanted ones into scores."""
+        x_BTC: Tensor = self.model.embed_tokens(tokens_BT)
+        rope = rope_table(self.shape, positions_BT, x_BTC.dtype)
+        for block in self.model.layers:
+            x_BTC = block(x_BTC, rope, attend)
+        hidden: Tensor = self.model.norm(x_BTC)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 scores over the vocabulary, whatever the precision below: a narrow head costs quality."""
+        out: Tensor = F.linear(hidden.float(), self.lm_head.weight.float())
+        return out
+
+
+def rope_frequencies(shape: ModelShape, device: torch.device | None = None) -> Tensor:
+    """Rotary frequencies [D/2] in fp32, with Llama 3.1's stretch of the low ones where the shape asks for it."""
+    steps = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device=device).float() / shape.head_dim
+    frequencies = 1.0 / (shape.rope_theta**steps)
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return frequencies
+    wavelength = 2 * math.pi / frequencies
+    turns = scaling.original_max_positions / wavelength
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
+def rope_table(shape: ModelShape, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin for every position, [B, T, 1, D], computed in fp32."""
+    angles = positions_BT[..., None].float() * rope_frequencies(shape, positions_BT.device)
+    angles = torch.cat((angles, angles), dim=-1)[:, :, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x_BTHD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = rope
+    left, right = x_BTHD.chunk(2, dim=-1)
+    return x_BTHD * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def causal_attention(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+    """Plain causal attention over each row: for whole sequences that start at position 0."""
+    out = F.scaled_dot_product_attention(
+        q_BTHD.transpose(1, 2), k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2), is_causal=True, enable_gqa=True
+    )
+    return out.transpose(1, 2)

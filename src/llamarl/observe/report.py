@@ -1,0 +1,33 @@
+"""What is printed when a job has ended: what was learnt, and where the time went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from llamarl.observe.display import format_seconds
+from llamarl.observe.summary import Summary
+
+
+def print_report(console: Console, summary: Summary, folder: Path) -> None:
+    for line in report_lines(summary, folder):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def report_lines(summary: Summary, folder: Path) -> list[str]:
+    lines = [""]
+    if summary.eval_before is not None and summary.eval_after is not None:
+        lines.append(f"held-out accuracy  {summary.eval_before:.3f} -> {summary.eval_after:.3f}")
+    waiting = ", ".join(f"{role} {share:.0%}" for role, share in summary.idle_share.items())
+    lines += [
+        f"reward             {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
+        f"updates            {summary.updates} in {format_seconds(summary.train_s)}"
+        f" (whole run {format_seconds(summary.wall_s)})",
+        f"groups             {summary.groups_trained} trained, {summary.groups_dropped} dropped",
+        f"staleness          mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
+        f"tokens             {summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
+        f"time spent waiting {waiting}",
+        f"policy             {folder / summary.policy}",
+    ]
+    return lines

@@ -1,0 +1,80 @@
+"""Who did what when: spans of every executor, the share of time that each waited, and a file that Perfetto opens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+SpanKind = Literal["work", "weights", "save"]
+
+
+class Span(Struct, frozen=True, array_like=True):
+    """Seconds on the machine's monotonic clock, which all processes of one host share. What no span covers is waiting."""
+
+    kind: SpanKind
+    name: str
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+class Timeline:
+    def __init__(self) -> None:
+        self.spans: dict[str, list[Span]] = {}
+
+    def add(self, executor: str, spans: Iterable[Span]) -> None:
+        self.spans.setdefault(executor, []).extend(spans)
+
+    def busy_s(self, executor: str, start_s: float, end_s: float) -> float:
+        """Seconds of [start, end] that the executor was not waiting."""
+        inside = (
+            min(span.end_s, end_s) - max(span.start_s, start_s)
+            for span in self.spans.get(executor, [])
+            if span.end_s > start_s and span.start_s < end_s
+        )
+        return sum(inside)
+
+    def idle_share(self, start_s: float, end_s: float) -> dict[str, float]:
+        """Per role, the share of its executors' time that was spent waiting."""
+        total: dict[str, list[float]] = {}
+        for executor in self.spans:
+            busy = self.busy_s(executor, start_s, end_s) / max(1e-9, end_s - start_s)
+            total.setdefault(executor.partition("/")[0], []).append(1.0 - busy)
+        return {role: sum(shares) / len(shares) for role, shares in total.items()}
+
+    def write(self, path: Path, start_s: float, end_s: float) -> None:
+        """Chrome's trace format: one track per executor, waiting drawn in between."""
+        rows: list[dict[str, object]] = []
+        for track, (executor, spans) in enumerate(sorted(self.spans.items())):
+            rows.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": executor}})
+            for span in _with_waiting(sorted(spans, key=lambda span: span.start_s), start_s, end_s):
+                rows.append(
+                    {
+                        "ph": "X",
+                        "pid": 1,
+                        "tid": track,
+                        "cat": span[0],
+                        "name": span[1],
+                        "ts": round((span[2] - start_s) * 1e6, 1),
+                        "dur": round((span[3] - span[2]) * 1e6, 1),
+                    }
+                )
+        path.write_text(json.dumps({"traceEvents": rows}))
+
+
+def _with_waiting(spans: list[Span], start_s: float, end_s: float) -> Iterable[tuple[str, str, float, float]]:
+    at = start_s
+    for span in spans:
+        if span.start_s > at:
+            yield "wait", "wait", at, span.start_s
+        yield span.kind, span.name, span.start_s, span.end_s
+        at = max(at, span.end_s)
+    if end_s > at:
+        yield "wait", "wait", at, end_s

@@ -1,0 +1,119 @@
+"""Keeps the record while a job runs: counts, metrics, timings, timeline; and tells the display what to show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from llamarl.config import Config
+from llamarl.observe.display import Display, Snapshot
+from llamarl.observe.run_folder import TIMELINE, RunFolder
+from llamarl.observe.summary import Summary, Tally
+from llamarl.observe.timeline import Span, Timeline
+from llamarl.types import GroupFacts
+
+
+class Watcher:
+    """`first_role` generates, `last_role` makes the updates: their tokens and updates are the ones that are counted."""
+
+    def __init__(self, config: Config, folder: RunFolder, display: Display, *, first_role: str, last_role: str) -> None:
+        self._config, self._folder, self._display = config, folder, display
+        self._first_role, self._last_role = first_role, last_role
+        self.tally, self.timeline = Tally(), Timeline()
+        self.evaluations: dict[int, float] = {}
+        self._start_s = time.monotonic()
+        self._training_s: tuple[float, float] | None = None  # when the first group was done, and the last update
+        self._last_update_s = self._start_s
+
+    def spent(self, executor: str, spans: Sequence[Span]) -> None:
+        self.timeline.add(executor, spans)
+
+    def group_done(self, executor: str, facts: GroupFacts) -> None:
+        if executor.startswith(f"{self._first_role}/"):
+            self.tally.tokens_generated += facts.num_tokens
+            if self._training_s is None:
+                self._last_update_s = time.monotonic()
+                self._training_s = (self._last_update_s, self._last_update_s)
+
+    def batch_done(self, executor: str, update: int, metrics: Mapping[str, float]) -> None:
+        """Metrics hold what a seed determines; wall times go into a file of their own, so that runs can be compared."""
+        role = executor.partition("/")[0]
+        now_s = time.monotonic()
+        self._folder.metrics.append_json({"update": update, "role": role, **metrics})
+        if role != self._last_role:
+            return
+        self._folder.timings.append_json(
+            {"update": update, "at_s": now_s - self._start_s, "update_s": now_s - self._last_update_s}
+        )
+        self._last_update_s = now_s
+        if self._training_s is not None:
+            self._training_s = (self._training_s[0], now_s)
+        self.tally.add_update(metrics)
+        self._display.update(self._snapshot(metrics))
+
+    def published(self, version: int, num_bytes: int) -> None:
+        self._folder.timings.append_json(
+            {"version": version, "at_s": time.monotonic() - self._start_s, "bytes": num_bytes}
+        )
+
+    def evaluated(self, version: int, accuracy: float) -> None:
+        self.evaluations[version] = accuracy
+        self._folder.metrics.append_json({"evaluated_version": version, "accuracy": accuracy})
+        self._display.note(f"held-out accuracy of version {version}: {accuracy:.3f}")
+
+    def dropped(self, ordinal: int, reason: str) -> None:
+        self.tally.groups_dropped += 1
+        self._display.note(f"group {ordinal} dropped: {reason}")
+
+    def died(self, executor: str, reason: str) -> None:
+        self._display.note(f"{executor} died: {reason}")
+
+    def restarted(self, executor: str) -> None:
+        self.tally.restarts += 1
+
+    def tick(self) -> None:
+        self._display.tick()
+
+    def finish(self, outcome: str) -> Summary:
+        """Write what is known only at the end; also when the job failed."""
+        end_s = time.monotonic()
+        start_s, stop_s = self._training_s or (self._start_s, end_s)
+        tally = self.tally
+        summary = Summary(
+            outcome=outcome,
+            eval_before=self.evaluations.get(0),
+            eval_after=self.evaluations.get(self._config.schedule.updates),
+            updates=tally.updates,
+            groups_trained=tally.groups_trained,
+            groups_dropped=tally.groups_dropped,
+            staleness_mean=tally.staleness_mean,
+            staleness_max=tally.staleness_max,
+            reward_first=_mean(tally.rewards[: max(1, len(tally.rewards) // 10)]),
+            reward_last=_mean(tally.rewards[-max(1, len(tally.rewards) // 10) :]),
+            idle_share=self.timeline.idle_share(start_s, stop_s),
+            wall_s=end_s - self._start_s,
+            train_s=stop_s - start_s,
+            tokens_generated=tally.tokens_generated,
+            tokens_trained=tally.tokens_trained,
+            restarts=tally.restarts,
+            policy=f"snapshots/{self._config.schedule.updates}/policy" if outcome == "finished" else "",
+        )
+        self.timeline.write(self._folder.path / TIMELINE, self._start_s, end_s)
+        self._folder.write_summary(summary)
+        self._folder.close()
+        return summary
+
+    def _snapshot(self, metrics: Mapping[str, float]) -> Snapshot:
+        return Snapshot(
+            update=self.tally.updates,
+            updates=self._config.schedule.updates,
+            metrics=dict(metrics),
+            tokens_generated=self.tally.tokens_generated,
+            tokens_trained=self.tally.tokens_trained,
+            elapsed_s=time.monotonic() - (self._training_s or (self._start_s, 0.0))[0],
+        )
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0

@@ -1,0 +1,188 @@
+"""Model shapes: what a transformer of the Llama family is made of, and well-known ones by name.
+
+No torch here, so plans and `--help` start at once. A shape fixes the maths; weights and parallelism come from
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from llamarl.errors import InputError
+
+
+class RopeScaling(Struct, frozen=True, kw_only=True):
+    """Llama 3.1's stretching of rotary frequencies (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+class ModelShape(Struct, frozen=True, kw_only=True):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tied_head: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise InputError(f"model shape: {name} must be at least 1, is {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"model shape: {self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise InputError(f"model shape: head_dim must be even (rotary pairs), is {self.head_dim}")
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        if self.qkv_bias:
+            attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        if self.qk_norm:
+            attention += 2 * self.head_dim
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        embedding = self.vocab_size * self.hidden_size
+        return self.num_layers * layer + self.hidden_size + embedding * (1 if self.tied_head else 2)
+
+
+def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every parameter under its Hugging Face name, in the model's order. A tied head appears once, as the embedding."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size)}
+    layer = _layer_parameter_shapes(shape)
+    for index in range(shape.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": size for name, size in layer.items()}
+    shapes["model.norm.weight"] = (shape.hidden_size,)
+    if not shape.tied_head:
+        shapes["lm_head.weight"] = (shape.vocab_size, shape.hidden_size)
+    return shapes
+
+
+def _layer_parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    hidden, ffn = shape.hidden_size, shape.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    for name, size in (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size)):
+        shapes[f"self_attn.{name}_proj.weight"] = (size, hidden)
+        if shape.qkv_bias:
+            shapes[f"self_attn.{name}_proj.bias"] = (size,)
+    shapes["self_attn.o_proj.weight"] = (hidden, shape.q_size)
+    if shape.qk_norm:
+        shapes |= {f"self_attn.{name}_norm.weight": (shape.head_dim,) for name in "qk"}
+    shapes["post_attention_layernorm.weight"] = (hidden,)
+    shapes |= {f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+    shapes["mlp.down_proj.weight"] = (hidden, ffn)
+    return shapes
+
+
+_LLAMA_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+_LLAMA_3_2 = replace(_LLAMA_3_1, factor=32.0)
+
+
+def _llama3(hidden: int, ffn: int, layers: int, heads: int, *, head_dim: int = 128, small: bool = False) -> ModelShape:
+    return ModelShape(
+        vocab_size=128_256,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        max_positions=131_072,
+        rope_theta=500_000.0,
+        rope_scaling=_LLAMA_3_2 if small else _LLAMA_3_1,
+        tied_head=small,
+    )
+
+
+def _qwen2(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, vocab: int, tied: bool) -> ModelShape:
+    return ModelShape(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_positions=32_768,
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        tied_head=tied,
+        qkv_bias=True,
+    )
+
+
+def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> ModelShape:
+    return ModelShape(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=40_960,
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        tied_head=tied,
+        qk_norm=True,
+    )
+
+
+SHAPES: dict[str, ModelShape] = {
+    "smollm2-135m": ModelShape(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_positions=8192,
+        rope_theta=100_000.0,
+        tied_head=True,
+    ),
+    "llama-3.2-1b": _llama3(2048, 8192, 16, 32, head_dim=64, small=True),
+    "llama-3.2-3b": _llama3(3072, 8192, 28, 24, small=True),
+    "llama-3.1-8b": _llama3(4096, 14_336, 32, 32),
+    "llama-3.1-70b": _llama3(8192, 28_672, 80, 64),
+    "llama-3.1-405b": _llama3(16_384, 53_248, 126, 128),
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, vocab=151_936, tied=True),
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, vocab=151_936, tied=True),
+    "qwen2.5-7b": _qwen2(3584, 18_944, 28, 28, 4, vocab=152_064, tied=False),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+}
+
+
+def shape_named(name: str) -> ModelShape:
+    try:
+        return SHAPES[name]
+    except KeyError:
+        near = difflib.get_close_matches(name, SHAPES, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise InputError(f"no model shape is named '{name}'{hint} Known: {', '.join(SHAPES)}") from None

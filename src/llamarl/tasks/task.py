@@ -1,0 +1,46 @@
+"""A task: problems to train on, in a seeded order that can be entered anywhere, and problems that are kept for evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamarl.errors import InputError
+from llamarl.types import Problem
+
+
+class Task:
+    """Problems by ordinal: each pass over them is shuffled anew. The cursor of a job is the next ordinal, nothing else."""
+
+    def __init__(self, train: Sequence[Problem], held_out: Sequence[Problem], *, seed: int) -> None:
+        if not train:
+            raise InputError("task: no problems are left to train on; lower task.held_out")
+        self.train, self.held_out = train, held_out
+        self._seed = seed
+        self._pass = -1
+        self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+    def problem(self, ordinal: int) -> Problem:
+        number, index = divmod(ordinal, len(self.train))
+        if number != self._pass:
+            self._order = np.random.default_rng([self._seed, number]).permutation(len(self.train))
+            self._pass = number
+        return self.train[int(self._order[index])]
+
+    def evaluation(self, count: int) -> Sequence[Problem]:
+        """The first `count` held-out problems in an order of their own, the same in every job."""
+        if count and not self.held_out:
+            raise InputError(
+                "task: no problems are held out to evaluate on; raise task.held_out or set evaluate.prompts=0"
+            )
+        order = np.random.default_rng(0).permutation(len(self.held_out))
+        return [self.held_out[index] for index in order[:count]]
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a problem is kept for evaluation: decided by its text alone, so that it never moves."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64

@@ -1,0 +1,134 @@
+"""What flows down the line: Problem -> PromptGroup -> CompletionGroup -> RolloutGroup.
+
+Each stage returns the next frozen type; nothing is half-filled. Tokens and log-probs are raw bytes (int32, fp32), so the
+same objects travel between threads, processes and hosts without a copy into Python lists. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+
+class Problem(Struct, frozen=True):
+    """One question of a task and the answer that its scorer holds completions against."""
+
+    prompt: str
+    answer: str
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """How completions are drawn. Temperature 0 is greedy."""
+
+    samples: int
+    max_new_tokens: int
+    temperature: float
+
+
+class PromptGroup(Struct, frozen=True, tag="prompt"):
+    """One prompt, to be answered `sampling.samples` times. The ordinal names the group for its whole life."""
+
+    ordinal: int
+    problem: Problem
+    prompt_tokens: bytes
+    sampling: Sampling
+
+
+class VersionRun(Struct, frozen=True, array_like=True):
+    """`count` consecutive tokens that were sampled by `version` of the policy."""
+
+    version: int
+    count: int
+
+
+class Completion(Struct, frozen=True):
+    """One answer: its tokens, their log-probs under the distribution really sampled from, and who sampled them."""
+
+    tokens: bytes
+    behavior_logprobs: bytes
+    versions: tuple[VersionRun, ...]
+    truncated: bool  # the token limit ended it, not a stop token
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+
+class CompletionGroup(Struct, frozen=True, tag="completion"):
+    prompt: PromptGroup
+    completions: tuple[Completion, ...]
+
+    @property
+    def ordinal(self) -> int:
+        return self.prompt.ordinal
+
+
+class Rollout(Struct, frozen=True):
+    """A completion with its reward. `columns` holds fp32 values per token that further roles add by name."""
+
+    completion: Completion
+    reward: float
+    columns: dict[str, bytes] = {}
+
+
+class RolloutGroup(Struct, frozen=True, tag="rollout"):
+    prompt: PromptGroup
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def ordinal(self) -> int:
+        return self.prompt.ordinal
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(rollout.reward for rollout in self.rollouts)
+
+
+Group = PromptGroup | CompletionGroup | RolloutGroup
+
+
+def completions_of(group: Group) -> tuple[Completion, ...]:
+    """The answers a group has so far; none while it is only a prompt."""
+    if isinstance(group, RolloutGroup):
+        return tuple(rollout.completion for rollout in group.rollouts)
+    return group.completions if isinstance(group, CompletionGroup) else ()
+
+
+class GroupFacts(Struct, frozen=True):
+    """All that the controller ever sees of a group's payload."""
+
+    num_tokens: int = 0
+    first_version: int = 0  # the oldest version that sampled any of its tokens
+    last_version: int = 0
+    reward: float = 0.0  # mean over the group
+
+
+def facts_of(group: Group) -> GroupFacts:
+    completions = completions_of(group)
+    versions = [run.version for completion in completions for run in completion.versions]
+    rewards = group.rewards if isinstance(group, RolloutGroup) else ()
+    return GroupFacts(
+        num_tokens=sum(completion.num_tokens for completion in completions),
+        first_version=min(versions, default=0),
+        last_version=max(versions, default=0),
+        reward=sum(rewards) / len(rewards) if rewards else 0.0,
+    )
+
+
+def tokens_to_bytes(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+def bytes_to_tokens(data: bytes) -> NDArray[np.int32]:
+    return np.frombuffer(data, dtype="<i4")
+
+
+def floats_to_bytes(values: Sequence[float]) -> bytes:
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def bytes_to_floats(data: bytes) -> NDArray[np.float32]:
+    return np.frombuffer(data, dtype="<f4")

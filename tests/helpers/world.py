@@ -1,0 +1,154 @@
+"""A world for the controller: executors that only pretend, in any order that `choose` picks, with deaths and duplicates.
+
+It checks the rules of the flow at every command, from what it saw itself, not from the controller's own state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from llamarl.config import Evaluate, Schedule
+from llamarl.controller import events as ev
+from llamarl.controller.controller import Controller
+from llamarl.controller.ledger import Record, audit
+from llamarl.controller.line import Channel, Line, Role
+from llamarl.types import GroupFacts
+
+
+def standard_line(
+    *, replicas: int = 1, capacity: int = 4, trainer_restarts: bool = True, extra: Sequence[Role] = ()
+) -> Line:
+    """generator -> reward -> any extra roles -> trainer, with weights back to the generator."""
+    names = ["task", "generator", "reward", *(role.name for role in extra), "trainer"]
+    links = [Channel(f"to_{b}", "scatter", a, b) for a, b in pairwise(names)]
+    return Line(
+        [
+            Role(name="generator", unit="group", done="generated", executors=replicas, capacity=capacity),
+            Role(name="reward", unit="group", done="scored", capacity=capacity),
+            *extra,
+            Role(name="trainer", unit="batch", done="trained", restartable=trainer_restarts),
+        ],
+        [*links, Channel("weights", "weights", "trainer", "generator")],
+    )
+
+
+class World:
+    def __init__(self, line: Line, schedule: Schedule, prompts: int = 0, every: int = 0) -> None:
+        self.schedule = schedule
+        self.controller = Controller(line, schedule, Evaluate(prompts=prompts, every=every))
+        self.line = line
+        self.capacity = {role.name: role.capacity for role in line.roles}
+        self.outstanding: list[ev.AnyCommand] = []
+        self.history: list[ev.AnyEvent] = []
+        self.records: list[Record] = []
+        self.newest = -1
+        self.holds: dict[str, int] = {}  # executor -> version of its weights
+        self.held_groups: dict[str, set[int]] = {}
+        self.first_version: dict[int, int] = {}
+        self.trained_batches: list[tuple[int, tuple[int, ...]]] = []
+        self.evaluated: list[ev.Evaluated] = []
+        self.end: ev.AnyCommand | None = None
+        self.forgotten: set[int] = set()
+        self.feed(ev.Began())
+
+    def feed(self, event: ev.AnyEvent) -> None:
+        self.history.append(event)
+        for command in self.controller.handle(event):
+            self._obey(command)
+
+    def run(self, choose: Callable[[int], int], max_steps: int = 100_000) -> None:
+        """Complete outstanding work in the chosen order until the controller ends the job."""
+        for _ in range(max_steps):
+            if self.end is not None:
+                return
+            assert self.outstanding, "deadlock: nothing is under way and the job has not ended"
+            self.complete(choose(len(self.outstanding)))
+        raise AssertionError("the job does not end")
+
+    def complete(self, index: int, fail: str = "") -> None:
+        command = self.outstanding.pop(index)
+        match command:
+            case ev.Start():
+                self.feed(ev.Started(command.executor, command.incarnation))
+            case ev.Load():
+                self.holds[command.executor] = command.version
+                self.feed(ev.Loaded(command.executor, command.incarnation, command.version))
+            case ev.RunGroup():
+                self.held_groups[command.executor].discard(command.ordinal)
+                if fail:
+                    self.feed(ev.GroupFailed(command.executor, command.incarnation, command.ordinal, fail))
+                else:
+                    facts = GroupFacts(1, self.first_version.get(command.ordinal, 0), self.newest, 0.5)
+                    self.feed(ev.GroupDone(command.executor, command.incarnation, command.ordinal, facts))
+            case ev.RunBatch():
+                self.feed(ev.BatchDone(command.executor, command.incarnation, command.update))
+            case ev.Save():
+                self.feed(ev.Saved(command.version))
+            case ev.Publish():
+                self.feed(ev.Published(command.executor, command.incarnation, command.version))
+            case _:
+                raise AssertionError(f"not work: {command}")
+
+    def kill(self, executor: str) -> None:
+        incarnation = self.controller.executors[executor].incarnation
+        trains = executor.partition("/")[0] in {role.name for role in self.line.batch_roles}
+        lost = [c for c in self.outstanding if isinstance(c, ev.Save) and trains]
+        self.outstanding = [c for c in self.outstanding if getattr(c, "executor", "") != executor and c not in lost]
+        self.holds.pop(executor, None)
+        self.held_groups.pop(executor, None)
+        self.feed(ev.Died(executor, incarnation, "killed"))
+
+    def check_end(self) -> None:
+        report = audit(self.records)
+        assert report.clean, report
+        assert isinstance(self.end, ev.Finish)
+        assert report.updates == self.schedule.updates
+
+    def _obey(self, command: ev.AnyCommand) -> None:
+        match command:
+            case ev.Write():
+                self.records.append(command.record)
+            case ev.RunGroup():
+                self._check_group(command)
+                self.outstanding.append(command)
+            case ev.RunBatch():
+                self._check_batch(command)
+                self.outstanding.append(command)
+            case ev.Load():
+                assert command.version == self.controller.newest, "sent to load a version that is not the newest"
+                self.outstanding.append(command)
+            case ev.Start() | ev.Publish() | ev.Save():
+                self.outstanding.append(command)
+            case ev.Evaluated():
+                self.evaluated.append(command)
+            case ev.Forget():
+                self.forgotten.update(command.ordinals)
+            case ev.Finish() | ev.Abort():
+                self.end = command
+            case _:
+                pass
+        self.newest = self.controller.newest
+
+    def _check_group(self, command: ev.RunGroup) -> None:
+        role = command.executor.partition("/")[0]
+        held = self.held_groups.setdefault(command.executor, set())
+        held.add(command.ordinal)
+        weights = [1 if ordinal < 0 else self.schedule.samples_per_group for ordinal in held]
+        assert sum(weights) <= self.capacity[role], "given more than its capacity"
+        assert command.ordinal not in self.forgotten, "asked for a group that was forgotten"
+        if role != self.line.group_roles[0].name:
+            return
+        version = self.holds.get(command.executor)
+        assert version is not None, "admitted to a replica without weights"
+        if command.ordinal >= 0:
+            assert version == self.controller.newest, "admitted to a stale replica"
+            self.first_version[command.ordinal] = version
+
+    def _check_batch(self, command: ev.RunBatch) -> None:
+        assert len(command.ordinals) == self.schedule.groups_per_update
+        assert not set(command.ordinals) & self.forgotten, "trains on groups that were forgotten"
+        for ordinal in command.ordinals:
+            staleness = command.update - self.first_version[ordinal]
+            assert 0 <= staleness <= self.schedule.staleness_bound, f"group {ordinal} is {staleness} versions old"
+        self.trained_batches.append((command.update, command.ordinals))

@@ -1,0 +1,203 @@
+"""What `config.json` may say: four families, as transformers 4 and 5 write them, and nothing that changes the maths."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.errors import ModelError
+from llamarl.model.hf_config import config_of, read_shape
+from llamarl.shapes import SHAPES, RopeScaling
+
+LLAMA_3_1: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+QWEN3_0_6B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN2_5_7B: dict[str, Any] = QWEN3_0_6B | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "head_dim": None,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+}
+
+
+def read(folder: Path, config: object) -> Any:
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_shape(folder)
+
+
+def test_published_configs_give_the_shapes_known_by_name(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA_3_1) == SHAPES["llama-3.1-8b"]
+    assert read(tmp_path, QWEN3_0_6B) == SHAPES["qwen3-0.6b"]
+    assert read(tmp_path, QWEN2_5_7B) == SHAPES["qwen2.5-7b"]
+
+
+def test_rope_parameters_of_transformers_5_mean_what_4_wrote(tmp_path: Path) -> None:
+    new = {key: value for key, value in LLAMA_3_1.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    new |= {"rope_parameters": {**LLAMA_3_1["rope_scaling"], "rope_theta": 500000.0}, "dtype": "bfloat16"}
+    assert read(tmp_path, new) == read(tmp_path, LLAMA_3_1)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_written_config_reads_back_as_the_same_shape(name: str, tmp_path: Path) -> None:
+    assert read(tmp_path, config_of(SHAPES[name])) == SHAPES[name]
+
+
+def test_llama_2_without_its_later_keys_gets_transformers_defaults(tmp_path: Path) -> None:
+    later = ("num_key_value_heads", "rope_theta", "rope_scaling", "attention_bias", "mlp_bias", "tie_word_embeddings")
+    shape = read(tmp_path, {key: value for key, value in LLAMA_3_1.items() if key not in later})
+    assert (shape.num_kv_heads, shape.rope_theta, shape.rope_scaling, shape.tied_head) == (32, 10_000.0, None, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "gemma2"}, "gemma2"),
+        ({"model_type": "mixtral"}, "mixtral"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {**LLAMA_3_1["rope_scaling"], "attention_factor": 2.0}}, "attention_factor"),
+        ({"rope_scaling": {**LLAMA_3_1["rope_scaling"], "low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "rope_parameters"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_key_value_heads": 5}, "5 key-value heads"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
+        ({"hidden_size": 4097}, "hidden_size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_changes_the_maths_is_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=named) as refused:
+        read(tmp_path, LLAMA_3_1 | change)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "model_type"])
+def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=key):
+        read(tmp_path, {name: value for name, value in LLAMA_3_1.items() if name != key})
+
+
+def test_mistral_has_a_window_unless_it_says_null(tmp_path: Path) -> None:
+    mistral = LLAMA_3_1 | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "rope_scaling": None}
+    with pytest.raises(ModelError, match="sliding_window"):
+        read(tmp_path, mistral)
+    assert read(tmp_path, mistral | {"sliding_window": None}).num_layers == 32
+
+
+def test_a_qwen_window_counts_only_when_switched_on(tmp_path: Path) -> None:
+    narrow = QWEN2_5_7B | {"sliding_window": 4096}
+    assert read(tmp_path, narrow) == SHAPES["qwen2.5-7b"]
+    with pytest.raises(ModelError, match="sliding_window"):
+        read(tmp_path, narrow | {"use_sliding_window": True})
+
+
+def test_a_missing_folder_is_one_line_that_says_what_belongs_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no folder .*/ckpt; expected config.json and \*.safetensors inside"):
+        read_shape(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"model_type": "llama",}', b"NaN"])
+def test_garbage_is_one_line_that_names_the_file(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(ModelError, match=r"config\.json") as refused:
+        read_shape(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_scrambled_values_are_refused_or_read_never_a_traceback(tmp_path: Path) -> None:
+    pick = random.Random(0)
+    odd: list[Any] = [None, True, -1, 0, 2**70, 1e400, 0.5, "x", [], {}, [1], {"rope_type": []}, {"factor": "x"}]
+    for _ in range(400):
+        config = LLAMA_3_1 | {pick.choice(list(LLAMA_3_1)): pick.choice(odd)}
+        (tmp_path / "config.json").write_text(json.dumps(config).replace("Infinity", "1e400"))
+        try:
+            shape = read_shape(tmp_path)
+        except ModelError as error:
+            assert "\n" not in str(error)
+        else:
+            assert shape.rope_scaling is None or isinstance(shape.rope_scaling, RopeScaling)
