@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from llamarl.algo.losses import LOSSES, Loss
 from llamarl.config import Config
+from llamarl.controller.line import index_of
 from llamarl.errors import ConfigError
 from llamarl.executors.executor import Executor
 from llamarl.executors.generator import Generator
 from llamarl.executors.reward import Reward
 from llamarl.executors.trainer import Trainer
 from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.messages import ReaderStuck, Report
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.plugins import is_reference, load_function
@@ -28,6 +34,9 @@ class Site:
     executor: str
     slots: Mapping[str, SlotFile]  # by publishing role
     weights_source: Mapping[str, str]  # reading role -> publishing role
+    rank: int = 0
+    num_ranks: int = 1
+    tell_engine: Callable[[Report], None] = lambda report: None  # for words that cannot wait for the end of the work
 
 
 Builder = Callable[[Site], Executor]
@@ -35,7 +44,7 @@ Builder = Callable[[Site], Executor]
 
 def build_generator(site: Site) -> Executor:
     config = site.config
-    model = load_model(config.model_folder)
+    model = load_model(config.model_folder, device=device_of(config.generator.device, index_of(site.executor)))
     decoder = ContinuousDecoder(
         model,
         slots=config.generator.slots,
@@ -54,10 +63,15 @@ def build_reward(site: Site) -> Executor:
 
 def build_trainer(site: Site) -> Executor:
     config = site.config
-    model = load_model(config.model_folder)
+    model = load_model(config.model_folder, device=device_of(config.trainer.device))
     return Trainer(
         model,
-        SlotWriter(site.slots["trainer"], dict(model.named_parameters()), lease_s=config.weights.lease_s),
+        SlotWriter(
+            site.slots["trainer"],
+            dict(model.named_parameters()),
+            lease_s=config.weights.lease_s,
+            on_stuck=lambda pid: site.tell_engine(ReaderStuck(pid)),
+        ),
         make_loss(config),
         settings=config.trainer,
         algo=config.algo,
@@ -67,6 +81,16 @@ def build_trainer(site: Site) -> Executor:
     )
 
 
+def device_of(setting: str, replica: int = 0) -> torch.device:
+    """`auto` takes a GPU where there is one, and spreads replicas over all of them."""
+    if setting == "auto":
+        count = torch.cuda.device_count()
+        return torch.device("cuda", replica % count) if count else torch.device("cpu")
+    if setting.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device: {setting} was asked for, but there is no CUDA device here")
+    return torch.device(setting)
+
+
 def make_loss(config: Config) -> Loss:
     name = config.algo.loss
     if is_reference(name):
@@ -74,6 +98,25 @@ def make_loss(config: Config) -> Loss:
     if name not in LOSSES:
         raise ConfigError(f"algo.loss: unknown loss '{name}'; known: {', '.join(LOSSES)}, or FILE.py:FUNCTION")
     return LOSSES[name]
+
+
+def builder_reference(role: str, builder: Builder) -> str:
+    """How another process finds the builder: by the file it is written in."""
+    name = getattr(builder, "__qualname__", "")
+    file = inspect.getsourcefile(builder)
+    if not name.isidentifier() or file is None:
+        raise ConfigError(
+            f"line: the builder of '{role}' must be a function at the top of a file, so that a process can load it"
+        )
+    return f"{file}:{name}"
+
+
+def load_builder(reference: str) -> Builder:
+    file, _, name = reference.rpartition(":")
+    if Path(file) == Path(__file__):
+        builder: Builder = globals()[name]
+        return builder
+    return load_function("builder", reference)
 
 
 BUILDERS: dict[str, Builder] = {"generator": build_generator, "reward": build_reward, "trainer": build_trainer}

@@ -18,6 +18,10 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One block of the YAML file."""
 
 
+Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")]
+Threads = Annotated[int, Meta(ge=0, description="CPU threads of each process; 0: one for each core")]
+
+
 class Model(Section, frozen=True):
     path: Annotated[
         str, Meta(description="folder with config.json, *.safetensors and tokenizer.json; 'tiny' is the shipped model")
@@ -46,6 +50,8 @@ class Generator(Section, frozen=True):
     temperature: Annotated[
         float, Meta(ge=0.01, le=10, description="of the sampling; also divides the trainer's logits")
     ] = 1.0
+    device: Device = "auto"
+    threads: Threads = 0
 
 
 class Trainer(Section, frozen=True):
@@ -57,6 +63,8 @@ class Trainer(Section, frozen=True):
     betas: Annotated[tuple[float, float], Meta(description="AdamW's averaging factors, each in [0, 1)")] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW's, on matrices only")] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0, description="gradients are scaled down to this norm")] = 1.0
+    device: Device = "auto"
+    threads: Threads = 0
 
 
 class Algo(Section, frozen=True):
@@ -104,8 +112,14 @@ class Evaluate(Section, frozen=True):
 
 class Engine(Section, frozen=True):
     kind: Annotated[
-        Literal["inline"], Meta(description="where executors live; inline: all in this process, one after the other")
-    ] = "inline"
+        Literal["local", "inline"],
+        Meta(description="where executors live: each in a process of its own, or all in this one, in turn"),
+    ] = "local"
+    start_s: Annotated[float, Meta(gt=0, description="local: an executor must be up within this time")] = 300.0
+    silence_s: Annotated[
+        float, Meta(gt=0, description="local: an executor with work to do that says nothing for so long is killed")
+    ] = 600.0
+    frame_s: Annotated[float, Meta(gt=0, description="local: a message must arrive whole within this time")] = 30.0
 
 
 class Weights(Section, frozen=True):
@@ -125,6 +139,10 @@ class Config(Section, frozen=True):
     schedule: Schedule = Schedule()
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
+    placement: Annotated[
+        Literal["split", "colocated"],
+        Meta(description="executors run side by side, or share all devices and take turns (needs max_staleness=0)"),
+    ] = "split"
     weights: Weights = Weights()
 
     def __post_init__(self) -> None:
@@ -144,6 +162,16 @@ class Config(Section, frozen=True):
         if self.trainer.warmup_updates > schedule.updates:
             raise ConfigError(
                 f"trainer.warmup_updates: {self.trainer.warmup_updates} is more than schedule.updates={schedule.updates}"
+            )
+        if self.placement == "colocated" and schedule.max_staleness:
+            raise ConfigError(
+                f"placement: colocated executors take turns, so schedule.max_staleness={schedule.max_staleness} "
+                "cannot take effect; set it to 0"
+            )
+        if self.placement == "colocated" and self.generator.device != self.trainer.device:
+            raise ConfigError(
+                f"placement: colocated executors share their devices, but generator.device={self.generator.device} "
+                f"and trainer.device={self.trainer.device}"
             )
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llamarl.build import BUILDERS, Builder, Site, make_loss
+from llamarl.build import BUILDERS, Builder, Site, builder_reference, make_loss
 from llamarl.config import Config
 from llamarl.configfile import config_to_yaml, load_config
 from llamarl.controller.controller import Controller
 from llamarl.controller.line import SOURCE, Channel, Line, Role, role_of
 from llamarl.engine.driver import Driver
+from llamarl.engine.engine import Engine
 from llamarl.engine.inline import InlineEngine
+from llamarl.engine.local.engine import LocalEngine
 from llamarl.engine.prompts import Prompts
 from llamarl.errors import ConfigError, InputError, LlamaRLError, ModelError
 from llamarl.executors.executor import Executor
@@ -38,10 +40,10 @@ def default_line(config: Config) -> Line:
                 done="generated",
                 executors=config.generator.replicas,
                 capacity=config.generator.slots,
+                threads=config.generator.threads,
             ),
-            Role(name="reward", unit="group", done="scored", capacity=GROUPS_AHEAD * samples),
-            # Until snapshots can bring its optimizer back, a trainer's death ends the job.
-            Role(name="trainer", unit="batch", done="trained", restartable=False),
+            Role(name="reward", unit="group", done="scored", capacity=GROUPS_AHEAD * samples, threads=1),
+            Role(name="trainer", unit="batch", done="trained", threads=config.trainer.threads),
         ],
         [
             Channel("prompts", "scatter", SOURCE, "generator"),
@@ -84,7 +86,7 @@ class Job:
             last_role=self.line.batch_roles[-1].name,
         )
         slots = {role: SlotFile() for role in self.line.publishers}
-        engine = InlineEngine(lambda executor: self._build(executor, slots))
+        engine = self._make_engine(slots, run_folder)
         controller = Controller(self.line, self.config.schedule, self.config.evaluate)
         outcome = "interrupted"
         try:
@@ -99,6 +101,12 @@ class Job:
                 file.close()
             summary = watcher.finish(outcome)
         return summary
+
+    def _make_engine(self, slots: Mapping[str, SlotFile], run_folder: RunFolder) -> Engine:
+        if self.config.engine.kind == "inline":
+            return InlineEngine(lambda executor: self._build(executor, slots))
+        references = {role.name: builder_reference(role.name, self.builders[role.name]) for role in self.line.roles}
+        return LocalEngine(self.config, self.line, references, slots, run_folder.path / "logs")
 
     def _build(self, executor: str, slots: Mapping[str, SlotFile]) -> Executor:
         site = Site(self.config, executor, slots, self.line.weights_source)

@@ -92,6 +92,12 @@ class PolicySaved(FromExecutor, frozen=True):
     version: int
 
 
+class ReaderStuck(FromExecutor, frozen=True):
+    """A process keeps its lease on a weight slot past `weights.lease_s`: the engine ends it."""
+
+    pid: int
+
+
 class Failed(FromExecutor, frozen=True):
     """The executor cannot go on; its last word."""
 
@@ -107,6 +113,7 @@ Report = (
     | BatchResult
     | WeightsPublished
     | PolicySaved
+    | ReaderStuck
     | Failed
 )
 

@@ -41,6 +41,9 @@ class TrainBatch:
     def num_tokens(self) -> int:
         return len(self.targets_N)
 
+    def to(self, device: torch.device) -> TrainBatch:
+        return TrainBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
     def with_policy(self, policy_logprobs_N: Tensor) -> TokenBatch:
         return TokenBatch(
             policy_logprobs_N, self.behavior_logprobs_N, self.advantages_N, self.rows_N, num_tokens=self.num_tokens

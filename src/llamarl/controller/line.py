@@ -20,6 +20,8 @@ class Role(Struct, frozen=True, kw_only=True):
     unit: Literal["group", "batch"]  # works on one group at a time, or on the groups of one update
     done: str  # what the ledger says of a group that has passed: "generated", "scored", "trained"
     executors: int = 1
+    ranks: int = 1  # processes that are one executor; the engine talks to the first of them
+    threads: int = 0  # cores each of them may use; 0: all
     capacity: int = 1  # completions that one executor holds at once (unit "group")
     restartable: bool = True  # False: its state cannot be brought back, so its death ends the job
 
@@ -67,6 +69,10 @@ def executor_names(role: Role) -> list[str]:
 
 def role_of(executor: str) -> str:
     return executor.partition("/")[0]
+
+
+def index_of(executor: str) -> int:
+    return int(executor.partition("/")[2])
 
 
 def _check_names(roles: Sequence[Role], channels: Sequence[Channel], by_name: dict[str, Role]) -> None:

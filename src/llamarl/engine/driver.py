@@ -70,6 +70,8 @@ class Driver:
         self._watcher.spent(arrival.executor, arrival.spans)
         report = arrival.report
         match report:
+            case None | msg.ReaderStuck():
+                return None
             case msg.Up():
                 return ev.Started(*who)
             case msg.WeightsLoaded():

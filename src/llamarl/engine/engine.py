@@ -16,7 +16,7 @@ class Arrival(Struct, frozen=True):
 
     executor: str
     incarnation: int
-    report: Report
+    report: Report | None  # None: nothing but the spans
     spans: tuple[Span, ...] = ()
 
 

@@ -73,11 +73,10 @@ class Trainer:
         batch = make_batch(groups, version=update, skip_zero_variance=self._algo.zero_variance == "skip")
         if batch is None:
             return {**metrics, "trained_tokens": 0.0}  # nothing to learn from: the version is made all the same
-        loss, loss_metrics = self._loss(batch.with_policy(self._policy_logprobs(batch)), self._algo)
+        batch = batch.to(self._model.lm_head.weight.device)
+        tokens = batch.with_policy(policy_logprobs(self._model, batch, self._temperature))
+        loss, loss_metrics = self._loss(tokens, self._algo)
         return {**metrics, **describe_staleness(batch), **loss_metrics, **self._step(update, loss)}
-
-    def _policy_logprobs(self, batch: TrainBatch) -> Tensor:
-        return policy_logprobs(self._model, batch, self._temperature)
 
     def _step(self, update: int, loss: Tensor) -> dict[str, float]:
         """Descend, unless the gradient is not a number: then the weights stay as they are, bit for bit."""

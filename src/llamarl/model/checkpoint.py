@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from llamarl.errors import ModelError
 from llamarl.model.hf_config import carried_config, read_json_object, read_shape
 from llamarl.model.safetensors_file import Span, read_spans
-from llamarl.model.tensor_io import DTYPES, read_tensor, same_bytes, write_tensors
+from llamarl.model.tensor_io import DTYPES, TensorReader, empty_tensor, same_bytes, write_tensors
 from llamarl.model.transformer import Transformer
 from llamarl.shapes import ModelShape, parameter_shapes
 
@@ -64,9 +64,10 @@ class Checkpoint(Struct, frozen=True):
 
     def fill(self, parameters: Mapping[str, Tensor], shard: Shard = whole) -> None:
         """Reads the shard of each named parameter into the given memory, whatever its dtype and device."""
+        reader = TensorReader()
         for name, parameter in parameters.items():
             span = self.spans[name]
-            read_tensor(span, parameter.detach(), shard(name, span.shape))
+            reader.read(span, parameter.detach(), shard(name, span.shape))
 
 
 def load_model(
@@ -111,7 +112,7 @@ def empty_model(
         full = tuple(parameter.shape)
         local = [len(range(*part.indices(size))) for part, size in zip(shard(name, full), full, strict=True)]
         module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, nn.Parameter(torch.empty(local, dtype=dtype, device=device)))
+        setattr(model.get_submodule(module), leaf, nn.Parameter(empty_tensor(local, dtype, device)))
     if shape.tied_head:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model

@@ -1,0 +1,114 @@
+"""The life of one executor rank in its own process: build, say so, then answer messages and work in slices between them."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+
+import torch
+
+from llamarl.build import Site, load_builder
+from llamarl.engine.local.frames import BadFrame, FrameReader, encode_frame
+from llamarl.engine.local.ranks import Ranks
+from llamarl.engine.local.wire import Birth, Envelope, encode
+from llamarl.engine.runner import Runner
+from llamarl.executors.executor import Executor
+from llamarl.messages import Failed, Message, Stop, Up, decode_message
+from llamarl.weights.slots import SlotFile
+
+_READ_BYTES = 1 << 20
+_SIGN_OF_LIFE_S = 1.0
+
+
+class Closed(Exception):
+    """The engine hung up."""
+
+
+class Line:
+    """This rank's end of its socket pair."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = FrameReader()
+        self._inbox: deque[Message] = deque()
+        self.last_sent_s = 0.0
+
+    def next(self, *, wait: bool) -> Message | None:
+        while not self._inbox:
+            readable, _, _ = select.select([self._connection], [], [], None if wait else 0)
+            if not readable:
+                return None
+            data = self._connection.recv(_READ_BYTES)
+            if not data:
+                raise Closed
+            self._inbox.extend(decode_message(payload) for payload in self._reader.feed(data))
+        return self._inbox.popleft()
+
+    def send(self, envelope: Envelope) -> None:
+        self._connection.sendall(encode_frame(encode(envelope)))
+        self.last_sent_s = time.monotonic()
+
+
+def live(birth: Birth, fds: list[int]) -> None:
+    socket_fd, log_fd, meeting_fd, *slot_fds = fds
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    line = Line(socket.socket(fileno=socket_fd))
+    try:
+        torch.set_num_threads(birth.threads)
+        ranks = Ranks.join(birth.rank, birth.num_ranks, meeting_fd)
+        runner = Runner(_build(birth, dict(zip(birth.slots, slot_fds, strict=True)), ranks, line))
+        if birth.rank == 0:
+            _serve(runner, line, ranks)
+        else:
+            _follow(runner, line, ranks)
+    except (Closed, BrokenPipeError, ConnectionResetError):
+        pass  # the engine is gone, or does not want this executor any more
+    except BadFrame as error:
+        line.send(Envelope((Failed(f"the engine sent {error}"),), ()))
+    except Exception as error:  # the border to the executor's code: whatever happens there becomes one typed report
+        traceback.print_exc(file=sys.stderr)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        line.send(Envelope((Failed(reason),), ()))
+
+
+def _build(birth: Birth, slot_fds: dict[str, int], ranks: Ranks, line: Line) -> Executor:
+    site = Site(
+        birth.config,
+        birth.executor,
+        {role: SlotFile(fd) for role, fd in slot_fds.items()},
+        birth.weights_source,
+        ranks.rank,
+        ranks.count,
+        tell_engine=lambda report: line.send(Envelope((report,), ())),
+    )
+    return load_builder(birth.builder)(site)
+
+
+def _serve(runner: Runner, line: Line, ranks: Ranks) -> None:
+    """Rank 0: the only one the engine talks to. It tells the others what to do, and it alone reports."""
+    line.send(Envelope((Up(),), ()))
+    while True:
+        message = line.next(wait=runner.idle)
+        ranks.tell(message)
+        if isinstance(message, Stop):
+            return
+        reports = runner.handle(message) if message is not None else runner.work()
+        if reports or time.monotonic() - line.last_sent_s > _SIGN_OF_LIFE_S:
+            line.send(Envelope(tuple(reports), runner.take_spans()))
+
+
+def _follow(runner: Runner, line: Line, ranks: Ranks) -> None:
+    """Any other rank: does what rank 0 says, when it says so."""
+    line.send(Envelope((Up(),), ()))
+    while not isinstance(message := ranks.listen(), Stop):
+        if message is not None:
+            runner.handle(message)
+        else:
+            runner.work()
+        runner.take_spans()

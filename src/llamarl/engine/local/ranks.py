@@ -1,0 +1,60 @@
+"""Several processes that are one executor: rank 0 decides and tells the others over the executor's own process group.
+
+The group meets through a file without a name (a memfd) and talks over loopback, so nothing is left behind and nobody
+outside this machine is listened to. Words travel as bytes; no object is ever pickled.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from llamarl.messages import Message, decode_message, encode
+
+_MEETING_S = 120
+_NO_MESSAGE = b""  # "do a slice of work"
+
+
+class Ranks:
+    """A lone rank has nobody to tell; `tell` is then free."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+
+    @classmethod
+    def join(cls, rank: int, count: int, meeting_fd: int) -> Ranks:
+        if count > 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            store = FileStore(f"/proc/self/fd/{meeting_fd}", count)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=_MEETING_S)
+            )
+        return cls(rank, count)
+
+    def tell(self, message: Message | None) -> None:
+        if self.count > 1:
+            data = encode(message) if message is not None else _NO_MESSAGE
+            dist.broadcast(torch.tensor([len(data)]), src=0)
+            if data:
+                dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
+
+    def listen(self) -> Message | None:
+        length = torch.zeros(1, dtype=torch.int64)
+        # Rank 0 may have nothing to do for hours, so hearing nothing is not a fault: its death ends the connection.
+        while True:
+            try:
+                dist.broadcast(length, src=0)
+                break
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower():
+                    raise
+        if not length.item():
+            return None
+        data = torch.empty(int(length.item()), dtype=torch.uint8)
+        dist.broadcast(data, src=0)
+        message: Message = decode_message(data.numpy().tobytes())
+        return message
