@@ -47,7 +47,7 @@ def train(
     load_config(path, settings)  # mistakes are told at once, before torch is imported
 
     from llamarl.job import Job
-    from llamarl.observe.display import Lines, Quiet
+    from llamarl.observe.display import make_display
     from llamarl.observe.report import print_report
     from llamarl.observe.run_folder import dated_run_folder
 
@@ -57,7 +57,7 @@ def train(
     if not quiet:
         console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
     try:
-        summary = job.run(folder, display=Quiet() if quiet else Lines(console))
+        summary = job.run(folder, display=make_display(console, quiet=quiet))
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; the record so far is in {folder}") from None
     if not quiet:

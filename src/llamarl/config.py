@@ -128,8 +128,16 @@ class Weights(Section, frozen=True):
     ] = 30.0
 
 
+class Observe(Section, frozen=True):
+    tensorboard: Annotated[bool, Meta(description="also write metrics for TensorBoard into the run folder")] = False
+
+
 class Config(Section, frozen=True):
     seed: Annotated[int, Meta(ge=0, le=2**62, description="of prompts, sampling and everything else")] = 0
+    placement: Annotated[
+        Literal["split", "colocated"],
+        Meta(description="executors run side by side, or share all devices and take turns (needs max_staleness=0)"),
+    ] = "split"
     model: Model = Model()
     task: Task = Task()
     reward: Reward = Reward()
@@ -139,11 +147,8 @@ class Config(Section, frozen=True):
     schedule: Schedule = Schedule()
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
-    placement: Annotated[
-        Literal["split", "colocated"],
-        Meta(description="executors run side by side, or share all devices and take turns (needs max_staleness=0)"),
-    ] = "split"
     weights: Weights = Weights()
+    observe: Observe = Observe()
 
     def __post_init__(self) -> None:
         schedule, generator = self.schedule, self.generator

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
+import reprlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,11 +38,24 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that either YAML's own rules or ours would read back as something else."""
+
+
+# YAML 1.1 reads 1e-5 as text, and 010 and 1:30 as 8 and 90: here the first is a number, the others are text.
+_NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"^([-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag not in _NUMBERS]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
+    _Dumper.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -63,7 +78,7 @@ def parse_config(raw: Mapping[str, Any], source: str = "") -> Config:
 
 
 def config_to_yaml(config: Config) -> str:
-    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def describe(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:
@@ -107,7 +122,8 @@ def _parse_yaml(text: str, source: str) -> Any:
         mark = error.problem_mark
         where = f"{source}:{mark.line + 1}" if mark else source
         raise ConfigError(f"{where}: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        # PyYAML lets whatever its constructors meet through: `!!bool maybe` is a KeyError.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{source}: not valid YAML: {reason}") from None
 
@@ -123,7 +139,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         if child is not None and not isinstance(child, dict):
             child = {_SHORTHAND_KEY: child}
         node[name] = node = dict(child or {})
-    value = _parse_yaml(text, f"'{override}'")
+    value = _parse_yaml(text, f"'{override[:60]}'")
     replaced = node.get(last)
     if isinstance(replaced, dict) and not isinstance(value, dict):
         value = {**replaced, _SHORTHAND_KEY: value}  # `engine=inline` keeps the section's other keys
@@ -132,7 +148,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 def _check(raw: dict[str, Any], section: type[Section], prefix: str) -> dict[str, Any]:
     """Refuse unknown keys by name and numbers that are none; expand shorthands."""
-    hints = typing.get_type_hints(section)
+    hints = _hints(section)
     checked = {}
     for name, value in raw.items():
         key, hint = prefix + name, hints.get(name)
@@ -153,33 +169,48 @@ def _as_section(key: str, value: Any, section: type[Section]) -> dict[str, Any]:
         return value
     if value is None:
         return {}
-    if _SHORTHAND_KEY not in typing.get_type_hints(section):
+    if _SHORTHAND_KEY not in _hints(section):
         raise ConfigError(f"{key}: is a section with keys of its own, got {_name(value)}")
     return {_SHORTHAND_KEY: value}
 
 
 def _nearest(key: str) -> str:
     known = [known_key for known_key, _, _ in describe()]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not near:
-        last = key.rpartition(".")[2]
-        near = [full for full in known if full.rpartition(".")[2] == last][:1]
+    elsewhere = [full for full in known if full.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = elsewhere if len(elsewhere) == 1 else difflib.get_close_matches(key, [*known, *_hints(Config)], n=1)
     return f"; did you mean '{near[0]}'?" if near else "; `llamarl config` lists all keys"
 
 
 def _explain(message: str, raw: Mapping[str, Any]) -> str:
     """msgspec's "Expected `int`, got `str` - at `$.schedule.updates`" as "schedule.updates: expected int, got 'ten'"."""
-    reason, _, path = message.partition(" - at ")
+    reason, found, path = message.rpartition(" - at ")  # the last one: the text before may hold the user's own words
+    if not found:
+        reason, path = message, ""
     key = path.strip("`").removeprefix("$.") or "config"
     reason = reason.replace("`", "")
+    if reason.startswith("Invalid enum value"):
+        reason = f"expected {' | '.join(_choices(key))}"
     value: Any = raw
     for name in re.findall(r"[^.\[\]]+", key):
         if isinstance(value, Mapping):
             value = value.get(name)
         elif isinstance(value, list) and name.isdigit():
             value = value[int(name)]
-    given = f" (given: {value!r})" if not isinstance(value, Mapping) else ""
+    given = f" (given: {reprlib.repr(value)})" if not isinstance(value, Mapping) else ""
     return f"{key}: {reason[:1].lower()}{reason[1:]}{given}"
+
+
+def _choices(key: str) -> tuple[str, ...]:
+    *sections, last = key.split(".")
+    section: Any = Config
+    for name in sections:
+        section = _hints(section)[name]
+    return typing.get_args(_hints(section)[last])
+
+
+@functools.cache
+def _hints(section: type[Section]) -> dict[str, Any]:
+    return typing.get_type_hints(section)
 
 
 def _is_section(hint: Any) -> bool:
@@ -187,4 +218,4 @@ def _is_section(hint: Any) -> bool:
 
 
 def _name(value: Any) -> str:
-    return f"{value!r}" if isinstance(value, str | int | float | bool) else f"a {type(value).__name__}"
+    return reprlib.repr(value) if isinstance(value, str | int | float | bool) else f"a {type(value).__name__}"

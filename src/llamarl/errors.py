@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+_MAX_LINE = 1000
+
 
 class LlamaRLError(Exception):
     """Shown as one line, never as a traceback."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """One line without control characters, whatever a user's file or another program put into it."""
+        line = " ".join(super().__str__().split())
+        shown = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ..."
+        return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
 
 
 class InputError(LlamaRLError):

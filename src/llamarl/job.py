@@ -22,6 +22,7 @@ from llamarl.model.tokenizer import Tokenizer
 from llamarl.observe.display import Display, Quiet
 from llamarl.observe.run_folder import RunFolder, dated_run_folder
 from llamarl.observe.summary import Summary
+from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
 from llamarl.tasks.registry import make_scorer, make_task
 from llamarl.weights.slots import SlotFile
@@ -130,6 +131,7 @@ class Job:
             )
         if not tokenizer.eos_ids:
             raise ModelError(f"model.path: {config.model.path} names no end token, so completions could not end")
+        check_board(config.observe)
         make_scorer(config.reward)
         make_loss(config)
         prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)

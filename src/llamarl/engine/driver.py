@@ -49,7 +49,6 @@ class Driver:
         while not self._ended:
             for arrival in self._engine.events():
                 self._tell(self._event_of(arrival))
-            self._watcher.tick()
 
     def _tell(self, event: ev.AnyEvent | None) -> None:
         if event is None:

@@ -45,7 +45,7 @@ class Trainer:
         updates: int,
         carry_from: Path,
     ) -> None:
-        self._model, self._weights, self._loss = model, weights, loss
+        self.model, self._weights, self._loss = model, weights, loss
         self._settings, self._algo, self._temperature, self._updates = settings, algo, temperature, updates
         self._carry_from = carry_from  # its tokenizer and settings go along with every saved policy
         self._optimizer = make_optimizer(model, settings)
@@ -60,7 +60,7 @@ class Trainer:
                     publication.version, publication.checksum, publication.num_bytes, publication.changed
                 )
             case SavePolicy():
-                save_model(self._model, Path(message.folder), carry_from=self._carry_from)
+                save_model(self.model, Path(message.folder), carry_from=self._carry_from)
                 yield PolicySaved(message.version)
             case _:
                 raise UnexpectedMessage("trainer", message)
@@ -73,8 +73,8 @@ class Trainer:
         batch = make_batch(groups, version=update, skip_zero_variance=self._algo.zero_variance == "skip")
         if batch is None:
             return {**metrics, "trained_tokens": 0.0}  # nothing to learn from: the version is made all the same
-        batch = batch.to(self._model.lm_head.weight.device)
-        tokens = batch.with_policy(policy_logprobs(self._model, batch, self._temperature))
+        batch = batch.to(self.model.lm_head.weight.device)
+        tokens = batch.with_policy(policy_logprobs(self.model, batch, self._temperature))
         loss, loss_metrics = self._loss(tokens, self._algo)
         return {**metrics, **describe_staleness(batch), **loss_metrics, **self._step(update, loss)}
 
@@ -82,7 +82,7 @@ class Trainer:
         """Descend, unless the gradient is not a number: then the weights stay as they are, bit for bit."""
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm).item()
         lr = learning_rate(self._settings, update, self._updates)
         if math.isfinite(norm):
             for group in self._optimizer.param_groups:

@@ -13,8 +13,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from llamarl.generate.cache import DecodeAttention, KVCache, PrefillAttention
-from llamarl.generate.sampling import sample_tokens, uniform_draws
+from llamarl.generate.cache import KVCache
+from llamarl.generate.sampling import uniform_draws
+from llamarl.generate.step import PREFILL_ROWS, bucket_of, decode_step, prefill
 from llamarl.model.transformer import Transformer
 from llamarl.types import (
     Completion,
@@ -23,9 +24,6 @@ from llamarl.types import (
     VersionRun,
     bytes_to_tokens,
 )
-
-PREFILL_ROWS = 16  # products of fewer rows may round differently
-MIN_BUCKET = 16
 
 
 @dataclass
@@ -51,7 +49,7 @@ class ContinuousDecoder:
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         weight = model.lm_head.weight
         self._device, self._seed = weight.device, seed
-        length = max(max_prompt_tokens + max_new_tokens, _bucket(max_prompt_tokens))
+        length = max(max_prompt_tokens + max_new_tokens, bucket_of(max_prompt_tokens))
         self._cache = KVCache(model.shape, slots, length, dtype=weight.dtype, device=self._device)
         self._eos = torch.tensor(eos_ids, dtype=torch.int64, device=self._device)
         self._queue: deque[PromptGroup] = deque()
@@ -93,10 +91,10 @@ class ContinuousDecoder:
         self._refill()
         if not self._underway:
             return []
-        attend = DecodeAttention(self._cache, self._positions)
-        hidden_B1C = self.model(self._tokens[:, None], self._positions[:, None], attend)
         draws_B = uniform_draws(self._seed, self._ordinals, self._samples, self._counts)
-        tokens_B, logprobs_B = sample_tokens(self.model.logits(hidden_B1C[:, 0]), draws_B, self._temperatures)
+        tokens_B, logprobs_B = decode_step(
+            self.model, self._cache, self._tokens, self._positions, draws_B, self._temperatures
+        )
         return self._collect(self._append(tokens_B, logprobs_B))
 
     def _append(self, tokens_B: Tensor, logprobs_B: Tensor) -> list[int]:
@@ -146,11 +144,13 @@ class ContinuousDecoder:
             group = self._queue.popleft()
             slots = [self._free.pop() for _ in range(group.sampling.samples)]
             self._open(group, slots)
-            bucket = _bucket(len(group.prompt_tokens) // 4 - 1)
+            bucket = bucket_of(len(group.prompt_tokens) // 4 - 1)
             admitted.setdefault(bucket, []).append((group, slots))
-        for bucket, groups in admitted.items():
+        for groups in admitted.values():
             for start in range(0, len(groups), PREFILL_ROWS):
-                self._prefill(bucket, groups[start : start + PREFILL_ROWS])
+                rows = groups[start : start + PREFILL_ROWS]
+                prompts = [bytes_to_tokens(group.prompt_tokens).tolist() for group, _ in rows]
+                prefill(self.model, self._cache, prompts, [slots for _, slots in rows])
 
     def _open(self, group: PromptGroup, slots: list[int]) -> None:
         prompt, sampling = bytes_to_tokens(group.prompt_tokens), group.sampling
@@ -166,23 +166,3 @@ class ContinuousDecoder:
         self._counts[rows] = 0
         self._limits[rows] = sampling.max_new_tokens
         self._temperatures[rows] = sampling.temperature
-
-    def _prefill(self, bucket: int, groups: list[tuple[PromptGroup, list[int]]]) -> None:
-        """Keys and values of all but the last prompt token, once per group, in a fixed number of rows."""
-        if bucket == 0:
-            return
-        tokens = torch.zeros(PREFILL_ROWS, bucket, dtype=torch.int64)
-        for row, (group, _) in enumerate(groups):
-            prompt = torch.from_numpy(bytes_to_tokens(group.prompt_tokens)[:-1].astype("int64"))
-            tokens[row, : len(prompt)] = prompt
-        positions = torch.arange(bucket, device=self._device).expand(PREFILL_ROWS, bucket)
-        attend = PrefillAttention()
-        self.model(tokens.to(self._device), positions, attend)
-        keys, values = torch.stack(attend.keys), torch.stack(attend.values)
-        for row, (_, slots) in enumerate(groups):
-            self._cache.fill(torch.tensor(slots, device=self._device), keys[:, row], values[:, row])
-
-
-def _bucket(num_tokens: int) -> int:
-    """Prompts are padded to the next power of two, so that few shapes occur; 0 stays 0."""
-    return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length()) if num_tokens else 0

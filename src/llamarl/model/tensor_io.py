@@ -16,7 +16,9 @@ from llamarl.model.safetensors_file import SegmentReader, Span, header_bytes
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _STAGING_BYTES = 16 << 20
-_CACHED_BYTES = 1 << 20  # stays in the processor's cache between reading and converting
+# On a CPU a buffer that stays in its cache, and so few numbers that torch converts them on the calling thread: waking
+# others for each piece costs more than they give, and on a busy machine ten times as much.
+_CACHED_BYTES = 64 << 10
 _HUGE_BYTES = 4 << 20
 
 

@@ -6,7 +6,11 @@ import time
 from typing import Protocol
 
 from msgspec import Struct
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -20,6 +24,16 @@ class Snapshot(Struct, frozen=True):
     tokens_generated: int
     tokens_trained: int
     elapsed_s: float
+    waiting: dict[str, float]  # per executor, the share of the last seconds that it waited
+    accuracy: float | None  # of the newest evaluation
+
+    @property
+    def generated_per_s(self) -> float:
+        return self.tokens_generated / max(1e-9, self.elapsed_s)
+
+    @property
+    def trained_per_s(self) -> float:
+        return self.tokens_trained / max(1e-9, self.elapsed_s)
 
     @property
     def left_s(self) -> float:
@@ -31,7 +45,7 @@ class Display(Protocol):
 
     def note(self, text: str) -> None: ...
 
-    def tick(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Quiet:
@@ -41,7 +55,7 @@ class Quiet:
     def note(self, text: str) -> None:
         pass
 
-    def tick(self) -> None:
+    def close(self) -> None:
         pass
 
 
@@ -57,25 +71,73 @@ class Lines:
         if now_s - self._last_s < _SECONDS_BETWEEN_LINES and 1 < snapshot.update < snapshot.updates:
             return
         self._last_s = now_s
-        self._console.print(line_of(snapshot), highlight=False)
+        self._console.print(line_of(snapshot), highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def tick(self) -> None:
+    def close(self) -> None:
         pass
+
+
+class LiveView:
+    """A panel that is redrawn in place, for a terminal; notes scroll by above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(Text("starting ..."), console=console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def update(self, snapshot: Snapshot) -> None:
+        self._live.update(panel_of(snapshot))
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def make_display(console: Console, *, quiet: bool) -> Display:
+    if quiet:
+        return Quiet()
+    return LiveView(console) if console.is_terminal else Lines(console)
 
 
 def line_of(snapshot: Snapshot) -> str:
     metrics = snapshot.metrics
-    rate = 1 / max(1e-9, snapshot.elapsed_s)
+    waiting = " ".join(f"{executor} {share:.0%}" for executor, share in snapshot.waiting.items())
     return (
-        f"update {snapshot.update:>4} of {snapshot.updates}   reward {metrics.get('reward', 0.0):.3f}   "
-        f"staleness {metrics.get('staleness_mean', 0.0):.2f}   "
-        f"generated {snapshot.tokens_generated * rate:,.0f} tok/s   "
-        f"trained {snapshot.tokens_trained * rate:,.0f} tok/s   "
-        f"{format_seconds(snapshot.left_s)} left"
+        f"update {snapshot.update:>4} of {snapshot.updates}  reward {metrics.get('reward', 0.0):.3f}  "
+        f"staleness {metrics.get('staleness_mean', 0.0):.2f}  "
+        f"generated {snapshot.generated_per_s:,.0f} tok/s  trained {snapshot.trained_per_s:,.0f} tok/s  "
+        f"waiting: {waiting}  {format_seconds(snapshot.left_s)} left"
     )
+
+
+def panel_of(snapshot: Snapshot) -> Group:
+    metrics = snapshot.metrics
+    facts = Table.grid(padding=(0, 3))
+    accuracy = "-" if snapshot.accuracy is None else f"{snapshot.accuracy:.3f}"
+    facts.add_row("reward", f"{metrics.get('reward', 0.0):.3f}", "held-out accuracy", accuracy)
+    facts.add_row(
+        "staleness",
+        f"{metrics.get('staleness_mean', 0.0):.2f} (max {metrics.get('staleness_max', 0.0):.0f})",
+        "effective sample size",
+        f"{metrics.get('effective_sample_size', 1.0):.3f}",
+    )
+    facts.add_row(
+        "generated", f"{snapshot.generated_per_s:,.0f} tok/s", "trained", f"{snapshot.trained_per_s:,.0f} tok/s"
+    )
+    waits = Table.grid(padding=(0, 3))
+    for executor, share in snapshot.waiting.items():
+        waits.add_row(executor, ProgressBar(total=1.0, completed=1.0 - share, width=30), f"waits {share:.0%}")
+    head = Table.grid(padding=(0, 2))
+    head.add_row(
+        Text(f"update {snapshot.update} of {snapshot.updates}", style="bold"),
+        ProgressBar(total=snapshot.updates, completed=snapshot.update, width=40),
+        f"{format_seconds(snapshot.left_s)} left",
+    )
+    return Group(head, facts, waits)
 
 
 def format_seconds(seconds: float) -> str:

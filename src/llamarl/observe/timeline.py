@@ -33,21 +33,25 @@ class Timeline:
         self.spans.setdefault(executor, []).extend(spans)
 
     def busy_s(self, executor: str, start_s: float, end_s: float) -> float:
-        """Seconds of [start, end] that the executor was not waiting."""
-        inside = (
-            min(span.end_s, end_s) - max(span.start_s, start_s)
-            for span in self.spans.get(executor, [])
-            if span.end_s > start_s and span.start_s < end_s
-        )
-        return sum(inside)
+        """Seconds of [start, end] that the executor was not waiting. Spans lie in order and do not overlap."""
+        busy = 0.0
+        for span in reversed(self.spans.get(executor, [])):
+            if span.end_s <= start_s:
+                break
+            busy += max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s))
+        return busy
+
+    def waiting(self, start_s: float, end_s: float) -> dict[str, float]:
+        """Per executor, the share of [start, end] that it waited."""
+        length = max(1e-9, end_s - start_s)
+        return {executor: max(0.0, 1.0 - self.busy_s(executor, start_s, end_s) / length) for executor in self.spans}
 
     def idle_share(self, start_s: float, end_s: float) -> dict[str, float]:
         """Per role, the share of its executors' time that was spent waiting."""
-        total: dict[str, list[float]] = {}
-        for executor in self.spans:
-            busy = self.busy_s(executor, start_s, end_s) / max(1e-9, end_s - start_s)
-            total.setdefault(executor.partition("/")[0], []).append(1.0 - busy)
-        return {role: sum(shares) / len(shares) for role, shares in total.items()}
+        shares: dict[str, list[float]] = {}
+        for executor, share in self.waiting(start_s, end_s).items():
+            shares.setdefault(executor.partition("/")[0], []).append(share)
+        return {role: sum(found) / len(found) for role, found in shares.items()}
 
     def write(self, path: Path, start_s: float, end_s: float) -> None:
         """Chrome's trace format: one track per executor, waiting drawn in between."""

@@ -9,8 +9,11 @@ from llamarl.config import Config
 from llamarl.observe.display import Display, Snapshot
 from llamarl.observe.run_folder import TIMELINE, RunFolder
 from llamarl.observe.summary import Summary, Tally
+from llamarl.observe.tensorboard import make_board
 from llamarl.observe.timeline import Span, Timeline
 from llamarl.types import GroupFacts
+
+_RECENT_S = 10.0  # the live view shows how the last seconds were spent
 
 
 class Watcher:
@@ -19,6 +22,7 @@ class Watcher:
     def __init__(self, config: Config, folder: RunFolder, display: Display, *, first_role: str, last_role: str) -> None:
         self._config, self._folder, self._display = config, folder, display
         self._first_role, self._last_role = first_role, last_role
+        self._board = make_board(config.observe, folder.path)
         self.tally, self.timeline = Tally(), Timeline()
         self.evaluations: dict[int, float] = {}
         self._start_s = time.monotonic()
@@ -49,7 +53,8 @@ class Watcher:
         if self._training_s is not None:
             self._training_s = (self._training_s[0], now_s)
         self.tally.add_update(metrics)
-        self._display.update(self._snapshot(metrics))
+        self._display.update(self._snapshot(metrics, now_s))
+        self._board.add(update, metrics)
 
     def published(self, version: int, num_bytes: int) -> None:
         self._folder.timings.append_json(
@@ -59,6 +64,7 @@ class Watcher:
     def evaluated(self, version: int, accuracy: float) -> None:
         self.evaluations[version] = accuracy
         self._folder.metrics.append_json({"evaluated_version": version, "accuracy": accuracy})
+        self._board.add(version, {"held_out_accuracy": accuracy})
         self._display.note(f"held-out accuracy of version {version}: {accuracy:.3f}")
 
     def dropped(self, ordinal: int, reason: str) -> None:
@@ -71,11 +77,10 @@ class Watcher:
     def restarted(self, executor: str) -> None:
         self.tally.restarts += 1
 
-    def tick(self) -> None:
-        self._display.tick()
-
     def finish(self, outcome: str) -> Summary:
         """Write what is known only at the end; also when the job failed."""
+        self._display.close()
+        self._board.close()
         end_s = time.monotonic()
         start_s, stop_s = self._training_s or (self._start_s, end_s)
         tally = self.tally
@@ -103,14 +108,16 @@ class Watcher:
         self._folder.close()
         return summary
 
-    def _snapshot(self, metrics: Mapping[str, float]) -> Snapshot:
+    def _snapshot(self, metrics: Mapping[str, float], now_s: float) -> Snapshot:
         return Snapshot(
             update=self.tally.updates,
             updates=self._config.schedule.updates,
             metrics=dict(metrics),
             tokens_generated=self.tally.tokens_generated,
             tokens_trained=self.tally.tokens_trained,
-            elapsed_s=time.monotonic() - (self._training_s or (self._start_s, 0.0))[0],
+            elapsed_s=now_s - (self._training_s or (self._start_s, 0.0))[0],
+            waiting=self.timeline.waiting(max(self._start_s, now_s - _RECENT_S), now_s),
+            accuracy=next(reversed(self.evaluations.values()), None),
         )
 
 

@@ -1,0 +1,81 @@
+"""Executors for tests, as a user would write them: a builder at the top of a file, named in `Job(builders=...)`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from random import Random
+
+from torch import Tensor
+
+from llamarl.build import Site, build_reward, build_trainer
+from llamarl.executors.executor import Executor
+from llamarl.executors.trainer import Trainer
+from llamarl.messages import GroupResult, Message, Report, WorkOnBatch
+from llamarl.types import Rollout, RolloutGroup
+
+HASH_FILE = "LLAMARL_TEST_HASH_FILE"
+
+
+def weights_sha256(parameters: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(parameters):
+        digest.update(name.encode())
+        digest.update(parameters[name].detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class HashingTrainer:
+    """The trainer, and a line with the sha256 of its weights after every update."""
+
+    idle = True
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def handle(self, message: Message) -> Iterable[Report]:
+        reports = list(self._trainer.handle(message))
+        if isinstance(message, WorkOnBatch):
+            with Path(os.environ[HASH_FILE]).open("a") as file:
+                file.write(weights_sha256(dict(self._trainer.model.named_parameters())) + "\n")
+        return reports
+
+    def work(self) -> Iterable[Report]:
+        return ()
+
+
+def hashing_trainer(site: Site) -> Executor:
+    trainer = build_trainer(site)
+    assert isinstance(trainer, Trainer)
+    return HashingTrainer(trainer)
+
+
+class PermutedReward:
+    """Real rewards, handed to the wrong completions of the same group: nothing can be learnt from them."""
+
+    idle = True
+
+    def __init__(self, reward: Executor, seed: int) -> None:
+        self._reward, self._random = reward, Random(seed)
+
+    def handle(self, message: Message) -> Iterable[Report]:
+        for report in self._reward.handle(message):
+            if isinstance(report, GroupResult) and isinstance(report.group, RolloutGroup):
+                yield GroupResult(self._permute(report.group))
+            else:
+                yield report
+
+    def work(self) -> Iterable[Report]:
+        return ()
+
+    def _permute(self, group: RolloutGroup) -> RolloutGroup:
+        rewards = list(group.rewards)
+        self._random.shuffle(rewards)
+        pairs = zip(group.rollouts, rewards, strict=True)
+        return RolloutGroup(group.prompt, tuple(Rollout(rollout.completion, reward) for rollout, reward in pairs))
+
+
+def permuted_reward(site: Site) -> Executor:
+    return PermutedReward(build_reward(site), site.config.seed)

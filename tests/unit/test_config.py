@@ -1,0 +1,332 @@
+"""A mistake in the settings is told in one line that names the place; what is right comes back unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from llamarl.config import Config, Model, Reward, Schedule, Trainer
+from llamarl.configfile import config_to_yaml, describe, load_config, parse_config
+from llamarl.errors import ConfigError
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return tmp_path / "job.yaml"
+
+
+def load_text(path: Path, text: str, *overrides: str) -> Config:
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, overrides)
+
+
+def refusal(path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_text(path, text, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def override_refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "model:\n", "trainer: {}\n"])
+def test_what_is_not_given_has_its_default(job: Path, text: str) -> None:
+    assert load_text(job, text) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("seed: 1\nmodel: [\n", 3),
+        ("seed: 1\ntrainer:\n\tlr: 0.1\n", 3),
+        ("seed: 1\nmodel: a: b\n", 2),
+        ("seed: *nobody\n", 1),
+        ("seed: 1\n---\nseed: 2\n", 2),
+        ("seed: !!python/object:os.system ls\n", 1),
+    ],
+)
+def test_malformed_yaml_is_named_with_its_line(job: Path, text: str, line: int) -> None:
+    assert refusal(job, text).startswith(f"{job}:{line}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer:\n  lr: 0.1\n  lr: 0.2\n", "job.yaml:3: 'lr' is given twice"),
+        ("1: 2\n", "job.yaml:1: key 1 is not text"),
+        ("? [seed]\n: 2\n", "job.yaml:1: key ['seed'] is not text"),
+        ("- seed\n", "expected `key: value` lines, got a list"),
+        ("seed\n", "expected `key: value` lines, got 'seed'"),
+    ],
+)
+def test_what_is_no_mapping_of_distinct_names_is_refused(job: Path, text: str, message: str) -> None:
+    assert message in refusal(job, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("trainer: {lrr: 0.1}", "trainer.lr"),
+        ("schedule: {update: 3}", "schedule.updates"),
+        ("shedule: {updates: 3}", "schedule"),
+        ("wholly_different: 3", ""),
+        ("updates: 3", "schedule.updates"),
+        ("max_staleness: 0", "schedule.max_staleness"),
+        ("generator: {max_staleness: 0}", "schedule.max_staleness"),
+        ("sed: 3", "seed"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(job: Path, text: str, nearest: str) -> None:
+    message = refusal(job, text)
+    assert "unknown key" in message
+    assert (f"did you mean '{nearest}'?" if nearest else "`llamarl config` lists all keys") in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("schedule: {updates: ten}", "schedule.updates: expected int, got str (given: 'ten')"),
+        ("schedule: {updates: 10.5}", "schedule.updates: expected int, got float (given: 10.5)"),
+        ("schedule: {updates: yes}", "schedule.updates: expected int, got bool (given: True)"),
+        ("schedule: {updates: [1]}", "schedule.updates: expected int, got array (given: [1])"),
+        ("schedule: {updates: {a: 1}}", "schedule.updates: expected int, got object"),
+        ("schedule: {updates: }", "schedule.updates: expected int, got null"),
+        ("trainer: {lr: '1e-5'}", "trainer.lr: expected float, got str (given: '1e-5')"),
+        ("trainer: {betas: [0.9]}", "trainer.betas: expected array of length 2, got 1"),
+        ("trainer: {betas: [0.9, x]}", "trainer.betas[1]: expected float, got str (given: 'x')"),
+        ("model: {path: 5}", "model.path: expected str, got int (given: 5)"),
+        ("model: {path: 2020-01-01}", "model.path: expected str, got date"),
+        ("trainer: 5", "trainer: is a section with keys of its own, got 5"),
+        ("algo: {zero_variance: maybe}", "algo.zero_variance: expected keep | skip (given: 'maybe')"),
+        ("algo: {zero_variance: ' - at `$.x`'}", "algo.zero_variance: expected keep | skip"),
+        ("engine: banana", "engine.kind: expected "),
+        ("schedule: {updates: 010}", "expected int, got str (given: '010')"),  # not the octal 8
+        ("schedule: {updates: 1:30}", "expected int, got str (given: '1:30')"),  # not 90 minutes' worth
+    ],
+)
+def test_a_wrong_type_is_named_with_what_was_given(job: Path, text: str, message: str) -> None:
+    assert message in refusal(job, text)
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", "1.e-5", "0.00001", "+1e-5", "10e-6", ".1e-4"])
+def test_a_learning_rate_may_be_written_as_people_write_it(job: Path, text: str) -> None:
+    assert load_text(job, f"trainer: {{lr: {text}}}").trainer.lr == pytest.approx(1e-5)
+    assert load_config(None, [f"trainer.lr={text}"]).trainer.lr == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("text", [".nan", ".NaN", ".inf", "-.inf", "1e999"])
+def test_a_number_that_is_none_is_refused(job: Path, text: str) -> None:
+    assert "trainer.lr: must be a finite number" in refusal(job, f"trainer: {{lr: {text}}}")
+    assert "trainer.betas: must be a finite number" in refusal(job, f"trainer: {{betas: [0.9, {text}]}}")
+    assert "algo.rho: must be a finite number" in override_refusal(f"algo.rho={text}")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.lr=0", "trainer.lr: expected float > 0.0 (given: 0)"),
+        ("trainer.lr=-1e-5", "trainer.lr: expected float > 0.0"),
+        ("schedule.updates=0", "schedule.updates: expected int >= 1"),
+        ("schedule.samples_per_group=1", "schedule.samples_per_group: expected int >= 2"),
+        ("schedule.max_staleness=-1", "schedule.max_staleness: expected int >= 0"),
+        ("generator.temperature=0", "generator.temperature: expected float >= 0.01"),
+        ("task.held_out=1", "task.held_out: expected float < 1.0"),
+        ("seed=-1", "seed: expected int >= 0"),
+        (f"seed={10**30}", "seed: expected int <="),
+        ("seed=" + "9" * 5000, "not valid YAML"),
+        ("trainer.betas=[0.9, 1.0]", "trainer.betas: each must lie in [0, 1)"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(override: str, message: str) -> None:
+    assert message in override_refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["evaluate.every=5", "evaluate.prompts=0"], "evaluate.every: cannot take effect with evaluate.prompts=0"),
+        (["schedule.window=5", "schedule.groups_per_update=2"], "schedule.window: 5 cannot take effect"),
+        (["generator.slots=7"], "generator.slots: 7 slots cannot hold one group of schedule.samples_per_group=8"),
+        (["schedule.updates=3", "trainer.warmup_updates=4"], "trainer.warmup_updates: 4 is more than"),
+    ],
+)
+def test_a_setting_that_cannot_take_effect_is_refused(overrides: list[str], message: str) -> None:
+    assert message in override_refusal(*overrides)
+
+
+def test_a_section_may_be_written_as_its_kind(job: Path) -> None:
+    assert load_text(job, "engine: inline") == load_text(job, "engine: {kind: inline}")
+    assert load_text(job, "engine: inline").engine.kind == "inline"
+
+
+def test_overrides_win_over_the_file_and_leave_its_other_keys(job: Path) -> None:
+    config = load_text(job, "seed: 3\ntrainer: {lr: 0.1, weight_decay: 0.5}", "trainer.lr=0.2", "seed=4")
+    assert (config.seed, config.trainer.lr, config.trainer.weight_decay) == (4, 0.2, 0.5)
+
+
+def test_the_last_override_of_a_key_wins() -> None:
+    assert load_config(None, ["seed=1", "seed=2"]).seed == 2
+
+
+def test_an_override_of_a_kind_keeps_the_sections_other_keys(job: Path) -> None:
+    config = load_text(job, "task: {held_out: 0.25}", "task=arithmetic")
+    assert (config.task.kind, config.task.held_out) == ("arithmetic", 0.25)
+
+
+def test_an_override_below_a_shorthand_keeps_the_kind(job: Path) -> None:
+    config = load_text(job, "task: arithmetic", "task.held_out=0.25")
+    assert (config.task.kind, config.task.held_out) == ("arithmetic", 0.25)
+
+
+def test_an_override_may_hold_a_whole_section_and_text_with_an_equals_sign() -> None:
+    assert load_config(None, ["trainer={lr: 1e-3}"]).trainer == Trainer(lr=1e-3)
+    assert load_config(None, ["model.path=a=b"]).model.path == "a=b"
+
+
+@pytest.mark.parametrize("override", ["trainer.lr", "=3", "", "=", "three"])
+def test_an_override_that_is_no_assignment_is_refused(override: str) -> None:
+    assert "overrides are written key=value" in override_refusal(override)
+
+
+@pytest.mark.parametrize("override", [".=1", "trainer.=1", "trainer..lr=1", "seed.x=1", "trainer.betas.x=1", "seed=["])
+def test_an_override_of_no_setting_is_refused(override: str) -> None:
+    assert override_refusal(override)
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, message in [
+        (tmp_path / "missing.yaml", "no such file; `llamarl config > job.yaml` writes one"),
+        (tmp_path, "cannot be read"),
+        (binary, "cannot be read"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load_config(path)
+
+
+def test_a_refusal_is_one_short_line_whatever_was_given(job: Path) -> None:
+    bomb = ", ".join(["&a0 [1]", *(f"&a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 100))])
+    deep = ", ".join(["&a0 [1]", *(f"&a{i} [*a{i - 1}]" for i in range(1, 3000))])
+    for text in (f"seed: [{bomb}]", f"seed: [{deep}]", f"seed: {'x' * 100_000}", f"{'x' * 100_000}: 1"):
+        assert len(refusal(job, text)) < 1200
+    for text in ('"two\\nlines": 1', '"\\e[31mred": 1', 'seed: "two\\nlines"'):
+        assert refusal(job, text).isprintable()
+
+
+# Names and values that are near the truth, so that random files reach every check.
+_names = st.sampled_from([key.rpartition(".")[2] for key, _, _ in describe()] + list(Config.__struct_fields__))
+_scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["inline", "local", "arithmetic", "keep", "skip", "1e-5", "010", "tiny", "auto"])
+)
+_values = st.recursive(
+    _scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_names | st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(_names | st.text(max_size=8), _values, max_size=5))
+def test_any_mapping_is_either_a_config_or_refused_in_one_line(raw: dict[str, Any]) -> None:
+    try:
+        assert isinstance(parse_config(raw), Config)
+    except ConfigError as error:
+        assert str(error).isprintable()
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.text(alphabet=st.sampled_from(list("abse:d{}[]-?!&*#|>'\"%@`,. \n\t01=\\~<")) | st.characters(), max_size=40))
+@example("seed: !!bool maybe")
+@example("seed: !!timestamp never")
+@example("seed: !!int one")
+@example("? !!float x\n: 1")
+@example("seed: 2001-13-45")
+@example("[" * 3000)
+@example("&a {model: *a}")
+@example("&a [*a]")
+@example("trainer: &a {betas: [*a, *a]}")
+@example("<<: {seed: 1}")
+@example("=: 1")
+def test_any_text_is_either_a_config_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text, encoding="utf-8", errors="replace")
+    for read in (
+        lambda: load_config(path),
+        lambda: load_config(None, [text]),
+        lambda: load_config(None, [f"seed={text}"]),
+    ):
+        try:
+            assert isinstance(read(), Config)
+        except ConfigError as error:
+            assert str(error).isprintable()
+
+
+@settings(deadline=None)
+@given(
+    path=st.text(max_size=20),
+    scorer=st.text(max_size=20),
+    lr=st.floats(1e-12, 1.0, exclude_min=True),
+    seed=st.integers(0, 2**62),
+    staleness=st.integers(0, 5),
+)
+@example(path="1e-5", scorer="010", lr=1e-5, seed=0, staleness=0)
+@example(path="no", scorer="~", lr=1e-5, seed=0, staleness=0)
+@example(path="1:30", scorer="0x1F", lr=1e-5, seed=0, staleness=0)
+@example(path=".5e3", scorer="1_000", lr=1e-5, seed=0, staleness=0)
+def test_a_config_written_as_yaml_is_read_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, path: str, scorer: str, lr: float, seed: int, staleness: int
+) -> None:
+    config = Config(
+        seed=seed,
+        model=Model(path=path),
+        reward=Reward(scorer=scorer),
+        trainer=Trainer(lr=lr),
+        schedule=Schedule(max_staleness=staleness),
+    )
+    file = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    assert load_text(file, config_to_yaml(config)) == config
+
+
+def test_every_setting_has_a_meaning_and_its_true_default() -> None:
+    described = list(describe())
+    raw: dict[str, Any] = {}
+    for key, default, meaning in described:
+        assert meaning.strip(), key
+        section, _, name = key.rpartition(".")
+        (raw.setdefault(section, {}) if section else raw)[name] = yaml.safe_load(default)
+    assert parse_config(raw) == Config()
+    given = msgspec.to_builtins(Config())
+    expected = {
+        f"{section}.{name}" if isinstance(values, dict) else section
+        for section, values in given.items()
+        for name in (values if isinstance(values, dict) else [section])
+    }
+    assert {key for key, _, _ in described} == expected
+
+
+def test_the_staleness_bound_is_that_of_the_design() -> None:
+    """((S+1)*P + W - 2) // P; S when batches are in order."""
+    assert [Schedule(max_staleness=s, groups_per_update=4).staleness_bound for s in range(4)] == [0, 1, 2, 3]
+    assert Schedule(max_staleness=0, groups_per_update=4, window=2).staleness_bound == 1
+    assert Schedule(max_staleness=1, groups_per_update=4, window=5).staleness_bound == 2
+    assert Schedule(max_staleness=1, groups_per_update=4, window=6).staleness_bound == 3
+    assert Schedule(max_staleness=2, groups_per_update=1, window=3).staleness_bound == 4
