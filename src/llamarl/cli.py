@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,13 @@ from llamarl.configfile import describe, load_config
 from llamarl.controller.ledger import Audit, audit, read_ledger
 from llamarl.errors import InputError, Interrupted, LlamaRLError
 from llamarl.observe.run_folder import LEDGER
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
 
 app = typer.Typer(
     name="llamarl",
@@ -64,6 +72,53 @@ def train(
         print_report(console, summary, folder)
 
 
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="a model folder")],
+    prompt: Annotated[str, typer.Option(help="what to complete")],
+    chat: Annotated[bool, typer.Option("--chat", help="treat the prompt as a user's message")] = False,
+    samples: Annotated[int, typer.Option(min=1, help="how many completions")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest completion")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="of weights and cache")] = Dtype.float32,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
+) -> None:
+    """Sample from a model folder."""
+    import torch
+
+    from llamarl.generate.complete import complete
+    from llamarl.types import Sampling
+
+    sampling = Sampling(samples=samples, max_new_tokens=max_new_tokens, temperature=temperature)
+    texts = complete(
+        model,
+        prompt,
+        sampling,
+        chat=chat,
+        seed=seed,
+        dtype=getattr(torch, dtype.value),
+        device=device_or_refuse(device),
+    )
+    for number, text in enumerate(texts, start=1):
+        if samples > 1:
+            print(f"--- {number} of {samples}")
+        print(text)
+
+
+@app.command("import-gguf")
+def import_gguf_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="a .gguf file (llama or qwen2 architecture)")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the model folder to make")],
+    dtype: Annotated[Dtype, typer.Option(help="of the weights written")] = Dtype.bfloat16,
+) -> None:
+    """Turn a GGUF file into a Hugging Face folder with tokenizer and chat template."""
+    from llamarl.model.gguf_import import import_gguf
+
+    import_gguf(file, folder, dtype=dtype.value)
+    print(f"written to {folder}")
+
+
 @app.command("audit")
 def audit_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]) -> None:
     """Say whether every group was trained exactly once or dropped with a reason; reads only the ledger."""
@@ -86,6 +141,16 @@ def config_command() -> None:
             section = prefix
         indent = "  " if prefix else ""
         print(f"{indent}{name}: {default}".ljust(36) + f"  # {meaning}")
+
+
+def device_or_refuse(device: str) -> str:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {device}: cannot be used here ({str(error).splitlines()[0]})") from None
+    return device
 
 
 def _describe_audit(found: Audit) -> str:

@@ -37,6 +37,6 @@ def _import(key: str, path: Path) -> Any:
     sys.modules[module_name] = module  # dataclasses and typing look modules up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's file is foreign code: whatever it raises becomes one line
+    except (Exception, SystemExit) as error:  # the user's file is foreign code: whatever it raises becomes one line
         raise ConfigError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

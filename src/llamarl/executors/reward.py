@@ -11,6 +11,8 @@ from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.scorers import Scorer
 from llamarl.types import CompletionGroup, Rollout, RolloutGroup, bytes_to_tokens
 
+_MAX_REASON = 200  # characters of a scorer's own words that go into the ledger
+
 
 class Reward:
     idle = True  # a group is scored as soon as it arrives
@@ -35,8 +37,12 @@ class Reward:
             text = self._tokenizer.decode(bytes_to_tokens(completion.tokens).tolist())
             try:
                 reward = float(self._scorer(text, problem.answer, problem.prompt))
-            except Exception as error:  # a scorer may be the user's own: its failure is not a wrong answer
-                return GroupRefused(group.ordinal, f"scorer failed: {type(error).__name__}: {error}")
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # a scorer may be the user's own: its failure is not a wrong answer
+                said = " ".join(str(error).split())[:_MAX_REASON]
+                return GroupRefused(group.ordinal, f"scorer failed: {type(error).__name__}: {said}")
             if not math.isfinite(reward):
                 return GroupRefused(group.ordinal, f"scorer gave {reward}")
             rollouts.append(Rollout(completion, reward))

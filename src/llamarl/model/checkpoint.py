@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from llamarl.errors import ModelError
 from llamarl.model.hf_config import carried_config, read_json_object, read_shape
 from llamarl.model.safetensors_file import Span, read_spans
-from llamarl.model.tensor_io import DTYPES, TensorReader, empty_tensor, same_bytes, write_tensors
+from llamarl.model.tensor_io import DTYPES, read_tensor, same_bytes, write_tensors
 from llamarl.model.transformer import Transformer
 from llamarl.shapes import ModelShape, parameter_shapes
 
@@ -45,6 +46,7 @@ CARRIED = (
     "chat_template.json",
     "generation_config.json",
 )
+_MAX_THREADS = 8
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Old Llama checkpoints carry the rotary frequencies, which follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -64,10 +66,16 @@ class Checkpoint(Struct, frozen=True):
 
     def fill(self, parameters: Mapping[str, Tensor], shard: Shard = whole) -> None:
         """Reads the shard of each named parameter into the given memory, whatever its dtype and device."""
-        reader = TensorReader()
-        for name, parameter in parameters.items():
+
+        def read(name: str) -> None:
             span = self.spans[name]
-            reader.read(span, parameter.detach(), shard(name, span.shape))
+            read_tensor(span, parameters[name].detach(), shard(name, span.shape))
+
+        # Most of the time goes to the kernel, which copies and finds pages for one thread at a time. Largest first, so
+        # that the threads end together.
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+            for _ in pool.map(read, sorted(parameters, key=lambda name: -parameters[name].nbytes)):
+                pass
 
 
 def load_model(
@@ -112,7 +120,7 @@ def empty_model(
         full = tuple(parameter.shape)
         local = [len(range(*part.indices(size))) for part, size in zip(shard(name, full), full, strict=True)]
         module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, nn.Parameter(empty_tensor(local, dtype, device)))
+        setattr(model.get_submodule(module), leaf, nn.Parameter(torch.empty(local, dtype=dtype, device=device)))
     if shape.tied_head:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import mmap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,46 +16,24 @@ _STAGING_BYTES = 16 << 20
 # On a CPU a buffer that stays in its cache, and so few numbers that torch converts them on the calling thread: waking
 # others for each piece costs more than they give, and on a busy machine ten times as much.
 _CACHED_BYTES = 64 << 10
-_HUGE_BYTES = 4 << 20
 
 
-def empty_tensor(size: Sequence[int], dtype: torch.dtype, device: str | torch.device) -> Tensor:
-    """Memory not yet written. Large CPU tensors ask for huge pages: taking them page by page costs more than reading."""
-    num_bytes = math.prod(size) * dtype.itemsize
-    if torch.device(device).type != "cpu" or num_bytes < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel built without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(*size)
-
-
-class TensorReader:
-    """Reads tensors out of files: in place where the bytes are right already, else through one small buffer."""
-
-    def __init__(self) -> None:
-        self._staging: dict[str, Tensor] = {}
-
-    def read(self, span: Span, out: Tensor, slices: tuple[slice, ...]) -> None:
-        """`tensor[slices]` into `out`, in the dtype and on the device that `out` has."""
-        if not out.is_contiguous():
-            raise ValueError("parameters are read into contiguous memory")
-        dtype = DTYPES[span.dtype]
-        with SegmentReader(span, slices) as reader:
-            if out.device.type == "cpu" and out.dtype == dtype:
-                reader.fill(bytes_of(out))
-                return
-            flat, staging = out.view(-1), self._staging_for(out.device.type).view(dtype)
-            for start in range(0, flat.numel(), staging.numel()):
-                part = staging[: flat.numel() - start]
-                reader.fill(bytes_of(part))
-                flat[start : start + part.numel()].copy_(part)
-
-    def _staging_for(self, device: str) -> Tensor:
-        if device not in self._staging:
-            num_bytes = _CACHED_BYTES if device == "cpu" else _STAGING_BYTES
-            self._staging[device] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
-        return self._staging[device]
+def read_tensor(span: Span, out: Tensor, slices: tuple[slice, ...]) -> None:
+    """Reads `tensor[slices]` into `out`: in place where the bytes are right already, else through a small buffer."""
+    if not out.is_contiguous():
+        raise ValueError("parameters are read into contiguous memory")
+    dtype, on_cpu = DTYPES[span.dtype], out.device.type == "cpu"
+    with SegmentReader(span, slices) as reader:
+        if on_cpu and out.dtype == dtype:
+            reader.fill(bytes_of(out))
+            return
+        num_bytes = _CACHED_BYTES if on_cpu else _STAGING_BYTES
+        staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=out.device.type == "cuda").view(dtype)
+        flat = out.view(-1)
+        for start in range(0, flat.numel(), staging.numel()):
+            part = staging[: flat.numel() - start]
+            reader.fill(bytes_of(part))
+            flat[start : start + part.numel()].copy_(part)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
