@@ -4,8 +4,8 @@
 
 Each figure is taken in a fresh process. `read` is `Path.read_bytes` of the weight files; `load` is `load_model`, with
 torch already imported. Both find the files in the page cache (warm), or both find them on disk (cold). The measures
-alternate, so that a change of the machine's speed meets both; medians are shown. Peak memory is the whole process's resident set, torch
-included, over the bytes of the model as loaded.
+alternate, so that a change of the machine's speed meets both; medians are shown. Peak memory is the whole process's
+resident set, torch included, over the bytes of the model as loaded.
 """
 
 from __future__ import annotations

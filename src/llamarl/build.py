@@ -44,7 +44,9 @@ Builder = Callable[[Site], Executor]
 
 def build_generator(site: Site) -> Executor:
     config = site.config
-    model = load_model(config.model_folder, device=device_of(config.generator.device, index_of(site.executor)))
+    model = load_model(
+        config.model_folder, device=device_of("generator.device", config.generator.device, index_of(site.executor))
+    )
     decoder = ContinuousDecoder(
         model,
         slots=config.generator.slots,
@@ -63,7 +65,7 @@ def build_reward(site: Site) -> Executor:
 
 def build_trainer(site: Site) -> Executor:
     config = site.config
-    model = load_model(config.model_folder, device=device_of(config.trainer.device))
+    model = load_model(config.model_folder, device=device_of("trainer.device", config.trainer.device))
     return Trainer(
         model,
         SlotWriter(
@@ -81,14 +83,15 @@ def build_trainer(site: Site) -> Executor:
     )
 
 
-def device_of(setting: str, replica: int = 0) -> torch.device:
+def device_of(key: str, setting: str, replica: int = 0) -> torch.device:
     """`auto` takes a GPU where there is one, and spreads replicas over all of them."""
+    count = torch.cuda.device_count()
     if setting == "auto":
-        count = torch.cuda.device_count()
         return torch.device("cuda", replica % count) if count else torch.device("cpu")
-    if setting.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device: {setting} was asked for, but there is no CUDA device here")
-    return torch.device(setting)
+    device = torch.device(setting)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"{key}: {setting} was asked for, but there are {count} CUDA devices here")
+    return device
 
 
 def make_loss(config: Config) -> Loss:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llamarl.build import BUILDERS, Builder, Site, builder_reference, make_loss
+from llamarl.build import BUILDERS, Builder, Site, builder_reference, device_of, make_loss
 from llamarl.config import Config
 from llamarl.configfile import config_to_yaml, load_config
 from llamarl.controller.controller import Controller
@@ -131,6 +131,8 @@ class Job:
             )
         if not tokenizer.eos_ids:
             raise ModelError(f"model.path: {config.model.path} names no end token, so completions could not end")
+        device_of("generator.device", config.generator.device)
+        device_of("trainer.device", config.trainer.device)
         check_board(config.observe)
         make_scorer(config.reward)
         make_loss(config)

@@ -67,7 +67,7 @@ class World:
         raise AssertionError("the job does not end")
 
     def complete(self, index: int, fail: str = "") -> None:
-        command = self.outstanding.pop(index)
+        command = self.outstanding.pop(self._first_load(index))
         match command:
             case ev.Start():
                 self.feed(ev.Started(command.executor, command.incarnation))
@@ -89,6 +89,14 @@ class World:
                 self.feed(ev.Published(command.executor, command.incarnation, command.version))
             case _:
                 raise AssertionError(f"not work: {command}")
+
+    def _first_load(self, index: int) -> int:
+        """An executor takes its weights in the order in which it was told to, whatever else overtakes what."""
+        chosen = self.outstanding[index]
+        if not isinstance(chosen, ev.Load):
+            return index
+        loads = (isinstance(c, ev.Load) and c.executor == chosen.executor for c in self.outstanding)
+        return list(loads).index(True)
 
     def kill(self, executor: str) -> None:
         incarnation = self.controller.executors[executor].incarnation

@@ -44,6 +44,7 @@ class Controller:
         self.newest = -1  # the newest visible version
         self.finished = False
         self._saving = False
+        self._unseen_snapshots: set[int] = set()  # whole, but of versions that are not visible yet
         self._waiting: list[list[int]] = [[] for _ in self.pools]  # per group role: ordinals that need an executor
         self._dropped: set[int] = set()
         self._commands: list[ev.AnyCommand] = []
@@ -77,6 +78,8 @@ class Controller:
 
     def _on_started(self, event: ev.Started) -> None:
         executor = self.executors[event.executor]
+        if executor.up:
+            return  # a duplicate
         executor.up = True
         if executor.role.unit == "batch":
             self.training.started(self.training.stage_of(executor))
@@ -147,6 +150,7 @@ class Controller:
             return
         if executor.role.unit == "batch":
             self._saving = False  # what it was writing is lost with it
+            self._unseen_snapshots.clear()
             self._rewind(executor)
         else:
             self.evaluation.lost(executor)
@@ -157,11 +161,8 @@ class Controller:
         self._say(ev.Start(executor.name, executor.incarnation, version=self.training.saved))
 
     def _on_saved(self, event: ev.Saved) -> None:
-        covered = range(self.training.saved, event.version)
-        self.training.saved = max(self.training.saved, event.version)
-        if self._keeps_for_rewind:
-            for update in covered:
-                self._forget(update)
+        self._unseen_snapshots.add(event.version)
+        self._count_snapshots()
 
     # What follows from the new state
 
@@ -193,6 +194,7 @@ class Controller:
             self.places_used -= self.schedule.groups_per_update
             if not self._keeps_for_rewind:
                 self._forget(version - 1)
+        self._count_snapshots()
         self.evaluation.version_visible(version)
         for executor in self.executors.values():
             self._offer_weights(executor)
@@ -265,6 +267,16 @@ class Controller:
         ordinals = self.training.batches[update]
         self._write(ledger.Trained(update, tuple(o for o in ordinals if o not in self._dropped)))
         self._say(ev.Sync())
+
+    def _count_snapshots(self) -> None:
+        """A snapshot counts once its version is visible: who comes back from it has nothing older left to publish."""
+        seen = {version for version in self._unseen_snapshots if version <= self.newest}
+        self._unseen_snapshots -= seen
+        covered = range(self.training.saved, max(seen, default=0))
+        self.training.saved = max(self.training.saved, covered.stop)
+        if self._keeps_for_rewind:
+            for update in covered:
+                self._forget(update)
 
     def _rewind(self, executor: Executor) -> None:
         trained = self.training.trained

@@ -34,26 +34,29 @@ class Round:
 
 class Evaluation:
     def __init__(self, settings: Evaluate, updates: int) -> None:
-        self.settings = settings
-        self.due: set[int] = set()
-        if settings.prompts:
-            self.due = {0, updates}
-            if settings.every:
-                self.due |= set(range(0, updates, settings.every))
+        self.settings, self.updates = settings, updates
         self._rounds: list[Round] = []
         self._next_ordinal = -1
+        self._last_began = not settings.prompts
 
     @property
     def all_done(self) -> bool:
-        return not self.due and not self._rounds
+        return self._last_began and not self._rounds
+
+    def is_due(self, version: int) -> bool:
+        if not self.settings.prompts:
+            return False
+        between = self.settings.every > 0 and version % self.settings.every == 0
+        return version in (0, self.updates) or between
 
     def problem_index(self, ordinal: int) -> int:
         return (-ordinal - 1) % self.settings.prompts
 
     def version_visible(self, version: int) -> None:
-        if version in self.due:
-            self.due.remove(version)
+        """Called once for every version, in order."""
+        if self.is_due(version):
             self._rounds.append(Round(version, self._new_ordinals()))
+            self._last_began = version == self.updates
 
     def assign(self, pool: Pool, newest: int) -> Iterator[tuple[Executor, int]]:
         """Hand unanswered problems of the oldest round to its replica, as far as there is room."""

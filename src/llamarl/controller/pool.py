@@ -61,34 +61,47 @@ class Executor:
 class Pool:
     """Finds the executor with the fewest groups among those that may be given one; cheap with thousands of them.
 
-    A heap of (groups, index) whose entries may be out of date: an entry counts only if it still says the truth."""
+    A heap of (groups, index) for each weight that is asked for, since who is too full for a group may have room for a
+    smaller one. Entries may be out of date: one counts only if it still says the truth."""
 
     def __init__(self, role: Role, position: int, reads_weights: bool) -> None:
         self.role = role
         self.executors = [
             Executor(name, role, index, position, reads_weights) for index, name in enumerate(executor_names(role))
         ]
-        self._heap: list[tuple[int, int]] = []
+        self._heaps: dict[int, list[tuple[int, int]]] = {}
 
     def touch(self, executor: Executor) -> None:
         """Call whenever the executor may have become available, or what it holds has changed."""
         if not executor.up:
             return
-        if len(self._heap) > 64 + 4 * len(self.executors):
-            self._heap = [(len(other.groups), other.index) for other in self.executors if other.up]
-            heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (len(executor.groups), executor.index))
+        entry, room = (len(executor.groups), executor.index), self.role.capacity - executor.load
+        for weight, heap in self._heaps.items():
+            if len(heap) > 64 + 4 * len(self.executors):
+                heap[:] = self._entries()
+            if weight <= room:
+                heapq.heappush(heap, entry)
 
     def least_busy(self, weight: int, newest: int) -> Executor | None:
         """Who gets the next group of `weight` completions; None when all are full, stale or down."""
-        while self._heap:
-            num_groups, index = self._heap[0]
+        if weight not in self._heaps:
+            self._heaps[weight] = self._entries()
+        heap = self._heaps[weight]
+        while heap:
+            num_groups, index = heap[0]
             executor = self.executors[index]
             fits = executor.load + weight <= self.role.capacity
             if fits and num_groups == len(executor.groups) and self._available(executor, newest):
                 return executor
-            heapq.heappop(self._heap)  # `touch` brings it back when something about it changes
+            heapq.heappop(heap)  # `touch` brings it back when something about it changes
         return None
+
+    @property
+    def num_entries(self) -> int:
+        return sum(map(len, self._heaps.values()))
+
+    def _entries(self) -> list[tuple[int, int]]:
+        return sorted((len(executor.groups), executor.index) for executor in self.executors if executor.up)
 
     @staticmethod
     def _available(executor: Executor, newest: int) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.runner import Runner
+from llamarl.errors import JobFailed, LlamaRLError
 from llamarl.executors.executor import Executor
-from llamarl.messages import Message, Report, Stop, Up
+from llamarl.messages import Message, Report, Up
 
 
 class InlineEngine:
@@ -29,11 +31,12 @@ class InlineEngine:
         """Deliver every message, then let each executor that has work do one slice of it."""
         while self._inbox:
             executor, message = self._inbox.popleft()
-            if not isinstance(message, Stop):
+            with _blaming(executor):
                 self._report(executor, self._runners[executor][1].handle(message))
         for executor, (_, runner) in self._runners.items():
             if not runner.idle:
-                self._report(executor, runner.work())
+                with _blaming(executor):
+                    self._report(executor, runner.work())
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
@@ -45,3 +48,14 @@ class InlineEngine:
         incarnation, runner = self._runners[executor]
         for report in reports:
             self._arrivals.append(Arrival(executor, incarnation, report, runner.take_spans()))
+
+
+@contextmanager
+def _blaming(executor: str) -> Iterator[None]:
+    """An exception in an executor ends the job and says whose it was; the traceback stays attached for the debugger."""
+    try:
+        yield
+    except LlamaRLError:
+        raise
+    except Exception as error:  # the border to the executor's code
+        raise JobFailed(f"{executor} failed: {type(error).__name__}: {error}") from error

@@ -25,7 +25,8 @@ def _mix(x: Tensor) -> Tensor:
 
 def uniform_draws(seed: int, ordinals: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
     """One number in [0, 1) for each (ordinal, sample, position), as float64."""
-    state = _mix(torch.full_like(ordinals, seed, dtype=torch.int64) + _GOLDEN)
+    # Mixed twice, so that seed 1, ordinal 2 and seed 2, ordinal 1 do not meet in the sum below.
+    state = _mix(_mix(torch.full_like(ordinals, seed, dtype=torch.int64) + _GOLDEN))
     for counter in (ordinals, samples, positions):
         state = _mix(state + _mix(counter.to(torch.int64) + _GOLDEN))
     return (state >> 10).to(torch.float64) / (1 << 53)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +14,8 @@ from llamarl.model.safetensors_file import SegmentReader, Span, header_bytes
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _STAGING_BYTES = 16 << 20
-# On a CPU a buffer that stays in its cache, and so few numbers that torch converts them on the calling thread: waking
-# others for each piece costs more than they give, and on a busy machine ten times as much.
-_CACHED_BYTES = 64 << 10
+_CACHED_BYTES = 256 << 10  # on a CPU: stays in its cache between reading and converting
+_ONE_THREAD = 32_768  # so many numbers torch converts on the calling thread
 
 
 def read_tensor(span: Span, out: Tensor, slices: tuple[slice, ...]) -> None:
@@ -33,7 +33,20 @@ def read_tensor(span: Span, out: Tensor, slices: tuple[slice, ...]) -> None:
         for start in range(0, flat.numel(), staging.numel()):
             part = staging[: flat.numel() - start]
             reader.fill(bytes_of(part))
-            flat[start : start + part.numel()].copy_(part)
+            _convert(part, flat[start : start + part.numel()])
+
+
+def _convert(numbers: Tensor, out: Tensor) -> None:
+    """`out.copy_(numbers)`; on a CPU by the calling thread alone, since waking others costs more than small pieces."""
+    if out.device.type != "cpu":
+        out.copy_(numbers)
+    elif (numbers.dtype, out.dtype) == (torch.bfloat16, torch.float32):
+        # bf16 is the upper half of fp32
+        halves, words = numbers.view(torch.uint16).numpy(), out.view(torch.uint32).numpy()
+        np.left_shift(halves, 16, out=words, dtype=np.uint32)
+    else:
+        for start in range(0, numbers.numel(), _ONE_THREAD):
+            out[start : start + _ONE_THREAD].copy_(numbers[start : start + _ONE_THREAD])
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:

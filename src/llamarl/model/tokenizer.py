@@ -31,7 +31,9 @@ class Tokenizer:
             raise ModelError(f"{folder}: no tokenizer.json; only folders with a fast tokenizer are supported")
         backend = _backend(path)
         settings = read_json_object(folder / "tokenizer_config.json") if _has(folder, "tokenizer_config.json") else {}
-        return cls(backend, eos_ids=_eos_ids(folder, settings, backend), template=_template(folder, settings))
+        tokenizer = cls(backend, eos_ids=_eos_ids(folder, settings, backend), template=_template(folder, settings))
+        _check_fits(tokenizer, folder)
+        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -53,6 +55,16 @@ class Tokenizer:
 
 def _has(folder: Path, name: str) -> bool:
     return (folder / name).is_file()
+
+
+def _check_fits(tokenizer: Tokenizer, folder: Path) -> None:
+    """A token beyond the embedding would fail in the middle of a job, on the first text that holds it."""
+    num_rows = read_json_object(folder / "config.json").get("vocab_size") if _has(folder, "config.json") else None
+    if not isinstance(num_rows, int):
+        return
+    largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids, -1)
+    if largest >= num_rows:
+        raise ModelError(f"{folder}: the tokenizer knows token {largest}, but config.json says vocab_size {num_rows}")
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:

@@ -169,6 +169,33 @@ def test_overlaps_and_gaps_are_refused(whole: Folders, copy: Copy, shift: int, d
     assert_refused(folder)
 
 
+def test_two_tensors_on_the_same_bytes_are_refused(whole: Folders, copy: Copy) -> None:
+    """Everything else adds up: the second copy is gone and what followed it has moved."""
+    folder = copy(whole["single"])
+    header, tensors = header_of(folder / "model.safetensors")
+    k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
+    start, end = header[v]["data_offsets"]
+    header[v]["data_offsets"] = header[k]["data_offsets"]
+    move(header, start, start - end)
+    write_header(folder / "model.safetensors", header, tensors[:start] + tensors[end:])
+    assert "overlaps" in assert_refused(folder)
+
+
+def test_bytes_between_tensors_are_refused(whole: Folders, copy: Copy) -> None:
+    folder = copy(whole["single"])
+    header, tensors = header_of(folder / "model.safetensors")
+    start = header["model.norm.weight"]["data_offsets"][0]
+    move(header, start, 8)
+    write_header(folder / "model.safetensors", header, tensors[:start] + bytes(8) + tensors[start:])
+    assert "gap" in assert_refused(folder)
+
+
+def move(header: dict[str, Any], start: int, distance: int) -> None:
+    for name, entry in header.items():
+        if name != "__metadata__" and entry["data_offsets"][0] >= start:
+            entry["data_offsets"] = [offset + distance for offset in entry["data_offsets"]]
+
+
 @many
 @given(data=st.data())
 def test_a_tensor_that_is_missing_renamed_or_reshaped_is_named(whole: Folders, copy: Copy, data: st.DataObject) -> None:

@@ -107,6 +107,16 @@ def test_of_several_templates_the_default_is_used(backend: Backend, tmp_path: Pa
     assert tokenizer.decode(tokenizer.chat(CHAT)) == "yes"
 
 
+@pytest.mark.parametrize(("num_rows", "eos"), [(258, 257), (259, 300)])
+def test_a_token_beyond_the_embedding_is_refused(backend: Backend, tmp_path: Path, num_rows: int, eos: int) -> None:
+    write(tmp_path, backend)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 259, "eos_token_id": 257}))
+    assert Tokenizer.load(tmp_path).vocab_size == 259
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": num_rows, "eos_token_id": eos}))
+    with pytest.raises(ModelError, match=f"vocab_size {num_rows}"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import deque
 
+import msgspec
 import torch
 
 from llamarl.build import Site, load_builder
@@ -32,33 +33,54 @@ class Closed(Exception):
 class Line:
     """This rank's end of its socket pair."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, frame_s: float) -> None:
+        self._connection, self._frame_s = connection, frame_s
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
         self._reader = FrameReader()
         self._inbox: deque[Message] = deque()
         self.last_sent_s = 0.0
 
     def next(self, *, wait: bool) -> Message | None:
         while not self._inbox:
-            readable, _, _ = select.select([self._connection], [], [], None if wait else 0)
-            if not readable:
-                return None
+            if not self._poll.poll(self._patience_ms() if wait else 0):
+                self._check_deadline()
+                if not wait:
+                    return None
+                continue
             data = self._connection.recv(_READ_BYTES)
             if not data:
                 raise Closed
-            self._inbox.extend(decode_message(payload) for payload in self._reader.feed(data))
+            self._inbox.extend(_decode(payload) for payload in self._reader.feed(data))
         return self._inbox.popleft()
+
+    def _patience_ms(self) -> float | None:
+        """Between messages there is no hurry; in the middle of one there is."""
+        return None if self._reader.incomplete_since_s is None else self._frame_s * 1000
+
+    def _check_deadline(self) -> None:
+        since_s = self._reader.incomplete_since_s
+        if since_s is not None and time.monotonic() - since_s > self._frame_s:
+            raise BadFrame(f"a frame that took more than {self._frame_s:g} s")
 
     def send(self, envelope: Envelope) -> None:
         self._connection.sendall(encode_frame(encode(envelope)))
         self.last_sent_s = time.monotonic()
 
 
+def _decode(payload: bytes) -> Message:
+    try:
+        message: Message = decode_message(payload)
+    except msgspec.MsgspecError as error:
+        raise BadFrame(f"something that is no message: {error}") from None
+    return message
+
+
 def live(birth: Birth, fds: list[int]) -> None:
     socket_fd, log_fd, meeting_fd, *slot_fds = fds
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
-    line = Line(socket.socket(fileno=socket_fd))
+    line = Line(socket.socket(fileno=socket_fd), birth.config.engine.frame_s)
     try:
         torch.set_num_threads(birth.threads)
         ranks = Ranks.join(birth.rank, birth.num_ranks, meeting_fd)
@@ -71,7 +93,7 @@ def live(birth: Birth, fds: list[int]) -> None:
         pass  # the engine is gone, or does not want this executor any more
     except BadFrame as error:
         line.send(Envelope((Failed(f"the engine sent {error}"),), ()))
-    except Exception as error:  # the border to the executor's code: whatever happens there becomes one typed report
+    except (Exception, SystemExit) as error:  # the border to the executor's code: what happens there becomes one report
         traceback.print_exc(file=sys.stderr)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         line.send(Envelope((Failed(reason),), ()))

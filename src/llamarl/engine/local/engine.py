@@ -22,7 +22,8 @@ from llamarl.config import Config
 from llamarl.controller.line import Line, role_of
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.local.frames import BadFrame, FrameReader, encode_frame
-from llamarl.engine.local.wire import Birth, Born, Kill, decode_envelope, decode_news, encode
+from llamarl.engine.local.nursery import READY
+from llamarl.engine.local.wire import Birth, Born, Kill, Obituary, decode_envelope, decode_news, encode
 from llamarl.errors import JobFailed
 from llamarl.messages import Failed, Message, ReaderStuck, Stop, Up
 from llamarl.messages import encode as encode_message
@@ -32,6 +33,7 @@ _READ_BYTES = 1 << 20
 _WAIT_S = 0.05
 _OBITUARY_S = 0.5  # how long a hang-up waits for the nursery to say why
 _GRACE_S = 2.0
+_NURSERY_S = 120.0  # for importing torch, however slow the disk
 
 
 @dataclass(eq=False)
@@ -44,9 +46,10 @@ class Rank:
     connection: socket.socket
     reader: FrameReader = field(default_factory=FrameReader)
     outgoing: deque[memoryview] = field(default_factory=deque)
+    born_s: float = field(default_factory=time.monotonic)  # or, if later, when there was a nursery to bear it
     up: bool = False
-    waiting_since_s: float = field(default_factory=time.monotonic)  # when it last spoke, or was last given work
-    owes: int = 1  # messages it has not answered; being born is the first
+    owes: int = 0  # messages it has not answered
+    waiting_since_s: float = 0.0  # when it last spoke, or was given work that found it without any
     hung_up_s: float | None = None
     reason: str = ""
     pid: int = 0
@@ -71,10 +74,8 @@ class LocalEngine:
         self._ranks: dict[tuple[str, int], Rank] = {}
         self._selector = selectors.DefaultSelector()
         self._arrivals: list[Arrival | Death] = []
-        self._control, self._nursery = _start_nursery()
-        self._nursery_ready = False
         self._births: list[tuple[Birth, list[int]]] = []
-        self._selector.register(self._control, selectors.EVENT_READ, None)
+        self._open_nursery()
 
     # The interface of every engine
 
@@ -111,8 +112,9 @@ class LocalEngine:
         state = self._ranks.get((executor, 0))
         if state is None or state.hung_up_s is not None:
             return
+        if not state.owes:
+            state.waiting_since_s = time.monotonic()
         state.owes += 1
-        state.waiting_since_s = time.monotonic()
         state.outgoing.append(memoryview(encode_frame(encode_message(message))))
         self._flush(state)
 
@@ -120,55 +122,78 @@ class LocalEngine:
         for key, mask in self._selector.select(_WAIT_S):
             if key.data is None:
                 self._hear_nursery()
-            else:
-                if mask & selectors.EVENT_READ:
-                    self._read(key.data)
-                if mask & selectors.EVENT_WRITE:
-                    self._flush(key.data)
+                continue
+            if mask & selectors.EVENT_READ:
+                self._read(key.data)
+            if mask & selectors.EVENT_WRITE:
+                self._flush(key.data)
         self._check_deadlines()
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
     def stop(self) -> None:
         """Ask, wait a little, then kill. The nursery kills what is left when its control socket closes."""
-        for executor, rank in list(self._ranks):
-            if rank == 0:
-                self.send(executor, Stop())
-        deadline = time.monotonic() + _GRACE_S
-        while any(state.hung_up_s is None for state in self._ranks.values()) and time.monotonic() < deadline:
-            if self._control.fileno() < 0:
-                break
-            self.events()
+        with suppress(KeyboardInterrupt, JobFailed):  # a second Ctrl-C: no more asking
+            self._ask_to_stop()
+        self._drop_births()
         for state in self._ranks.values():
             state.connection.close()
         self._ranks.clear()
         self._control.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._nursery.wait(_GRACE_S)
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._nursery.wait(_GRACE_S if self._nursery_ready else 0)
         if self._nursery.poll() is None:
             self._nursery.kill()
             self._nursery.wait()
         self._selector.close()
 
+    def _ask_to_stop(self) -> None:
+        for executor, rank in list(self._ranks):
+            if rank == 0:
+                self.send(executor, Stop())
+        deadline = time.monotonic() + _GRACE_S
+        while self._nursery_ready and time.monotonic() < deadline:
+            if all(state.hung_up_s is not None for state in self._ranks.values()):
+                return
+            self.events()
+
     # The nursery
+
+    def _open_nursery(self) -> None:
+        self._control, self._nursery = _start_nursery()
+        self._nursery_ready, self._nursery_opened_s = False, time.monotonic()
+        self._selector.register(self._control, selectors.EVENT_READ, None)
 
     def _send_births(self) -> None:
         while self._nursery_ready and self._births:
             birth, fds = self._births.pop(0)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
-            self._control.sendmsg([encode(birth)], [rights])
-            for fd in fds:
-                os.close(fd)
+            with suppress(OSError):  # gone or stuck: the next `events` or `start_s` will tell
+                self._control.sendmsg([encode(birth)], [rights])
+            _close_all(fds)
+
+    def _drop_births(self) -> None:
+        for _, fds in self._births:
+            _close_all(fds)
+        self._births.clear()
 
     def _hear_nursery(self) -> None:
-        data = self._control.recv(_READ_BYTES)
+        try:
+            data = self._control.recv(_READ_BYTES)
+        except ConnectionResetError:
+            data = b""
         if not data:
-            raise JobFailed(f"the process that starts executors is gone ({self._nursery.poll()})")
-        if data == b"ready":
+            self._replace_nursery()
+        elif data == READY:
             self._nursery_ready = True
+            for state in self._ranks.values():
+                state.born_s = time.monotonic()
             self._send_births()
-            return
-        news = decode_news(data)
+        else:
+            with suppress(msgspec.MsgspecError):  # what is no news is ignored
+                self._hear_of_rank(decode_news(data))
+
+    def _hear_of_rank(self, news: Born | Obituary) -> None:
         state = self._ranks.get((news.executor, news.rank))
         if state is None or state.incarnation != news.incarnation:
             return
@@ -178,14 +203,29 @@ class LocalEngine:
             self._drain(state)
             self._bury(state, state.reason or news.reason)
 
+    def _replace_nursery(self) -> None:
+        """Its children died with it. The controller brings back what it needs, from a new one."""
+        self._selector.unregister(self._control)
+        self._control.close()
+        self._nursery.kill()
+        code = self._nursery.wait()
+        if not self._nursery_ready:
+            raise JobFailed(f"the process that starts executors could not start (exit code {code})")
+        for state in list(self._ranks.values()):
+            self._hang_up(state, "the process that starts executors died")
+        self._drop_births()
+        self._open_nursery()
+
     def _kill(self, state: Rank) -> None:
         """Through the nursery, whose child it is, so that no stranger with a recycled pid is hit."""
-        with suppress(BrokenPipeError, OSError):
+        with suppress(OSError):
             self._control.send(encode(Kill(*state.identity)))
 
     # Frames
 
     def _read(self, state: Rank) -> None:
+        if state.hung_up_s is not None:
+            return  # by the event before this one
         try:
             data = state.connection.recv(_READ_BYTES)
             if not data:
@@ -195,11 +235,11 @@ class LocalEngine:
         except BlockingIOError:
             return
         except (ConnectionResetError, BrokenPipeError):
-            self._hang_up(state, "")
+            self._hang_up(state)
         except BadFrame as error:
-            self._hang_up(state, f"sent {error}")
+            self._end(state, f"sent {error}")
         except msgspec.MsgspecError as error:
-            self._hang_up(state, f"sent something that is no report: {error}")
+            self._end(state, f"sent something that is no report: {error}")
 
     def _hear(self, state: Rank, payload: bytes) -> None:
         envelope = decode_envelope(payload)
@@ -207,21 +247,27 @@ class LocalEngine:
         for report in envelope.reports:
             match report:
                 case Failed():
-                    state.reason = report.reason
+                    self._end(state, report.reason)
                     return
                 case ReaderStuck():
                     self._kill_reader(report.pid)
                 case Up():
-                    state.up, state.owes = True, state.owes - 1
-                    if all(one.up for one in self._ranks_of(state.executor)):
-                        self._arrivals.append(Arrival(state.executor, state.incarnation, report))
-                case _:
-                    state.owes -= 1
+                    self._hear_up(state)
+                case _ if state.rank == 0:
+                    state.owes = max(0, state.owes - 1)
                     self._arrivals.append(Arrival(state.executor, state.incarnation, report))
-        if envelope.spans:
+        if envelope.spans and state.rank == 0:
             self._arrivals.append(Arrival(state.executor, state.incarnation, None, envelope.spans))
 
+    def _hear_up(self, state: Rank) -> None:
+        """An executor is up when all its ranks are."""
+        was_up, state.up = state.up, True
+        if not was_up and all(one.up for one in self._ranks_of(state.executor)):
+            self._arrivals.append(Arrival(state.executor, state.incarnation, Up()))
+
     def _flush(self, state: Rank) -> None:
+        if state.hung_up_s is not None:
+            return
         try:
             while state.outgoing:
                 sent = state.connection.send(state.outgoing[0])
@@ -232,7 +278,7 @@ class LocalEngine:
         except BlockingIOError:
             pass
         except (ConnectionResetError, BrokenPipeError):
-            self._hang_up(state, "")
+            self._hang_up(state)
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if state.outgoing else 0)
         self._selector.modify(state.connection, wanted, state)
@@ -247,41 +293,47 @@ class LocalEngine:
         while state.hung_up_s is None and _readable(state.connection):
             self._read(state)
 
-    def _hang_up(self, state: Rank, reason: str) -> None:
-        """End this connection, not the job. The process behind it is killed; the nursery will say what became of it."""
+    def _hang_up(self, state: Rank, reason: str = "") -> None:
+        """End this connection, not the job. Without a reason of ours, the nursery is given time to say why it ended."""
         if state.hung_up_s is not None:
             return
         state.hung_up_s = time.monotonic()
         state.reason = state.reason or reason
         self._selector.unregister(state.connection)
         state.connection.close()
+
+    def _end(self, state: Rank, reason: str) -> None:
+        """Its process must go too, for a reason of ours."""
+        self._hang_up(state, reason)
         self._kill(state)
 
     def _bury(self, state: Rank, reason: str) -> None:
         """The death of any rank is the death of the executor."""
         for one in self._ranks_of(state.executor):
-            self._hang_up(one, "")
+            self._end(one, "")
             del self._ranks[one.executor, one.rank]
         where = f"rank {state.rank}: " if state.rank else ""
         self._arrivals.append(Death(state.executor, state.incarnation, where + reason))
 
     def _check_deadlines(self) -> None:
         now_s, limits = time.monotonic(), self._config.engine
+        if not self._nursery_ready and now_s - self._nursery_opened_s > _NURSERY_S:
+            raise JobFailed(f"the process that starts executors did not start within {_NURSERY_S:g} s")
         for state in list(self._ranks.values()):
             if state.hung_up_s is not None:
                 if now_s - state.hung_up_s > _OBITUARY_S and self._ranks.get((state.executor, state.rank)) is state:
                     self._bury(state, state.reason or "hung up")
-            elif not state.up and now_s - state.waiting_since_s > limits.start_s:
-                self._hang_up(state, f"did not start within {limits.start_s:g} s")
-            elif state.owes > 0 and now_s - state.waiting_since_s > limits.silence_s:
-                self._hang_up(state, f"silent for {limits.silence_s:g} s with work to do")
+            elif not state.up and self._nursery_ready and now_s - state.born_s > limits.start_s:
+                self._end(state, f"did not start within {limits.start_s:g} s")
+            elif state.owes and now_s - state.waiting_since_s > limits.silence_s:
+                self._end(state, f"silent for {limits.silence_s:g} s with work to do")
             elif _older(state.reader.incomplete_since_s, now_s, limits.frame_s):
-                self._hang_up(state, f"sent a frame that took more than {limits.frame_s:g} s")
+                self._end(state, f"sent a frame that took more than {limits.frame_s:g} s")
 
     def _kill_reader(self, pid: int) -> None:
         for state in list(self._ranks.values()):
-            if state.pid == pid:
-                self._hang_up(state, f"kept a weight slot for over {self._config.weights.lease_s:g} s")
+            if state.pid == pid != 0:
+                self._end(state, f"kept a weight slot for over {self._config.weights.lease_s:g} s")
 
 
 def _older(since_s: float | None, now_s: float, limit_s: float) -> bool:
@@ -289,18 +341,28 @@ def _older(since_s: float | None, now_s: float, limit_s: float) -> bool:
 
 
 def _readable(connection: socket.socket) -> bool:
-    return bool(select.select([connection], [], [], 0)[0])
+    poll = select.poll()  # not select.select, which cannot take the 1,025th descriptor of a process
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _start_nursery() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Threads that spin while they wait would take the cores from the other executors; must be set before torch loads.
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    # Both must be set before torch loads. Threads that spin while they wait would take the cores from the other
+    # executors; and numpy's BLAS would start threads in a process that is there to be forked.
+    environment = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen(
-        [sys.executable, "-m", "llamarl.engine.local.nursery", str(theirs.fileno())],
+        [sys.executable, "-m", "llamarl.engine.local.nursery", str(theirs.fileno()), str(os.getpid())],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         env=environment,
+        process_group=0,  # Ctrl-C in a terminal is sent to a whole group; this one is stopped by the engine
     )
     theirs.close()
+    ours.settimeout(_GRACE_S)
     return ours, process

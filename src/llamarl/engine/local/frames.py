@@ -51,8 +51,9 @@ class FrameReader:
         end = _HEADER.size + length
         if len(self._buffer) < end:
             return None
-        payload = bytes(memoryview(self._buffer)[_HEADER.size : end])
-        if zlib.crc32(payload) != checksum:
-            raise BadFrame("a frame whose checksum does not match")
+        with memoryview(self._buffer)[_HEADER.size : end] as view:
+            if zlib.crc32(view) != checksum:
+                raise BadFrame("a frame whose checksum does not match")
+            payload = bytes(view)
         del self._buffer[:end]
         return payload

@@ -1,7 +1,7 @@
 """The nursery: a process that has imported torch, has no threads and no CUDA, and forks executor ranks on request.
 
 A fork takes milliseconds where a fresh interpreter takes seconds to import torch, so restarts are cheap. Run as a program:
-`python -m llamarl.engine.local.nursery FD`, with FD a SEQPACKET socket to the engine.
+`python -m llamarl.engine.local.nursery FD PARENT`, with FD a SEQPACKET socket to the engine and PARENT its process.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import socket
 import sys
 from contextlib import suppress
 
+import msgspec
+
 from llamarl.engine.local.wire import Birth, Born, Kill, Obituary, decode_order, encode
 
+READY = b"ready"
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE = 1 << 20
 _MAX_FDS = 64
-_REAP_EVERY_S = 0.1
 
 
 def die_with_parent(parent: int) -> None:
@@ -31,14 +33,19 @@ def die_with_parent(parent: int) -> None:
 
 
 def describe_status(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"exited with code {os.WEXITSTATUS(status)}"
+    if not os.WIFSIGNALED(status):
+        return f"exited with code {os.WEXITSTATUS(status)}"
+    number = os.WTERMSIG(status)
+    names = {known.value: known.name for known in signal.Signals}
+    return f"killed by {names.get(number, f'signal {number}')}"
 
 
 def receive(control: socket.socket) -> tuple[bytes, list[int]]:
     fds = array.array("i")
-    message, ancillary, _, _ = control.recvmsg(_MAX_MESSAGE, socket.CMSG_LEN(_MAX_FDS * fds.itemsize))
+    # Close-on-exec: a program that an executor runs must not keep the executor's connection open after its death.
+    message, ancillary, _, _ = control.recvmsg(
+        _MAX_MESSAGE, socket.CMSG_LEN(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
@@ -48,41 +55,69 @@ def receive(control: socket.socket) -> tuple[bytes, list[int]]:
 class Nursery:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._children: dict[int, Birth] = {}
+        self._children: dict[int, Birth] = {}  # by pid
+        # The end of a child interrupts the wait for orders, so that deaths are told at once and in their order.
+        self._bell, self._bell_rope = socket.socketpair()
+        self._bell.setblocking(False)
+        self._bell_rope.setblocking(False)
 
     def run(self) -> None:
         """Until the engine closes the control socket; then every child is killed."""
-        self._control.send(b"ready")
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._bell_rope.fileno(), warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._bell, select.POLLIN)
+        self._say(READY)
         while True:
-            readable, _, _ = select.select([self._control], [], [], _REAP_EVERY_S)
+            ready = dict(poll.poll())
+            if self._bell.fileno() in ready:
+                self._bell.recv(4096)
             self._reap()
-            if not readable:
-                continue
-            data, fds = receive(self._control)
-            if not data:
+            flags = ready.get(self._control.fileno(), 0)
+            if flags & (select.POLLHUP | select.POLLERR):
                 break
+            if flags & select.POLLIN:
+                self._obey(*receive(self._control))
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._children:
+            os.waitpid(pid, 0)
+
+    def _obey(self, data: bytes, fds: list[int]) -> None:
+        """What is no order is ignored: everything that lives hangs on this process."""
+        with suppress(msgspec.MsgspecError):
             order = decode_order(data)
             if isinstance(order, Birth):
                 self._bear(order, fds)
             else:
                 self._kill(order)
-        for pid in self._children:
-            os.kill(pid, signal.SIGKILL)
+        for fd in fds:
+            os.close(fd)  # a copy kept here would hide the child's death
 
     def _bear(self, birth: Birth, fds: list[int]) -> None:
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._say(encode(Obituary(*birth.identity, f"could not be forked: {error.strerror}")))
+            return
         if pid == 0:
-            self._control.close()
+            self._leave_nursery()
             _live(birth, fds, parent)
         self._children[pid] = birth
-        for fd in fds:
-            os.close(fd)  # a copy kept here would hide the child's death
-        self._say(Born(birth.executor, birth.incarnation, birth.rank, pid))
+        self._say(encode(Born(*birth.identity, pid)))
+
+    def _leave_nursery(self) -> None:
+        """In the child: nothing of the nursery's own stays open."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for connection in (self._control, self._bell, self._bell_rope):
+            connection.close()
 
     def _kill(self, order: Kill) -> None:
         for pid, birth in self._children.items():
-            if (birth.executor, birth.incarnation, birth.rank) == (order.executor, order.incarnation, order.rank):
+            if birth.identity == order.identity:
                 os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
@@ -90,12 +125,12 @@ class Nursery:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            birth = self._children.pop(pid)
-            self._say(Obituary(birth.executor, birth.incarnation, birth.rank, describe_status(status)))
+            if birth := self._children.pop(pid, None):
+                self._say(encode(Obituary(*birth.identity, describe_status(status))))
 
-    def _say(self, news: Born | Obituary) -> None:
-        with suppress(BrokenPipeError):
-            self._control.send(encode(news))
+    def _say(self, news: bytes) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._control.send(news)
 
 
 def _live(birth: Birth, fds: list[int], parent: int) -> None:
@@ -114,11 +149,15 @@ def _live(birth: Birth, fds: list[int], parent: int) -> None:
 
 
 def main() -> None:
-    die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine alone decides
-    import torch  # noqa: F401
+    fd, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which alone decides
+    # What every child would import, torch above all; and what the first optimizer of a process makes torch import.
+    import torch._dynamo  # noqa: F401
 
-    Nursery(socket.socket(fileno=int(sys.argv[1]))).run()
+    import llamarl.engine.local.child  # noqa: F401
+
+    Nursery(socket.socket(fileno=fd)).run()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,19 @@ from llamarl.messages import Report
 from llamarl.observe.timeline import Span
 
 
-class Birth(Struct, frozen=True, tag=True):
-    """One rank of an executor to be forked. Descriptors come with it: socket, log, meeting point, then one per slot file."""
-
+class AboutRank(Struct, frozen=True, tag=True):
     executor: str
     incarnation: int
     rank: int
+
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        return self.executor, self.incarnation, self.rank
+
+
+class Birth(AboutRank, frozen=True):
+    """One rank of an executor to be forked. Descriptors come with it: socket, log, meeting point, then one per slot file."""
+
     num_ranks: int
     builder: str  # MODULE:FUNCTION or FILE.py:FUNCTION
     config: Config
@@ -24,23 +31,15 @@ class Birth(Struct, frozen=True, tag=True):
     threads: int
 
 
-class Kill(Struct, frozen=True, tag=True):
-    executor: str
-    incarnation: int
-    rank: int
+class Kill(AboutRank, frozen=True):
+    pass
 
 
-class Born(Struct, frozen=True, tag=True):
-    executor: str
-    incarnation: int
-    rank: int
+class Born(AboutRank, frozen=True):
     pid: int
 
 
-class Obituary(Struct, frozen=True, tag=True):
-    executor: str
-    incarnation: int
-    rank: int
+class Obituary(AboutRank, frozen=True):
     reason: str
 
 

@@ -1,0 +1,103 @@
+"""Snapshots: one folder per version, whole or not there at all.
+
+Executors write their parts into a folder with a leading dot; a manifest with the hash of every file follows, everything is
+synced, and one rename makes it a snapshot. The older ones stay until the new one is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from llamarl.model.training_state import hash_file
+from llamarl.segments import sync_folder
+
+MANIFEST = "manifest.json"
+
+
+class Manifest(Struct, frozen=True):
+    version: int
+    files: dict[str, str]  # path inside the snapshot -> sha256
+
+
+class Snapshots:
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+
+    def begin(self, version: int) -> Path:
+        """An empty folder for the parts; what an earlier, unfinished attempt left is removed."""
+        folder = self._partial(version)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.discard_partial()
+        folder.mkdir()
+        return folder
+
+    def commit(self, version: int, files: Mapping[str, str]) -> Path:
+        """Turn the parts into a snapshot, then remove the oldest beyond `keep`. OSError leaves the others untouched."""
+        partial, final = self._partial(version), self.path(version)
+        manifest = partial / MANIFEST
+        with manifest.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(Manifest(version, dict(files))), indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+        for folder in {partial / Path(name).parent for name in files} | {partial}:
+            sync_folder(folder)
+        if final.exists():
+            shutil.rmtree(final)  # the same version, saved again after a rewind
+        partial.rename(final)
+        sync_folder(self._folder)
+        for old in self.versions()[: -self._keep]:
+            shutil.rmtree(self.path(old), ignore_errors=True)
+        return final
+
+    def discard_partial(self) -> None:
+        for path in self._folder.glob(".*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def versions(self) -> list[int]:
+        """All that have a name, oldest first; whether they are whole, `why_damaged` tells."""
+        names = [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def newest_whole(self) -> tuple[int, list[str]]:
+        """The newest version that is whole (0, the beginning, if none is), and a line for each newer one that is not."""
+        problems: list[str] = []
+        for version in reversed(self.versions()):
+            reason = why_damaged(self.path(version))
+            if not reason:
+                return version, problems
+            problems.append(f"snapshot {version} cannot be used: {reason}")
+        return 0, problems
+
+    def path(self, version: int) -> Path:
+        return self._folder / str(version)
+
+    def _partial(self, version: int) -> Path:
+        return self._folder / f".{version}.partial"
+
+
+def why_damaged(snapshot: Path) -> str:
+    """Empty when every file is there with the bytes that were written."""
+    try:
+        manifest = msgspec.json.decode((snapshot / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        return f"no {MANIFEST}"
+    except (OSError, msgspec.MsgspecError) as error:
+        return f"{MANIFEST}: {error}"
+    if str(manifest.version) != snapshot.name:
+        return f"{MANIFEST} is of version {manifest.version}"
+    for name, digest in manifest.files.items():
+        path = snapshot / name
+        try:
+            if hash_file(path) != digest:
+                return f"{name}: its bytes are not those that were written"
+        except FileNotFoundError:
+            return f"{name}: missing"
+        except OSError as error:
+            return f"{name}: cannot be read: {error.strerror}"
+    return ""

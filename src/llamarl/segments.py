@@ -1,0 +1,110 @@
+"""Append-only records on disk, in segments: what the ledger and the GroupStore are made of.
+
+A record is a header (length, checksum, and a checksum of these two) and its bytes. A crash can only tear the end of the segment that was being
+written; after a restart a new segment is begun, so that nothing is ever written behind a torn end. Damage anywhere else is
+an error that names the place.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from llamarl.errors import InputError
+
+_FACTS = struct.Struct("<II")  # length, crc32 of the record
+_HEADER = struct.Struct("<III")  # the same, and the crc32 of these eight bytes
+MAX_SEGMENT_BYTES = 64 << 20
+
+
+class SegmentWriter:
+    """Appends to the newest segment of a folder; begins another when it is full."""
+
+    def __init__(self, folder: Path, max_bytes: int = MAX_SEGMENT_BYTES) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._max_bytes = folder, max_bytes
+        numbers = [int(path.name) for path in segment_files(folder)]
+        self.number = max(numbers, default=-1)
+        self._file: BinaryIO | None = None
+        self._size = 0
+
+    def append(self, record: bytes) -> int:
+        """Returns the number of the segment that holds the record. It is safe after the next `sync`."""
+        if self._file is None or self._size >= self._max_bytes:
+            self._begin()
+        assert self._file is not None
+        facts = _FACTS.pack(len(record), zlib.crc32(record))
+        self._file.write(facts + zlib.crc32(facts).to_bytes(4, "little") + record)
+        self._size += _HEADER.size + len(record)
+        return self.number
+
+    def sync(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def remove(self, number: int) -> None:
+        """Forget a whole segment; the one being written is left alone."""
+        if number != self.number:
+            (self._folder / f"{number:08}").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self.sync()
+            self._file.close()
+            self._file = None
+
+    def _begin(self) -> None:
+        self.close()
+        self.number += 1
+        self._file = (self._folder / f"{self.number:08}").open("xb")
+        self._size = 0
+        sync_folder(self._folder)
+
+
+def segment_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+
+
+def read_records(folder: Path) -> Iterator[tuple[int, bytes]]:
+    """(segment, record) of everything that is whole, in the order it was written."""
+    for path in segment_files(folder):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        for record in _records(path, data):
+            yield int(path.name), record
+
+
+def _records(path: Path, data: bytes) -> Iterator[bytes]:
+    at = 0
+    while at + _HEADER.size <= len(data):
+        length, checksum, header_checksum = _HEADER.unpack_from(data, at)
+        start, end = at + _HEADER.size, at + _HEADER.size + length
+        if zlib.crc32(data[at : at + _FACTS.size]) != header_checksum:
+            if not any(data[at:]):
+                return  # torn: the file had grown, but nothing was in it yet
+            raise InputError(f"{path}: damaged at byte {at} (a record's header is wrong)")
+        if end > len(data):
+            return  # torn: the crash came before the record was whole
+        record = data[start:end]
+        if zlib.crc32(record) != checksum:
+            if end == len(data):
+                return  # torn: the length reached the disk, not all of the bytes
+            raise InputError(f"{path}: damaged at byte {at} (the record's checksum does not match)")
+        yield record
+        at = end
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a new name in a folder survive a crash."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

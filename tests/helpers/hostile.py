@@ -1,0 +1,215 @@
+"""Executors that break every rule, for tests of the engine. Self-contained: children load this file by its path.
+
+A plan says what each executor does wrong in each of its lives: `{"reward/0": ["garbage", "exits"]}` spoils its first life
+and its second, and from the third on it behaves. The plan and the count of lives lie in the folder that $PLAN_FOLDER names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llamarl.build import Site, build_generator, build_reward, build_trainer
+from llamarl.engine.local.frames import encode_frame
+from llamarl.engine.local.wire import Envelope, encode
+from llamarl.executors.executor import Executor
+from llamarl.messages import LoadWeights, Message, Report, WorkOnBatch, WorkOnGroup
+
+PLAN_FOLDER = "LLAMARL_TEST_PLAN_FOLDER"
+LONG_S = 60.0  # far longer than any test: whoever sleeps so long is waiting to be killed
+HONEST_FRAME = encode_frame(encode(Envelope((), ())))
+
+
+def write_plan(folder: Path, plan: Mapping[str, Sequence[str]]) -> None:
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(plan))
+
+
+def next_deed(executor: str) -> str:
+    """What this life of the executor does wrong; "" for nothing."""
+    folder = Path(os.environ[PLAN_FOLDER])
+    lives = folder / f"{executor.replace('/', '-')}.lives"
+    life = lives.stat().st_size if lives.exists() else 0
+    with lives.open("a") as file:
+        file.write(".")
+    deeds = json.loads((folder / "plan.json").read_text()).get(executor, [])
+    return deeds[life] if life < len(deeds) else ""
+
+
+def engine_connection() -> socket.socket:
+    """This process's stream to the engine: the only stream socket it has."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # not a socket, or the folder's own descriptor
+        if found.family == socket.AF_UNIX and found.type == socket.SOCK_STREAM:
+            return found
+    raise AssertionError("no connection to the engine")
+
+
+def say(data: bytes) -> None:
+    """Raw bytes where a frame should be; then wait for what comes of it."""
+    engine_connection().sendall(data)
+    time.sleep(LONG_S)
+
+
+def say_half_a_frame_and_exit() -> None:
+    engine_connection().sendall(HONEST_FRAME[:-1])
+    os._exit(0)
+
+
+def say_a_frame_slowly() -> None:
+    connection = engine_connection()
+    for byte in encode_frame(bytes(1000)):
+        connection.sendall(bytes([byte]))
+        time.sleep(0.05)
+
+
+def hang_up() -> None:
+    engine_connection().shutdown(socket.SHUT_RDWR)
+    time.sleep(LONG_S)
+
+
+def fail() -> None:
+    raise ValueError("two lines\nmade one")
+
+
+DEEDS: dict[str, Callable[[], object]] = {
+    "garbage": lambda: say(b"this is not a frame at all"),
+    "truncated": say_half_a_frame_and_exit,
+    "oversized": lambda: say(HONEST_FRAME[:8] + (2**63).to_bytes(8, "little")),
+    "flipped": lambda: say(HONEST_FRAME[:-1] + bytes([HONEST_FRAME[-1] ^ 1])),
+    "nonsense": lambda: say(encode_frame(encode({"no": "envelope"}))),
+    "slow": say_a_frame_slowly,
+    "hangs_up": hang_up,
+    "raises": fail,
+    "exits": lambda: os._exit(3),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+class Misbehaving:
+    """An honest executor until the first message that `trigger` picks; then the deed."""
+
+    def __init__(self, honest: Executor, deed: str, trigger: Callable[[Message], bool]) -> None:
+        self._honest, self._deed, self._trigger = honest, deed, trigger
+
+    def handle(self, message: Message) -> Iterable[Report]:
+        if self._deed and self._trigger(message):
+            DEEDS[self._deed]()
+        return self._honest.handle(message)
+
+    def work(self) -> Iterable[Report]:
+        return self._honest.work()
+
+    @property
+    def idle(self) -> bool:
+        return self._honest.idle
+
+
+def _misbehaving(site: Site, build: Callable[[Site], Executor], trigger: Callable[[Message], bool]) -> Executor:
+    deed = next_deed(site.executor)
+    if deed == "never_up":
+        time.sleep(LONG_S)
+    return Misbehaving(build(site), deed, trigger)
+
+
+def misbehaving_generator(site: Site) -> Executor:
+    return _misbehaving(site, build_generator, lambda message: isinstance(message, WorkOnGroup))
+
+
+def misbehaving_reward(site: Site) -> Executor:
+    return _misbehaving(site, build_reward, lambda message: isinstance(message, WorkOnGroup))
+
+
+def misbehaving_trainer(site: Site) -> Executor:
+    """Not before its second update, so that there is something to lose."""
+    return _misbehaving(site, build_trainer, lambda message: isinstance(message, WorkOnBatch) and message.update == 1)
+
+
+class LeaseKeeper:
+    """Stops for good in the middle of loading weights."""
+
+    def __init__(self, honest: Executor, site: Site) -> None:
+        self._honest, self._site = honest, site
+
+    def handle(self, message: Message) -> Iterable[Report]:
+        if isinstance(message, LoadWeights):
+            with self._site.slots["trainer"].lease(message.version % 2):
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return self._honest.handle(message)
+
+    def work(self) -> Iterable[Report]:
+        return self._honest.work()
+
+    @property
+    def idle(self) -> bool:
+        return self._honest.idle
+
+
+def generator_that_may_keep_its_lease(site: Site) -> Executor:
+    honest = build_generator(site)
+    return LeaseKeeper(honest, site) if next_deed(site.executor) == "keeps_lease" else honest
+
+
+class PairedReward:
+    """A reward of two ranks: both write down every message, agree on it by an all-reduce, and score it."""
+
+    idle = True
+
+    def __init__(self, site: Site) -> None:
+        self._honest, self._rank = build_reward(site), site.rank
+        rank = f"{site.executor}-rank{site.rank}"
+        self._deed = next_deed(rank)
+        self._diary = Path(os.environ[PLAN_FOLDER]) / f"{rank.replace('/', '-')}.{os.getpid()}.diary"
+
+    def handle(self, message: Message) -> Iterable[Report]:
+        assert isinstance(message, WorkOnGroup)
+        ordinal = message.group.ordinal
+        if self._deed and ordinal >= 2:
+            DEEDS[self._deed]()
+        total = torch.tensor([ordinal, 1])
+        dist.all_reduce(total)
+        assert total.tolist() == [2 * ordinal, 2], "the ranks were not given the same message"
+        with self._diary.open("a") as file:
+            file.write(f"{ordinal}\n")
+        return self._honest.handle(message)
+
+    def work(self) -> Iterable[Report]:
+        return ()
+
+
+def paired_reward(site: Site) -> Executor:
+    assert site.num_ranks == dist.get_world_size() == 2
+    group = dist.group.WORLD
+    assert group is not None
+    assert group._get_backend(torch.device("cpu")).options._timeout.days >= 1, (
+        "gloo would end an executor that has had nothing to do for long"
+    )
+    return PairedReward(site)
+
+
+class Idle:
+    """Does nothing, and takes any message."""
+
+    idle = True
+
+    def handle(self, message: Message) -> Iterable[Report]:
+        return ()
+
+    def work(self) -> Iterable[Report]:
+        return ()
+
+
+def idle_executor(site: Site) -> Executor:
+    return Idle()

@@ -1,0 +1,37 @@
+"""A small model whose predictions depend strongly on what it has read, so that a mistake in a cache or a mask shows."""
+
+from __future__ import annotations
+
+import torch
+
+from llamarl.model.checkpoint import random_model
+from llamarl.model.transformer import Transformer
+from llamarl.shapes import ModelShape
+
+VOCABULARY, EOS = 23, 0
+SHAPE = ModelShape(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+)
+
+
+def lively_model(seed: int = 0, shape: ModelShape = SHAPE) -> Transformer:
+    """Untrained weights, blown up until attention is sharp and the next token is far from a coin toss."""
+    model = random_model(shape, seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(12.0)
+    return model
+
+
+def copy_weights(source: Transformer, target: Transformer) -> None:
+    with torch.no_grad():
+        for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+            mine.copy_(theirs)

@@ -1,0 +1,170 @@
+"""The pool picks whom a plain search over all executors would pick, and its picture of their lives is true."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.controller.line import Role
+from llamarl.controller.pool import Executor, Life, Pool
+
+
+def make_pool(executors: int, capacity: int, *, reads_weights: bool = True) -> Pool:
+    role = Role(name="generator", unit="group", done="generated", executors=executors, capacity=capacity)
+    return Pool(role, 0, reads_weights)
+
+
+def bring_up(pool: Pool, version: int = 0) -> None:
+    for executor in pool.executors:
+        executor.up, executor.version = True, version
+        pool.touch(executor)
+
+
+def plain_search(pool: Pool, weight: int, newest: int) -> Executor | None:
+    """Fewest groups; among equals the first."""
+    fit = [
+        executor
+        for executor in pool.executors
+        if executor.up
+        and executor.load + weight <= pool.role.capacity
+        and (not executor.reads_weights or (newest >= 0 and executor.version == newest))
+    ]
+    return min(fit, key=lambda executor: (len(executor.groups), executor.index), default=None)
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    executors=st.integers(1, 6),
+    capacity=st.integers(1, 9),
+    weights=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    reads_weights=st.booleans(),
+)
+def test_it_chooses_whom_a_plain_search_would_choose(
+    seed: int, executors: int, capacity: int, weights: list[int], reads_weights: bool
+) -> None:
+    random, pool, newest = Random(seed), make_pool(executors, capacity, reads_weights=reads_weights), -1
+    for ordinal in range(200):
+        executor = random.choice(pool.executors)
+        action = random.random()
+        if action < 0.5:
+            weight = random.choice(weights)
+            chosen = pool.least_busy(weight, newest)
+            assert chosen is plain_search(pool, weight, newest)
+            if chosen is not None and random.random() < 0.9:
+                chosen.take(ordinal, weight)
+                pool.touch(chosen)
+        elif action < 0.8 and executor.groups:
+            executor.give(random.choice(list(executor.groups)))
+            pool.touch(executor)
+        elif action < 0.9:
+            executor.up, executor.version = True, newest
+            pool.touch(executor)
+        elif action < 0.95:
+            executor.fall()
+        else:
+            newest += 1  # all become stale until they have loaded
+
+
+def test_a_group_goes_to_the_executor_with_the_fewest_groups() -> None:
+    pool = make_pool(3, 100)
+    bring_up(pool)
+    for ordinal, index in enumerate([0, 0, 1]):
+        pool.executors[index].take(ordinal, 1)
+        pool.touch(pool.executors[index])
+    assert pool.least_busy(1, 0) is pool.executors[2]
+
+
+def test_groups_are_counted_not_completions() -> None:
+    pool = make_pool(2, 100)
+    bring_up(pool)
+    pool.executors[0].take(0, 50)
+    for ordinal in (1, 2):
+        pool.executors[1].take(ordinal, 1)
+    for executor in pool.executors:
+        pool.touch(executor)
+    assert pool.least_busy(1, 0) is pool.executors[0]
+
+
+def test_nobody_is_given_more_than_its_capacity() -> None:
+    pool = make_pool(2, 5)
+    bring_up(pool)
+    given = 0
+    while (chosen := pool.least_busy(2, 0)) is not None:
+        chosen.take(given, 2)
+        pool.touch(chosen)
+        given += 1
+    assert given == 4
+    assert [executor.load for executor in pool.executors] == [4, 4]
+
+
+def test_a_group_that_does_not_fit_does_not_hide_room_for_a_smaller_one() -> None:
+    pool = make_pool(1, 5)
+    bring_up(pool)
+    pool.executors[0].take(0, 3)
+    pool.touch(pool.executors[0])
+    assert pool.least_busy(4, 0) is None
+    assert pool.least_busy(1, 0) is pool.executors[0]
+
+
+def test_the_stale_and_the_dead_are_passed_over() -> None:
+    pool = make_pool(3, 5)
+    bring_up(pool, version=3)
+    pool.executors[0].version = 2
+    pool.executors[1].fall()
+    assert pool.least_busy(1, 3) is pool.executors[2]
+    assert pool.least_busy(1, 4) is None
+
+
+def test_before_the_first_version_nobody_that_reads_weights_is_given_anything() -> None:
+    pool = make_pool(2, 5)
+    bring_up(pool, version=-1)
+    assert pool.least_busy(1, -1) is None
+    without = make_pool(2, 5, reads_weights=False)
+    bring_up(without, version=-1)
+    assert without.least_busy(1, -1) is without.executors[0]
+
+
+def test_memory_stays_bounded_over_a_long_life() -> None:
+    pool = make_pool(4, 8)
+    bring_up(pool)
+    for ordinal in range(5_000):
+        pool.executors[ordinal % 4].take(ordinal, 1)
+        pool.touch(pool.executors[ordinal % 4])
+        pool.executors[ordinal % 4].give(ordinal)
+        pool.touch(pool.executors[ordinal % 4])
+    assert pool.num_entries < 500
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"up": False}, Life.STARTING),
+        ({"up": False, "incarnation": 1}, Life.RESTARTING),
+        ({"dead": True}, Life.DEAD),
+        ({"version": 2}, Life.STALE),
+        ({"version": -1}, Life.STALE),
+        ({}, Life.READY),
+        ({"groups": {7: 1}}, Life.BUSY),
+        ({"reads_weights": False, "version": -1}, Life.READY),
+    ],
+)
+def test_the_life_of_an_executor_follows_from_what_it_holds(changes: dict[str, object], expected: Life) -> None:
+    executor = make_pool(1, 5).executors[0]
+    executor.up, executor.version = True, 3
+    for name, value in changes.items():
+        setattr(executor, name, value)
+    assert executor.life(newest=3) is expected
+
+
+def test_death_returns_the_groups_in_order_and_leaves_nothing() -> None:
+    executor = make_pool(1, 50).executors[0]
+    executor.up, executor.version = True, 3
+    for ordinal in (9, -3, 5):
+        executor.take(ordinal, 2)
+    assert executor.fall() == [-3, 5, 9]
+    assert (executor.groups, executor.load, executor.version) == ({}, 0, -1)
+    assert executor.life(newest=3) is Life.STARTING

@@ -1,0 +1,60 @@
+"""Snapshots and what is heard twice: neither may leave a version unpublished, or publish one two times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from helpers.world import World, standard_line
+
+from llamarl.config import Schedule
+from llamarl.controller import events as ev
+from llamarl.controller import ledger
+
+
+def world_of(updates: int = 5) -> World:
+    schedule = Schedule(updates=updates, groups_per_update=1, samples_per_group=2, max_staleness=2, max_restarts=9)
+    return World(standard_line(capacity=100), schedule)
+
+
+def run_until(world: World, reached: Callable[[], bool], *, but: type[ev.Command]) -> None:
+    """Do everything that is asked, except the commands of one kind."""
+    while not reached():
+        world.complete(next(i for i, c in enumerate(world.outstanding) if not isinstance(c, but)))
+
+
+def unpublished_and_saved() -> World:
+    """Version 1 is made and saved, but not published: the snapshot is ahead of what anybody can see."""
+    world = world_of()
+    run_until(world, lambda: world.newest == 0, but=ev.Save)
+    run_until(world, lambda: world.controller.training.trained == 2, but=ev.Publish)
+    assert world.newest == 0
+    world.feed(ev.Saved(2))
+    return world
+
+
+def test_a_trainer_that_dies_before_its_saved_version_is_visible_goes_back_to_a_visible_one() -> None:
+    world = unpublished_and_saved()
+    world.kill("trainer/0")
+    assert ledger.Rewound(0, "trainer/0") in world.records
+    world.run(lambda count: 0)
+    world.check_end()
+    assert [record.version for record in world.records if isinstance(record, ledger.Visible)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_snapshot_counts_once_its_version_is_visible() -> None:
+    world = unpublished_and_saved()
+    assert world.controller.training.saved == 0
+    assert not world.forgotten, "its groups may still be needed"
+    run_until(world, lambda: world.newest == 2, but=ev.Load)
+    assert world.controller.training.saved == 2
+    assert world.forgotten == {0, 1}
+
+
+def test_a_trainer_heard_to_have_started_twice_publishes_once() -> None:
+    world = world_of()
+    started = ev.Started("trainer/0", 0)
+    run_until(world, lambda: started in world.history, but=ev.Save)
+    publications = [command for command in world.outstanding if isinstance(command, ev.Publish)]
+    world.feed(started)
+    assert [command for command in world.outstanding if isinstance(command, ev.Publish)] == publications
+    assert len(publications) == 1

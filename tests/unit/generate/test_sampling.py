@@ -1,0 +1,139 @@
+"""Tokens are drawn from the distribution that their log-probs name, with random numbers that nothing else can shift."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from llamarl.generate.sampling import sample_tokens, uniform_draws
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, -6.0])
+
+
+def draws(count: int, *, seed: int = 0, ordinal: int = 0, sample: int = 0) -> Tensor:
+    positions = torch.arange(count)
+    return uniform_draws(seed, torch.full_like(positions, ordinal), torch.full_like(positions, sample), positions)
+
+
+def chi_square(counts: Tensor, probabilities: Tensor) -> float:
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def chi_square_limit(degrees: int) -> float:
+    """The value that chance exceeds once in a million times (Wilson and Hilferty's approximation)."""
+    return degrees * (1 - 2 / (9 * degrees) + 4.753 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5, 10.0])
+def test_sampled_frequencies_are_the_probabilities(temperature: float) -> None:
+    count = 200_000
+    temperatures = torch.full((count,), temperature)
+    tokens, _ = sample_tokens(LOGITS.expand(count, -1), draws(count), temperatures)
+    probabilities = (LOGITS.double() / temperature).softmax(-1)
+    kept = probabilities * count >= 5  # chi-square needs a few in every cell; the rest is pooled
+    counts = torch.bincount(tokens, minlength=len(LOGITS)).double()
+    pooled_counts = torch.cat([counts[kept], counts[~kept].sum()[None]]) if (~kept).any() else counts
+    pooled = torch.cat([probabilities[kept], probabilities[~kept].sum()[None]]) if (~kept).any() else probabilities
+    assert chi_square(pooled_counts, pooled) < chi_square_limit(len(pooled) - 1)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_the_logprob_is_that_of_the_distribution_really_sampled_from(temperature: float) -> None:
+    logits = torch.randn(500, 11, generator=torch.Generator().manual_seed(1))
+    tokens, logprobs = sample_tokens(logits, draws(500), torch.full((500,), temperature))
+    expected = torch.log_softmax(logits / temperature, dim=-1).gather(1, tokens[:, None])[:, 0]
+    assert torch.equal(logprobs, expected)
+
+
+def test_temperature_zero_takes_the_likeliest_token_whatever_the_draw() -> None:
+    logits = torch.randn(300, 11, generator=torch.Generator().manual_seed(2))
+    tokens, logprobs = sample_tokens(logits, draws(300), torch.zeros(300))
+    assert torch.equal(tokens, logits.argmax(dim=-1))
+    assert torch.equal(logprobs, torch.log_softmax(logits, dim=-1).max(dim=-1).values)
+
+
+def test_every_row_has_a_temperature_of_its_own() -> None:
+    logits = LOGITS.expand(3, -1)
+    temperatures = torch.tensor([0.0, 0.5, 2.0])
+    together, _ = sample_tokens(logits, draws(3), temperatures)
+    for row in range(3):
+        alone, _ = sample_tokens(logits[row : row + 1], draws(3)[row : row + 1], temperatures[row : row + 1])
+        assert together[row] == alone[0]
+
+
+def test_the_ends_of_the_unit_interval_give_tokens_that_can_occur() -> None:
+    """Tokens without any probability are never drawn, at 0 and just below 1 alike."""
+    impossible = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
+    for draw, token in [(0.0, 1), (1 - 2**-53, 2)]:
+        tokens, logprobs = sample_tokens(impossible, torch.tensor([draw], dtype=torch.float64), torch.ones(1))
+        assert tokens.item() == token
+        assert logprobs.item() == pytest.approx(math.log(0.5))
+
+
+@given(st.integers(0, 2**62), st.integers(-(2**40), 2**40), st.integers(0, 2**20), st.integers(0, 2**20))
+def test_a_draw_depends_on_its_four_counters_only(seed: int, ordinal: int, sample: int, position: int) -> None:
+    one = torch.tensor([[ordinal], [sample], [position]])
+    alone = uniform_draws(seed, *one)
+    among = uniform_draws(seed, *torch.cat([one + 5, one, one - 3], dim=1))
+    assert alone[0] == among[1]
+    assert 0.0 <= alone.item() < 1.0
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**62 - 1), st.integers(-1000, 1000), st.integers(0, 1000), st.integers(0, 1000))
+def test_every_counter_changes_the_draw(seed: int, ordinal: int, sample: int, position: int) -> None:
+    def draw(*counters: int) -> float:
+        first, *others = counters
+        return float(uniform_draws(first, *(torch.tensor([value]) for value in others)))
+
+    found = {
+        draw(seed, ordinal, sample, position),
+        draw(seed + 1, ordinal, sample, position),
+        draw(seed, ordinal + 1, sample, position),
+        draw(seed, ordinal, sample + 1, position),
+        draw(seed, ordinal, sample, position + 1),
+    }
+    assert len(found) == 5
+
+
+def test_counters_are_not_interchangeable() -> None:
+    """(seed, ordinal, sample, position) = (1, 2, 3, 4) and its permutations are different draws."""
+    orders = list(permutations((1, 2, 3, 4)))
+    found = {uniform_draws(seed, *torch.tensor([[o], [s], [p]])).item() for seed, o, s, p in orders}
+    assert len(found) == len(orders)
+
+
+@pytest.mark.parametrize("counter", ["seed", "ordinal", "sample", "position"])
+def test_draws_are_uniform_along_every_counter(counter: str) -> None:
+    """Consecutive counters are what a job uses: a weak hash would show there first."""
+    count, cells = 40_000, 50
+    steps, fixed = torch.arange(count), torch.full((count,), 7)
+    if counter == "seed":
+        found = torch.cat([uniform_draws(seed, fixed[:1], fixed[:1], fixed[:1]) for seed in range(2_000)])
+    else:
+        names = ("ordinal", "sample", "position")
+        found = uniform_draws(3, *(steps if name == counter else fixed for name in names))
+    counts = torch.histc(found, bins=cells, min=0, max=1).double()
+    assert chi_square(counts, torch.full((cells,), 1 / cells, dtype=torch.float64)) < chi_square_limit(cells - 1)
+
+
+def test_neighbouring_draws_are_independent() -> None:
+    """Pairs (position, position + 1), (ordinal, ordinal + 1), (sample, sample + 1) fill the unit square evenly."""
+    base = torch.arange(300).repeat_interleave(300), torch.arange(300).repeat(300)
+    zeros = torch.zeros_like(base[0])
+    for first, second in [
+        (uniform_draws(0, base[0], zeros, base[1]), uniform_draws(0, base[0], zeros, base[1] + 1)),
+        (uniform_draws(0, base[0], zeros, base[1]), uniform_draws(0, base[0] + 1, zeros, base[1])),
+        (uniform_draws(0, zeros, base[0], base[1]), uniform_draws(0, zeros, base[0] + 1, base[1])),
+        (uniform_draws(0, base[0], zeros, base[1]), uniform_draws(1, base[0], zeros, base[1])),
+    ]:
+        cell = (first * 16).long() * 16 + (second * 16).long()
+        counts = torch.bincount(cell, minlength=256).double()
+        assert chi_square(counts, torch.full((256,), 1 / 256, dtype=torch.float64)) < chi_square_limit(255)
