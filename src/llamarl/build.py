@@ -21,6 +21,7 @@ from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.messages import ReaderStuck, Report
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
+from llamarl.model.training_state import POLICY, restore_optimizer
 from llamarl.plugins import is_reference, load_function
 from llamarl.tasks.registry import make_scorer
 from llamarl.weights.slots import SlotFile, SlotReader, SlotWriter
@@ -34,6 +35,7 @@ class Site:
     executor: str
     slots: Mapping[str, SlotFile]  # by publishing role
     weights_source: Mapping[str, str]  # reading role -> publishing role
+    snapshot: Path | None = None  # what a role that trains goes on from; None: from the beginning
     rank: int = 0
     num_ranks: int = 1
     tell_engine: Callable[[Report], None] = lambda report: None  # for words that cannot wait for the end of the work
@@ -65,8 +67,9 @@ def build_reward(site: Site) -> Executor:
 
 def build_trainer(site: Site) -> Executor:
     config = site.config
-    model = load_model(config.model_folder, device=device_of("trainer.device", config.trainer.device))
-    return Trainer(
+    folder = site.snapshot / POLICY if site.snapshot else config.model_folder
+    model = load_model(folder, device=device_of("trainer.device", config.trainer.device))
+    trainer = Trainer(
         model,
         SlotWriter(
             site.slots["trainer"],
@@ -81,6 +84,9 @@ def build_trainer(site: Site) -> Executor:
         updates=config.schedule.updates,
         carry_from=config.model_folder,
     )
+    if site.snapshot:
+        restore_optimizer(model, trainer.optimizer, site.snapshot)
+    return trainer
 
 
 def device_of(key: str, setting: str, replica: int = 0) -> torch.device:

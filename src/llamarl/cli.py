@@ -43,6 +43,9 @@ def train(
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="where the record goes; default: a dated folder under runs/")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with the run in DIR from its newest snapshot")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="print nothing but errors")] = False,
 ) -> None:
     """Train a policy by reinforcement learning."""
@@ -52,7 +55,9 @@ def train(
         settings.insert(0, config)
     elif config:
         path = Path(config)
-    load_config(path, settings)  # mistakes are told at once, before torch is imported
+    if resume and run is None:
+        raise InputError("--resume: name the run folder with --run DIR")
+    settled = load_config(path, settings)  # mistakes are told at once, before torch is imported
 
     from llamarl.job import Job
     from llamarl.observe.display import make_display
@@ -60,14 +65,19 @@ def train(
     from llamarl.observe.run_folder import dated_run_folder
 
     console = Console()
-    job = Job.load(path, settings)
     folder = run or dated_run_folder()
     if not quiet:
         console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    display = make_display(console, quiet=quiet)
     try:
-        summary = job.run(folder, display=make_display(console, quiet=quiet))
+        if resume:
+            summary = Job.resume(folder, config=settled if path else None, overrides=settings, display=display)
+        else:
+            summary = Job(settled).run(folder, display=display)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; the record so far is in {folder}") from None
+    finally:
+        display.close()
     if not quiet:
         print_report(console, summary, folder)
 

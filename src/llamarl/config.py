@@ -44,7 +44,7 @@ class Reward(Section, frozen=True):
 
 class Generator(Section, frozen=True):
     replicas: Annotated[int, Meta(ge=1, description="copies of the policy that generate side by side")] = 1
-    slots: Annotated[int, Meta(ge=1, description="completions decoded at once by one replica")] = 256
+    slots: Annotated[int, Meta(ge=1, description="completions decoded at once by one replica")] = 512
     max_prompt_tokens: Annotated[int, Meta(ge=1, description="a longer prompt is dropped, with the reason")] = 32
     max_new_tokens: Annotated[int, Meta(ge=1, description="longest completion, in tokens")] = 8
     temperature: Annotated[
@@ -55,8 +55,8 @@ class Generator(Section, frozen=True):
 
 
 class Trainer(Section, frozen=True):
-    lr: Annotated[float, Meta(gt=0, le=1, description="AdamW's learning rate")] = 5e-4
-    warmup_updates: Annotated[int, Meta(ge=0, description="updates over which lr rises linearly from 0")] = 0
+    lr: Annotated[float, Meta(gt=0, le=1, description="AdamW's learning rate")] = 1.5e-4
+    warmup_updates: Annotated[int, Meta(ge=0, description="updates over which lr rises linearly from 0")] = 10
     final_lr_share: Annotated[
         float, Meta(ge=0, le=1, description="after the warm-up lr falls linearly to this share of itself")
     ] = 0.1
@@ -79,8 +79,8 @@ class Algo(Section, frozen=True):
 
 
 class Schedule(Section, frozen=True):
-    updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next version of the policy")] = 100
-    groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 32
+    updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next version of the policy")] = 120
+    groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 64
     samples_per_group: Annotated[int, Meta(ge=2, description="n: completions per prompt")] = 8
     max_staleness: Annotated[
         int, Meta(ge=0, description="S: versions a trained token may lag behind; 0 is synchronous and on-policy")
@@ -88,7 +88,12 @@ class Schedule(Section, frozen=True):
     window: Annotated[
         int, Meta(ge=1, description="W: at most W-1 younger groups may be trained before the oldest; 1 keeps order")
     ] = 1
-    max_restarts: Annotated[int, Meta(ge=0, description="restarts granted to one executor before the job stops")] = 3
+    max_restarts: Annotated[
+        int, Meta(ge=0, description="restarts of one executor in a row, without any work done, before the job stops")
+    ] = 3
+    max_attempts: Annotated[
+        int, Meta(ge=1, description="a group whose executor died this often while holding it is dropped")
+    ] = 3
 
     @property
     def num_groups(self) -> int:
@@ -103,6 +108,11 @@ class Schedule(Section, frozen=True):
     def staleness_bound(self) -> int:
         """No token is ever trained on by a version further from the one that sampled its group's first token."""
         return (self.num_places + self.window - 2) // self.groups_per_update
+
+
+class Snapshots(Section, frozen=True):
+    every: Annotated[int, Meta(ge=0, description="updates between snapshots; 0: only one at the end")] = 25
+    keep: Annotated[int, Meta(ge=1, description="newest snapshots that are kept")] = 2
 
 
 class Evaluate(Section, frozen=True):
@@ -145,6 +155,7 @@ class Config(Section, frozen=True):
     trainer: Trainer = Trainer()
     algo: Algo = Algo()
     schedule: Schedule = Schedule()
+    snapshots: Snapshots = Snapshots()
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
     weights: Weights = Weights()

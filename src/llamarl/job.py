@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from llamarl.build import BUILDERS, Builder, Site, builder_reference, device_of, make_loss
 from llamarl.config import Config
 from llamarl.configfile import config_to_yaml, load_config
 from llamarl.controller.controller import Controller
+from llamarl.controller.events import Began, Resumed
 from llamarl.controller.line import SOURCE, Channel, Line, Role, role_of
 from llamarl.engine.driver import Driver
 from llamarl.engine.engine import Engine
 from llamarl.engine.inline import InlineEngine
 from llamarl.engine.local.engine import LocalEngine
 from llamarl.engine.prompts import Prompts
+from llamarl.engine.snapshots import Snapshots
+from llamarl.engine.store import GroupStore
 from llamarl.errors import ConfigError, InputError, LlamaRLError, ModelError
 from llamarl.executors.executor import Executor
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
+from llamarl.model.training_state import POLICY
 from llamarl.observe.display import Display, Quiet
-from llamarl.observe.run_folder import RunFolder, dated_run_folder
-from llamarl.observe.summary import Summary
+from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, RunFolder, dated_run_folder
+from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
+from llamarl.resume import recover, refuse_other_meaning
 from llamarl.tasks.registry import make_scorer, make_task
 from llamarl.weights.slots import SlotFile
 
@@ -77,22 +85,69 @@ class Job:
 
     def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
         """Train to the end. Everything the job did is in its run folder, also when it fails."""
-        run_folder = RunFolder(Path(folder) if folder else dated_run_folder())
+        run_folder = RunFolder.create(Path(folder) if folder else dated_run_folder())
         run_folder.write_config(config_to_yaml(self.config))
+        return self._run(run_folder, GroupStore(run_folder.groups), Began(), Tally(), display or Quiet())
+
+    @classmethod
+    def resume(
+        cls,
+        folder: Path | str,
+        *,
+        config: Config | None = None,
+        overrides: Sequence[str] = (),
+        line: Line | None = None,
+        builders: Mapping[str, Builder] | None = None,
+        display: Display | None = None,
+    ) -> Summary:
+        """Go on with a run from its newest whole snapshot, with the settings it had, or ones that mean the same."""
+        path, shown = Path(folder), display or Quiet()
+        if not (path / CONFIG).is_file():
+            raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
+        before = load_config(path / CONFIG)
+        job = cls(config or load_config(path / CONFIG, overrides), line=line, builders=builders)
+        refuse_other_meaning(before, job.config)
+        recovered = recover(path, job.config)
+        for problem in recovered.problems:
+            shown.note(problem)
+        start = f"the snapshot of version {recovered.version}" if recovered.version else "the beginning"
+        shown.note(f"resuming from {start}; {len(recovered.store)} scored groups are still there")
+        tally = Tally()
+        for row in recovered.metrics:
+            if row["role"] == job.line.batch_roles[-1].name:
+                tally.add_update(row["update"], row)
+        tally.tokens_generated = recovered.tokens_generated
+        tally.evaluations = dict(recovered.evaluations)
+        return job._run(RunFolder.reopen(path, recovered.version), recovered.store, recovered.begin, tally, shown)
+
+    def _run(
+        self, run_folder: RunFolder, store: GroupStore, begin: Began | Resumed, tally: Tally, display: Display
+    ) -> Summary:
         watcher = Watcher(
             self.config,
             run_folder,
-            display or Quiet(),
+            display,
+            tally=tally,
             first_role=self.line.group_roles[0].name,
             last_role=self.line.batch_roles[-1].name,
         )
         slots = {role: SlotFile() for role in self.line.publishers}
         engine = self._make_engine(slots, run_folder)
-        controller = Controller(self.line, self.config.schedule, self.config.evaluate)
+        snapshots = Snapshots(run_folder.snapshots, self.config.snapshots.keep)
+        driver = Driver(
+            Controller(self.line, self.config.schedule, self.config.evaluate, self.config.snapshots),
+            engine,
+            self._prompts,
+            store=store,
+            snapshots=snapshots,
+            run_folder=run_folder,
+            watcher=watcher,
+        )
         outcome = "interrupted"
         try:
-            Driver(controller, engine, self._prompts, run_folder, watcher).run()
-            outcome = "finished"
+            with _stopping_on_sigterm(driver):
+                driver.run(begin)
+            outcome = "stopped on request" if driver.stopped else "finished"
         except LlamaRLError as error:
             outcome = str(error)
             raise
@@ -100,17 +155,19 @@ class Job:
             engine.stop()
             for file in slots.values():
                 file.close()
-            summary = watcher.finish(outcome)
+            store.close()
+            newest = snapshots.versions()[-1:]
+            summary = watcher.finish(outcome, policy=f"{SNAPSHOTS}/{newest[0]}/{POLICY}" if newest else "")
         return summary
 
     def _make_engine(self, slots: Mapping[str, SlotFile], run_folder: RunFolder) -> Engine:
         if self.config.engine.kind == "inline":
-            return InlineEngine(lambda executor: self._build(executor, slots))
+            return InlineEngine(lambda executor, snapshot: self._build(executor, snapshot, slots))
         references = {role.name: builder_reference(role.name, self.builders[role.name]) for role in self.line.roles}
         return LocalEngine(self.config, self.line, references, slots, run_folder.path / "logs")
 
-    def _build(self, executor: str, slots: Mapping[str, SlotFile]) -> Executor:
-        site = Site(self.config, executor, slots, self.line.weights_source)
+    def _build(self, executor: str, snapshot: Path | None, slots: Mapping[str, SlotFile]) -> Executor:
+        site = Site(self.config, executor, slots, self.line.weights_source, snapshot)
         return self.builders[role_of(executor)](site)
 
     def _prepare(self) -> Prompts:
@@ -144,3 +201,16 @@ class Job:
                 f"{config.generator.max_prompt_tokens}"
             )
         return prompts
+
+
+@contextmanager
+def _stopping_on_sigterm(driver: Driver) -> Iterator[None]:
+    """SIGTERM asks for a snapshot and a clean end. Only the main thread may set handlers; elsewhere nothing is changed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: driver.request_stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -32,8 +32,8 @@ class PublishWeights(ToExecutor, frozen=True):
     version: int
 
 
-class SavePolicy(ToExecutor, frozen=True):
-    """Write the weights as a model folder of this name, which does not exist yet."""
+class SaveState(ToExecutor, frozen=True):
+    """Write all that is needed to go on from here into subfolders of this folder; may be done beside other work."""
 
     version: int
     folder: str
@@ -43,7 +43,7 @@ class Stop(ToExecutor, frozen=True):
     pass
 
 
-Message = LoadWeights | WorkOnGroup | WorkOnBatch | PublishWeights | SavePolicy | Stop
+Message = LoadWeights | WorkOnGroup | WorkOnBatch | PublishWeights | SaveState | Stop
 
 
 class FromExecutor(Struct, frozen=True, tag=True, tag_field="from"):
@@ -88,8 +88,14 @@ class WeightsPublished(FromExecutor, frozen=True):
     changed: bool
 
 
-class PolicySaved(FromExecutor, frozen=True):
+class StateSaved(FromExecutor, frozen=True):
     version: int
+    files: dict[str, str]  # path inside the folder -> sha256
+
+
+class StateNotSaved(FromExecutor, frozen=True):
+    version: int
+    reason: str
 
 
 class ReaderStuck(FromExecutor, frozen=True):
@@ -112,7 +118,8 @@ Report = (
     | GroupRefused
     | BatchResult
     | WeightsPublished
-    | PolicySaved
+    | StateSaved
+    | StateNotSaved
     | ReaderStuck
     | Failed
 )

@@ -1,8 +1,8 @@
 """Append-only records on disk, in segments: what the ledger and the GroupStore are made of.
 
-A record is a header (length, checksum, and a checksum of these two) and its bytes. A crash can only tear the end of the segment that was being
-written; after a restart a new segment is begun, so that nothing is ever written behind a torn end. Damage anywhere else is
-an error that names the place.
+A record is a header (length, checksum, and a checksum of these two) and its bytes. A crash can only tear the end of the
+segment that was being written; after a restart a new segment is begun, so that nothing is ever written behind a torn end.
+Damage anywhere else is an error that names the place.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from llamarl.build import Site
 from llamarl.executors.executor import Executor, UnexpectedMessage
-from llamarl.messages import BatchResult, Message, PolicySaved, Report, SavePolicy, WorkOnBatch
+from llamarl.messages import BatchResult, Message, Report, SaveState, StateSaved, WorkOnBatch
+from llamarl.model.training_state import hash_file
 from llamarl.types import Rollout, RolloutGroup, floats_to_bytes
 
 
@@ -31,10 +32,11 @@ class Critic:
                 self._optimizer.step()
                 groups = tuple(self._add_value(group) for group in message.groups)
                 yield BatchResult(message.update, {"value": self._value.item(), "critic_loss": loss.item()}, groups)
-            case SavePolicy():
-                Path(message.folder).mkdir(parents=True)
-                save_file({"value": self._value.detach()}, Path(message.folder) / "critic.safetensors")
-                yield PolicySaved(message.version)
+            case SaveState():
+                file = Path(message.folder) / "critic" / "critic.safetensors"
+                file.parent.mkdir()
+                save_file({"value": self._value.detach()}, file)
+                yield StateSaved(message.version, {"critic/critic.safetensors": hash_file(file)})
             case _:
                 raise UnexpectedMessage("critic", message)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from llamarl.config import Evaluate, Schedule
+from llamarl.config import Evaluate, Schedule, Snapshots
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import Record, audit
@@ -34,9 +34,19 @@ def standard_line(
 
 
 class World:
-    def __init__(self, line: Line, schedule: Schedule, prompts: int = 0, every: int = 0) -> None:
+    def __init__(
+        self,
+        line: Line,
+        schedule: Schedule,
+        prompts: int = 0,
+        every: int = 0,
+        save_every: int = 0,
+        begin: ev.AnyEvent | None = None,
+    ) -> None:
         self.schedule = schedule
-        self.controller = Controller(line, schedule, Evaluate(prompts=prompts, every=every))
+        self.controller = Controller(
+            line, schedule, Evaluate(prompts=prompts, every=every), Snapshots(every=save_every)
+        )
         self.line = line
         self.capacity = {role.name: role.capacity for role in line.roles}
         self.outstanding: list[ev.AnyCommand] = []
@@ -50,11 +60,13 @@ class World:
         self.evaluated: list[ev.Evaluated] = []
         self.end: ev.AnyCommand | None = None
         self.forgotten: set[int] = set()
-        self.feed(ev.Began())
+        self.commands: list[ev.AnyCommand] = []
+        self.feed(begin or ev.Began())
 
     def feed(self, event: ev.AnyEvent) -> None:
         self.history.append(event)
         for command in self.controller.handle(event):
+            self.commands.append(command)
             self._obey(command)
 
     def run(self, choose: Callable[[int], int], max_steps: int = 100_000) -> None:
@@ -84,7 +96,9 @@ class World:
             case ev.RunBatch():
                 self.feed(ev.BatchDone(command.executor, command.incarnation, command.update))
             case ev.Save():
-                self.feed(ev.Saved(command.version))
+                self.feed(ev.Saved(command.executor, command.incarnation, command.version))
+            case ev.Commit():
+                self.feed(ev.Committed(command.version))
             case ev.Publish():
                 self.feed(ev.Published(command.executor, command.incarnation, command.version))
             case _:
@@ -100,9 +114,7 @@ class World:
 
     def kill(self, executor: str) -> None:
         incarnation = self.controller.executors[executor].incarnation
-        trains = executor.partition("/")[0] in {role.name for role in self.line.batch_roles}
-        lost = [c for c in self.outstanding if isinstance(c, ev.Save) and trains]
-        self.outstanding = [c for c in self.outstanding if getattr(c, "executor", "") != executor and c not in lost]
+        self.outstanding = [c for c in self.outstanding if getattr(c, "executor", "") != executor]
         self.holds.pop(executor, None)
         self.held_groups.pop(executor, None)
         self.feed(ev.Died(executor, incarnation, "killed"))
@@ -126,7 +138,7 @@ class World:
             case ev.Load():
                 assert command.version == self.controller.newest, "sent to load a version that is not the newest"
                 self.outstanding.append(command)
-            case ev.Start() | ev.Publish() | ev.Save():
+            case ev.Start() | ev.Publish() | ev.Save() | ev.Commit():
                 self.outstanding.append(command)
             case ev.Evaluated():
                 self.evaluated.append(command)

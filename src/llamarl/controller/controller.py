@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from llamarl.config import Evaluate, Schedule
+from llamarl.config import Evaluate, Schedule, Snapshots
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
 from llamarl.controller.evaluation import Evaluation, is_evaluation
@@ -25,13 +25,14 @@ from llamarl.controller.window import Window
 from llamarl.types import GroupFacts
 
 MAX_FAILED_LOADS = 3
+NO_SNAPSHOTS = Snapshots(every=0)
 
 
 class Controller:
-    def __init__(self, line: Line, schedule: Schedule, evaluate: Evaluate) -> None:
+    def __init__(self, line: Line, schedule: Schedule, evaluate: Evaluate, snapshots: Snapshots = NO_SNAPSHOTS) -> None:
         self.line, self.schedule = line, schedule
         self.pools = [Pool(role, at, role.name in line.weights_source) for at, role in enumerate(line.group_roles)]
-        self.training = Training(line, self._say)
+        self.training = Training(line, schedule.updates, snapshots.every, self._say)
         self.window = Window(schedule.groups_per_update, schedule.window)
         self.evaluation = Evaluation(evaluate, schedule.updates)
         self.executors: dict[str, Executor] = {
@@ -43,7 +44,10 @@ class Controller:
         self.places_used = 0
         self.newest = -1  # the newest visible version
         self.finished = False
-        self._saving = False
+        self.stopping = False
+        self._resumed_at = 0  # the version that this run began with
+        self._recovered: set[int] = set()  # settled before this run began, and not yet admitted in it
+        self._attempts: dict[int, int] = {}  # deaths that a group has seen
         self._unseen_snapshots: set[int] = set()  # whole, but of versions that are not visible yet
         self._waiting: list[list[int]] = [[] for _ in self.pools]  # per group role: ordinals that need an executor
         self._dropped: set[int] = set()
@@ -59,6 +63,10 @@ class Controller:
             ev.Published: self._on_published,
             ev.Died: self._on_died,
             ev.Saved: self._on_saved,
+            ev.Committed: self._on_committed,
+            ev.SaveFailed: self._on_save_failed,
+            ev.Resumed: self._on_resumed,
+            ev.StopRequested: self._on_stop_requested,
         }
 
     def handle(self, event: ev.AnyEvent) -> list[ev.AnyCommand]:
@@ -75,6 +83,23 @@ class Controller:
         self._write(ledger.Opened(self.schedule.num_groups, self.schedule.groups_per_update))
         for executor in self.executors.values():
             self._say(ev.Start(executor.name, executor.incarnation, version=0))
+
+    def _on_resumed(self, event: ev.Resumed) -> None:
+        """Batches that were made before are made again, the same and in the same order. Everything else is admitted
+        anew, in order and as places allow, so that the bound holds; what was settled already is not generated again."""
+        self._resumed_at = event.version
+        self.training.resume(event.version)
+        self.evaluation.resume(event.evaluated)
+        self._dropped = set(event.dropped)
+        self._recovered = set(event.settled)
+        for batch in event.batches:
+            self.training.add_batch(batch)
+            self.places_used += len(batch)
+        self.window.resume(event.oldest, event.taken)
+        self.next_ordinal = event.oldest
+        self._write(ledger.Rewound(event.version, "resume"))
+        for executor in self.executors.values():
+            self._say(ev.Start(executor.name, executor.incarnation, version=event.version))
 
     def _on_started(self, event: ev.Started) -> None:
         executor = self.executors[event.executor]
@@ -121,16 +146,16 @@ class Controller:
         executor.give(event.ordinal)
         if is_evaluation(event.ordinal):
             self.evaluation.passed(event.ordinal, executor)
+            self._move_on(event.ordinal, len(self.pools))
         else:
-            self._dropped.add(event.ordinal)
-            self._write(ledger.Dropped(event.ordinal, event.reason))
+            self._drop(event.ordinal, event.reason)
         self._make_available(executor)
-        self._move_on(event.ordinal, len(self.pools))
 
     def _on_batch_done(self, event: ev.BatchDone) -> None:
         trained = self.training.trained
         stage = self.training.stage_of(self.executors[event.executor])
         if self.training.batch_done(stage, event.update):
+            stage.executor.failures = 0
             for update in range(trained, self.training.trained):
                 self._record_trained(update)
 
@@ -145,24 +170,41 @@ class Controller:
         executor = self.executors[event.executor]
         executor.dead = True
         ordinals = executor.fall()
-        if not executor.role.restartable or executor.incarnation >= self.schedule.max_restarts:
+        executor.failures += 1
+        if not executor.role.restartable or executor.failures > self.schedule.max_restarts:
             self._end(ev.Abort(_why_stopped(executor, event.reason)), closed=f"stopped: {event.reason}")
             return
         if executor.role.unit == "batch":
-            self._saving = False  # what it was writing is lost with it
-            self._unseen_snapshots.clear()
             self._rewind(executor)
         else:
             self.evaluation.lost(executor)
             for ordinal in ordinals:
-                self._return(ordinal, executor.position)
+                self._return(ordinal, executor.position, event.reason)
         executor.incarnation += 1
         executor.dead = False
         self._say(ev.Start(executor.name, executor.incarnation, version=self.training.saved))
 
     def _on_saved(self, event: ev.Saved) -> None:
-        self._unseen_snapshots.add(event.version)
-        self._count_snapshots()
+        self.training.part_saved(self.training.stage_of(self.executors[event.executor]), event.version)
+
+    def _on_committed(self, event: ev.Committed) -> None:
+        if self.training.snapshot == event.version:
+            self.training.snapshot = None
+            self._unseen_snapshots.add(event.version)
+            self._count_snapshots()
+
+    def _on_save_failed(self, event: ev.SaveFailed) -> None:
+        if self.training.snapshot != event.version:
+            return
+        self.training.give_up_snapshot()
+        if event.version == self.schedule.updates or self.stopping:
+            reason = f"the last snapshot could not be written: {event.reason}"
+            self._end(ev.Abort(reason), closed=f"stopped: {reason}")
+
+    def _on_stop_requested(self, event: ev.StopRequested) -> None:
+        if not self.stopping:
+            self.stopping = True
+            self.training.stop_early()
 
     # What follows from the new state
 
@@ -171,26 +213,28 @@ class Controller:
             return
         self.training.advance()
         while self.newest < self.training.visible:
-            self._make_visible(self.newest + 1)
+            self._make_visible(max(self.newest + 1, self._resumed_at))
             self.training.advance()
         for position in range(len(self.pools) - 1, 0, -1):
             self._hand_out(position)
         self._admit()
-        if self.newest == self.training.trained == self.schedule.updates:
-            self._wind_up()
+        if self.training.trained == self.training.last_update:
+            self._wind_up(self.training.last_update)
 
-    def _wind_up(self) -> None:
-        """All updates are made: save the policy, finish the last evaluation, end."""
-        if not self._saving:
-            self._saving = True
-            self._say(ev.Save(self.schedule.updates))
-        if self.training.saved == self.schedule.updates and self.evaluation.all_done:
+    def _wind_up(self, version: int) -> None:
+        """No update will follow: make sure of the last snapshot, finish the last evaluation, end."""
+        if version not in self._unseen_snapshots and version != self.training.saved:
+            self.training.save_now(version)
+            self.training.advance()
+        elif self.stopping:
+            self._end(ev.Finish(stopped=True), closed=f"stopped on request after update {version}")
+        elif self.newest == version and self.evaluation.all_done:
             self._end(ev.Finish(), closed="finished")
 
     def _make_visible(self, version: int) -> None:
         self.newest = version
         self._write(ledger.Visible(version))
-        if version > 0:
+        if version > self._resumed_at:
             self.places_used -= self.schedule.groups_per_update
             if not self._keeps_for_rewind:
                 self._forget(version - 1)
@@ -207,12 +251,29 @@ class Controller:
             self._assign(executor, ordinal, weight=1)
         samples = self.schedule.samples_per_group
         while not returned and self.places_used < self.schedule.num_places and self._has_more:
+            if self._skip_known():
+                continue
             chosen = pool.least_busy(samples, self.newest)
             if chosen is None:
                 return
             self.places_used += 1
             self._assign(chosen, self.next_ordinal, samples)
             self.next_ordinal += 1
+
+    def _skip_known(self) -> bool:
+        """After a resume: the next ordinal may be in a batch already, or settled, and then only needs its place."""
+        ordinal = self.next_ordinal
+        if self.window.is_taken(ordinal):
+            self.next_ordinal += 1
+            return True
+        if ordinal in self._recovered:
+            self._recovered.remove(ordinal)
+            self.next_ordinal += 1
+            self.places_used += 1
+            self._move_on(ordinal, len(self.pools))
+            self.training.advance()
+            return True
+        return False
 
     def _hand_out(self, position: int) -> None:
         waiting, pool = self._waiting[position], self.pools[position]
@@ -242,9 +303,17 @@ class Controller:
             self._say(ev.Evaluated(finished.version, finished.ordinals))
             self._say(ev.Forget(finished.ordinals))
 
-    def _return(self, ordinal: int, position: int) -> None:
-        """The holder died: the group waits for another executor of the same role."""
-        if is_evaluation(ordinal) and not self.evaluation.owns(ordinal):
+    def _drop(self, ordinal: int, reason: str) -> None:
+        self._dropped.add(ordinal)
+        self._write(ledger.Dropped(ordinal, reason))
+        self._move_on(ordinal, len(self.pools))
+
+    def _return(self, ordinal: int, position: int, reason: str) -> None:
+        """The holder died: the group waits for another executor of the same role, unless it seems to be the cause."""
+        self._attempts[ordinal] = attempts = self._attempts.get(ordinal, 0) + 1
+        if not is_evaluation(ordinal) and attempts >= self.schedule.max_attempts:
+            self._drop(ordinal, f"its executor died {attempts} times, the last time: {reason}")
+        elif is_evaluation(ordinal) and not self.evaluation.owns(ordinal):
             self._say(ev.Forget((ordinal,)))
         else:
             heapq.heappush(self._waiting[position], ordinal)
@@ -265,7 +334,8 @@ class Controller:
 
     def _record_trained(self, update: int) -> None:
         ordinals = self.training.batches[update]
-        self._write(ledger.Trained(update, tuple(o for o in ordinals if o not in self._dropped)))
+        dropped = tuple(ordinal for ordinal in ordinals if ordinal in self._dropped)
+        self._write(ledger.Trained(update, tuple(o for o in ordinals if o not in dropped), dropped))
         self._say(ev.Sync())
 
     def _count_snapshots(self) -> None:
@@ -299,12 +369,14 @@ class Controller:
         ordinals = self.training.batches.pop(update)
         self._say(ev.Forget(ordinals))
         self._dropped.difference_update(ordinals)
+        for ordinal in ordinals:
+            self._attempts.pop(ordinal, None)
 
     # Small things
 
     @property
     def _has_more(self) -> bool:
-        return self.next_ordinal < self.schedule.num_groups
+        return self.next_ordinal < self.schedule.num_groups and not self.stopping
 
     def _is_outdated(self, event: ev.AnyEvent) -> bool:
         return isinstance(event, ev.FromExecutor) and event.incarnation != self.executors[event.executor].incarnation
@@ -333,5 +405,5 @@ def _passed(ordinal: int, state: str, facts: GroupFacts) -> ledger.Passed:
 
 def _why_stopped(executor: Executor, reason: str) -> str:
     if not executor.role.restartable:
-        return f"{executor.name} died: {reason}; a {role_of(executor.name)} cannot be restarted without snapshots"
-    return f"{executor.name} died {executor.incarnation + 1} times, the last time: {reason}"
+        return f"{executor.name} died: {reason}; a {role_of(executor.name)} of this line cannot be restarted"
+    return f"{executor.name} died {executor.failures} times in a row, the last time: {reason}"

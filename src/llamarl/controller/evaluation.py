@@ -6,7 +6,7 @@ replica answers a whole round and keeps its weights meanwhile, so a round measur
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from llamarl.config import Evaluate
@@ -37,6 +37,7 @@ class Evaluation:
         self.settings, self.updates = settings, updates
         self._rounds: list[Round] = []
         self._next_ordinal = -1
+        self._done_before: frozenset[int] = frozenset()
         self._last_began = not settings.prompts
 
     @property
@@ -55,8 +56,12 @@ class Evaluation:
     def version_visible(self, version: int) -> None:
         """Called once for every version, in order."""
         if self.is_due(version):
-            self._rounds.append(Round(version, self._new_ordinals()))
+            if version not in self._done_before:
+                self._rounds.append(Round(version, self._new_ordinals()))
             self._last_began = version == self.updates
+
+    def resume(self, evaluated: Iterable[int]) -> None:
+        self._done_before = frozenset(evaluated)
 
     def assign(self, pool: Pool, newest: int) -> Iterator[tuple[Executor, int]]:
         """Hand unanswered problems of the oldest round to its replica, as far as there is room."""

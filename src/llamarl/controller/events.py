@@ -64,13 +64,57 @@ class Died(FromExecutor, frozen=True):
     reason: str
 
 
-class Saved(Event, frozen=True):
-    """A snapshot of `version` is whole: earlier groups will not be needed again."""
+class Saved(FromExecutor, frozen=True):
+    """The executor has written its part of the snapshot of `version`."""
 
     version: int
 
 
-AnyEvent = Began | Started | Loaded | LoadFailed | GroupDone | GroupFailed | BatchDone | Published | Died | Saved
+class Committed(Event, frozen=True):
+    """The snapshot of `version` is whole: earlier groups will not be needed again."""
+
+    version: int
+
+
+class SaveFailed(Event, frozen=True):
+    """The snapshot of `version` could not be written; the job goes on with the one before."""
+
+    version: int
+    reason: str
+
+
+class Resumed(Event, frozen=True):
+    """Instead of `Began`: go on from the snapshot of `version`, with what ledger and store still hold."""
+
+    version: int
+    batches: tuple[tuple[int, ...], ...]  # of the updates from `version` on that were made before: to be made again
+    oldest: int  # the smallest ordinal that is in no batch
+    taken: tuple[int, ...]  # larger ones that are in a batch
+    settled: tuple[int, ...]  # scored or dropped, and in no batch yet
+    dropped: tuple[int, ...]
+    evaluated: tuple[int, ...]  # versions
+
+
+class StopRequested(Event, frozen=True):
+    """Finish the update under way, make a snapshot, end."""
+
+
+AnyEvent = (
+    Began
+    | Started
+    | Loaded
+    | LoadFailed
+    | GroupDone
+    | GroupFailed
+    | BatchDone
+    | Published
+    | Died
+    | Saved
+    | Committed
+    | SaveFailed
+    | Resumed
+    | StopRequested
+)
 
 
 class Command(Struct, frozen=True, tag=True, tag_field="command"):
@@ -105,8 +149,14 @@ class Publish(ToExecutor, frozen=True):
     version: int
 
 
-class Save(Command, frozen=True):
-    """Make a snapshot of `version`; `Saved` says that it is whole."""
+class Save(ToExecutor, frozen=True):
+    """Write your part of the snapshot of `version`; `Saved` says that it is done."""
+
+    version: int
+
+
+class Commit(Command, frozen=True):
+    """All parts are there: make them a snapshot; `Committed` or `SaveFailed` follows."""
 
     version: int
 
@@ -135,11 +185,15 @@ class Evaluated(Command, frozen=True):
 
 
 class Finish(Command, frozen=True):
-    """All updates are made and all evaluations done."""
+    """The job is over: all updates made and all evaluations done, or stopped on request with a snapshot."""
+
+    stopped: bool = False
 
 
 class Abort(Command, frozen=True):
     reason: str
 
 
-AnyCommand = Start | Load | RunGroup | RunBatch | Publish | Save | Write | Sync | Forget | Evaluated | Finish | Abort
+AnyCommand = (
+    Start | Load | RunGroup | RunBatch | Publish | Save | Commit | Write | Sync | Forget | Evaluated | Finish | Abort
+)

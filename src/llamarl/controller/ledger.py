@@ -1,11 +1,10 @@
 """The ledger: an append-only record of what became of every group, and the audit that reads nothing else.
 
-One record a line, `<crc32> <json>`, so that a person can read it and a torn or altered line is recognised.
+Records are JSON, kept in checksummed segments, so that a person can read them and a torn or altered one is recognised.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from llamarl.errors import InputError
+from llamarl.segments import read_records, segment_files
 
 
 class LedgerRecord(Struct, frozen=True, tag=True, tag_field="record"):
@@ -49,10 +49,11 @@ class Dropped(LedgerRecord, frozen=True):
 
 
 class Trained(LedgerRecord, frozen=True):
-    """Every role that trains has seen these groups; dropped ones are not listed."""
+    """Every role that trains has seen these groups; `dropped` ones had a place in the batch, but nothing in it."""
 
     update: int
     ordinals: tuple[int, ...]
+    dropped: tuple[int, ...] = ()
 
 
 class Visible(LedgerRecord, frozen=True):
@@ -75,26 +76,37 @@ Record = Opened | Issued | Passed | Dropped | Trained | Visible | Rewound | Clos
 _decoder = msgspec.json.Decoder(Record)
 
 
-def encode_line(record: Record) -> bytes:
-    body = msgspec.json.encode(record)
-    return b"%08x %s\n" % (zlib.crc32(body), body)
+def encode_record(record: Record) -> bytes:
+    return msgspec.json.encode(record)
 
 
-def read_ledger(path: Path) -> Iterator[Record]:
-    """All whole records. A torn last line (a crash while writing) is left out; damage anywhere else is an error."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    *lines, _torn = data.split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        checksum, _, body = line.partition(b" ")
-        if checksum != b"%08x" % zlib.crc32(body):
-            raise InputError(f"{path}:{number}: damaged record (its checksum does not match)")
+def read_ledger(folder: Path) -> Iterator[Record]:
+    """All whole records, in order. A torn end (a crash while writing) is left out; damage anywhere else is an error."""
+    if not segment_files(folder):
+        raise InputError(f"{folder}: no ledger there")
+    for _, record in read_records(folder):
         try:
-            yield _decoder.decode(body)
+            yield _decoder.decode(record)
         except msgspec.MsgspecError as error:
-            raise InputError(f"{path}:{number}: not a ledger record: {error}") from None
+            raise InputError(f"{folder}: not a ledger record: {error}") from None
+
+
+def canonical(records: Iterable[Record]) -> list[tuple[int, int, int, float, int]]:
+    """What became of every trained group, whatever happened on the way: (ordinal, versions, reward, update)."""
+    passed: dict[int, Passed] = {}
+    update_of: dict[int, int] = {}
+    for record in records:
+        match record:
+            case Passed():
+                passed[record.ordinal] = record
+            case Trained():
+                update_of.update(dict.fromkeys(record.ordinals, record.update))
+            case _:
+                pass
+    return [
+        (ordinal, passed[ordinal].first_version, passed[ordinal].last_version, passed[ordinal].reward, update)
+        for ordinal, update in sorted(update_of.items())
+    ]
 
 
 class Audit(Struct, frozen=True):

@@ -26,6 +26,7 @@ class Executor:
     position: int  # of its role among the roles of the same unit
     reads_weights: bool
     incarnation: int = 0
+    failures: int = 0  # deaths in a row, without any work done in between
     up: bool = False
     dead: bool = False
     version: int = -1  # the weights it holds; -1: none
@@ -48,6 +49,7 @@ class Executor:
         self.load += weight
 
     def give(self, ordinal: int) -> None:
+        self.failures = 0
         self.load -= self.groups.pop(ordinal)
 
     def fall(self) -> list[int]:

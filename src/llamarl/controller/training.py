@@ -1,7 +1,7 @@
-"""The batch side of the controller: updates in order, versions made visible, and rewinding after a death.
+"""The batch side of the controller: updates in order, versions published, snapshots, and rewinding after a death.
 
-Update u turns version u into u + 1. A role that trains may begin its next update as soon as it was told to publish the
-version it has just made; publication then runs beside that update.
+Update u turns version u into u + 1. A role that trains may begin its next update as soon as it was told to publish, and
+where one is due to save, the version it has just made; both then run beside that update.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llamarl.controller.events import AnyCommand, Publish, RunBatch
+from llamarl.controller.events import AnyCommand, Commit, Publish, RunBatch, Save
 from llamarl.controller.line import Line, Role
 from llamarl.controller.pool import Executor
 
@@ -25,6 +25,9 @@ class Stage:
     unpublished: int | None = None  # a version it holds that must be published before it trains on
     publishing: int | None = None
     published: int = -1
+    unsaved: int | None = None  # likewise, a version that must be saved before it trains on
+    saving: int | None = None
+    saved: int = 0  # its part is written; the snapshot may still lack others
 
     @property
     def role(self) -> Role:
@@ -32,14 +35,17 @@ class Stage:
 
 
 class Training:
-    def __init__(self, line: Line, tell: Callable[[AnyCommand], None]) -> None:
+    def __init__(self, line: Line, updates: int, save_every: int, tell: Callable[[AnyCommand], None]) -> None:
         self.stages = [
             Stage(Executor(f"{role.name}/0", role, 0, position, False), role.name in line.publishers)
             for position, role in enumerate(line.batch_roles)
         ]
         self.batches: dict[int, tuple[int, ...]] = {}  # by update, until they are forgotten
         self.assembled = 0  # updates whose batch is known
-        self.saved = 0  # the newest snapshot; 0 is the model that the job began with
+        self.saved = 0  # the newest whole snapshot of a visible version; 0 is the model that the job began with
+        self.snapshot: int | None = None  # the version that is being saved
+        self.last_update = updates  # none is begun from here on
+        self._save_every = save_every
         self._tell = tell
 
     @property
@@ -59,6 +65,11 @@ class Training:
         self.batches[self.assembled] = ordinals
         self.assembled += 1
 
+    def resume(self, version: int) -> None:
+        self.assembled = self.saved = version
+        for stage in self.stages:
+            stage.next_update = stage.saved = version
+
     def started(self, stage: Stage) -> None:
         if stage.publishes and stage.next_update > stage.published:
             stage.unpublished = stage.next_update
@@ -71,6 +82,7 @@ class Training:
         # While updates are redone after a rewind, only the newest published version has readers.
         if stage.publishes and stage.next_update >= stage.published:
             stage.unpublished = stage.next_update
+        self._begin_snapshot(stage)
         return True
 
     def version_published(self, stage: Stage, version: int) -> bool:
@@ -80,27 +92,69 @@ class Training:
         stage.published = version
         return True
 
+    def part_saved(self, stage: Stage, version: int) -> None:
+        if stage.saving == version:
+            stage.saving, stage.saved = None, version
+            if all(one.saved == version for one in self.stages):
+                self._tell(Commit(version))
+
+    def give_up_snapshot(self) -> None:
+        """Whatever was being saved is void; the next one that is due begins afresh."""
+        self.snapshot = None
+        for stage in self.stages:
+            stage.unsaved = stage.saving = None
+
     def rewind(self, stage: Stage) -> None:
         """The stage died and comes back from the last snapshot; the same batches follow in the same order."""
-        stage.next_update = self.saved
+        stage.next_update = stage.saved = self.saved
         stage.running = stage.publishing = stage.unpublished = None
+        self.give_up_snapshot()
+
+    def stop_early(self) -> None:
+        """Begin no further update, but let every stage reach the version that the furthest is at or making."""
+        self.last_update = max(stage.next_update + (stage.running is not None) for stage in self.stages)
+
+    def save_now(self, version: int) -> None:
+        """All stages are at `version` and at rest."""
+        if self.snapshot is None:
+            self.snapshot = version
+            for stage in self.stages:
+                stage.unsaved = version
 
     def advance(self) -> None:
-        """Publish and train whatever may be published and trained now."""
+        """Publish, save and train whatever may be published, saved and trained now."""
         done_before = self.assembled
         for stage in self.stages:
             if stage.executor.up:
                 self._publish(stage)
-                self._run(stage, limit=done_before)
+                self._save(stage)
+                self._run(stage, limit=min(done_before, self.last_update))
             done_before = stage.next_update
+
+    def _begin_snapshot(self, stage: Stage) -> None:
+        """One at a time: one that falls due while another is being written is left out; `save_now` makes the last."""
+        version = stage.next_update
+        due = self._save_every > 0 and version % self._save_every == 0
+        if due and self.snapshot is None and version > self.saved:
+            self.snapshot = version
+        if self.snapshot == version:
+            stage.unsaved = version
 
     def _publish(self, stage: Stage) -> None:
         version = stage.unpublished
-        # Two slots: the one that will be overwritten holds version - 2, which nobody is sent to any more.
-        if version is None or stage.publishing is not None or self.visible < version - 1:
+        if version is None or stage.publishing is not None:
+            return
+        # Two slots: the one that will be overwritten holds version - 2, which nobody is sent to any more. The first
+        # publication of all, of version 0 or of the snapshot that a job resumes from, has nothing to overwrite.
+        if stage.published >= 0 and self.visible < version - 1:
             return
         stage.publishing, stage.unpublished = version, None
         self._tell(Publish(stage.executor.name, stage.executor.incarnation, version))
+
+    def _save(self, stage: Stage) -> None:
+        if stage.unsaved is not None:
+            stage.saving, stage.unsaved = stage.unsaved, None
+            self._tell(Save(stage.executor.name, stage.executor.incarnation, stage.saving))
 
     def _run(self, stage: Stage, limit: int) -> None:
         update = stage.next_update

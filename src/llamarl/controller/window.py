@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 
 class Window:
@@ -26,6 +27,13 @@ class Window:
                 closed.append(tuple(sorted(self._open)))
                 self._open.clear()
         return closed
+
+    def resume(self, oldest: int, taken: Iterable[int]) -> None:
+        """Go on where another window ended: everything below `oldest` was taken, and so were these above it."""
+        self.oldest, self._taken = oldest, set(taken)
+
+    def is_taken(self, ordinal: int) -> bool:
+        return ordinal < self.oldest or ordinal in self._taken
 
     def _take(self, ordinal: int) -> None:
         self._open.append(ordinal)

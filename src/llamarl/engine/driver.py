@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,10 @@ from llamarl import messages as msg
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
 from llamarl.controller.evaluation import is_evaluation
-from llamarl.controller.ledger import Dropped, encode_line
+from llamarl.controller.ledger import Dropped, encode_record
 from llamarl.engine.engine import Arrival, Death, Engine
 from llamarl.engine.prompts import Prompts
+from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
 from llamarl.errors import JobFailed
 from llamarl.observe.run_folder import RunFolder
@@ -21,12 +23,24 @@ from llamarl.types import facts_of
 
 class Driver:
     def __init__(
-        self, controller: Controller, engine: Engine, prompts: Prompts, run_folder: RunFolder, watcher: Watcher
+        self,
+        controller: Controller,
+        engine: Engine,
+        prompts: Prompts,
+        *,
+        store: GroupStore,
+        snapshots: Snapshots,
+        run_folder: RunFolder,
+        watcher: Watcher,
     ) -> None:
         self._controller, self._engine, self._prompts = controller, engine, prompts
         self._folder, self._watcher = run_folder, watcher
-        self._store = GroupStore()
-        self._unsaved: set[str] = set()  # executors whose part of the snapshot under way is missing
+        self._store, self._snapshots = store, snapshots
+        self._saving: int | None = None  # the version whose parts are being collected, with their hashes
+        self._files: dict[str, str] = {}
+        self._events: deque[ev.AnyEvent] = deque()
+        self._stop_requested = False
+        self.stopped = False
         self._ended = False
         self._actions: dict[type[ev.Command], Callable[[Any], None]] = {
             ev.Start: self._start,
@@ -36,26 +50,37 @@ class Driver:
             ev.Publish: lambda c: engine.send(c.executor, msg.PublishWeights(c.version)),
             ev.Save: self._save,
             ev.Write: self._write,
-            ev.Sync: lambda c: run_folder.ledger.sync(),
+            ev.Commit: self._commit,
+            ev.Sync: self._sync,
             ev.Forget: self._forget,
             ev.Evaluated: self._evaluated,
             ev.Finish: self._finish,
             ev.Abort: self._abort,
         }
 
-    def run(self) -> None:
+    def run(self, begin: ev.Began | ev.Resumed) -> None:
         """The whole job: until the controller says Finish, or JobFailed."""
-        self._tell(ev.Began())
+        self._tell(begin)
         while not self._ended:
             for arrival in self._engine.events():
                 self._tell(self._event_of(arrival))
+            if self._stop_requested:
+                self._stop_requested = False
+                self._tell(ev.StopRequested())
+
+    def request_stop(self) -> None:
+        """Safe in a signal handler: the loop notices."""
+        self._stop_requested = True
 
     def _tell(self, event: ev.AnyEvent | None) -> None:
-        if event is None:
-            return
-        self._folder.events.append_json(event)
-        for command in self._controller.handle(event):
-            self._actions[type(command)](command)
+        """Commands are carried out in order; what they bring about at once is told after them."""
+        if event is not None:
+            self._events.append(event)
+        while self._events and not self._ended:
+            event = self._events.popleft()
+            self._folder.events.append_json(event)
+            for command in self._controller.handle(event):
+                self._actions[type(command)](command)
 
     # Reports become events
 
@@ -82,16 +107,18 @@ class Driver:
             case msg.GroupRefused():
                 return ev.GroupFailed(*who, report.ordinal, report.reason)
             case msg.BatchResult():
-                for group in report.groups:
-                    self._store.put(group)
+                self._store.amend(report.groups)
                 self._watcher.batch_done(arrival.executor, report.update, report.metrics)
                 return ev.BatchDone(*who, report.update)
             case msg.WeightsPublished():
                 self._watcher.published(report.version, report.num_bytes)
                 return ev.Published(*who, report.version, report.changed)
-            case msg.PolicySaved():
-                self._unsaved.discard(arrival.executor)
-                return ev.Saved(report.version) if not self._unsaved else None
+            case msg.StateSaved():
+                if report.version == self._saving:
+                    self._files |= report.files
+                return ev.Saved(*who, report.version)
+            case msg.StateNotSaved():
+                return self._save_failed(report.version, report.reason)
             case msg.Failed():
                 return ev.Died(*who, report.reason)
 
@@ -109,7 +136,8 @@ class Driver:
     def _start(self, command: ev.Start) -> None:
         if command.incarnation:
             self._watcher.restarted(command.executor)
-        self._engine.spawn(command.executor, command.incarnation)
+        snapshot = self._snapshots.path(command.version) if command.version else None
+        self._engine.spawn(command.executor, command.incarnation, snapshot)
 
     def _run_group(self, command: ev.RunGroup) -> None:
         if command.ordinal not in self._store:
@@ -121,16 +149,39 @@ class Driver:
         self._engine.send(command.executor, msg.WorkOnBatch(command.update, rollouts))
 
     def _save(self, command: ev.Save) -> None:
-        for role in self._controller.line.batch_roles:
-            folder = self._folder.snapshot(command.version) / _part_name(role.name)
-            self._unsaved.add(f"{role.name}/0")
-            self._engine.send(f"{role.name}/0", msg.SavePolicy(command.version, str(folder)))
+        try:
+            if command.version != self._saving:
+                self._snapshots.begin(command.version)
+                self._saving, self._files = command.version, {}
+        except OSError as error:
+            self._events.append(self._save_failed(command.version, str(error)))
+            return
+        folder = str(self._snapshots.partial(command.version))
+        self._engine.send(command.executor, msg.SaveState(command.version, folder))
+
+    def _commit(self, command: ev.Commit) -> None:
+        try:
+            self._snapshots.commit(command.version, self._files)
+        except OSError as error:
+            self._events.append(self._save_failed(command.version, str(error)))
+            return
+        self._saving = None
+        self._events.append(ev.Committed(command.version))
+
+    def _save_failed(self, version: int, reason: str) -> ev.SaveFailed:
+        self._saving = None
+        self._watcher.note(f"SNAPSHOT {version} COULD NOT BE WRITTEN: {reason}; the one before stays")
+        return ev.SaveFailed(version, reason)
+
+    def _sync(self, command: ev.Sync) -> None:
+        self._store.sync()
+        self._folder.ledger.sync()
 
     def _write(self, command: ev.Write) -> None:
         if isinstance(command.record, Dropped):
             self._store.drop(command.record.ordinal)
             self._watcher.dropped(command.record.ordinal, command.record.reason)
-        self._folder.ledger.append(encode_line(command.record))
+        self._folder.ledger.append(encode_record(command.record))
 
     def _forget(self, command: ev.Forget) -> None:
         for ordinal in command.ordinals:
@@ -141,12 +192,7 @@ class Driver:
         self._watcher.evaluated(command.version, sum(rewards) / len(command.ordinals))
 
     def _finish(self, command: ev.Finish) -> None:
-        self._ended = True
+        self._ended, self.stopped = True, command.stopped
 
     def _abort(self, command: ev.Abort) -> None:
         raise JobFailed(command.reason)
-
-
-def _part_name(role: str) -> str:
-    """The trainer's part of a snapshot is what users want: the policy."""
-    return "policy" if role == "trainer" else role

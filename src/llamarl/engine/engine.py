@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
@@ -27,8 +28,8 @@ class Death(Struct, frozen=True):
 
 
 class Engine(Protocol):
-    def spawn(self, executor: str, incarnation: int) -> None:
-        """Bring an executor up; `Up` arrives when it is there."""
+    def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
+        """Bring an executor up, from a snapshot if there is one; `Up` arrives when it is there."""
 
     def send(self, executor: str, message: Message) -> None:
         """Deliver in order; to one that is dead, silently not at all: its death arrives as an event."""

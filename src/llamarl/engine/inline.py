@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.runner import Runner
@@ -14,14 +15,14 @@ from llamarl.messages import Message, Report, Up
 
 
 class InlineEngine:
-    def __init__(self, build: Callable[[str], Executor]) -> None:
+    def __init__(self, build: Callable[[str, Path | None], Executor]) -> None:
         self._build = build
         self._runners: dict[str, tuple[int, Runner]] = {}
         self._inbox: deque[tuple[str, Message]] = deque()
         self._arrivals: list[Arrival | Death] = []
 
-    def spawn(self, executor: str, incarnation: int) -> None:
-        self._runners[executor] = (incarnation, Runner(self._build(executor)))
+    def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
+        self._runners[executor] = (incarnation, Runner(self._build(executor, snapshot)))
         self._report(executor, [Up()])
 
     def send(self, executor: str, message: Message) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from llamarl.executors.executor import Executor
-from llamarl.messages import LoadWeights, Message, PublishWeights, Report, SavePolicy
+from llamarl.messages import LoadWeights, Message, PublishWeights, Report, SaveState
 from llamarl.observe.timeline import Span, SpanKind
 
 _MERGE_GAP_S = 0.002  # slices of one piece of work become one span
@@ -48,4 +48,4 @@ class Runner:
 def _kind(message: Message) -> SpanKind:
     if isinstance(message, LoadWeights | PublishWeights):
         return "weights"
-    return "save" if isinstance(message, SavePolicy) else "work"
+    return "save" if isinstance(message, SaveState) else "work"

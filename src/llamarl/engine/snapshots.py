@@ -29,17 +29,15 @@ class Snapshots:
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
 
-    def begin(self, version: int) -> Path:
+    def begin(self, version: int) -> None:
         """An empty folder for the parts; what an earlier, unfinished attempt left is removed."""
-        folder = self._partial(version)
         self._folder.mkdir(parents=True, exist_ok=True)
         self.discard_partial()
-        folder.mkdir()
-        return folder
+        self.partial(version).mkdir()
 
     def commit(self, version: int, files: Mapping[str, str]) -> Path:
         """Turn the parts into a snapshot, then remove the oldest beyond `keep`. OSError leaves the others untouched."""
-        partial, final = self._partial(version), self.path(version)
+        partial, final = self.partial(version), self.path(version)
         manifest = partial / MANIFEST
         with manifest.open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(Manifest(version, dict(files))), indent=1))
@@ -77,7 +75,7 @@ class Snapshots:
     def path(self, version: int) -> Path:
         return self._folder / str(version)
 
-    def _partial(self, version: int) -> Path:
+    def partial(self, version: int) -> Path:
         return self._folder / f".{version}.partial"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -13,26 +14,28 @@ from llamarl.algo.batch import TrainBatch, make_batch
 from llamarl.algo.losses import Loss
 from llamarl.config import Algo
 from llamarl.config import Trainer as TrainerConfig
+from llamarl.errors import ModelError
 from llamarl.executors.executor import UnexpectedMessage
 from llamarl.messages import (
     BatchResult,
     Message,
-    PolicySaved,
     PublishWeights,
     Report,
-    SavePolicy,
+    SaveState,
+    StateNotSaved,
+    StateSaved,
     WeightsPublished,
     WorkOnBatch,
 )
-from llamarl.model.checkpoint import save_model
+from llamarl.model.training_state import TrainingState
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.types import RolloutGroup
 from llamarl.weights.transport import WeightWriter
 
+_LOOK_AGAIN_S = 0.005  # how long a slice of "work" waits for a snapshot that is being written
+
 
 class Trainer:
-    idle = True  # an update is made as soon as its batch arrives
-
     def __init__(
         self,
         model: Transformer,
@@ -47,8 +50,10 @@ class Trainer:
     ) -> None:
         self.model, self._weights, self._loss = model, weights, loss
         self._settings, self._algo, self._temperature, self._updates = settings, algo, temperature, updates
-        self._carry_from = carry_from  # its tokenizer and settings go along with every saved policy
-        self._optimizer = make_optimizer(model, settings)
+        self.optimizer = make_optimizer(model, settings)
+        self._state = TrainingState(model, self.optimizer, carry_from)
+        self._pool = ThreadPoolExecutor(1)
+        self._saving: tuple[int, Future[dict[str, str]]] | None = None
 
     def handle(self, message: Message) -> Iterable[Report]:
         match message:
@@ -59,14 +64,31 @@ class Trainer:
                 yield WeightsPublished(
                     publication.version, publication.checksum, publication.num_bytes, publication.changed
                 )
-            case SavePolicy():
-                save_model(self.model, Path(message.folder), carry_from=self._carry_from)
-                yield PolicySaved(message.version)
+            case SaveState():
+                self._begin_save(message)
             case _:
                 raise UnexpectedMessage("trainer", message)
 
+    @property
+    def idle(self) -> bool:
+        """An update is made as soon as its batch arrives; only a snapshot goes on in between."""
+        return self._saving is None
+
     def work(self) -> Iterable[Report]:
-        return ()
+        if self._saving is None or not wait([self._saving[1]], timeout=_LOOK_AGAIN_S).done:
+            return
+        (version, written), self._saving = self._saving, None
+        try:
+            yield StateSaved(version, written.result())
+        except (OSError, ModelError) as error:  # a full or broken disk stops nothing but the snapshot
+            yield StateNotSaved(version, str(error))
+
+    def _begin_save(self, message: SaveState) -> None:
+        """Copy, then write in a thread: the next update waits for the copy only."""
+        if self._saving is not None:
+            wait([self._saving[1]])  # an attempt that the controller has given up
+        self._state.take()
+        self._saving = (message.version, self._pool.submit(self._state.write, Path(message.folder)))
 
     def _update(self, update: int, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         metrics = describe_groups(groups)
@@ -80,14 +102,14 @@ class Trainer:
 
     def _step(self, update: int, loss: Tensor) -> dict[str, float]:
         """Descend, unless the gradient is not a number: then the weights stay as they are, bit for bit."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm).item()
         lr = learning_rate(self._settings, update, self._updates)
         if math.isfinite(norm):
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self._optimizer.step()
+            self.optimizer.step()
         return {"loss": loss.item(), "grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
 
 

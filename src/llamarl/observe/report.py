@@ -12,7 +12,7 @@ from llamarl.observe.summary import Summary
 
 def print_report(console: Console, summary: Summary, folder: Path) -> None:
     for line in report_lines(summary, folder):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def report_lines(summary: Summary, folder: Path) -> list[str]:
@@ -28,6 +28,9 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
         f"staleness          mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
         f"tokens             {summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
         f"time spent waiting {waiting}",
-        f"policy             {folder / summary.policy}",
     ]
+    if summary.policy:
+        lines.append(f"policy             {folder / summary.policy}")
+    if summary.outcome != "finished":
+        lines.append(f"{summary.outcome}; go on with: llamarl train --run {folder} --resume")
     return lines

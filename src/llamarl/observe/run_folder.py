@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -10,18 +11,22 @@ from typing import Any, BinaryIO
 import msgspec
 
 from llamarl.errors import InputError
+from llamarl.segments import SegmentWriter
 
 LEDGER = "ledger"
 EVENTS = "events"
 METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 TIMINGS = "timings.jsonl"
 TIMELINE = "timeline.json"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
+GROUPS = "groups"
+SNAPSHOTS = "snapshots"
 
 
 class AppendFile:
-    """Lines that are only ever added; in the hands of the system at `flush`, on disk at `sync`."""
+    """Lines that are only ever added, and on disk after `sync`."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("ab")
@@ -31,9 +36,6 @@ class AppendFile:
 
     def append_json(self, value: Any) -> None:
         self._file.write(msgspec.json.encode(value) + b"\n")
-
-    def flush(self) -> None:
-        self._file.flush()
 
     def sync(self) -> None:
         self._file.flush()
@@ -45,19 +47,36 @@ class AppendFile:
 
 
 class RunFolder:
+    """Where the record of one job is written. `create` makes a new one, `reopen` goes on with one."""
+
     def __init__(self, path: Path) -> None:
-        """A new folder; one that holds a run already is refused, so that no record is ever mixed with another."""
+        self.path = path
+        self.groups = path / GROUPS
+        self.snapshots = path / SNAPSHOTS
+        self.ledger = SegmentWriter(path / LEDGER)
+        self.events = AppendFile(_unused(path / EVENTS))
+        self.metrics = AppendFile(path / METRICS)
+        self.evaluations = AppendFile(path / EVALUATIONS)
+        self.timings = AppendFile(path / TIMINGS)
+
+    @classmethod
+    def create(cls, path: Path) -> RunFolder:
+        """One that holds anything already is refused, so that no record is ever mixed with another."""
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"--run {path}: cannot be made: {error.strerror}") from None
         if any(path.iterdir()):
-            raise InputError(f"--run {path}: is not empty; name a new folder")
-        self.path = path
-        self.ledger = AppendFile(path / LEDGER)
-        self.events = AppendFile(path / EVENTS)
-        self.metrics = AppendFile(path / METRICS)
-        self.timings = AppendFile(path / TIMINGS)
+            hint = "; to go on with that run, add --resume" if (path / LEDGER).exists() else ""
+            raise InputError(f"--run {path}: is not empty; name a new folder{hint}")
+        return cls(path)
+
+    @classmethod
+    def reopen(cls, path: Path, version: int) -> RunFolder:
+        """Go on from the snapshot of `version`: metrics of later updates are taken back, since they are made again."""
+        _keep_rows(path / METRICS, lambda row: row["update"] < version)
+        _keep_rows(path / EVALUATIONS, lambda row: row["version"] <= version)
+        return cls(path)
 
     def write_config(self, text: str) -> None:
         (self.path / CONFIG).write_text(text, encoding="utf-8")
@@ -66,16 +85,31 @@ class RunFolder:
         encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
         (self.path / SUMMARY).write_bytes(encoded + b"\n")
 
-    def snapshot(self, version: int) -> Path:
-        return self.path / "snapshots" / str(version)
-
-    def flush(self) -> None:
-        for file in (self.events, self.metrics, self.timings):
-            file.flush()
-
     def close(self) -> None:
-        for file in (self.ledger, self.events, self.metrics, self.timings):
+        for file in (self.ledger, self.events, self.metrics, self.evaluations, self.timings):
             file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All whole rows of a file of JSON lines; a torn last line is left out."""
+    try:
+        *lines, _torn = path.read_bytes().split(b"\n")
+        return [msgspec.json.decode(line) for line in lines]
+    except (OSError, msgspec.DecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+
+
+def _keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    rows = [row for row in read_rows(path) if keep(row)]
+    replacement = path.with_name(f".{path.name}.partial")
+    replacement.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    replacement.replace(path)
+
+
+def _unused(path: Path) -> Path:
+    """`events`, and `events.1` and so on for every time the job was resumed: each replays one controller."""
+    candidates = (path.with_name(path.name + (f".{number}" if number else "")) for number in range(10_000))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def dated_run_folder(base: Path = Path("runs")) -> Path:

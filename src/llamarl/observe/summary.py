@@ -27,30 +27,54 @@ class Summary(Struct, kw_only=True):
     policy: str  # the folder of the trained model, inside the run folder
 
 
+class Made(Struct, frozen=True):
+    """What one update adds to the totals."""
+
+    groups: int = 0
+    tokens: int = 0
+    stale_tokens: float = 0.0  # tokens times their mean staleness
+    reward: float | None = None
+
+
 class Tally:
-    """Running totals of the updates made so far."""
+    """Running totals of the updates made so far. An update that is made again after a rewind replaces its first making."""
 
     def __init__(self) -> None:
-        self.updates = 0
         self.groups_trained = 0
         self.groups_dropped = 0
         self.tokens_generated = 0
         self.tokens_trained = 0
         self.staleness_max = 0
         self.restarts = 0
-        self.rewards: list[float] = []
+        self.evaluations: dict[int, float] = {}  # held-out accuracy by version
         self._stale_tokens = 0.0
+        self._made: dict[int, Made] = {}
+
+    @property
+    def updates(self) -> int:
+        return len(self._made)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean reward of every update that had any, in order."""
+        found = (self._made[update].reward for update in sorted(self._made))
+        return [reward for reward in found if reward is not None]
 
     @property
     def staleness_mean(self) -> float:
         return self._stale_tokens / self.tokens_trained if self.tokens_trained else 0.0
 
-    def add_update(self, metrics: Mapping[str, float]) -> None:
+    def add_update(self, update: int, metrics: Mapping[str, float]) -> None:
         tokens = int(metrics.get("trained_tokens", 0))
-        self.updates += 1
-        self.groups_trained += int(metrics.get("groups", 0))
-        self.tokens_trained += tokens
-        self._stale_tokens += metrics.get("staleness_mean", 0.0) * tokens
+        made = Made(
+            groups=int(metrics.get("groups", 0)),
+            tokens=tokens,
+            stale_tokens=metrics.get("staleness_mean", 0.0) * tokens,
+            reward=metrics.get("reward"),
+        )
+        before = self._made.get(update, Made())
+        self._made[update] = made
+        self.groups_trained += made.groups - before.groups
+        self.tokens_trained += made.tokens - before.tokens
+        self._stale_tokens += made.stale_tokens - before.stale_tokens
         self.staleness_max = max(self.staleness_max, int(metrics.get("staleness_max", 0)))
-        if "reward" in metrics:
-            self.rewards.append(metrics["reward"])

@@ -19,12 +19,13 @@ _RECENT_S = 10.0  # the live view shows how the last seconds were spent
 class Watcher:
     """`first_role` generates, `last_role` makes the updates: their tokens and updates are the ones that are counted."""
 
-    def __init__(self, config: Config, folder: RunFolder, display: Display, *, first_role: str, last_role: str) -> None:
+    def __init__(
+        self, config: Config, folder: RunFolder, display: Display, *, tally: Tally, first_role: str, last_role: str
+    ) -> None:
         self._config, self._folder, self._display = config, folder, display
         self._first_role, self._last_role = first_role, last_role
         self._board = make_board(config.observe, folder.path)
-        self.tally, self.timeline = Tally(), Timeline()
-        self.evaluations: dict[int, float] = {}
+        self.tally, self.timeline = tally, Timeline()
         self._start_s = time.monotonic()
         self._training_s: tuple[float, float] | None = None  # when the first group was done, and the last update
         self._last_update_s = self._start_s
@@ -52,7 +53,7 @@ class Watcher:
         self._last_update_s = now_s
         if self._training_s is not None:
             self._training_s = (self._training_s[0], now_s)
-        self.tally.add_update(metrics)
+        self.tally.add_update(update, metrics)
         self._display.update(self._snapshot(metrics, now_s))
         self._board.add(update, metrics)
 
@@ -62,8 +63,8 @@ class Watcher:
         )
 
     def evaluated(self, version: int, accuracy: float) -> None:
-        self.evaluations[version] = accuracy
-        self._folder.metrics.append_json({"evaluated_version": version, "accuracy": accuracy})
+        self.tally.evaluations[version] = accuracy
+        self._folder.evaluations.append_json({"version": version, "accuracy": accuracy})
         self._board.add(version, {"held_out_accuracy": accuracy})
         self._display.note(f"held-out accuracy of version {version}: {accuracy:.3f}")
 
@@ -71,37 +72,40 @@ class Watcher:
         self.tally.groups_dropped += 1
         self._display.note(f"group {ordinal} dropped: {reason}")
 
+    def note(self, text: str) -> None:
+        self._display.note(text)
+
     def died(self, executor: str, reason: str) -> None:
         self._display.note(f"{executor} died: {reason}")
 
     def restarted(self, executor: str) -> None:
         self.tally.restarts += 1
 
-    def finish(self, outcome: str) -> Summary:
+    def finish(self, outcome: str, policy: str) -> Summary:
         """Write what is known only at the end; also when the job failed."""
         self._display.close()
         self._board.close()
         end_s = time.monotonic()
         start_s, stop_s = self._training_s or (self._start_s, end_s)
-        tally = self.tally
+        tally, rewards = self.tally, self.tally.rewards
         summary = Summary(
             outcome=outcome,
-            eval_before=self.evaluations.get(0),
-            eval_after=self.evaluations.get(self._config.schedule.updates),
+            eval_before=self.tally.evaluations.get(0),
+            eval_after=self.tally.evaluations.get(self._config.schedule.updates),
             updates=tally.updates,
             groups_trained=tally.groups_trained,
             groups_dropped=tally.groups_dropped,
             staleness_mean=tally.staleness_mean,
             staleness_max=tally.staleness_max,
-            reward_first=_mean(tally.rewards[: max(1, len(tally.rewards) // 10)]),
-            reward_last=_mean(tally.rewards[-max(1, len(tally.rewards) // 10) :]),
+            reward_first=_mean(rewards[: max(1, len(rewards) // 10)]),
+            reward_last=_mean(rewards[-max(1, len(rewards) // 10) :]),
             idle_share=self.timeline.idle_share(start_s, stop_s),
             wall_s=end_s - self._start_s,
             train_s=stop_s - start_s,
             tokens_generated=tally.tokens_generated,
             tokens_trained=tally.tokens_trained,
             restarts=tally.restarts,
-            policy=f"snapshots/{self._config.schedule.updates}/policy" if outcome == "finished" else "",
+            policy=policy,
         )
         self.timeline.write(self._folder.path / TIMELINE, self._start_s, end_s)
         self._folder.write_summary(summary)
@@ -117,7 +121,7 @@ class Watcher:
             tokens_trained=self.tally.tokens_trained,
             elapsed_s=now_s - (self._training_s or (self._start_s, 0.0))[0],
             waiting=self.timeline.waiting(max(self._start_s, now_s - _RECENT_S), now_s),
-            accuracy=next(reversed(self.evaluations.values()), None),
+            accuracy=next(reversed(self.tally.evaluations.values()), None),
         )
 
 

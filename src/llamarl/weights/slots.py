@@ -9,7 +9,6 @@ nobody computes from one.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import mmap
 import os
 import struct
@@ -22,14 +21,13 @@ from torch import Tensor
 
 from llamarl.errors import CorruptWeights, LeaseTimeout, StaleWeights
 from llamarl.layout import FlatLayout, TensorSpec, flat_layout
+from llamarl.weights.blocks import Part, checksum_of, copy_in, copy_out
 from llamarl.weights.transport import Publication
 
 NUM_SLOTS = 2
 _PAGE = 4096
 _HEADER = struct.Struct("<qq32s")  # version, bytes, checksum
 _NO_VERSION = -1
-_PIECE = 1 << 15  # bytes; each piece has a sum of its own
-_CHUNK = 1 << 20  # bytes per thread; what was just copied is summed while it is still in the cache
 _POLL_S = 0.001
 
 
@@ -131,17 +129,10 @@ class SlotWriter:
         return Publication(version, checksum.hex(), self._layout.num_bytes, changed)
 
     def _fill(self, data: Tensor) -> bytes:
-        checksum, chunk_bytes = Checksum(data), _CHUNK * torch.get_num_threads()
-        targets = views(data, self._layout)
-        for placed in self._layout.tensors:
-            source, target = self._parameters[placed.spec.name].reshape(-1), targets[placed.spec.name].view(-1)
-            step = chunk_bytes // source.element_size()
-            for start in range(0, len(source), step):
-                target[start : start + step].copy_(source[start : start + step])
-                filled = placed.offset + min(start + step, len(source)) * source.element_size()
-                if filled - checksum.done >= chunk_bytes:
-                    checksum.advance(filled)
-        return checksum.digest()
+        plain, others = split(self._parameters, data, self._layout)
+        for parameter, view in others:
+            view.copy_(parameter)
+        return copy_in(data.numpy(), plain, torch.get_num_threads())
 
 
 class SlotReader:
@@ -160,12 +151,17 @@ class SlotReader:
                 raise StaleWeights(f"weights: version {version} is not in its slot any more")
             if num_bytes != self._layout.num_bytes:
                 raise CorruptWeights(f"weights: version {version} has {num_bytes} bytes, not {self._layout.num_bytes}")
-            data = self._file.bytes_of_slot(slot, self._layout)
-            if checksum_of(data) != checksum:
-                raise CorruptWeights(f"weights: version {version} does not match its checksum")
-            for name, view in views(data, self._layout).items():
-                self._parameters[name].copy_(view)
+            self._copy(self._file.bytes_of_slot(slot, self._layout), checksum, version)
         return num_bytes
+
+    def _copy(self, data: Tensor, checksum: bytes, version: int) -> None:
+        threads = torch.get_num_threads()
+        if checksum_of(data.numpy(), threads) != checksum:
+            raise CorruptWeights(f"weights: version {version} does not match its checksum")
+        plain, others = split(self._parameters, data, self._layout)
+        copy_out(data.numpy(), plain, threads)
+        for parameter, view in others:
+            parameter.copy_(view)
 
 
 def layout_of(parameters: Mapping[str, Tensor]) -> FlatLayout:
@@ -175,36 +171,17 @@ def layout_of(parameters: Mapping[str, Tensor]) -> FlatLayout:
     )
 
 
-def views(data: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
-    """Each parameter as it lies in the slot."""
-    found = {}
+def split(
+    parameters: Mapping[str, Tensor], data: Tensor, layout: FlatLayout
+) -> tuple[list[Part], list[tuple[Tensor, Tensor]]]:
+    """Parameters that lie in memory as they do in the slot, as bytes; the others, each with its view of the slot."""
+    plain: list[Part] = []
+    others: list[tuple[Tensor, Tensor]] = []
     for placed in layout.tensors:
-        spec = placed.spec
-        raw = data[placed.offset : placed.offset + spec.num_bytes]
-        found[spec.name] = raw.view(getattr(torch, spec.dtype)).view(spec.shape)
-    return found
-
-
-class Checksum:
-    """32 bytes that any changed bit changes, at the speed of memory: 64-bit sums of 32 KiB pieces, then a hash of them."""
-
-    def __init__(self, data: Tensor) -> None:
-        self._words = data.view(torch.int64)
-        self._hash = hashlib.blake2b(digest_size=32)
-        self.done = 0  # bytes that are in it already
-
-    def advance(self, end: int) -> None:
-        """Take in the whole pieces that lie before `end`."""
-        end -= end % _PIECE
-        sums = self._words[self.done // 8 : end // 8].view(-1, _PIECE // 8).sum(dim=1)
-        self._hash.update(sums.numpy().tobytes())
-        self.done = end
-
-    def digest(self) -> bytes:
-        self.advance(len(self._words) * 8)
-        self._hash.update(self._words[self.done // 8 :].numpy().tobytes())
-        return self._hash.digest()
-
-
-def checksum_of(data: Tensor) -> bytes:
-    return Checksum(data).digest()
+        spec, parameter = placed.spec, parameters[placed.spec.name].detach()
+        if parameter.is_cpu and parameter.is_contiguous():
+            plain.append((placed.offset, parameter.view(-1).view(torch.uint8).numpy()))
+        else:
+            raw = data[placed.offset : placed.offset + spec.num_bytes]
+            others.append((parameter, raw.view(parameter.dtype).view(spec.shape)))
+    return plain, others

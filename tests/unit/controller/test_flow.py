@@ -37,6 +37,7 @@ def schedule(updates: int = 6, places: int = 3, staleness: int = 1, window: int 
     capacity=st.integers(2, 7),
     prompts=st.integers(0, 3),
     trainer_restarts=st.booleans(),
+    saves=st.integers(0, 3),
 )
 def test_bounds_hold_under_random_timing_deaths_and_duplicates(
     seed: int,
@@ -47,10 +48,11 @@ def test_bounds_hold_under_random_timing_deaths_and_duplicates(
     capacity: int,
     prompts: int,
     trainer_restarts: bool,
+    saves: int,
 ) -> None:
     rules = schedule(5, groups, staleness, min(window, (staleness + 1) * groups))
     line = standard_line(replicas=replicas, capacity=capacity, trainer_restarts=trainer_restarts)
-    world = World(line, rules, prompts=prompts, every=2 if prompts else 0)
+    world = World(line, rules, prompts=prompts, every=2 if prompts else 0, save_every=saves)
     random = Random(seed)
     mortal = [name for name in world.controller.executors if trainer_restarts or name != "trainer/0"]
     deaths = 0
@@ -61,9 +63,9 @@ def test_bounds_hold_under_random_timing_deaths_and_duplicates(
             deaths += 1
             world.kill(random.choice(mortal))
         elif dice < 0.08:
-            world.feed(random.choice(world.history[1:] or [ev.Saved(0)]))
-        elif dice < 0.10 and world.controller.training.trained:
-            world.feed(ev.Saved(random.randint(0, world.controller.training.trained)))
+            world.feed(random.choice(world.history[1:] or [ev.Committed(0)]))
+        elif dice < 0.10 and world.controller.training.snapshot not in (None, 5):
+            world.feed(ev.SaveFailed(world.controller.training.snapshot or 0, "disk full"))
         else:
             fail = "unscorable" if random.random() < 0.02 else ""
             world.complete(random.randrange(len(world.outstanding)), fail)
@@ -87,7 +89,7 @@ def test_the_in_order_bound_is_max_staleness_and_is_reached() -> None:
         seen = []
 
         def prefer_generation(count: int, world: World = world) -> int:
-            order = (ev.Start, ev.Load, ev.RunGroup, ev.Publish, ev.RunBatch, ev.Save)
+            order = (ev.Start, ev.Load, ev.RunGroup, ev.Publish, ev.RunBatch, ev.Save, ev.Commit)
             kinds = [type(command) for command in world.outstanding]
             return next(kinds.index(kind) for kind in order if kind in kinds)
 
@@ -141,19 +143,18 @@ def test_a_restarted_generator_loads_weights_before_it_serves() -> None:
 
 
 def test_a_trainer_that_dies_trains_the_same_batches_again() -> None:
-    world = World(standard_line(), schedule(4))
+    world = World(standard_line(), schedule(6), save_every=2)
     while world.controller.training.trained < 3:
         world.complete(0)
     before = dict(world.trained_batches)
-    world.feed(ev.Saved(1))
     world.kill("trainer/0")
-    assert ledger.Rewound(1, "trainer/0") in world.records
+    assert ledger.Rewound(2, "trainer/0") in world.records
     start = next(c for c in world.outstanding if isinstance(c, ev.Start))
-    assert start.version == 1
+    assert start.version == 2
     world.trained_batches.clear()
     world.run(lambda count: 0)
     again = dict(world.trained_batches)
-    assert set(again) >= {1, 2, 3}
+    assert set(again) >= {2, 3}
     assert all(again[update] == before[update] for update in again if update in before)
     world.check_end()
 
@@ -186,7 +187,7 @@ def test_dropped_groups_shrink_the_batch_and_an_empty_update_still_makes_a_versi
     while world.end is None:
         is_first_batch = isinstance(world.outstanding[0], ev.RunGroup) and world.outstanding[0].ordinal < 2
         world.complete(0, fail="time-out" if is_first_batch else "")
-    assert ledger.Trained(0, ()) in world.records
+    assert ledger.Trained(0, (), (0, 1)) in world.records
     assert ledger.Visible(1) in world.records
     report = ledger.audit(world.records)
     assert report.clean

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from pathlib import Path
 
 import msgspec
 import torch
@@ -105,6 +106,7 @@ def _build(birth: Birth, slot_fds: dict[str, int], ranks: Ranks, line: Line) -> 
         birth.executor,
         {role: SlotFile(fd) for role, fd in slot_fds.items()},
         birth.weights_source,
+        Path(birth.snapshot) if birth.snapshot else None,
         ranks.rank,
         ranks.count,
         tell_engine=lambda report: line.send(Envelope((report,), ())),

@@ -79,7 +79,7 @@ class LocalEngine:
 
     # The interface of every engine
 
-    def spawn(self, executor: str, incarnation: int) -> None:
+    def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
         role = next(role for role in self._line.roles if role.name == role_of(executor))
         meeting = os.memfd_create("llamarl-meeting", os.MFD_CLOEXEC)
         log = os.open(
@@ -100,6 +100,7 @@ class LocalEngine:
                 config=self._config,
                 weights_source=dict(self._line.weights_source),
                 slots=tuple(self._slots),
+                snapshot=str(snapshot) if snapshot else "",
                 threads=role.threads or os.cpu_count() or 1,
             )
             fds = [theirs.detach(), *map(os.dup, (log, meeting, *(file.fd for file in self._slots.values())))]

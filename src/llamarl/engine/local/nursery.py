@@ -158,6 +158,7 @@ def main() -> None:
     import llamarl.engine.local.child  # noqa: F401
 
     Nursery(socket.socket(fileno=fd)).run()
+    os._exit(0)  # there is nothing to tidy up, and taking an interpreter with torch in it apart takes long
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class Birth(AboutRank, frozen=True):
     weights_source: dict[str, str]
     slots: tuple[str, ...]  # publishing roles whose slot files are handed over, in the order of the descriptors
     threads: int
+    snapshot: str  # a folder, or nothing
 
 
 class Kill(AboutRank, frozen=True):

@@ -1,0 +1,55 @@
+"""From what a killed job left on disk to the event with which it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from llamarl.controller import ledger
+from llamarl.controller.events import Resumed
+
+
+def resumption(
+    records: Iterable[ledger.Record], stored: Collection[int], version: int, evaluated: Iterable[int]
+) -> Resumed:
+    """Go on from the snapshot of `version`; `stored` are the ordinals whose rollouts the GroupStore still holds."""
+    batches, dropped = _history(records)
+    before = {ordinal for update, batch in batches.items() if update < version for ordinal in batch}
+    again: list[tuple[int, ...]] = []
+    while (update := version + len(again)) in batches:
+        if not all(ordinal in stored or ordinal in dropped for ordinal in batches[update]):
+            break  # the crash came between the store and the ledger: these groups are generated again
+        again.append(batches[update])
+    in_batches = before.union(*again)
+    oldest = _smallest_missing(in_batches)
+    settled = sorted((set(stored) | dropped) - in_batches)
+    return Resumed(
+        version=version,
+        batches=tuple(again),
+        oldest=oldest,
+        taken=tuple(sorted(ordinal for ordinal in in_batches if ordinal > oldest)),
+        settled=tuple(settled),
+        dropped=tuple(sorted(dropped.intersection(settled).union(*(dropped.intersection(batch) for batch in again)))),
+        evaluated=tuple(evaluated),
+    )
+
+
+def _history(records: Iterable[ledger.Record]) -> tuple[dict[int, tuple[int, ...]], set[int]]:
+    """The batches that still count, by update, and every ordinal that was ever dropped."""
+    batches: dict[int, tuple[int, ...]] = {}
+    dropped: set[int] = set()
+    for record in records:
+        match record:
+            case ledger.Trained():
+                batches[record.update] = tuple(sorted(record.ordinals + record.dropped))
+            case ledger.Dropped():
+                dropped.add(record.ordinal)
+            case _:
+                pass  # a rewind cancels updates, but the same batches are made again in their place
+    return batches, dropped
+
+
+def _smallest_missing(ordinals: set[int]) -> int:
+    missing = 0
+    while missing in ordinals:
+        missing += 1
+    return missing

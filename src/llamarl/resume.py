@@ -1,0 +1,90 @@
+"""Going on with a run: which settings may differ, and what is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from llamarl.config import Config
+from llamarl.controller.events import Resumed
+from llamarl.controller.ledger import Passed, Record, read_ledger
+from llamarl.controller.recovery import resumption
+from llamarl.engine.snapshots import Snapshots
+from llamarl.engine.store import GroupStore
+from llamarl.errors import ConfigError
+from llamarl.observe.run_folder import EVALUATIONS, GROUPS, LEDGER, METRICS, SNAPSHOTS, read_rows
+
+# These change where and how fast a run goes on, not what it means.
+FREE = (
+    "engine",
+    "placement",
+    "observe",
+    "snapshots",
+    "weights",
+    "generator.replicas",
+    "generator.device",
+    "generator.threads",
+    "trainer.device",
+    "trainer.threads",
+    "schedule.max_restarts",
+    "schedule.max_attempts",
+)
+
+
+class Recovered(Struct, frozen=True):
+    """What a run folder still holds, as of its newest whole snapshot."""
+
+    version: int
+    problems: tuple[str, ...]  # newer snapshots that cannot be used, and why
+    begin: Resumed
+    store: GroupStore
+    metrics: tuple[dict[str, Any], ...]  # of the updates that count
+    evaluations: dict[int, float]
+    tokens_generated: int
+
+
+def recover(folder: Path, config: Config) -> Recovered:
+    version, problems = Snapshots(folder / SNAPSHOTS, config.snapshots.keep).newest_whole()
+    records: list[Record] = list(read_ledger(folder / LEDGER))
+    store = GroupStore(folder / GROUPS)
+    evaluated = {
+        row["version"]: row["accuracy"] for row in read_rows(folder / EVALUATIONS) if row["version"] <= version
+    }
+    begin = resumption(records, store.scored, version, sorted(evaluated))
+    store.keep_only(begin.settled + tuple(ordinal for batch in begin.batches for ordinal in batch))
+    tokens = {record.ordinal: record.num_tokens for record in records if isinstance(record, Passed)}
+    return Recovered(
+        version=version,
+        problems=tuple(problems),
+        begin=begin,
+        store=store,
+        metrics=tuple(row for row in read_rows(folder / METRICS) if row["update"] < version),
+        evaluations=evaluated,
+        tokens_generated=sum(tokens.values()),
+    )
+
+
+def refuse_other_meaning(before: Config, now: Config) -> None:
+    """A resumed run must be the same run: settings that would change what it means are refused by name."""
+    old, new = _flat(msgspec.to_builtins(before)), _flat(msgspec.to_builtins(now))
+    for key, value in new.items():
+        free = any(key == prefix or key.startswith(f"{prefix}.") for prefix in FREE)
+        if not free and old.get(key) != value:
+            raise ConfigError(
+                f"--resume: {key} was {old.get(key)!r} and is now {value!r}, which would make it another run; "
+                "leave it, or start a new one"
+            )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

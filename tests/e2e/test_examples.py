@@ -1,0 +1,82 @@
+"""The examples run as their first lines say, and their functions do what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.cli import llamarl
+
+from llamarl import Job
+from llamarl.algo.batch import TokenBatch
+from llamarl.algo.losses import Loss
+from llamarl.config import Algo
+from llamarl.plugins import load_function
+from llamarl.tasks.scorers import Scorer
+
+ROOT = Path(__file__).parents[2]
+BRIEF = [
+    "engine=inline",
+    "schedule.updates=2",
+    "schedule.groups_per_update=4",
+    "schedule.samples_per_group=4",
+    "generator.slots=32",
+    "evaluate.prompts=8",
+]
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_custom_loss_trains_a_job_from_the_command_line(tmp_path: Path) -> None:
+    code, out, err = llamarl("train", "examples/custom_loss.yaml", *BRIEF, "--run", tmp_path / "run")
+    assert (code, err) == (0, "")
+    assert "held-out accuracy" in out
+    updates = [line for line in metrics_of(tmp_path / "run") if "loss" in line]
+    assert len(updates) == 2
+    assert all("clipped_share" in line and "effective_sample_size" not in line for line in updates), "AIPO's metrics"
+    assert llamarl("audit", tmp_path / "run").code == 0
+
+
+def test_the_custom_reward_judges_a_job_from_python(tmp_path: Path) -> None:
+    summary = Job.load("examples/custom_reward.yaml", BRIEF).run(tmp_path / "run")
+    assert (summary.outcome, summary.updates, summary.groups_trained, summary.groups_dropped) == ("finished", 2, 8, 0)
+    rewards = [line["reward"] for line in metrics_of(tmp_path / "run") if "reward" in line]
+    assert any(reward * 16 % 1 for reward in rewards), "only whole points: no partial credit was given"
+
+
+@pytest.fixture
+def score() -> Scorer:
+    return load_function("reward.scorer", "examples/custom_reward.py:score")
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("123", 1.0), (" 123\n", 1.0), ("124", 0.2), ("923", 0.2), ("999", 0.0), ("12", 0.0), ("", 0.0)],
+)
+def test_the_custom_reward_gives_partial_credit(score: Scorer, completion: str, reward: float) -> None:
+    assert score(completion, "123", "100+23=") == pytest.approx(reward)
+
+
+@pytest.fixture
+def ppo_clip() -> Loss:
+    return load_function("algo.loss", "examples/custom_loss.py:ppo_clip")
+
+
+def test_the_custom_loss_is_ppos_clip(ppo_clip: Loss) -> None:
+    """A token that moved too far in the direction of its advantage stops pulling; in the other direction it does not."""
+    policy = torch.zeros(4, requires_grad=True)
+    ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    tokens = TokenBatch(policy, -ratio.log(), advantages, torch.arange(4), num_tokens=4)
+    loss, metrics = ppo_clip(tokens, Algo())
+    (gradient,) = torch.autograd.grad(loss, policy)
+    assert gradient.tolist() == pytest.approx([0.0, 1.5 / 4, -0.5 / 4, 0.0])
+    assert metrics == pytest.approx({"ratio_max": 1.5, "clipped_share": 1.0})

@@ -1,0 +1,104 @@
+"""A run that was killed and resumed is the run that was never killed, bit for bit (inline, S = 0, CPU)."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.killing import TINY, KillAt, Killed
+
+from llamarl import Job
+from llamarl.configfile import load_config
+from llamarl.controller.ledger import audit, canonical, read_ledger
+from llamarl.errors import ConfigError, InputError
+
+UPDATES = 20
+SETTINGS = [
+    *TINY,
+    "engine=inline",
+    f"schedule.updates={UPDATES}",
+    "schedule.max_staleness=0",
+    "snapshots.every=3",
+    "evaluate.prompts=16",
+    "evaluate.every=5",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    Job(load_config(None, SETTINGS)).run(folder)
+    return folder
+
+
+def run_until_killed(folder: Path, update: int) -> None:
+    with pytest.raises(Killed):
+        Job(load_config(None, SETTINGS), builders={"trainer": KillAt(update)}).run(folder)
+
+
+def fingerprint(folder: Path) -> dict[str, object]:
+    """Everything a seed determines: weights, optimizer state, metrics, canonical ledger."""
+    snapshot = folder / "snapshots" / str(UPDATES)
+    files = [snapshot / "policy" / "model.safetensors", *sorted((snapshot / "trainer").iterdir())]
+    return {
+        "state": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
+        "metrics": (folder / "metrics.jsonl").read_bytes(),
+        "evaluations": (folder / "evaluations.jsonl").read_bytes(),
+        "ledger": canonical(read_ledger(folder / "ledger")),
+    }
+
+
+@pytest.mark.parametrize("cut", range(UPDATES))
+def test_killed_at_any_update_and_resumed_equals_never_killed(cut: int, straight: Path, tmp_path: Path) -> None:
+    run_until_killed(tmp_path / "run", cut)
+    summary = Job.resume(tmp_path / "run")
+    assert fingerprint(tmp_path / "run") == fingerprint(straight)
+    assert summary.updates == UPDATES
+    assert audit(read_ledger(tmp_path / "run" / "ledger")).clean
+
+
+def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(straight: Path, tmp_path: Path) -> None:
+    run_until_killed(tmp_path / "run", 8)
+    weights = tmp_path / "run" / "snapshots" / "6" / "policy" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    notes = Notes()
+    Job.resume(tmp_path / "run", display=notes)
+    assert any("snapshot 6" in note and "model.safetensors" in note for note in notes.seen)
+    assert any("version 3" in note for note in notes.seen)
+    assert fingerprint(tmp_path / "run") == fingerprint(straight)
+
+
+def test_settings_that_would_make_it_another_run_are_refused_by_name(tmp_path: Path) -> None:
+    run_until_killed(tmp_path / "run", 4)
+    with pytest.raises(ConfigError, match=r"trainer\.lr was 0\.0001 and is now 0\.1"):
+        Job.resume(tmp_path / "run", overrides=["trainer.lr=0.1"])
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no run"):
+        Job.resume(tmp_path)
+
+
+class Notes:
+    """A display that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def update(self, snapshot: object) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.seen.append(text)
+
+    def close(self) -> None:
+        pass

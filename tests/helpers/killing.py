@@ -1,0 +1,54 @@
+"""Ways to end a job in the middle, from inside, at an exact place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from llamarl.build import Site, build_trainer
+from llamarl.executors.executor import Executor
+from llamarl.messages import Message, Report, WorkOnBatch
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing in the project may catch it and tidy up, as nothing could after a real kill."""
+
+
+class MortalTrainer:
+    """Dies when it is given the batch of one update, before it looks at it."""
+
+    def __init__(self, trainer: Executor, at_update: int) -> None:
+        self._trainer, self._at_update = trainer, at_update
+
+    @property
+    def idle(self) -> bool:
+        return self._trainer.idle
+
+    def handle(self, message: Message) -> Iterable[Report]:
+        if isinstance(message, WorkOnBatch) and message.update == self._at_update:
+            raise Killed
+        return self._trainer.handle(message)
+
+    def work(self) -> Iterable[Report]:
+        return self._trainer.work()
+
+
+class KillAt:
+    """A builder whose trainer dies at the given update."""
+
+    def __init__(self, update: int) -> None:
+        self._update = update
+
+    def __call__(self, site: Site) -> Executor:
+        return MortalTrainer(build_trainer(site), self._update)
+
+
+TINY: Sequence[str] = (
+    "schedule.groups_per_update=4",
+    "schedule.samples_per_group=4",
+    "generator.slots=32",
+    "generator.threads=1",
+    "trainer.threads=1",
+    "generator.device=cpu",
+    "trainer.device=cpu",
+    "trainer.lr=1e-4",
+)

@@ -1,0 +1,126 @@
+"""Scorers give 1 to their own answers and 0 to everything else, however odd the text; none of it is ever executed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamarl.config import Reward
+from llamarl.errors import ConfigError
+from llamarl.tasks.registry import make_scorer
+from llamarl.tasks.scorers import SCORERS, Scorer, exact, numeric
+
+any_scorer = pytest.mark.parametrize("scorer", SCORERS.values(), ids=SCORERS)
+# All of Unicode, surrogates and NUL included: a model can produce any of it.
+any_text = st.text(alphabet=st.characters(codec=None), max_size=40)
+
+
+@any_scorer
+@given(st.integers(-(10**12), 10**12))
+def test_a_scorer_accepts_its_own_answer(scorer: Scorer, number: int) -> None:
+    assert scorer(str(number), str(number), "") == 1.0
+    assert scorer(f" {number}\n", str(number), "") == 1.0
+    assert scorer(str(number + 1), str(number), "") == 0.0
+
+
+@any_scorer
+@given(any_text)
+def test_any_text_scores_0_or_1_without_an_error(scorer: Scorer, text: str) -> None:
+    assert scorer(text, "82", "") in (0.0, 1.0)
+    assert scorer("82", text, "") in (0.0, 1.0)
+
+
+ODD = [
+    "",
+    " ",
+    "8 2",
+    "82.",
+    "82,0",
+    "8_2",
+    "0x52",
+    "82e0",
+    "82\x00",
+    "\x0082",
+    "٨٢",  # Arabic-Indic digits
+    "８２",  # full-width digits  # noqa: RUF001
+    "8²",
+    "82\u200b",
+    "\ud800",
+    "82\udcff",
+    "--82",
+    "nan",
+    "inf",
+    "True",
+    "[82]",
+    "41+41",
+    "__import__('os').getpid()",
+    "82; import os",
+    "82" * 1000,
+    "9" * 100_000,
+    "82\n82",
+]
+
+
+@any_scorer
+@pytest.mark.parametrize("text", ODD, ids=ascii)
+def test_what_is_not_the_number_scores_nothing(scorer: Scorer, text: str) -> None:
+    assert scorer(text, "82", "41+41=") == 0.0
+
+
+@pytest.mark.parametrize("text", ["82", "082", "82.0", "+82", "0082.000", " 82 ", "\t82\n"])
+def test_numeric_takes_every_plain_way_to_write_the_number(text: str) -> None:
+    assert numeric(text, "82", "") == 1.0
+    assert numeric("82", text, "") == 1.0
+
+
+@pytest.mark.parametrize("text", ["082", "82.0", "+82"])
+def test_exact_takes_one_way_only(text: str) -> None:
+    assert exact(text, "82", "") == 0.0
+
+
+def test_numeric_tells_long_numbers_apart() -> None:
+    """As floats they would be equal."""
+    assert numeric("0.1", "0.10000000000000000001", "") == 0.0
+    assert numeric(str(10**30), str(10**30 + 1), "") == 0.0
+    assert numeric("-0", "0", "") == 1.0
+
+
+@any_scorer
+def test_a_huge_completion_costs_next_to_nothing(scorer: Scorer) -> None:
+    started_s = time.perf_counter()
+    for text in ("9" * 1_000_000, " " * 1_000_000, "1." * 500_000, "-" * 1_000_000):
+        assert scorer(text, "82", "") == 0.0
+    assert time.perf_counter() - started_s < 2.0
+
+
+def test_an_unknown_scorer_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown scorer 'vibes'; known: exact, numeric, or FILE"):
+        make_scorer(Reward(scorer="vibes"))
+
+
+def test_a_scorer_of_ones_own_is_loaded_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "my scorer.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Half:\n"
+        "    value: float = 0.5\n"
+        "def score(completion: str, answer: str, prompt: str) -> float:\n"
+        "    return Half().value\n"
+    )
+    score: Callable[[str, str, str], float] = make_scorer(Reward(scorer=f"{file}:score"))
+    assert score("a", "b", "c") == 0.5
+
+
+def test_two_files_of_the_same_name_do_not_take_each_others_place(tmp_path: Path) -> None:
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "score.py").write_text(f"def score(completion, answer, prompt): return {value}\n")
+    first, second = (make_scorer(Reward(scorer=f"{tmp_path / name / 'score.py'}:score")) for name in ("one", "two"))
+    assert (first("", "", ""), second("", "", "")) == (1.0, 2.0)

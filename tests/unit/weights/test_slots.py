@@ -1,0 +1,341 @@
+"""A publication is read whole and bit for bit, or not at all; a slot that somebody reads is never overwritten."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from llamarl.errors import CorruptWeights, LeaseTimeout, StaleWeights
+from llamarl.weights.slots import NUM_SLOTS, SlotFile, SlotReader, SlotWriter, layout_of
+
+LEASE_S = 0.2
+
+HOLD_A_LEASE = """
+import fcntl, sys
+fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_SH, 1, int(sys.argv[2]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def file() -> Iterator[SlotFile]:
+    file = SlotFile()
+    yield file
+    file.close()
+
+
+def random_weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Sizes that fill no cache line, many pieces of a checksum, and a single number."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {"embed": (301, 67), "norm": (5,), "scale": (), "big": (3, 128, 211)}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def zeros_like(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(
+        torch.equal(
+            one[name].contiguous().view(-1).view(torch.uint8), other[name].contiguous().view(-1).view(torch.uint8)
+        )
+        for name in one
+    )
+
+
+def writer_of(file: SlotFile, weights: dict[str, Tensor], lease_s: float = LEASE_S) -> SlotWriter:
+    return SlotWriter(file, weights, lease_s=lease_s)
+
+
+@contextmanager
+def held_by_another_process(file: SlotFile, slot: int) -> Iterator[subprocess.Popen[str]]:
+    """A reader elsewhere that has taken a lease and does not come to an end."""
+    command = [sys.executable, "-c", HOLD_A_LEASE, str(file.fd), str(slot)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[file.fd], text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_published_is_loaded_bit_for_bit(file: SlotFile, dtype: torch.dtype) -> None:
+    weights = random_weights(dtype=dtype)
+    target = zeros_like(weights)
+    publication = writer_of(file, weights).publish(3)
+    num_bytes = SlotReader(file, target).load(3)
+    assert same_bits(target, weights)
+    assert publication.num_bytes == num_bytes == layout_of(weights).num_bytes
+
+
+def test_odd_numbers_and_odd_memory_survive(file: SlotFile) -> None:
+    odd = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45, -1e38])
+    payload = torch.tensor([0x7FC0_1234, 0x7F80_0001], dtype=torch.int32).view(torch.float32)  # NaNs that carry bits
+    weights = {
+        "odd": odd,
+        "payload": payload,
+        "turned": torch.arange(12.0).view(3, 4).T,
+        "cut": torch.arange(20.0)[3::2],
+    }
+    target = {name: torch.zeros(tensor.shape) for name, tensor in weights.items()}
+    writer_of(file, weights).publish(0)
+    SlotReader(file, target).load(0)
+    assert same_bits(target, weights)
+
+
+def test_mixed_precisions_lie_side_by_side(file: SlotFile) -> None:
+    weights = {**random_weights(), "narrow": torch.randn(7).bfloat16(), "wide": torch.randn(9)}
+    target = zeros_like(weights)
+    writer_of(file, weights).publish(1)
+    SlotReader(file, target).load(1)
+    assert same_bits(target, weights)
+
+
+def test_a_publication_is_a_copy_that_the_optimizer_cannot_change(file: SlotFile) -> None:
+    weights = random_weights()
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    writer_of(file, weights).publish(0)
+    for tensor in weights.values():
+        tensor.add_(1.0)
+    target = zeros_like(weights)
+    SlotReader(file, target).load(0)
+    assert same_bits(target, before)
+
+
+def test_the_previous_version_stays_loadable_and_the_one_before_is_stale(file: SlotFile) -> None:
+    weights = random_weights()
+    writer, target = writer_of(file, weights), zeros_like(weights)
+    reader = SlotReader(file, target)
+    for version in range(4):
+        weights["norm"].fill_(version)
+        writer.publish(version)
+        reader.load(version)
+        assert (target["norm"] == version).all()
+    reader.load(2)
+    assert (target["norm"] == 2).all()
+    with pytest.raises(StaleWeights, match="version 1 is not in its slot"):
+        reader.load(1)
+    assert (target["norm"] == 2).all(), "the reader keeps what it had"
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 7])
+def test_what_was_never_published_is_stale(file: SlotFile, version: int) -> None:
+    weights = random_weights()
+    reader = SlotReader(file, zeros_like(weights))
+    with pytest.raises(StaleWeights):
+        reader.load(version)
+    writer_of(file, weights).publish(5)
+    with pytest.raises(StaleWeights):
+        reader.load(version)
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last", "single number"])
+@pytest.mark.parametrize("bit", [0, 7])
+def test_one_flipped_bit_is_noticed_and_the_reader_keeps_its_weights(file: SlotFile, where: str, bit: int) -> None:
+    weights = random_weights()
+    layout = layout_of(weights)
+    writer_of(file, weights).publish(0)
+    placed = {tensor.spec.name: tensor for tensor in layout.tensors}
+    last = layout.tensors[-1]
+    offset = {
+        "first": 0,
+        "middle": layout.num_bytes // 2,
+        "last": last.offset + last.spec.num_bytes - 1,
+        "single number": placed["scale"].offset,
+    }[where]
+    file.bytes_of_slot(0, layout)[offset] ^= 1 << bit
+    kept = random_weights(seed=1)
+    target = {name: tensor.clone() for name, tensor in kept.items()}
+    with pytest.raises(CorruptWeights, match="version 0 does not match its checksum"):
+        SlotReader(file, target).load(0)
+    assert same_bits(target, kept)
+
+
+def test_a_flipped_bit_in_any_piece_is_noticed(file: SlotFile) -> None:
+    weights = random_weights()
+    layout = layout_of(weights)
+    writer_of(file, weights).publish(0)
+    data, reader = file.bytes_of_slot(0, layout), SlotReader(file, zeros_like(weights))
+    for offset in range(0, layout.num_bytes, 9973):
+        data[offset] ^= 0x10
+        with pytest.raises(CorruptWeights):
+            reader.load(0)
+        data[offset] ^= 0x10
+    reader.load(0)
+
+
+def test_half_of_another_version_is_noticed(file: SlotFile) -> None:
+    weights, other = random_weights(0), random_weights(1)
+    layout = layout_of(weights)
+    writer_of(file, other).publish(1)
+    half = layout.num_bytes // 2
+    mixed = file.bytes_of_slot(1, layout)[:half].clone()
+    writer_of(file, weights).publish(0)
+    file.bytes_of_slot(0, layout)[:half] = mixed
+    with pytest.raises(CorruptWeights):
+        SlotReader(file, zeros_like(weights)).load(0)
+
+
+def test_a_reader_of_another_layout_is_told_and_changes_nothing(file: SlotFile) -> None:
+    writer_of(file, random_weights()).publish(0)
+    target = {"norm": torch.full((5,), 9.0)}
+    with pytest.raises(CorruptWeights, match="bytes, not"):
+        SlotReader(file, target).load(0)
+    assert (target["norm"] == 9.0).all()
+
+
+def test_publishing_the_same_bytes_again_changes_nothing(file: SlotFile) -> None:
+    weights = random_weights()
+    writer = writer_of(file, weights)
+    first, again = writer.publish(2), writer.publish(2)
+    assert (first.changed, again.changed) == (True, False)
+    assert first.checksum == again.checksum
+    weights["big"][1, 2, 3] += 1
+    redone = writer.publish(2)
+    assert redone.changed
+    assert redone.checksum != first.checksum
+    assert writer.publish(4).changed, "another version is news even with the same bytes"
+
+
+def test_another_writer_with_the_same_weights_gets_the_same_checksum(file: SlotFile) -> None:
+    """A trainer that died comes back as another process: what it redoes must be recognised."""
+    first = writer_of(file, random_weights()).publish(0)
+    again = writer_of(SlotFile(os.dup(file.fd)), random_weights()).publish(0)
+    assert not again.changed
+    assert again.checksum == first.checksum
+    elsewhere = SlotFile()
+    assert writer_of(elsewhere, random_weights()).publish(1).checksum == first.checksum
+    elsewhere.close()
+
+
+def test_a_live_lease_is_never_overwritten_and_its_holder_is_named(file: SlotFile) -> None:
+    weights = random_weights()
+    writer_of(file, weights).publish(0)
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    stuck: list[int] = []
+    writer = SlotWriter(file, weights, lease_s=LEASE_S, on_stuck=stuck.append)
+    with held_by_another_process(file, slot=0) as holder:
+        weights["norm"].fill_(7.0)
+        with pytest.raises(LeaseTimeout, match=f"process {holder.pid} keeps its lease on weight slot 0"):
+            writer.publish(2)
+        assert set(stuck) == {holder.pid}
+        target = zeros_like(weights)
+        SlotReader(file, target).load(0)
+        assert same_bits(target, before), "the slot was touched while somebody read it"
+
+
+def test_a_lease_on_one_slot_does_not_hold_up_the_other(file: SlotFile) -> None:
+    weights = random_weights()
+    writer = writer_of(file, weights)
+    with held_by_another_process(file, slot=0):
+        assert writer.publish(1).version == 1
+
+
+def test_the_writer_waits_as_long_as_a_lease_may_last(file: SlotFile) -> None:
+    writer = writer_of(file, random_weights(), lease_s=30.0)
+    with held_by_another_process(file, slot=0) as holder:
+        holder.send_signal(signal.SIGKILL)
+        started_s = time.monotonic()
+        assert writer.publish(0).version == 0
+        assert time.monotonic() - started_s < 10.0, "the death of the holder did not free the slot"
+
+
+def test_a_reader_that_is_killed_for_its_lease_frees_the_slot(file: SlotFile) -> None:
+    """What the engine does when it hears of a stuck reader."""
+    weights = random_weights()
+    writer = SlotWriter(file, weights, lease_s=LEASE_S, on_stuck=lambda pid: os.kill(pid, signal.SIGKILL))
+    with held_by_another_process(file, slot=0):
+        writer.publish(0)
+    target = zeros_like(weights)
+    SlotReader(file, target).load(0)
+    assert same_bits(target, weights)
+
+
+def in_a_child(action: object) -> int:
+    """Run in a forked process, which has the slots' descriptor, as the executors have; returns its exit status."""
+    assert callable(action)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_death_in_the_middle_of_a_publication_leaves_the_old_version_and_no_new_one(
+    file: SlotFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = random_weights()
+    writer = writer_of(file, weights)
+    for version in (2, 3):
+        weights["norm"].fill_(version)
+        writer.publish(version)
+
+    def half_and_die(self: SlotWriter, data: Tensor) -> bytes:
+        data[: len(data) // 2] = 255
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+    monkeypatch.setattr(SlotWriter, "_fill", half_and_die)
+    assert os.WTERMSIG(in_a_child(lambda: writer.publish(4))) == signal.SIGKILL
+    monkeypatch.undo()
+    target = zeros_like(weights)
+    reader = SlotReader(file, target)
+    reader.load(3)
+    assert (target["norm"] == 3).all()
+    for version in (2, 4):
+        with pytest.raises(StaleWeights):
+            reader.load(version)
+    assert writer.publish(4).changed, "the next trainer can publish it"
+    reader.load(4)
+    assert same_bits(target, weights)
+
+
+def test_a_reader_sees_whole_versions_only_while_another_process_publishes(file: SlotFile) -> None:
+    last = 150
+
+    def publish_many() -> None:
+        weights = {name: torch.zeros(50_000) for name in "abc"}
+        writer = writer_of(file, weights, lease_s=30.0)
+        for version in range(last + 1):
+            for tensor in weights.values():
+                tensor.fill_(version)
+            writer.publish(version)
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            publish_many()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    target = {name: torch.zeros(50_000) for name in "abc"}
+    reader, seen = SlotReader(file, target), set()
+    deadline_s = time.monotonic() + 60
+    while last not in seen and time.monotonic() < deadline_s:
+        version = max(0, *(file.read_header(slot)[0] for slot in range(NUM_SLOTS)))
+        try:
+            reader.load(version)
+        except StaleWeights:
+            continue
+        seen.add(version)
+        assert all((tensor == version).all() for tensor in target.values())
+    assert os.waitpid(pid, 0)[1] == 0
+    assert last in seen
