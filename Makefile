@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test venv format bench clean
+.PHONY: train test soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -12,6 +12,10 @@ test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+# About half an hour of real kills and stops; `make soak KILLS=20 EVERY=3` is a short one.
+soak: .venv/dev
+	$(BIN)/python scripts/soak.py --kills $(or $(KILLS),200) --every $(or $(EVERY),5)
 
 venv: .venv/dev
 

@@ -4,8 +4,9 @@
 
 Each figure is taken in a fresh process. `read` is `Path.read_bytes` of the weight files; `load` is `load_model`, with
 torch already imported. Both find the files in the page cache (warm), or both find them on disk (cold). The measures
-alternate, and the fastest of each is shown: what is slower is other work on the machine, not this. Peak memory is the
-largest seen, of the whole process, torch included, over the bytes of the model as loaded.
+alternate, so that a change of the machine's speed meets both. Ratios are of medians, which the limits are held against;
+the fastest runs are shown beside them. Peak memory is the largest seen, of the whole process, torch included, over the
+bytes of the model as loaded.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -93,14 +95,16 @@ def compare(folder: Path, dtype: str, prepare: Callable[[Path], None], repeats: 
         for action, found in results.items():
             prepare(folder)
             found.append(in_child(action, folder, dtype))
-    read_s, load_s = (min(run["wall_s"] for run in results[action]) for action in ("read", "load"))
-    read_cpu_s, load_cpu_s = (min(run["cpu_s"] for run in results[action]) for action in ("read", "load"))
+    walls = {action: [run["wall_s"] for run in found] for action, found in results.items()}
+    read_s, load_s = (statistics.median(walls[action]) for action in ("read", "load"))
+    read_cpu_s, load_cpu_s = (statistics.median(run["cpu_s"] for run in results[a]) for a in ("read", "load"))
     memory = max(run["peak_bytes"] for run in results["load"])
     num_bytes = results["load"][0]["num_bytes"]
     return {
         "read_s": read_s,
         "load_s": load_s,
         "time_ratio": load_s / read_s,
+        "fastest_ratio": min(walls["load"]) / min(walls["read"]),
         "read_cpu_s": read_cpu_s,
         "load_cpu_s": load_cpu_s,
         "model_bytes": num_bytes,
@@ -123,14 +127,14 @@ def run(shape: str, repeats: int, scratch: Path) -> list[dict[str, float | str]]
 
 
 COLUMNS = (
-    *("files", "loaded_as", "page_cache", "read_s", "load_s", "time_ratio"),
+    *("files", "loaded_as", "page_cache", "read_s", "load_s", "time_ratio", "fastest_ratio"),
     *("read_cpu_s", "load_cpu_s", "peak_bytes", "memory_ratio"),
 )
 
 
 def print_row(row: dict[str, float | str]) -> None:
     cells = [f"{row[name]:,.2f}" if isinstance(row[name], float) else str(row[name]) for name in COLUMNS]
-    print(" ".join(f"{cell:>12}" for cell in cells), flush=True)
+    print(" ".join(f"{cell:>13}" for cell in cells), flush=True)
 
 
 def main() -> None:
@@ -146,15 +150,15 @@ def main() -> None:
         measure(args.action, args.folder, args.dtype)
         return
     with tempfile.TemporaryDirectory() as temporary:
-        print(" ".join(f"{name:>12}" for name in COLUMNS), flush=True)
+        print(" ".join(f"{name:>13}" for name in COLUMNS), flush=True)
         rows = run(args.shape, args.repeats, Path(temporary))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
-    # The same dtype is the promise; fp32 from bf16 files writes twice the bytes that reading them does.
-    kept = [row for row in rows if row["loaded_as"] == row["files"]]
-    slow = any(float(row["time_ratio"]) > MAX_TIME_RATIO for row in kept)
-    large = any(float(row["memory_ratio"]) >= MAX_MEMORY_RATIO for row in rows)
-    sys.exit(1 if slow or large else 0)
+    missed = [row for row in rows if float(row["time_ratio"]) > MAX_TIME_RATIO]
+    missed += [row for row in rows if float(row["memory_ratio"]) >= MAX_MEMORY_RATIO]
+    for row in missed:
+        print(f"over the limit: {row['files']} loaded as {row['loaded_as']}, {row['page_cache']}")
+    sys.exit(1 if missed else 0)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Make the shipped tiny model: a character tokenizer and a small Llama that can add, but hardly in the form it is asked.
 
-What pre-training saw: first only sums with the operator last, `37 45+82`, of the operand pairs that the default task trains
-on, until it knew them; then, mixed in, the same pairs in the form of the task, `37+45=82`, until a third of its own greedy
-answers in that form were right. Every sum was the true one. It never saw a held-out pair, in either form or order. So it
-adds well in the form it knows and mostly fails in the form the task uses; that gap is what reinforcement learning closes.
+What pre-training saw: first only sums with a full stop before the result, `37+45.82`, of the operand pairs that the default
+task trains on, until it knew them; then, mixed in, the same pairs in the form of the task, `37+45=82`, until two fifths of
+its own greedy answers in that form were right. Every sum was the true one. It never saw a held-out pair, in either form or
+order. So it adds well in the form it knows and mostly fails in the form the task uses; that gap is what RL closes.
 
     python scripts/make_tiny.py FOLDER      (some minutes on two cores; the same bytes for the same torch and CPU)
 """
@@ -29,13 +29,13 @@ from llamarl.types import Problem
 
 SEED = 1
 BATCH = 256
-STEPS = 1000  # operator last
+STEPS = 800  # in the known form
 WARMUP = 50
 LR = 1e-3
-MIXED_LR = 1e-4  # then mixed, gently, so that the end can be hit
-TASK_FORM_SHARE = 0.2
-GOOD_ENOUGH = 0.35  # greedy accuracy in the task's form, on pairs that are trained on
-CHECK_EVERY = 5
+MIXED_LR = 5e-5  # then mixed, gently, so that the end can be hit
+TASK_FORM_SHARE = 0.05
+GOOD_ENOUGH = 0.4  # greedy accuracy in the task's form, on pairs that are trained on
+CHECK_EVERY = 2
 ALPHABET = "0123456789+-*=. "
 EOS = "<eos>"
 
@@ -63,9 +63,9 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}, indent=2) + "\n")
 
 
-def operator_last(problem: Problem) -> Problem:
-    """`37+45=` as `37 45+`: the form that pre-training teaches."""
-    return Problem(problem.prompt[:-1].replace("+", " ") + "+", problem.answer)
+def known_form(problem: Problem) -> Problem:
+    """`37+45=` as `37+45.`: the form that pre-training teaches first."""
+    return Problem(problem.prompt[:-1] + ".", problem.answer)
 
 
 def encode(problems: Sequence[Problem], width: int) -> tuple[Tensor, Tensor]:
@@ -85,22 +85,25 @@ class Pretraining:
         width = max(len(problem.prompt + problem.answer) for problem in problems) + 1
         self._model = model
         self._task_form = encode(problems, width)
-        self._known_form = encode([operator_last(problem) for problem in problems], width)
+        self._known_form = encode([known_form(problem) for problem in problems], width)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
         self._generator = torch.Generator().manual_seed(SEED)
 
     def run(self) -> None:
         for step in range(STEPS):
             loss = self._step(LR * min(1.0, (step + 1) / WARMUP) * (1 - 0.95 * step / STEPS), task_form_share=0.0)
-            if step % 100 == 0 or step == STEPS - 1:
-                print(f"operator last, step {step}: loss {loss:.3f}", flush=True)
+            if step % 50 == 0 or step == STEPS - 1:
+                print(
+                    f"known form, step {step}: loss {loss:.3f}, {self._accuracy(self._known_form):.3f} right",
+                    flush=True,
+                )
         step = 0
-        while (accuracy := self._task_form_accuracy()) < GOOD_ENOUGH:
-            print(f"mixed, step {step}: {accuracy:.3f} of the answers in the task's form are right", flush=True)
+        while (accuracy := self._accuracy(self._task_form)) < GOOD_ENOUGH:
+            print(f"mixed, step {step}: {accuracy:.3f} right in the task's form", flush=True)
             for _ in range(CHECK_EVERY):
                 self._step(MIXED_LR, TASK_FORM_SHARE)
             step += CHECK_EVERY
-        print(f"mixed, step {step}: {accuracy:.3f}, enough", flush=True)
+        print(f"mixed, step {step}: {accuracy:.3f} right, enough", flush=True)
 
     def _step(self, lr: float, task_form_share: float) -> float:
         rows = torch.randint(len(self._task_form[0]), (BATCH,), generator=self._generator)
@@ -118,9 +121,9 @@ class Pretraining:
         return loss.item()
 
     @torch.no_grad()
-    def _task_form_accuracy(self) -> float:
+    def _accuracy(self, form: tuple[Tensor, Tensor]) -> float:
         """Share of pairs whose whole answer is what the model would say greedily."""
-        tokens, learn = self._task_form[0][::8], self._task_form[1][::8]
+        tokens, learn = form[0][::8], form[1][::8]
         right = (self._logits(tokens).argmax(-1) == tokens[:, 1:]) | ~learn[:, 1:]
         return right.all(dim=1).float().mean().item()
 

@@ -66,14 +66,15 @@ def train(
 
     console = Console()
     folder = run or dated_run_folder()
+    job = None if resume else Job(settled)
     if not quiet:
         console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
     display = make_display(console, quiet=quiet)
     try:
-        if resume:
+        if job is None:
             summary = Job.resume(folder, config=settled if path else None, overrides=settings, display=display)
         else:
-            summary = Job(settled).run(folder, display=display)
+            summary = job.run(folder, display=display)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; the record so far is in {folder}") from None
     finally:

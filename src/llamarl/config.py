@@ -44,7 +44,7 @@ class Reward(Section, frozen=True):
 
 class Generator(Section, frozen=True):
     replicas: Annotated[int, Meta(ge=1, description="copies of the policy that generate side by side")] = 1
-    slots: Annotated[int, Meta(ge=1, description="completions decoded at once by one replica")] = 512
+    slots: Annotated[int, Meta(ge=1, description="completions decoded at once by one replica")] = 768
     max_prompt_tokens: Annotated[int, Meta(ge=1, description="a longer prompt is dropped, with the reason")] = 32
     max_new_tokens: Annotated[int, Meta(ge=1, description="longest completion, in tokens")] = 8
     temperature: Annotated[
@@ -55,7 +55,7 @@ class Generator(Section, frozen=True):
 
 
 class Trainer(Section, frozen=True):
-    lr: Annotated[float, Meta(gt=0, le=1, description="AdamW's learning rate")] = 1.5e-4
+    lr: Annotated[float, Meta(gt=0, le=1, description="AdamW's learning rate")] = 8e-5
     warmup_updates: Annotated[int, Meta(ge=0, description="updates over which lr rises linearly from 0")] = 10
     final_lr_share: Annotated[
         float, Meta(ge=0, le=1, description="after the warm-up lr falls linearly to this share of itself")
@@ -75,12 +75,12 @@ class Algo(Section, frozen=True):
     zero_variance: Annotated[
         Literal["keep", "skip"],
         Meta(description="groups whose rewards are all equal: keep their tokens in the loss's denominator, or skip"),
-    ] = "keep"
+    ] = "skip"
 
 
 class Schedule(Section, frozen=True):
-    updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next version of the policy")] = 120
-    groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 64
+    updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next version of the policy")] = 180
+    groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 96
     samples_per_group: Annotated[int, Meta(ge=2, description="n: completions per prompt")] = 8
     max_staleness: Annotated[
         int, Meta(ge=0, description="S: versions a trained token may lag behind; 0 is synchronous and on-policy")
@@ -94,6 +94,9 @@ class Schedule(Section, frozen=True):
     max_attempts: Annotated[
         int, Meta(ge=1, description="a group whose executor died this often while holding it is dropped")
     ] = 3
+    max_skipped: Annotated[
+        int, Meta(ge=1, description="updates in a row whose loss or gradient is no number, before the job stops")
+    ] = 5
 
     @property
     def num_groups(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llamarl.build import BUILDERS, Builder, Site, builder_reference, device_of, make_loss
@@ -21,7 +21,7 @@ from llamarl.engine.local.engine import LocalEngine
 from llamarl.engine.prompts import Prompts
 from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
-from llamarl.errors import ConfigError, InputError, LlamaRLError, ModelError
+from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError
 from llamarl.executors.executor import Executor
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
@@ -144,6 +144,7 @@ class Job:
             watcher=watcher,
         )
         outcome = "interrupted"
+        may_fail: tuple[type[OSError], ...] = ()
         try:
             with _stopping_on_sigterm(driver):
                 driver.run(begin)
@@ -151,13 +152,17 @@ class Job:
         except LlamaRLError as error:
             outcome = str(error)
             raise
+        except OSError as error:
+            outcome, may_fail = f"the record of the run cannot be written: {error}", (OSError,)
+            raise JobFailed(outcome) from error
         finally:
             engine.stop()
             for file in slots.values():
                 file.close()
-            store.close()
-            newest = snapshots.versions()[-1:]
-            summary = watcher.finish(outcome, policy=f"{SNAPSHOTS}/{newest[0]}/{POLICY}" if newest else "")
+            with suppress(*may_fail):
+                store.close()
+                newest = snapshots.versions()[-1:]
+                summary = watcher.finish(outcome, policy=f"{SNAPSHOTS}/{newest[0]}/{POLICY}" if newest else "")
         return summary
 
     def _make_engine(self, slots: Mapping[str, SlotFile], run_folder: RunFolder) -> Engine:
@@ -173,21 +178,10 @@ class Job:
     def _prepare(self) -> Prompts:
         """Everything a user can get wrong is tried here, before anything starts."""
         config = self.config
-        shape = read_shape(config.model_folder)
-        length = config.generator.max_prompt_tokens + config.generator.max_new_tokens
-        if length > shape.max_positions:
-            raise ConfigError(
-                f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
-                f"but {config.model.path} has {shape.max_positions} positions"
-            )
-        tokenizer = Tokenizer.load(config.model_folder)
-        if tokenizer.vocab_size > shape.vocab_size:
-            raise ModelError(
-                f"model.path: the tokenizer of {config.model.path} has {tokenizer.vocab_size} tokens, "
-                f"its model only {shape.vocab_size}"
-            )
-        if not tokenizer.eos_ids:
-            raise ModelError(f"model.path: {config.model.path} names no end token, so completions could not end")
+        try:
+            tokenizer = self._check_model()
+        except ModelError as error:
+            raise ModelError(f"model.path: {error}") from None
         device_of("generator.device", config.generator.device)
         device_of("trainer.device", config.trainer.device)
         check_board(config.observe)
@@ -201,6 +195,24 @@ class Job:
                 f"{config.generator.max_prompt_tokens}"
             )
         return prompts
+
+    def _check_model(self) -> Tokenizer:
+        config, folder = self.config, self.config.model_folder
+        shape = read_shape(folder)
+        length = config.generator.max_prompt_tokens + config.generator.max_new_tokens
+        if length > shape.max_positions:
+            raise ConfigError(
+                f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
+                f"but {config.model.path} has {shape.max_positions} positions"
+            )
+        tokenizer = Tokenizer.load(folder)
+        if tokenizer.vocab_size > shape.vocab_size:
+            raise ModelError(
+                f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens, its model only {shape.vocab_size}"
+            )
+        if not tokenizer.eos_ids:
+            raise ModelError(f"{folder} names no end token, so completions could not end")
+        return tokenizer
 
 
 @contextmanager

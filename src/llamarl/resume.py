@@ -32,6 +32,7 @@ FREE = (
     "trainer.threads",
     "schedule.max_restarts",
     "schedule.max_attempts",
+    "schedule.max_skipped",
 )
 
 

@@ -24,6 +24,7 @@ BRIEF = [
     "schedule.samples_per_group=4",
     "generator.slots=32",
     "evaluate.prompts=8",
+    "trainer.warmup_updates=0",
 ]
 
 

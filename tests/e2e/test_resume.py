@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.killing import TINY, KillAt, Killed
+from helpers.notes import Notes
 
 from llamarl import Job
 from llamarl.configfile import load_config
@@ -86,19 +87,3 @@ def test_settings_that_would_make_it_another_run_are_refused_by_name(tmp_path: P
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run"):
         Job.resume(tmp_path)
-
-
-class Notes:
-    """A display that remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def update(self, snapshot: object) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        self.seen.append(text)
-
-    def close(self) -> None:
-        pass

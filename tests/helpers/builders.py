@@ -30,10 +30,12 @@ def weights_sha256(parameters: Mapping[str, Tensor]) -> str:
 class HashingTrainer:
     """The trainer, and a line with the sha256 of its weights after every update."""
 
-    idle = True
-
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+
+    @property
+    def idle(self) -> bool:
+        return self._trainer.idle
 
     def handle(self, message: Message) -> Iterable[Report]:
         reports = list(self._trainer.handle(message))
@@ -43,7 +45,7 @@ class HashingTrainer:
         return reports
 
     def work(self) -> Iterable[Report]:
-        return ()
+        return self._trainer.work()
 
 
 def hashing_trainer(site: Site) -> Executor:

@@ -13,7 +13,7 @@ import pytest
 import llamarl
 
 ROOT = Path(llamarl.__file__).parent
-BOTTOM = ("types", "errors", "config", "configfile", "shapes", "layout", "messages", "plugins")
+BOTTOM = ("types", "errors", "config", "configfile", "shapes", "layout", "messages", "plugins", "segments")
 SIBLINGS = ("model", "algo", "tasks", "plan", "observe")
 
 # What each room may import besides itself and the bottom. `observe` only watches, so whoever runs things may feed it.
@@ -27,7 +27,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 ALLOWED["build"] = {*ALLOWED["executors"], "executors"}
 ALLOWED["engine"] = {*ALLOWED["build"], "build", "observe"}
-ALLOWED["job"] = {*ALLOWED["engine"], "engine"}
+ALLOWED["resume"] = {*ALLOWED["engine"], "engine"}
+ALLOWED["job"] = {*ALLOWED["resume"], "resume"}
 ALLOWED["cli"] = {*ALLOWED["job"], "job"}
 
 

@@ -154,10 +154,16 @@ class Controller:
     def _on_batch_done(self, event: ev.BatchDone) -> None:
         trained = self.training.trained
         stage = self.training.stage_of(self.executors[event.executor])
-        if self.training.batch_done(stage, event.update):
-            stage.executor.failures = 0
-            for update in range(trained, self.training.trained):
-                self._record_trained(update)
+        if not self.training.batch_done(stage, event.update, event.skipped):
+            return
+        for update in range(trained, self.training.trained):
+            self._record_trained(update)
+        if stage.skipped_in_a_row >= self.schedule.max_skipped:
+            reason = (
+                f"{stage.executor.name} skipped {stage.skipped_in_a_row} updates in a row, "
+                f"{stage.skipped_since} to {event.update}: loss or gradient was not a number"
+            )
+            self._end(ev.Abort(reason), closed=f"stopped: {reason}")
 
     def _on_published(self, event: ev.Published) -> None:
         stage = self.training.stage_of(self.executors[event.executor])
@@ -197,7 +203,7 @@ class Controller:
         if self.training.snapshot != event.version:
             return
         self.training.give_up_snapshot()
-        if event.version == self.schedule.updates or self.stopping:
+        if event.version == self.training.last_update:
             reason = f"the last snapshot could not be written: {event.reason}"
             self._end(ev.Abort(reason), closed=f"stopped: {reason}")
 
@@ -344,6 +350,8 @@ class Controller:
         self._unseen_snapshots -= seen
         covered = range(self.training.saved, max(seen, default=0))
         self.training.saved = max(self.training.saved, covered.stop)
+        if covered:
+            self._say(ev.Prune(self.training.saved))
         if self._keeps_for_rewind:
             for update in covered:
                 self._forget(update)
@@ -352,6 +360,7 @@ class Controller:
         trained = self.training.trained
         self.training.rewind(self.training.stage_of(executor))
         if self.training.trained < trained:
+            self._unseen_snapshots.clear()
             self._write(ledger.Rewound(self.training.trained, executor.name))
 
     def _reload(self, publisher: str) -> None:

@@ -53,6 +53,7 @@ class GroupFailed(FromExecutor, frozen=True):
 
 class BatchDone(FromExecutor, frozen=True):
     update: int
+    skipped: bool = False  # a loss or gradient was no number, so the weights stayed as they were
 
 
 class Published(FromExecutor, frozen=True):
@@ -161,6 +162,12 @@ class Commit(Command, frozen=True):
     version: int
 
 
+class Prune(Command, frozen=True):
+    """No executor will come back from a version before this one: older snapshots beyond those to keep may go."""
+
+    version: int
+
+
 class Write(Command, frozen=True):
     """Append to the ledger."""
 
@@ -195,5 +202,18 @@ class Abort(Command, frozen=True):
 
 
 AnyCommand = (
-    Start | Load | RunGroup | RunBatch | Publish | Save | Commit | Write | Sync | Forget | Evaluated | Finish | Abort
+    Start
+    | Load
+    | RunGroup
+    | RunBatch
+    | Publish
+    | Save
+    | Commit
+    | Prune
+    | Write
+    | Sync
+    | Forget
+    | Evaluated
+    | Finish
+    | Abort
 )

@@ -28,10 +28,23 @@ class Stage:
     unsaved: int | None = None  # likewise, a version that must be saved before it trains on
     saving: int | None = None
     saved: int = 0  # its part is written; the snapshot may still lack others
+    furthest: int = 0  # the newest version it ever made: what it makes again after a rewind is no progress
+    skipped_since: int | None = None  # the first of the updates in a row, up to the last, that changed nothing
 
     @property
     def role(self) -> Role:
         return self.executor.role
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        return 0 if self.skipped_since is None else self.next_update - self.skipped_since
+
+    def note_skipped(self, update: int, skipped: bool) -> None:
+        """Updates that are made again after a rewind are not counted twice."""
+        if not skipped:
+            self.skipped_since = None
+        elif self.skipped_since is None or update < self.skipped_since:
+            self.skipped_since = update
 
 
 class Training:
@@ -68,17 +81,20 @@ class Training:
     def resume(self, version: int) -> None:
         self.assembled = self.saved = version
         for stage in self.stages:
-            stage.next_update = stage.saved = version
+            stage.next_update = stage.saved = stage.furthest = version
 
     def started(self, stage: Stage) -> None:
         if stage.publishes and stage.next_update > stage.published:
             stage.unpublished = stage.next_update
 
-    def batch_done(self, stage: Stage, update: int) -> bool:
+    def batch_done(self, stage: Stage, update: int, skipped: bool) -> bool:
         if stage.running != update:
             return False  # a duplicate
         stage.running = None
         stage.next_update = update + 1
+        if update >= stage.furthest:
+            stage.furthest, stage.executor.failures = update + 1, 0
+        stage.note_skipped(update, skipped)
         # While updates are redone after a rewind, only the newest published version has readers.
         if stage.publishes and stage.next_update >= stage.published:
             stage.unpublished = stage.next_update

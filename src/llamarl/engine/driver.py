@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from llamarl import messages as msg
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
 from llamarl.controller.evaluation import is_evaluation
-from llamarl.controller.ledger import Dropped, encode_record
+from llamarl.controller.ledger import Dropped, Rewound, encode_record
 from llamarl.engine.engine import Arrival, Death, Engine
 from llamarl.engine.prompts import Prompts
 from llamarl.engine.snapshots import Snapshots
@@ -51,6 +52,7 @@ class Driver:
             ev.Save: self._save,
             ev.Write: self._write,
             ev.Commit: self._commit,
+            ev.Prune: self._prune,
             ev.Sync: self._sync,
             ev.Forget: self._forget,
             ev.Evaluated: self._evaluated,
@@ -107,9 +109,7 @@ class Driver:
             case msg.GroupRefused():
                 return ev.GroupFailed(*who, report.ordinal, report.reason)
             case msg.BatchResult():
-                self._store.amend(report.groups)
-                self._watcher.batch_done(arrival.executor, report.update, report.metrics)
-                return ev.BatchDone(*who, report.update)
+                return self._batch_result(arrival, report)
             case msg.WeightsPublished():
                 self._watcher.published(report.version, report.num_bytes)
                 return ev.Published(*who, report.version, report.changed)
@@ -118,7 +118,8 @@ class Driver:
                     self._files |= report.files
                 return ev.Saved(*who, report.version)
             case msg.StateNotSaved():
-                return self._save_failed(report.version, report.reason)
+                # An attempt that was given up may fail later, when another is under way.
+                return self._save_failed(report.version, report.reason) if report.version == self._saving else None
             case msg.Failed():
                 return ev.Died(*who, report.reason)
 
@@ -130,6 +131,14 @@ class Driver:
             if not is_evaluation(group.ordinal):
                 self._watcher.group_done(arrival.executor, facts)
         return ev.GroupDone(arrival.executor, arrival.incarnation, group.ordinal, facts)
+
+    def _batch_result(self, arrival: Arrival, report: msg.BatchResult) -> ev.AnyEvent:
+        skipped = bool(report.metrics.get("skipped"))
+        self._store.amend(report.groups)
+        self._watcher.batch_done(arrival.executor, report.update, report.metrics)
+        if skipped:
+            self._watcher.skipped(arrival.executor, report.update, self._controller.training.batches[report.update])
+        return ev.BatchDone(arrival.executor, arrival.incarnation, report.update, skipped)
 
     # Commands become messages
 
@@ -168,8 +177,14 @@ class Driver:
         self._saving = None
         self._events.append(ev.Committed(command.version))
 
+    def _prune(self, command: ev.Prune) -> None:
+        with suppress(OSError):  # what cannot be removed now can be with the next
+            self._snapshots.prune(command.version)
+
     def _save_failed(self, version: int, reason: str) -> ev.SaveFailed:
+        """The disk may be full: what the attempt has written goes at once, since the ledger needs the room."""
         self._saving = None
+        self._snapshots.discard_partial()
         self._watcher.note(f"SNAPSHOT {version} COULD NOT BE WRITTEN: {reason}; the one before stays")
         return ev.SaveFailed(version, reason)
 
@@ -181,6 +196,8 @@ class Driver:
         if isinstance(command.record, Dropped):
             self._store.drop(command.record.ordinal)
             self._watcher.dropped(command.record.ordinal, command.record.reason)
+        elif isinstance(command.record, Rewound):
+            self._snapshots.rewind(command.record.to_update)
         self._folder.ledger.append(encode_record(command.record))
 
     def _forget(self, command: ev.Forget) -> None:

@@ -36,7 +36,7 @@ class Snapshots:
         self.partial(version).mkdir()
 
     def commit(self, version: int, files: Mapping[str, str]) -> Path:
-        """Turn the parts into a snapshot, then remove the oldest beyond `keep`. OSError leaves the others untouched."""
+        """Turn the parts into a snapshot. OSError leaves the others untouched."""
         partial, final = self.partial(version), self.path(version)
         manifest = partial / MANIFEST
         with manifest.open("wb") as file:
@@ -45,17 +45,31 @@ class Snapshots:
             os.fsync(file.fileno())
         for folder in {partial / Path(name).parent for name in files} | {partial}:
             sync_folder(folder)
-        if final.exists():
-            shutil.rmtree(final)  # the same version, saved again after a rewind
         partial.rename(final)
         sync_folder(self._folder)
-        for old in self.versions()[: -self._keep]:
-            shutil.rmtree(self.path(old), ignore_errors=True)
         return final
+
+    def prune(self, version: int) -> None:
+        """The job will never go back behind `version`: of what it has made so far, the newest `keep` stay."""
+        made = [one for one in self.versions() if one <= version]
+        for old in made[: -self._keep]:
+            self._discard(old)
+
+    def rewind(self, version: int) -> None:
+        """The job goes on from `version`: a newer snapshot is damaged, or of a future that is made anew."""
+        for newer in self.versions():
+            if newer > version:
+                self._discard(newer)
 
     def discard_partial(self) -> None:
         for path in self._folder.glob(".*.partial"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def _discard(self, version: int) -> None:
+        """First out of sight, in one step: half a snapshot never has a snapshot's name."""
+        shutil.rmtree(self.partial(version), ignore_errors=True)
+        self.path(version).rename(self.partial(version))
+        shutil.rmtree(self.partial(version), ignore_errors=True)
 
     def versions(self) -> list[int]:
         """All that have a name, oldest first; whether they are whole, `why_damaged` tells."""
@@ -85,7 +99,7 @@ def why_damaged(snapshot: Path) -> str:
         manifest = msgspec.json.decode((snapshot / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         return f"no {MANIFEST}"
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         return f"{MANIFEST}: {error}"
     if str(manifest.version) != snapshot.name:
         return f"{MANIFEST} is of version {manifest.version}"

@@ -37,10 +37,8 @@ class Reward:
             text = self._tokenizer.decode(bytes_to_tokens(completion.tokens).tolist())
             try:
                 reward = float(self._scorer(text, problem.answer, problem.prompt))
-            except (
-                Exception,
-                SystemExit,
-            ) as error:  # a scorer may be the user's own: its failure is not a wrong answer
+            # A scorer may be the user's own: its failure is not a wrong answer.
+            except (Exception, SystemExit) as error:
                 said = " ".join(str(error).split())[:_MAX_REASON]
                 return GroupRefused(group.ordinal, f"scorer failed: {type(error).__name__}: {said}")
             if not math.isfinite(reward):

@@ -101,16 +101,17 @@ class Trainer:
         return {**metrics, **describe_staleness(batch), **loss_metrics, **self._step(update, loss)}
 
     def _step(self, update: int, loss: Tensor) -> dict[str, float]:
-        """Descend, unless the gradient is not a number: then the weights stay as they are, bit for bit."""
+        """Descend, unless loss or gradient is not a number: then weights and optimizer stay as they are, bit for bit."""
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm).item()
         lr = learning_rate(self._settings, update, self._updates)
-        if math.isfinite(norm):
+        sound = math.isfinite(norm) and math.isfinite(loss.item())
+        if sound:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        return {"loss": loss.item(), "grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
+        return {"loss": loss.item(), "grad_norm": norm, "lr": lr, "skipped": float(not sound)}
 
 
 def make_optimizer(model: Transformer, settings: TrainerConfig) -> torch.optim.AdamW:

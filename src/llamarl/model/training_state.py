@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class TrainingState:
 
     def write(self, folder: Path) -> dict[str, str]:
         """Two subfolders of `folder`; returns the sha256 of every file in them, by its path inside `folder`."""
+        for name in (POLICY, OPTIMIZER):
+            shutil.rmtree(folder / name, ignore_errors=True)  # of an attempt that was given up
         save_model(self._copy, folder / POLICY, carry_from=self._carry_from)
         target = folder / OPTIMIZER
         target.mkdir(parents=True)

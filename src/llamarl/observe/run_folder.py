@@ -64,12 +64,12 @@ class RunFolder:
         """One that holds anything already is refused, so that no record is ever mixed with another."""
         try:
             path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                hint = "; to go on with that run, add --resume" if (path / LEDGER).exists() else ""
+                raise InputError(f"--run {path}: is not empty; name a new folder{hint}")
+            return cls(path)
         except OSError as error:
             raise InputError(f"--run {path}: cannot be made: {error.strerror}") from None
-        if any(path.iterdir()):
-            hint = "; to go on with that run, add --resume" if (path / LEDGER).exists() else ""
-            raise InputError(f"--run {path}: is not empty; name a new folder{hint}")
-        return cls(path)
 
     @classmethod
     def reopen(cls, path: Path, version: int) -> RunFolder:

@@ -14,6 +14,7 @@ class Summary(Struct, kw_only=True):
     updates: int
     groups_trained: int
     groups_dropped: int
+    skipped: int  # updates that changed nothing, since a loss or gradient was no number
     staleness_mean: float
     staleness_max: int
     reward_first: float
@@ -34,6 +35,7 @@ class Made(Struct, frozen=True):
     tokens: int = 0
     stale_tokens: float = 0.0  # tokens times their mean staleness
     reward: float | None = None
+    skipped: int = 0
 
 
 class Tally:
@@ -46,6 +48,7 @@ class Tally:
         self.tokens_trained = 0
         self.staleness_max = 0
         self.restarts = 0
+        self.skipped = 0
         self.evaluations: dict[int, float] = {}  # held-out accuracy by version
         self._stale_tokens = 0.0
         self._made: dict[int, Made] = {}
@@ -71,10 +74,12 @@ class Tally:
             tokens=tokens,
             stale_tokens=metrics.get("staleness_mean", 0.0) * tokens,
             reward=metrics.get("reward"),
+            skipped=int(metrics.get("skipped", 0)),
         )
         before = self._made.get(update, Made())
         self._made[update] = made
         self.groups_trained += made.groups - before.groups
         self.tokens_trained += made.tokens - before.tokens
+        self.skipped += made.skipped - before.skipped
         self._stale_tokens += made.stale_tokens - before.stale_tokens
         self.staleness_max = max(self.staleness_max, int(metrics.get("staleness_max", 0)))

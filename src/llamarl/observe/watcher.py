@@ -72,6 +72,12 @@ class Watcher:
         self.tally.groups_dropped += 1
         self._display.note(f"group {ordinal} dropped: {reason}")
 
+    def skipped(self, executor: str, update: int, ordinals: Sequence[int]) -> None:
+        self._display.note(
+            f"{executor} skipped update {update}: loss or gradient was not a number; weights unchanged; "
+            f"groups {', '.join(map(str, ordinals))}"
+        )
+
     def note(self, text: str) -> None:
         self._display.note(text)
 
@@ -95,6 +101,7 @@ class Watcher:
             updates=tally.updates,
             groups_trained=tally.groups_trained,
             groups_dropped=tally.groups_dropped,
+            skipped=tally.skipped,
             staleness_mean=tally.staleness_mean,
             staleness_max=tally.staleness_max,
             reward_first=_mean(rewards[: max(1, len(rewards) // 10)]),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -21,10 +21,11 @@ from llamarl.controller.ledger import (
     Trained,
     Visible,
     audit,
-    encode_line,
+    encode_record,
     read_ledger,
 )
 from llamarl.errors import InputError
+from llamarl.segments import SegmentWriter
 
 ordinals = st.integers(-(2**62), 2**62)
 records = st.one_of(
@@ -40,91 +41,39 @@ records = st.one_of(
     st.builds(Closed, st.text()),
 )
 
-HISTORY: list[Record] = [
-    Opened(2, 2),
-    Visible(0),
-    Issued(0, "generator/0", 0),
-    Passed(0, "generated", 7, 0, 0, 0.0),
-    Issued(1, "generator/0", 0),
-    Dropped(1, "time-out\nof the scorer"),
-    Trained(0, (0,)),
-    Visible(1),
-    Closed("finished"),
-]
 
-
-def write(path: Path, data: bytes) -> Path:
-    path.write_bytes(data)
-    return path
-
-
-def encoded(history: list[Record]) -> bytes:
-    return b"".join(map(encode_line, history))
+def write(folder: Path, history: list[Record]) -> Path:
+    writer = SegmentWriter(folder)
+    for record in history:
+        writer.append(encode_record(record))
+    writer.close()
+    return folder
 
 
 @settings(max_examples=50)
-@given(st.lists(records, max_size=8))
-def test_records_are_read_back_as_they_were_written(
-    tmp_path_factory: pytest.TempPathFactory, history: list[Record]
-) -> None:
-    path = write(tmp_path_factory.getbasetemp() / "ledger", encoded(history))
-    assert list(read_ledger(path)) == history
+@given(st.lists(records, min_size=1, max_size=8))
+def test_records_are_read_back_as_they_were_written(history: list[Record]) -> None:
+    with TemporaryDirectory() as folder:
+        assert list(read_ledger(write(Path(folder), history))) == history
 
 
-def test_a_record_is_one_line_that_a_person_can_read() -> None:
-    line = encode_line(Dropped(1, "two\nlines"))
-    assert line.count(b"\n") == 1 and line.endswith(b"\n")
-    assert b'{"record":"Dropped","ordinal":1,"reason":"two\\nlines"}' in line
+def test_a_person_can_read_a_record() -> None:
+    assert encode_record(Dropped(1, "time-out")) == b'{"record":"Dropped","ordinal":1,"reason":"time-out"}'
 
 
-def test_a_torn_last_line_is_left_out_wherever_it_was_torn(tmp_path: Path) -> None:
-    whole = encoded(HISTORY)
-    last = len(encode_line(HISTORY[-1]))
-    for missing in range(1, last + 1):
-        path = write(tmp_path / "ledger", whole[:-missing])
-        assert list(read_ledger(path)) == HISTORY[:-1]
-
-
-def test_a_changed_byte_is_named_with_its_line(tmp_path: Path) -> None:
-    whole = encoded(HISTORY)
-    for at in range(len(whole)):
-        if whole[at : at + 1] == b"\n":
-            continue  # without its end, a line runs into the next: the test below
-        damaged = bytearray(whole)
-        damaged[at] ^= 0x01
-        line = whole[:at].count(b"\n") + 1
-        if damaged[at] == ord("\n"):
-            continue
-        with pytest.raises(InputError, match=f"ledger:{line}: damaged record"):
-            list(read_ledger(write(tmp_path / "ledger", bytes(damaged))))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda data: data.replace(b"\n", b" ", 1), id="two lines run together"),
-        pytest.param(lambda data: b"\n" + data, id="an empty line"),
-        pytest.param(lambda data: b"\x00" * 4096 + data, id="a page of zeros"),
-        pytest.param(lambda data: b"hello\n", id="another file"),
-    ],
-)
-def test_damage_before_the_last_line_is_an_error(tmp_path: Path, damage: object) -> None:
-    assert callable(damage)
-    with pytest.raises(InputError, match="ledger:1: damaged record"):
-        list(read_ledger(write(tmp_path / "ledger", damage(encoded(HISTORY)))))
-
-
-def test_a_whole_line_that_is_no_record_is_an_error(tmp_path: Path) -> None:
-    foreign = encode_line(Visible(1)).replace(b"Visible", b"Visibly")
-    body = foreign.split(b" ", 1)[1].rstrip(b"\n")
-    line = b"%08x %s\n" % (zlib.crc32(body), body)
-    with pytest.raises(InputError, match="ledger:1: not a ledger record"):
-        list(read_ledger(write(tmp_path / "ledger", line)))
+def test_what_is_whole_but_no_record_is_an_error(tmp_path: Path) -> None:
+    writer = SegmentWriter(tmp_path)
+    for foreign in (b'{"record":"Visibly","version":1}', b"not json", b'{"record":"Visible","version":"one"}'):
+        writer.append(foreign)
+        writer.sync()
+        with pytest.raises(InputError, match="not a ledger record"):
+            list(read_ledger(tmp_path))
 
 
 def test_a_ledger_that_is_not_there_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be read"):
-        list(read_ledger(tmp_path / "ledger"))
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(InputError, match="no ledger there"):
+            list(read_ledger(folder))
 
 
 def groups(*numbers: int) -> list[Record]:

@@ -11,13 +11,14 @@ import pytest
 from llamarl.errors import InputError
 from llamarl.observe import run_folder
 from llamarl.observe.run_folder import LEDGER, METRICS, RunFolder, dated_run_folder
+from llamarl.segments import read_records
 
 
 def test_a_new_or_empty_folder_is_taken(tmp_path: Path) -> None:
     for path in (tmp_path / "a" / "b" / "new", tmp_path / "empty"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        RunFolder(path).close()
-        assert (path / LEDGER).exists()
+        RunFolder.create(path).close()
+        assert (path / METRICS).exists()
 
 
 @pytest.mark.parametrize("content", ["ledger", ".hidden", "snapshots/1"])
@@ -25,15 +26,15 @@ def test_a_folder_that_holds_anything_is_refused_and_left_alone(tmp_path: Path, 
     (tmp_path / content).parent.mkdir(exist_ok=True)
     (tmp_path / content).write_text("kept")
     with pytest.raises(InputError, match="is not empty; name a new folder"):
-        RunFolder(tmp_path)
+        RunFolder.create(tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / content]
     assert (tmp_path / content).read_text() == "kept"
 
 
 def test_a_finished_run_is_not_continued_by_accident(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "run").close()
+    RunFolder.create(tmp_path / "run").close()
     with pytest.raises(InputError, match="is not empty"):
-        RunFolder(tmp_path / "run")
+        RunFolder.create(tmp_path / "run")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line(
@@ -44,20 +45,23 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line(
 
     monkeypatch.setattr(run_folder, "AppendFile", refuse)
     with pytest.raises(InputError, match="cannot be made: Permission denied"):
-        RunFolder(tmp_path / "run")
+        RunFolder.create(tmp_path / "run")
 
 
 def test_what_was_synced_is_on_disk_while_the_run_goes_on(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.ledger.append(b"one\n")
-    folder.ledger.append(b"two\n")
+    folder = RunFolder.create(tmp_path / "run")
+    for record in (b"one", b"two"):
+        folder.ledger.append(record)
     folder.ledger.sync()
-    assert (tmp_path / "run" / LEDGER).read_bytes() == b"one\ntwo\n"
+    folder.metrics.append_json({"update": 0})
+    folder.metrics.sync()
+    assert [record for _, record in read_records(tmp_path / "run" / LEDGER)] == [b"one", b"two"]
+    assert (tmp_path / "run" / METRICS).read_bytes() == b'{"update":0}\n'
     folder.close()
 
 
 def test_metrics_are_one_object_a_line(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
+    folder = RunFolder.create(tmp_path / "run")
     for update in range(3):
         folder.metrics.append_json({"update": update, "text": "two\nlines", "none": float("nan")})
     folder.close()

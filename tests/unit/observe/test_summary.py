@@ -57,7 +57,8 @@ def test_an_update_that_is_made_again_after_a_rewind_counts_once() -> None:
 @pytest.fixture
 def watcher(tmp_path: Path) -> Watcher:
     config = Config(schedule=Schedule(updates=20))
-    return Watcher(config, RunFolder(tmp_path / "run"), Quiet(), first_role="generator", last_role="trainer")
+    folder = RunFolder.create(tmp_path / "run")
+    return Watcher(config, folder, Quiet(), tally=Tally(), first_role="generator", last_role="trainer")
 
 
 def run_to_the_end(watcher: Watcher) -> Summary:
@@ -70,7 +71,7 @@ def run_to_the_end(watcher: Watcher) -> Summary:
     watcher.dropped(3, "time-out")
     watcher.restarted("generator/0")
     watcher.evaluated(20, 0.75)
-    return watcher.finish("finished")
+    return watcher.finish("finished", "snapshots/20/policy")
 
 
 def test_the_summary_of_a_run_by_hand(watcher: Watcher, tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_wall_times_stay_out_of_the_metrics(watcher: Watcher, tmp_path: Path) ->
 
 def test_a_run_that_failed_before_its_first_update_has_a_summary_too(watcher: Watcher) -> None:
     watcher.spent("trainer/0", [Span("work", "slice", 0.0, 0.0)])
-    summary = watcher.finish("trainer/0 died: out of memory")
+    summary = watcher.finish("trainer/0 died: out of memory", "")
     assert summary.outcome == "trainer/0 died: out of memory"
     assert (summary.updates, summary.eval_before, summary.reward_last, summary.policy) == (0, None, 0.0, "")
 

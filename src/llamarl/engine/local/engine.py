@@ -352,11 +352,23 @@ def _close_all(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
+def _compile_cache() -> dict[str, str]:
+    """Where torch keeps compiled code, which it unpickles: a folder of the user's own. Left to itself it makes one with a
+    guessable name in the shared temporary folder, as soon as a process has an optimizer."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl" / "torch"
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except (OSError, RuntimeError):  # a user without a home
+        return {}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+
+
 def _start_nursery() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Both must be set before torch loads. Threads that spin while they wait would take the cores from the other
+    # All must be set before torch loads. Threads that spin while they wait would take the cores from the other
     # executors; and numpy's BLAS would start threads in a process that is there to be forked.
-    environment = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", **os.environ}
+    environment = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", **_compile_cache(), **os.environ}
     process = subprocess.Popen(
         [sys.executable, "-m", "llamarl.engine.local.nursery", str(theirs.fileno()), str(os.getpid())],
         pass_fds=[theirs.fileno()],

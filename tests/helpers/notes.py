@@ -1,0 +1,17 @@
+"""A display that remembers what it was told."""
+
+from __future__ import annotations
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def update(self, snapshot: object) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.seen.append(text)
+
+    def close(self) -> None:
+        pass

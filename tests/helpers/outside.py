@@ -1,0 +1,152 @@
+"""A job run by the command line and disturbed from the outside, as an operator, a kernel or a power cut would."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONTROLLER = "controller"
+_LOOK_S = 0.005
+_STATE_S = 2.0  # a state that does not come about within this time is not waited for
+ROBUST = ("schedule.max_restarts=20", "schedule.max_attempts=50", "snapshots.every=5")  # kills come often
+
+
+def children(pid: int) -> list[int]:
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def executors(controller: int) -> dict[str, int]:
+    """`generator-0` -> pid. Each writes into a log of its own name."""
+    found = {}
+    for nursery in children(controller):
+        for pid in children(nursery):
+            with suppress(OSError):
+                log = Path(os.readlink(f"/proc/{pid}/fd/1"))
+                if log.suffix == ".log":
+                    found[log.stem] = pid
+    return found
+
+
+class RunningJob:
+    """`llamarl train` as a process; killed, it is resumed."""
+
+    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+        self.folder = folder
+        self._process = self._start(*settings)
+
+    def _start(self, *args: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "llamarl.cli", "train", "--run", str(self.folder), "--quiet", *args]
+        return subprocess.Popen(command)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def kill_and_resume(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        # Without a ledger it was killed before it began: nothing can be resumed, and nothing was lost.
+        self._process = self._start("--resume")
+
+    def wait(self, timeout_s: float) -> int:
+        return self._process.wait(timeout_s)
+
+    def end(self) -> None:
+        if self.running:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return found
+
+    # States that can be told from the outside
+
+    def is_in(self, state: str, victim: int) -> bool:
+        match state:
+            case "saving":
+                return any((self.folder / "snapshots").glob(".*.partial"))
+            case "publishing":  # follows when an update's records have been synced
+                newest = max((path.stat().st_mtime for path in (self.folder / "ledger").iterdir()), default=0.0)
+                return time.time() - newest < 0.02
+            case "busy":
+                return _process_state(victim) == "R"
+            case _:
+                return _process_state(victim) == "S"
+
+
+def _process_state(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+STATES = ("idle", "busy", "publishing", "saving")
+
+
+@dataclass
+class Disturber:
+    """One kill or stop every `every_s` seconds while a job runs, seeded."""
+
+    seed: int
+    every_s: float
+    controller_share: float = 0.1
+    stop_share: float = 0.25
+    done: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._chance = random.Random(self.seed)
+
+    def disturb(self, job: RunningJob, kills: int) -> None:
+        """Until the job ends or `kills` have been done."""
+        next_s = time.monotonic() + self.every_s
+        while job.running and kills:
+            if time.monotonic() < next_s:
+                time.sleep(_LOOK_S)
+                continue
+            if self._strike(job):
+                kills -= 1
+                next_s = max(next_s + self.every_s, time.monotonic())
+
+    def _strike(self, job: RunningJob) -> bool:
+        if self._chance.random() < self.controller_share and (job.folder / "ledger" / "00000000").exists():
+            job.kill_and_resume()
+            self._tell(job, CONTROLLER, "any state", "SIGKILL")
+            return True
+        living = executors(job.pid)
+        if not living:
+            time.sleep(_LOOK_S)
+            return False
+        name = self._chance.choice(sorted(living))
+        state = self._chance.choice(STATES if name.startswith("trainer") else STATES[:3])
+        number = signal.SIGSTOP if self._chance.random() < self.stop_share else signal.SIGKILL
+        deadline_s = time.monotonic() + _STATE_S
+        while not (met := job.is_in(state, living[name])) and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        try:
+            os.kill(living[name], number)
+        except ProcessLookupError:
+            return False
+        self._tell(job, name, state if met else "any state", number.name)
+        return True
+
+    def _tell(self, job: RunningJob, name: str, state: str, number: str) -> None:
+        self.done.append(f"{name} {state}")
+        print(f"{len(self.done):>4}  {number}  {name} ({state})  in {job.folder.name}", flush=True)
