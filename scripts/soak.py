@@ -63,7 +63,8 @@ def soak(folder: Path, args: argparse.Namespace) -> list[str]:
     settings = [*ROBUST, "engine.silence_s=5", *args.settings]
     target = undisturbed(folder / "undisturbed", [*settings, "seed=0"])
     print(f"undisturbed: accuracy {target:.3f}", flush=True)
-    disturber, wrong, round_number = Disturber(args.seed, args.every), [], 0
+    disturber, round_number = Disturber(args.seed, args.every), 0
+    wrong: list[str] = []
     while len(disturber.done) < args.kills and not wrong:
         run, left = folder / f"run-{round_number}", args.kills - len(disturber.done)
         wrong += under_fire(run, [*settings, f"seed={round_number}"], disturber, left, target)

@@ -178,10 +178,6 @@ class Config(Section, frozen=True):
             )
         if not all(0 <= beta < 1 for beta in self.trainer.betas):
             raise ConfigError(f"trainer.betas: each must lie in [0, 1), got {list(self.trainer.betas)}")
-        if self.trainer.warmup_updates > schedule.updates:
-            raise ConfigError(
-                f"trainer.warmup_updates: {self.trainer.warmup_updates} is more than schedule.updates={schedule.updates}"
-            )
         if self.placement == "colocated" and schedule.max_staleness:
             raise ConfigError(
                 f"placement: colocated executors take turns, so schedule.max_staleness={schedule.max_staleness} "

@@ -78,7 +78,8 @@ def parse_config(raw: Mapping[str, Any], source: str = "") -> Config:
 
 
 def config_to_yaml(config: Config) -> str:
-    return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """ASCII, since some of Unicode's line ends would not come back as they were."""
+    return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False)
 
 
 def describe(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:

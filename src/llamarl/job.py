@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llamarl.build import BUILDERS, Builder, Site, builder_reference, device_of, make_loss
-from llamarl.config import Config
+from llamarl.config import Config, Reward
 from llamarl.configfile import config_to_yaml, load_config
 from llamarl.controller.controller import Controller
 from llamarl.controller.events import Began, Resumed
@@ -33,6 +34,7 @@ from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
 from llamarl.resume import recover, refuse_other_meaning
 from llamarl.tasks.registry import make_scorer, make_task
+from llamarl.types import Problem
 from llamarl.weights.slots import SlotFile
 
 GROUPS_AHEAD = 4  # groups that may lie in the reward's inbox, so that it need not wait for the next
@@ -135,7 +137,7 @@ class Job:
         engine = self._make_engine(slots, run_folder)
         snapshots = Snapshots(run_folder.snapshots, self.config.snapshots.keep)
         driver = Driver(
-            Controller(self.line, self.config.schedule, self.config.evaluate, self.config.snapshots),
+            Controller(self.line, self.config.schedule, self._prompts.evaluate, self.config.snapshots),
             engine,
             self._prompts,
             store=store,
@@ -185,9 +187,9 @@ class Job:
         device_of("generator.device", config.generator.device)
         device_of("trainer.device", config.trainer.device)
         check_board(config.observe)
-        make_scorer(config.reward)
         make_loss(config)
         prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)
+        _try_scorer(config.reward, prompts.group(0).problem)
         first = len(prompts.group(0).prompt_tokens) // 4
         if not 1 <= first <= config.generator.max_prompt_tokens:
             raise InputError(
@@ -213,6 +215,20 @@ class Job:
         if not tokenizer.eos_ids:
             raise ModelError(f"{folder} names no end token, so completions could not end")
         return tokenizer
+
+
+def _try_scorer(settings: Reward, problem: Problem) -> None:
+    """A scorer that cannot even judge a task's own answer would fail on every group."""
+    scorer = make_scorer(settings)
+    try:
+        reward = float(scorer(problem.answer, problem.answer, problem.prompt))
+    except (Exception, SystemExit) as error:  # it may be the user's own: whatever it raises becomes one line
+        raise ConfigError(
+            f"reward.scorer: {settings.scorer} fails on the first problem's own answer {problem.answer!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not math.isfinite(reward):
+        raise ConfigError(f"reward.scorer: {settings.scorer} gives {reward} for the first problem's own answer")
 
 
 @contextmanager

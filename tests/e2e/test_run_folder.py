@@ -31,6 +31,7 @@ OVERRIDES = [
     "trainer.threads=1",
     "trainer.warmup_updates=0",
     "evaluate.prompts=8",
+    "algo.zero_variance=keep",  # so that every update has tokens to train on
 ]
 
 

@@ -34,7 +34,7 @@ class Disk:
 
     def operation(self, name: str, where: object, half: Callable[[], object] = lambda: None) -> None:
         """Called before each; raises if this one fails."""
-        if self._full and name not in TAKES_ROOM or self._only not in str(where):
+        if (self._full and name not in TAKES_ROOM) or self._only not in str(where):
             return
         self.operations.append(name)
         if self.failed:

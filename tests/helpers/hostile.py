@@ -199,6 +199,22 @@ def paired_reward(site: Site) -> Executor:
     return PairedReward(site)
 
 
+class Failing:
+    """Fails at whatever it is told."""
+
+    idle = True
+
+    def handle(self, message: Message) -> Iterable[Report]:
+        raise ValueError(f"no {type(message).__name__} for me")
+
+    def work(self) -> Iterable[Report]:
+        return ()
+
+
+def failing_executor(site: Site) -> Executor:
+    return Failing()
+
+
 class Idle:
     """Does nothing, and takes any message."""
 

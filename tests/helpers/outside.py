@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 CONTROLLER = "controller"
+NUM_EXECUTORS = 3
 _LOOK_S = 0.005
 _STATE_S = 2.0  # a state that does not come about within this time is not waited for
 ROBUST = ("schedule.max_restarts=20", "schedule.max_attempts=50", "snapshots.every=5")  # kills come often
@@ -61,7 +62,6 @@ class RunningJob:
     def kill_and_resume(self) -> None:
         self._process.kill()
         self._process.wait()
-        # Without a ledger it was killed before it began: nothing can be resumed, and nothing was lost.
         self._process = self._start("--resume")
 
     def wait(self, timeout_s: float) -> int:
@@ -118,22 +118,18 @@ class Disturber:
         """Until the job ends or `kills` have been done."""
         next_s = time.monotonic() + self.every_s
         while job.running and kills:
-            if time.monotonic() < next_s:
+            living = executors(job.pid)
+            if time.monotonic() < next_s or len(living) < NUM_EXECUTORS:  # the job, or one of them, is starting
                 time.sleep(_LOOK_S)
-                continue
-            if self._strike(job):
+            elif self._strike(job, living):
                 kills -= 1
                 next_s = max(next_s + self.every_s, time.monotonic())
 
-    def _strike(self, job: RunningJob) -> bool:
-        if self._chance.random() < self.controller_share and (job.folder / "ledger" / "00000000").exists():
+    def _strike(self, job: RunningJob, living: Mapping[str, int]) -> bool:
+        if self._chance.random() < self.controller_share:
             job.kill_and_resume()
             self._tell(job, CONTROLLER, "any state", "SIGKILL")
             return True
-        living = executors(job.pid)
-        if not living:
-            time.sleep(_LOOK_S)
-            return False
         name = self._chance.choice(sorted(living))
         state = self._chance.choice(STATES if name.startswith("trainer") else STATES[:3])
         number = signal.SIGSTOP if self._chance.random() < self.stop_share else signal.SIGKILL

@@ -11,7 +11,7 @@ from itertools import pairwise
 from llamarl.config import Evaluate, Schedule, Snapshots
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
-from llamarl.controller.ledger import Record, audit
+from llamarl.controller.ledger import Dropped, Record, audit
 from llamarl.controller.line import Channel, Line, Role
 from llamarl.types import GroupFacts
 
@@ -168,7 +168,8 @@ class World:
     def _check_batch(self, command: ev.RunBatch) -> None:
         assert len(command.ordinals) == self.schedule.groups_per_update
         assert not set(command.ordinals) & self.forgotten, "trains on groups that were forgotten"
-        for ordinal in command.ordinals:
+        dropped = {record.ordinal for record in self.records if isinstance(record, Dropped)}
+        for ordinal in set(command.ordinals) - dropped:  # a dropped group has no tokens that could be stale
             staleness = command.update - self.first_version[ordinal]
             assert 0 <= staleness <= self.schedule.staleness_bound, f"group {ordinal} is {staleness} versions old"
         self.trained_batches.append((command.update, command.ordinals))

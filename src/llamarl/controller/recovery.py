@@ -12,7 +12,7 @@ def resumption(
     records: Iterable[ledger.Record], stored: Collection[int], version: int, evaluated: Iterable[int]
 ) -> Resumed:
     """Go on from the snapshot of `version`; `stored` are the ordinals whose rollouts the GroupStore still holds."""
-    batches, dropped = _history(records)
+    batches, dropped, last_version = _history(records)
     before = {ordinal for update, batch in batches.items() if update < version for ordinal in batch}
     again: list[tuple[int, ...]] = []
     while (update := version + len(again)) in batches:
@@ -21,7 +21,9 @@ def resumption(
         again.append(batches[update])
     in_batches = before.union(*again)
     oldest = _smallest_missing(in_batches)
-    settled = sorted((set(stored) | dropped) - in_batches)
+    # A group that a later version sampled than the next update will train is from a future that was lost: generated again.
+    usable = {ordinal for ordinal in stored if last_version.get(ordinal, 0) <= version + len(again)}
+    settled = sorted((usable | dropped) - in_batches)
     return Resumed(
         version=version,
         batches=tuple(again),
@@ -33,19 +35,22 @@ def resumption(
     )
 
 
-def _history(records: Iterable[ledger.Record]) -> tuple[dict[int, tuple[int, ...]], set[int]]:
-    """The batches that still count, by update, and every ordinal that was ever dropped."""
+def _history(records: Iterable[ledger.Record]) -> tuple[dict[int, tuple[int, ...]], set[int], dict[int, int]]:
+    """The batches, by update; every ordinal that was ever dropped; and the newest version that sampled each group."""
     batches: dict[int, tuple[int, ...]] = {}
     dropped: set[int] = set()
+    last_version: dict[int, int] = {}
     for record in records:
         match record:
             case ledger.Trained():
                 batches[record.update] = tuple(sorted(record.ordinals + record.dropped))
             case ledger.Dropped():
                 dropped.add(record.ordinal)
+            case ledger.Passed():
+                last_version[record.ordinal] = record.last_version
             case _:
                 pass  # a rewind cancels updates, but the same batches are made again in their place
-    return batches, dropped
+    return batches, dropped, last_version
 
 
 def _smallest_missing(ordinals: set[int]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from llamarl.config import Config
 from llamarl.controller.evaluation import is_evaluation
 from llamarl.model.tokenizer import Tokenizer
@@ -14,6 +16,8 @@ class Prompts:
         self._task, self._tokenizer = task, tokenizer
         self._training, self._greedy = config.training_sampling, config.greedy_sampling
         self._evaluation = task.evaluation(config.evaluate.prompts)
+        # A small task may hold out fewer problems than the setting asks for: then all of them, each once.
+        self.evaluate = replace(config.evaluate, prompts=len(self._evaluation))
 
     def group(self, ordinal: int) -> PromptGroup:
         if is_evaluation(ordinal):

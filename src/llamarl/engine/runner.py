@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from llamarl.executors.executor import Executor
-from llamarl.messages import LoadWeights, Message, PublishWeights, Report, SaveState
+from llamarl.messages import LoadWeights, Message, PublishWeights, Report, SaveState, StateNotSaved, StateSaved
 from llamarl.observe.timeline import Span, SpanKind
 
 _MERGE_GAP_S = 0.002  # slices of one piece of work become one span
@@ -15,6 +15,7 @@ class Runner:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._spans: list[Span] = []
+        self._slices: SpanKind = "work"  # what it does between messages; while a snapshot is being written, that
 
     @property
     def idle(self) -> bool:
@@ -24,12 +25,16 @@ class Runner:
         start_s = time.monotonic()
         reports = list(self._executor.handle(message))
         self._note(_kind(message), type(message).__name__, start_s)
+        if isinstance(message, SaveState):
+            self._slices = "save"
         return reports
 
     def work(self) -> list[Report]:
         start_s = time.monotonic()
         reports = list(self._executor.work())
-        self._note("work", "slice", start_s)
+        self._note(self._slices, "slice", start_s)
+        if any(isinstance(report, StateSaved | StateNotSaved) for report in reports):
+            self._slices = "work"
         return reports
 
     def take_spans(self) -> tuple[Span, ...]:
@@ -39,7 +44,7 @@ class Runner:
     def _note(self, kind: SpanKind, name: str, start_s: float) -> None:
         end_s = time.monotonic()
         last = self._spans[-1] if self._spans else None
-        if last and last.kind == kind == "work" and last.name == name and start_s - last.end_s < _MERGE_GAP_S:
+        if last and last.kind == kind != "weights" and last.name == name and start_s - last.end_s < _MERGE_GAP_S:
             self._spans[-1] = Span(kind, name, last.start_s, end_s)
         else:
             self._spans.append(Span(kind, name, start_s, end_s))

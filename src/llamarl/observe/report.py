@@ -25,7 +25,11 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
         f"updates            {summary.updates} in {format_seconds(summary.train_s)}"
         f" (whole run {format_seconds(summary.wall_s)})",
         f"groups             {summary.groups_trained} trained, {summary.groups_dropped} dropped",
-        *([f"skipped            {summary.skipped} updates: loss or gradient was not a number"] if summary.skipped else []),
+        *(
+            [f"skipped            {summary.skipped} updates: loss or gradient was not a number"]
+            if summary.skipped
+            else []
+        ),
         f"staleness          mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
         f"tokens             {summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
         f"time spent waiting {waiting}",

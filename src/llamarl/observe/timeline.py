@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -25,17 +26,44 @@ class Span(Struct, frozen=True, array_like=True):
         return self.end_s - self.start_s
 
 
+class Track:
+    """The spans of one executor, packed: a long run has millions, and its memory should not show it."""
+
+    def __init__(self) -> None:
+        self._labels: dict[tuple[SpanKind, str], int] = {}
+        self._label_of, self._times_s = array("H"), array("d")
+
+    def append(self, span: Span) -> None:
+        self._label_of.append(self._labels.setdefault((span.kind, span.name), len(self._labels)))
+        self._times_s.extend((span.start_s, span.end_s))
+
+    def __len__(self) -> int:
+        return len(self._label_of)
+
+    def __getitem__(self, at: int) -> Span:
+        kind, name = tuple(self._labels)[self._label_of[at]]
+        return Span(kind, name, *self._times_s[2 * at : 2 * at + 2])
+
+    def __iter__(self) -> Iterator[Span]:
+        return (self[at] for at in range(len(self)))
+
+    def __reversed__(self) -> Iterator[Span]:
+        return (self[at] for at in range(len(self) - 1, -1, -1))
+
+
 class Timeline:
     def __init__(self) -> None:
-        self.spans: dict[str, list[Span]] = {}
+        self.spans: dict[str, Track] = {}
 
     def add(self, executor: str, spans: Iterable[Span]) -> None:
-        self.spans.setdefault(executor, []).extend(spans)
+        track = self.spans.setdefault(executor, Track())
+        for span in spans:
+            track.append(span)
 
     def busy_s(self, executor: str, start_s: float, end_s: float) -> float:
         """Seconds of [start, end] that the executor was not waiting. Spans lie in order and do not overlap."""
         busy = 0.0
-        for span in reversed(self.spans.get(executor, [])):
+        for span in reversed(self.spans.get(executor, Track())):
             if span.end_s <= start_s:
                 break
             busy += max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s))

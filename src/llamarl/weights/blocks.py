@@ -49,7 +49,8 @@ def checksum_of(whole: Bytes, threads: int) -> bytes:
 
 
 def _checksum(whole: Bytes, prepare: Callable[[int], None], threads: int) -> bytes:
-    """32 bytes that any changed bit changes, at the speed of memory: 64-bit sums of 32 KiB pieces, then a hash of them.
+    """32 bytes that any flipped bit changes, at the speed of memory: 64-bit sums of 32 KiB pieces, then a hash of them.
+    It is there for torn, mixed and damaged weights; words swapped inside one piece would pass.
 
     Each block is summed right after `prepare` has written it, while it is still in the cache."""
     words, per_piece, per_block = whole.view(np.int64), _PIECE // 8, _BLOCK // _PIECE

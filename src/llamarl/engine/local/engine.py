@@ -279,6 +279,7 @@ class LocalEngine:
         except BlockingIOError:
             pass
         except (ConnectionResetError, BrokenPipeError):
+            self._drain(state)
             self._hang_up(state)
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if state.outgoing else 0)

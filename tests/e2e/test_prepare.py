@@ -1,0 +1,34 @@
+"""What would fail on every group, or quietly measure the wrong thing, is noticed before a job starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llamarl import Job
+from llamarl.configfile import load_config
+from llamarl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def score(completion):\n    return 1.0\n", "fails on the first problem's own answer"),
+        ("def score(completion, answer, prompt):\n    return float('nan')\n", "gives nan"),
+        ("def score(completion, answer, prompt):\n    return 'high'\n", "could not convert string to float"),
+    ],
+)
+def test_a_scorer_that_cannot_judge_is_refused_before_the_start(body: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(body)
+    with pytest.raises(ConfigError, match=message):
+        Job(load_config(None, [f"reward.scorer={tmp_path}/mine.py:score"]))
+
+
+def test_a_small_task_is_evaluated_on_each_held_out_problem_once(tmp_path: Path) -> None:
+    settings = ["task.max_operand=9", "schedule.updates=1", "schedule.groups_per_update=2", "engine=inline"]
+    summary = Job(load_config(None, [*settings, "generator.slots=32", "evaluate.prompts=500"])).run(tmp_path / "run")
+    assert summary.eval_before is not None
+    count = len(Job(load_config(None, settings))._prompts._evaluation)
+    assert count < 100
+    assert round(summary.eval_before * count, 6).is_integer()
