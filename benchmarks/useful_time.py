@@ -43,7 +43,7 @@ def timed_run(folder: Path, settings: list[str], disturber: Disturber | None = N
 
 def updates_for(seconds: float, folder: Path, settings: list[str]) -> int:
     trial = timed_run(folder, [*settings, f"schedule.updates={TRIAL_UPDATES}"])
-    return max(TRIAL_UPDATES, round(seconds / trial.summary["train_s"] * TRIAL_UPDATES))
+    return max(TRIAL_UPDATES, round(seconds / float(trial.summary["train_s"]) * TRIAL_UPDATES))
 
 
 def wall_s(folder: Path, settings: list[str], disturber: Disturber | None = None, kills: int = 0) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from helpers.killing import Killed
 
 CHANGES = ("mkdir", "rename", "replace", "unlink", "rmdir", "chmod", "fsync", "sendfile")
