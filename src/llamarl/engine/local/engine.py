@@ -33,6 +33,9 @@ _READ_BYTES = 1 << 20
 _WAIT_S = 0.05
 _OBITUARY_S = 0.5  # how long a hang-up waits for the nursery to say why
 _GRACE_S = 2.0
+_SOON_S = 3.0
+_MIN_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 30.0
 _NURSERY_S = 120.0  # for importing torch, however slow the disk
 
 
@@ -59,6 +62,22 @@ class Rank:
         return self.executor, self.incarnation, self.rank
 
 
+class Backoff:
+    """Who dies again soon after it was started waits longer each time; the first restart is at once."""
+
+    def __init__(self) -> None:
+        self._started_s: dict[str, float] = {}
+        self._delay_s: dict[str, float] = {}
+
+    def delay_s(self, executor: str) -> float:
+        """Called at every start; how long to wait with it."""
+        now_s, before_s = time.monotonic(), self._started_s.get(executor)
+        soon = before_s is not None and now_s - before_s < _SOON_S
+        delay_s = min(_MAX_BACKOFF_S, max(_MIN_BACKOFF_S, 2 * self._delay_s.get(executor, 0.0))) if soon else 0.0
+        self._delay_s[executor], self._started_s[executor] = delay_s, now_s + delay_s
+        return delay_s
+
+
 class LocalEngine:
     def __init__(
         self,
@@ -74,13 +93,15 @@ class LocalEngine:
         self._ranks: dict[tuple[str, int], Rank] = {}
         self._selector = selectors.DefaultSelector()
         self._arrivals: list[Arrival | Death] = []
-        self._births: list[tuple[Birth, list[int]]] = []
+        self._births: list[tuple[float, Birth, list[int]]] = []  # not before, what, with which descriptors
+        self._backoff = Backoff()
         self._open_nursery()
 
     # The interface of every engine
 
     def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
         role = next(role for role in self._line.roles if role.name == role_of(executor))
+        not_before_s = time.monotonic() + self._backoff.delay_s(executor)
         meeting = os.memfd_create("llamarl-meeting", os.MFD_CLOEXEC)
         log = os.open(
             self._log_folder / f"{executor.replace('/', '-')}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
@@ -88,7 +109,7 @@ class LocalEngine:
         for rank in range(role.ranks):
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
-            state = Rank(executor, incarnation, rank, ours)
+            state = Rank(executor, incarnation, rank, ours, born_s=not_before_s)
             self._ranks[executor, rank] = state
             self._selector.register(ours, selectors.EVENT_READ, state)
             birth = Birth(
@@ -104,7 +125,7 @@ class LocalEngine:
                 threads=role.threads or os.cpu_count() or 1,
             )
             fds = [theirs.detach(), *map(os.dup, (log, meeting, *(file.fd for file in self._slots.values())))]
-            self._births.append((birth, fds))
+            self._births.append((not_before_s, birth, fds))
         os.close(log)
         os.close(meeting)
         self._send_births()
@@ -128,6 +149,7 @@ class LocalEngine:
                 self._read(key.data)
             if mask & selectors.EVENT_WRITE:
                 self._flush(key.data)
+        self._send_births()
         self._check_deadlines()
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
@@ -166,15 +188,17 @@ class LocalEngine:
         self._selector.register(self._control, selectors.EVENT_READ, None)
 
     def _send_births(self) -> None:
-        while self._nursery_ready and self._births:
-            birth, fds = self._births.pop(0)
+        due = [entry for entry in self._births if entry[0] <= time.monotonic()] if self._nursery_ready else []
+        for entry in due:
+            self._births.remove(entry)
+            _, birth, fds = entry
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
             with suppress(OSError):  # gone or stuck: the next `events` or `start_s` will tell
                 self._control.sendmsg([encode(birth)], [rights])
             _close_all(fds)
 
     def _drop_births(self) -> None:
-        for _, fds in self._births:
+        for _, _, fds in self._births:
             _close_all(fds)
         self._births.clear()
 
@@ -188,7 +212,7 @@ class LocalEngine:
         elif data == READY:
             self._nursery_ready = True
             for state in self._ranks.values():
-                state.born_s = time.monotonic()
+                state.born_s = max(state.born_s, time.monotonic())
             self._send_births()
         else:
             with suppress(msgspec.MsgspecError):  # what is no news is ignored
@@ -200,9 +224,11 @@ class LocalEngine:
             return
         if isinstance(news, Born):
             state.pid = news.pid
-        else:
-            self._drain(state)
-            self._bury(state, state.reason or news.reason)
+            return
+        self._drain(state)
+        if state.reason and len(self._ranks_of(state.executor)) > 1:
+            return  # its complaint may only be about the rank that died first: that one is given time to be told of
+        self._bury(state, state.reason or news.reason)
 
     def _replace_nursery(self) -> None:
         """Its children died with it. The controller brings back what it needs, from a new one."""

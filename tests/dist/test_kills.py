@@ -1,0 +1,257 @@
+"""Real kill -9s and SIGSTOPs, on every role and in every state; on the job itself; and SIGTERM. Nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.killing import TINY
+from helpers.processes import wait_until
+
+from llamarl import Job, job
+from llamarl.configfile import load_config
+from llamarl.controller.ledger import Audit, Trained, audit, read_ledger
+from llamarl.engine.engine import Arrival, Death
+from llamarl.engine.local.engine import LocalEngine
+from llamarl.messages import (
+    GroupResult,
+    LoadWeights,
+    Message,
+    PublishWeights,
+    SaveState,
+    WeightsLoaded,
+    WorkOnBatch,
+    WorkOnGroup,
+)
+from llamarl.model.checkpoint import load_model
+from llamarl.observe.summary import Summary
+
+SEED = 20
+SILENCE_S = 1.5
+PATIENCE_S = 4.0  # a state that does not come about within this time is not waited for
+RECOVERY_S = 3.0
+IDLE = "idle"
+STATES: dict[str, tuple[type[Message] | str, ...]] = {
+    "generator/0": (IDLE, WorkOnGroup, LoadWeights),
+    "reward/0": (IDLE, WorkOnGroup),
+    "trainer/0": (IDLE, WorkOnBatch, PublishWeights, SaveState),
+}
+
+
+@dataclass
+class Deed:
+    """One signal to one executor, a moment after it was told to do something, or has nothing to do."""
+
+    executor: str
+    state: type[Message] | str
+    number: signal.Signals
+    delay_s: float
+    done_s: float | None = None
+    incarnation: int = -1
+    in_state: bool = False
+    recovered_s: float | None = None
+
+
+def plan(seed: int) -> list[Deed]:
+    """Every state of every role is met by a kill; stops, which take longer to be noticed, are spread over them."""
+    chance = random.Random(seed)
+    places = [(executor, state) for executor, states in STATES.items() for state in states]
+    killed = [*places, *chance.sample(places, 5)]
+    stopped = chance.sample([place for place in places if place[1] != IDLE], 6)
+    deeds = [Deed(*place, signal.SIGKILL, chance.random() * 0.02) for place in killed]
+    deeds += [Deed(*place, signal.SIGSTOP, chance.random() * 0.02) for place in stopped]
+    chance.shuffle(deeds)
+    return deeds
+
+
+@dataclass
+class Killer:
+    """Does one deed after the other: the next once the victim of the last works again."""
+
+    deeds: Sequence[Deed]
+    at: int = 0
+    armed_s: float = field(default_factory=time.monotonic)
+    timers: list[threading.Timer] = field(default_factory=list)
+
+    @property
+    def deed(self) -> Deed | None:
+        return self.deeds[self.at] if self.at < len(self.deeds) else None
+
+    def saw(self, engine: LocalEngine, executor: str, state: type[Message] | str) -> None:
+        deed = self.deed
+        if deed is None or deed.done_s is not None or deed.executor != executor or not engine._ranks[executor, 0].up:
+            return
+        in_state = deed.state == state
+        if in_state or time.monotonic() - self.armed_s > PATIENCE_S:
+            rank = engine._ranks[executor, 0]
+            deed.done_s, deed.incarnation, deed.in_state = time.monotonic(), rank.incarnation, in_state
+            timer = threading.Timer(deed.delay_s, self._strike, (rank.pid, deed))
+            self.timers.append(timer)
+            timer.start()
+
+    def heard(self, arrival: Arrival | Death) -> None:
+        deed = self.deed
+        if deed is None or deed.done_s is None or arrival.executor != deed.executor:
+            return
+        if isinstance(arrival, Arrival) and arrival.incarnation > deed.incarnation and arrival.report is not None:
+            # A generator is back when it has weights or an answer; any other role when it is up.
+            if deed.executor.startswith("generator") and not isinstance(arrival.report, WeightsLoaded | GroupResult):
+                return
+            deed.recovered_s = time.monotonic() - deed.done_s
+            self.at, self.armed_s = self.at + 1, time.monotonic()
+
+    def _strike(self, pid: int, deed: Deed) -> None:
+        deed.done_s = time.monotonic()
+        with suppress(ProcessLookupError):
+            os.kill(pid, deed.number)
+
+
+def disturbed(killer: Killer) -> type[LocalEngine]:
+    class DisturbedEngine(LocalEngine):
+        def send(self, executor: str, message: Message) -> None:
+            super().send(executor, message)
+            if (executor, 0) in self._ranks:
+                killer.saw(self, executor, type(message))
+
+        def events(self) -> Sequence[Arrival | Death]:
+            arrivals = super().events()
+            for arrival in arrivals:
+                killer.heard(arrival)
+            for rank in list(self._ranks.values()):
+                if not rank.owes:
+                    killer.saw(self, rank.executor, IDLE)
+            return arrivals
+
+    return DisturbedEngine
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    deeds: list[Deed]
+    summary: Summary
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disturbed]:
+    folder = tmp_path_factory.mktemp("kills") / "run"
+    settings = [
+        *TINY,
+        "schedule.updates=90",
+        "schedule.max_restarts=9",
+        "schedule.max_attempts=99",
+        "snapshots.every=3",
+        "evaluate.prompts=16",
+        f"engine.silence_s={SILENCE_S}",
+    ]
+    killer = Killer(plan(SEED))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "LocalEngine", disturbed(killer))
+        summary = Job(load_config(None, settings)).run(folder)
+    for timer in killer.timers:
+        timer.join()
+    yield Disturbed(list(killer.deeds), summary, folder)
+
+
+def test_twenty_kills_and_stops_over_all_roles_and_states_and_the_run_ends(run: Disturbed) -> None:
+    done = [deed for deed in run.deeds if deed.recovered_s is not None]
+    assert len(done) == len(run.deeds) == 20, "the job ended before everything was done to it"
+    met = {(deed.executor, deed.state) for deed in done if deed.in_state}
+    assert len(met) >= 8, "most states were really met"
+    assert {executor for executor, _ in met} == set(STATES)
+    assert run.summary.outcome == "finished"
+    assert run.summary.restarts >= 20
+
+
+def test_after_twenty_kills_every_group_is_accounted_for_and_the_weights_are_finite(run: Disturbed) -> None:
+    found = audit(read_ledger(run.folder / "ledger"))
+    assert found.clean, found
+    assert (found.trained, found.updates, found.dropped) == (90 * 4, 90, {})
+    assert found.rewinds >= 5
+    model = load_model(run.folder / run.summary.policy, device=torch.device("cpu"))
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_killed_generator_works_again_within_three_seconds(run: Disturbed) -> None:
+    kills = [deed for deed in run.deeds if deed.executor == "generator/0" and deed.number == signal.SIGKILL]
+    times = [deed.recovered_s for deed in kills]
+    assert times and all(taken is not None and taken < RECOVERY_S for taken in times), times
+
+
+# The job itself, from the outside
+
+ENDLESS = [*TINY, "schedule.updates=60", "snapshots.every=5", "evaluate.prompts=16"]
+
+
+def start(folder: Path, *args: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "llamarl.cli", "train", "--run", str(folder), "--quiet", *map(str, args)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE)
+
+
+def updates(folder: Path) -> int:
+    with suppress(Exception):  # being written
+        return 1 + max(record.update for record in read_ledger(folder / "ledger") if isinstance(record, Trained))
+    return 0
+
+
+def ended(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, str]:
+    _, said = process.communicate(timeout=timeout_s)
+    return process.returncode, said.decode()
+
+
+def full_audit(folder: Path) -> Audit:
+    return audit(read_ledger(folder / "ledger"))
+
+
+def test_the_job_is_killed_resumed_asked_to_stop_and_resumed_to_the_end(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    killed = start(folder, *ENDLESS)
+    assert wait_until(lambda: updates(folder) >= 12, 60), "the job does not get on"
+    killed.kill()
+    killed.communicate()
+    assert not full_audit(folder).closed
+
+    stopped = start(folder, "--resume")
+    before = updates(folder)
+    assert wait_until(lambda: updates(folder) >= before + 8 or stopped.poll() is not None, 60)
+    asked_s = time.monotonic()
+    stopped.send_signal(signal.SIGTERM)
+    assert ended(stopped, 10) == (0, "")
+    assert time.monotonic() - asked_s < 10
+    found = full_audit(folder)
+    assert found.closed.startswith("stopped on request after update")
+    version = int(found.closed.rsplit(" ", 1)[1])
+    assert before <= version < 60 and (folder / "snapshots" / str(version) / "manifest.json").exists()
+
+    resumed = start(folder, "--resume")
+    assert ended(resumed, 60) == (0, "")
+    found = full_audit(folder)
+    assert found.clean and found.trained == 60 * 4 and found.closed == "finished"
+
+
+def test_a_run_that_has_ended_cannot_be_resumed_into_something_else(tmp_path: Path) -> None:
+    settings: list[Any] = [
+        *TINY,
+        "engine=inline",
+        "schedule.updates=2",
+        "trainer.warmup_updates=0",
+        "evaluate.prompts=0",
+    ]
+    Job(load_config(None, settings)).run(tmp_path / "run")
+    weights = tmp_path / "run" / "snapshots" / "2" / "policy" / "model.safetensors"
+    before = weights.read_bytes()
+    assert Job.resume(tmp_path / "run").outcome == "finished"
+    assert weights.read_bytes() == before
+    assert full_audit(tmp_path / "run").clean
