@@ -63,7 +63,7 @@ class SegmentWriter:
         self.number += 1
         self._file = (self._folder / f"{self.number:08}").open("xb")
         self._size = 0
-        sync_folder(self._folder)
+        sync_path(self._folder)
 
 
 def segment_files(folder: Path) -> list[Path]:
@@ -101,9 +101,9 @@ def _records(path: Path, data: bytes) -> Iterator[bytes]:
         at = end
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a new name in a folder survive a crash."""
-    fd = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Make a file's bytes, or the names in a folder, survive a crash."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

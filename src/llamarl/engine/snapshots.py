@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from llamarl.model.training_state import hash_file
-from llamarl.segments import sync_folder
+from llamarl.segments import sync_path
 
 MANIFEST = "manifest.json"
 
@@ -44,9 +44,9 @@ class Snapshots:
             file.flush()
             os.fsync(file.fileno())
         for folder in {partial / Path(name).parent for name in files} | {partial}:
-            sync_folder(folder)
+            sync_path(folder)
         partial.rename(final)
-        sync_folder(self._folder)
+        sync_path(self._folder)
         return final
 
     def prune(self, version: int) -> None:

@@ -28,6 +28,7 @@ from llamarl.model.hf_config import carried_config, read_json_object, read_shape
 from llamarl.model.safetensors_file import Span, read_spans
 from llamarl.model.tensor_io import DTYPES, read_tensor, same_bytes, write_tensors
 from llamarl.model.transformer import Transformer
+from llamarl.segments import sync_path
 from llamarl.shapes import ModelShape, parameter_shapes
 
 # (name, full shape) -> the part of the tensor that this rank holds, one slice per dimension.
@@ -276,19 +277,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
         try:
             yield temporary
             for path in (*temporary.iterdir(), temporary):
-                _sync(path)
+                sync_path(path)
             temporary.chmod(0o755)
             temporary.rename(folder)
-            _sync(folder.parent)
+            sync_path(folder.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise ModelError(f"{folder}: cannot be written ({error.strerror})") from None
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
