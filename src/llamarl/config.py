@@ -83,7 +83,8 @@ class Schedule(Section, frozen=True):
     groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 96
     samples_per_group: Annotated[int, Meta(ge=2, description="n: completions per prompt")] = 8
     max_staleness: Annotated[
-        int, Meta(ge=0, description="S: versions a trained token may lag behind; 0 is synchronous and on-policy")
+        int,
+        Meta(ge=0, description="S: versions a trained group may lag behind (window=1); 0 is synchronous and on-policy"),
     ] = 1
     window: Annotated[
         int, Meta(ge=1, description="W: at most W-1 younger groups may be trained before the oldest; 1 keeps order")

@@ -203,7 +203,7 @@ class Controller:
         if self.training.snapshot != event.version:
             return
         self.training.give_up_snapshot()
-        if event.version == self.training.last_update:
+        if event.version == self.training.final_version:
             reason = f"the last snapshot could not be written: {event.reason}"
             self._end(ev.Abort(reason), closed=f"stopped: {reason}")
 
@@ -219,13 +219,14 @@ class Controller:
             return
         self.training.advance()
         while self.newest < self.training.visible:
+            # One by one, for evaluations; a resumed job begins with the version of its snapshot.
             self._make_visible(max(self.newest + 1, self._resumed_at))
             self.training.advance()
         for position in range(len(self.pools) - 1, 0, -1):
             self._hand_out(position)
         self._admit()
-        if self.training.trained == self.training.last_update:
-            self._wind_up(self.training.last_update)
+        if self.training.trained == self.training.final_version:
+            self._wind_up(self.training.final_version)
 
     def _wind_up(self, version: int) -> None:
         """No update will follow: make sure of the last snapshot, finish the last evaluation, end."""
@@ -254,7 +255,7 @@ class Controller:
         pool, returned = self.pools[0], self._waiting[0]
         self._hand_out(0)
         for executor, ordinal in self.evaluation.assign(pool, self.newest):
-            self._assign(executor, ordinal, weight=1)
+            self._assign(executor, ordinal, num_completions=1)
         samples = self.schedule.samples_per_group
         while not returned and self.places_used < self.schedule.num_places and self._has_more:
             if self._skip_known():
@@ -284,14 +285,14 @@ class Controller:
     def _hand_out(self, position: int) -> None:
         waiting, pool = self._waiting[position], self.pools[position]
         while waiting:
-            weight = 1 if is_evaluation(waiting[0]) else self.schedule.samples_per_group
-            executor = pool.least_busy(weight, self.newest)
+            num_completions = 1 if is_evaluation(waiting[0]) else self.schedule.samples_per_group
+            executor = pool.least_busy(num_completions, self.newest)
             if executor is None:
                 return
-            self._assign(executor, heapq.heappop(waiting), weight)
+            self._assign(executor, heapq.heappop(waiting), num_completions)
 
-    def _assign(self, executor: Executor, ordinal: int, weight: int) -> None:
-        executor.take(ordinal, weight)
+    def _assign(self, executor: Executor, ordinal: int, num_completions: int) -> None:
+        executor.take(ordinal, num_completions)
         self.pools[executor.position].touch(executor)
         if executor.position == 0 and not is_evaluation(ordinal):
             self._write(ledger.Issued(ordinal, executor.name, executor.version))

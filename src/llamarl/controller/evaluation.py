@@ -73,7 +73,7 @@ class Evaluation:
             if current.replica is not None:
                 current.version = current.replica.version
         replica = current.replica
-        while replica is not None and current.unassigned and replica.load < pool.role.capacity:
+        while replica is not None and current.unassigned and replica.occupied < pool.role.capacity:
             yield replica, current.unassigned.pop()
 
     def pins(self, executor: Executor) -> bool:

@@ -18,7 +18,7 @@ SOURCE = "task"  # where every line begins: prompts come from the task, which is
 class Role(Struct, frozen=True, kw_only=True):
     name: str
     unit: Literal["group", "batch"]  # works on one group at a time, or on the groups of one update
-    done: str  # what the ledger says of a group that has passed: "generated", "scored", "trained"
+    done: str  # what the ledger says of a group that has passed: "generated", "scored" (roles for batches: "trained")
     executors: int = 1
     ranks: int = 1  # processes that are one executor; the engine talks to the first of them
     threads: int = 0  # cores each of them may use; 0: all

@@ -33,7 +33,7 @@ class Executor:
     loading: int | None = None
     failed_loads: int = 0  # in a row, of versions that were still the newest
     groups: dict[int, int] = field(default_factory=dict)  # ordinal -> completions it holds for that group
-    load: int = 0  # completions over all its groups
+    occupied: int = 0  # completions over all its groups
 
     def life(self, newest: int) -> Life:
         if self.dead:
@@ -44,26 +44,26 @@ class Executor:
             return Life.STALE
         return Life.BUSY if self.groups else Life.READY
 
-    def take(self, ordinal: int, weight: int) -> None:
-        self.groups[ordinal] = weight
-        self.load += weight
+    def take(self, ordinal: int, num_completions: int) -> None:
+        self.groups[ordinal] = num_completions
+        self.occupied += num_completions
 
     def give(self, ordinal: int) -> None:
         self.failures = 0
-        self.load -= self.groups.pop(ordinal)
+        self.occupied -= self.groups.pop(ordinal)
 
     def fall(self) -> list[int]:
         """Death: returns the groups it held, in order."""
         held = sorted(self.groups)
         self.groups.clear()
-        self.load, self.up, self.version, self.loading, self.failed_loads = 0, False, -1, None, 0
+        self.occupied, self.up, self.version, self.loading, self.failed_loads = 0, False, -1, None, 0
         return held
 
 
 class Pool:
     """Finds the executor with the fewest groups among those that may be given one; cheap with thousands of them.
 
-    A heap of (groups, index) for each weight that is asked for, since who is too full for a group may have room for a
+    A heap of (groups, index) for each num_completions that is asked for, since who is too full for a group may have room for a
     smaller one. Entries may be out of date: one counts only if it still says the truth."""
 
     def __init__(self, role: Role, position: int, reads_weights: bool) -> None:
@@ -77,22 +77,22 @@ class Pool:
         """Call whenever the executor may have become available, or what it holds has changed."""
         if not executor.up:
             return
-        entry, room = (len(executor.groups), executor.index), self.role.capacity - executor.load
-        for weight, heap in self._heaps.items():
+        entry, room = (len(executor.groups), executor.index), self.role.capacity - executor.occupied
+        for num_completions, heap in self._heaps.items():
             if len(heap) > 64 + 4 * len(self.executors):
                 heap[:] = self._entries()
-            if weight <= room:
+            if num_completions <= room:
                 heapq.heappush(heap, entry)
 
-    def least_busy(self, weight: int, newest: int) -> Executor | None:
-        """Who gets the next group of `weight` completions; None when all are full, stale or down."""
-        if weight not in self._heaps:
-            self._heaps[weight] = self._entries()
-        heap = self._heaps[weight]
+    def least_busy(self, num_completions: int, newest: int) -> Executor | None:
+        """Who gets the next group of `num_completions` completions; None when all are full, stale or down."""
+        if num_completions not in self._heaps:
+            self._heaps[num_completions] = self._entries()
+        heap = self._heaps[num_completions]
         while heap:
             num_groups, index = heap[0]
             executor = self.executors[index]
-            fits = executor.load + weight <= self.role.capacity
+            fits = executor.occupied + num_completions <= self.role.capacity
             if fits and num_groups == len(executor.groups) and self._available(executor, newest):
                 return executor
             heapq.heappop(heap)  # `touch` brings it back when something about it changes

@@ -57,7 +57,7 @@ class Training:
         self.assembled = 0  # updates whose batch is known
         self.saved = 0  # the newest whole snapshot of a visible version; 0 is the model that the job began with
         self.snapshot: int | None = None  # the version that is being saved
-        self.last_update = updates  # none is begun from here on
+        self.final_version = updates  # no update is begun once it is made
         self._save_every = save_every
         self._tell = tell
 
@@ -128,7 +128,7 @@ class Training:
 
     def stop_early(self) -> None:
         """Begin no further update, but let every stage reach the version that the furthest is at or making."""
-        self.last_update = max(stage.next_update + (stage.running is not None) for stage in self.stages)
+        self.final_version = max(stage.next_update + (stage.running is not None) for stage in self.stages)
 
     def save_now(self, version: int) -> None:
         """All stages are at `version` and at rest."""
@@ -144,7 +144,7 @@ class Training:
             if stage.executor.up:
                 self._publish(stage)
                 self._save(stage)
-                self._run(stage, limit=min(done_before, self.last_update))
+                self._run(stage, limit=min(done_before, self.final_version))
             done_before = stage.next_update
 
     def _begin_snapshot(self, stage: Stage) -> None:

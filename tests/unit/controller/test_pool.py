@@ -23,13 +23,13 @@ def bring_up(pool: Pool, version: int = 0) -> None:
         pool.touch(executor)
 
 
-def plain_search(pool: Pool, weight: int, newest: int) -> Executor | None:
+def plain_search(pool: Pool, num_completions: int, newest: int) -> Executor | None:
     """Fewest groups; among equals the first."""
     fit = [
         executor
         for executor in pool.executors
         if executor.up
-        and executor.load + weight <= pool.role.capacity
+        and executor.occupied + num_completions <= pool.role.capacity
         and (not executor.reads_weights or (newest >= 0 and executor.version == newest))
     ]
     return min(fit, key=lambda executor: (len(executor.groups), executor.index), default=None)
@@ -51,11 +51,11 @@ def test_it_chooses_whom_a_plain_search_would_choose(
         executor = random.choice(pool.executors)
         action = random.random()
         if action < 0.5:
-            weight = random.choice(weights)
-            chosen = pool.least_busy(weight, newest)
-            assert chosen is plain_search(pool, weight, newest)
+            num_completions = random.choice(weights)
+            chosen = pool.least_busy(num_completions, newest)
+            assert chosen is plain_search(pool, num_completions, newest)
             if chosen is not None and random.random() < 0.9:
-                chosen.take(ordinal, weight)
+                chosen.take(ordinal, num_completions)
                 pool.touch(chosen)
         elif action < 0.8 and executor.groups:
             executor.give(random.choice(list(executor.groups)))
@@ -98,7 +98,7 @@ def test_nobody_is_given_more_than_its_capacity() -> None:
         pool.touch(chosen)
         given += 1
     assert given == 4
-    assert [executor.load for executor in pool.executors] == [4, 4]
+    assert [executor.occupied for executor in pool.executors] == [4, 4]
 
 
 def test_a_group_that_does_not_fit_does_not_hide_room_for_a_smaller_one() -> None:
@@ -166,5 +166,5 @@ def test_death_returns_the_groups_in_order_and_leaves_nothing() -> None:
     for ordinal in (9, -3, 5):
         executor.take(ordinal, 2)
     assert executor.fall() == [-3, 5, 9]
-    assert (executor.groups, executor.load, executor.version) == ({}, 0, -1)
+    assert (executor.groups, executor.occupied, executor.version) == ({}, 0, -1)
     assert executor.life(newest=3) is Life.STARTING
