@@ -63,7 +63,7 @@ class Executor:
 class Pool:
     """Finds the executor with the fewest groups among those that may be given one; cheap with thousands of them.
 
-    A heap of (groups, index) for each num_completions that is asked for, since who is too full for a group may have room for a
+    A heap of (groups, index) for each size of group that is asked for, since who is too full for one may have room for a
     smaller one. Entries may be out of date: one counts only if it still says the truth."""
 
     def __init__(self, role: Role, position: int, reads_weights: bool) -> None:
