@@ -28,7 +28,7 @@ from llamarl.controller.ledger import Audit, audit, read_ledger
 from llamarl.controller.line import Line
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.local import engine as engine_module
-from llamarl.engine.local.engine import LocalEngine
+from llamarl.engine.local.engine import Backoff, LocalEngine
 from llamarl.engine.local.frames import BadFrame, FrameReader, encode_frame
 from llamarl.engine.local.nursery import READY
 from llamarl.engine.local.wire import Obituary, encode
@@ -51,6 +51,14 @@ TINY = [
     "algo.zero_variance=skip",
 ]
 SYNCHRONOUS = [*TINY, "schedule.max_staleness=0", "placement=colocated"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restarts_without_delay() -> Iterator[None]:
+    """Executors die here many times in a row; how long they would have to wait is a test of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "_MAX_BACKOFF_S", 0.0)
+        yield
 
 
 @dataclass(frozen=True)
@@ -415,6 +423,21 @@ def test_stopping_before_the_nursery_is_ready_is_quick_and_leaves_nothing(tmp_pa
     bench.engine.stop()
     assert time.monotonic() - started_s < 1
     assert num_descriptors() == before
+
+
+def test_who_dies_at_once_waits_longer_each_time_and_who_lived_a_while_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "_MAX_BACKOFF_S", 1.0)
+    now_s = 1000.0
+    monkeypatch.setattr(engine_module.time, "monotonic", lambda: now_s)
+    backoff, delays = Backoff(), []
+    for lived_s in (0.0, 0.01, 0.01, 0.01, 0.01, 0.01, 60.0, 0.01):
+        now_s += lived_s
+        delays.append(backoff.delay_s("reward/0"))
+        now_s += delays[-1]
+    assert delays == [0, 0.1, 0.2, 0.4, 0.8, 1.0, 0, 0.1]
+    assert backoff.delay_s("trainer/0") == 0
 
 
 # Frames

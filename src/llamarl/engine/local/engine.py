@@ -33,7 +33,7 @@ _READ_BYTES = 1 << 20
 _WAIT_S = 0.05
 _OBITUARY_S = 0.5  # how long a hang-up waits for the nursery to say why
 _GRACE_S = 2.0
-_SOON_S = 3.0
+_SOON_S = 3.0  # a death so soon after the start makes the next start wait
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 30.0
 _NURSERY_S = 120.0  # for importing torch, however slow the disk
@@ -63,7 +63,7 @@ class Rank:
 
 
 class Backoff:
-    """Who dies again soon after it was started waits longer each time; the first restart is at once."""
+    """Who dies soon after it was started waits before the next start, longer each time; who lived a while does not."""
 
     def __init__(self) -> None:
         self._started_s: dict[str, float] = {}
