@@ -430,7 +430,7 @@ def test_who_dies_at_once_waits_longer_each_time_and_who_lived_a_while_does_not(
 ) -> None:
     monkeypatch.setattr(engine_module, "_MAX_BACKOFF_S", 1.0)
     now_s = 1000.0
-    monkeypatch.setattr(engine_module.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     backoff, delays = Backoff(), []
     for lived_s in (0.0, 0.01, 0.01, 0.01, 0.01, 0.01, 60.0, 0.01):
         now_s += lived_s
