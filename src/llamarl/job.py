@@ -79,6 +79,8 @@ class Job:
         self.builders = {**BUILDERS, **(builders or {})}
         if missing := {role.name for role in self.line.roles} - self.builders.keys():
             raise ConfigError(f"line: no builder for role '{sorted(missing)[0]}'")
+        if config.engine.kind == "local":
+            self._references = {r.name: builder_reference(r.name, self.builders[r.name]) for r in self.line.roles}
         self._prompts = self._prepare()
 
     @classmethod
@@ -170,8 +172,7 @@ class Job:
     def _make_engine(self, slots: Mapping[str, SlotFile], run_folder: RunFolder) -> Engine:
         if self.config.engine.kind == "inline":
             return InlineEngine(lambda executor, snapshot: self._build(executor, snapshot, slots))
-        references = {role.name: builder_reference(role.name, self.builders[role.name]) for role in self.line.roles}
-        return LocalEngine(self.config, self.line, references, slots, run_folder.path / "logs")
+        return LocalEngine(self.config, self.line, self._references, slots, run_folder.path / "logs")
 
     def _build(self, executor: str, snapshot: Path | None, slots: Mapping[str, SlotFile]) -> Executor:
         site = Site(self.config, executor, slots, self.line.weights_source, snapshot)

@@ -400,7 +400,7 @@ def test_the_engine_ignores_news_that_are_none(tmp_path: Path, monkeypatch: pyte
     """This test plays the nursery."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setattr(engine_module, "_start_nursery", lambda: (ours, process))
+    monkeypatch.setattr(engine_module, "start_nursery", lambda: (ours, process))
     bench = Bench(tmp_path)
     try:
         bench.engine.spawn("reward/0", 7, None)

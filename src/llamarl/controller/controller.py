@@ -71,7 +71,7 @@ class Controller:
 
     def handle(self, event: ev.AnyEvent) -> list[ev.AnyCommand]:
         """The whole interface. Words of earlier incarnations, duplicates and anything after the end are ignored."""
-        if not self.finished and not self._is_outdated(event):
+        if not self.finished and not self._is_void(event):
             self._handlers[type(event)](event)
             self._advance()
         commands, self._commands = self._commands, []
@@ -388,8 +388,13 @@ class Controller:
     def _has_more(self) -> bool:
         return self.next_ordinal < self.schedule.num_groups and not self.stopping
 
-    def _is_outdated(self, event: ev.AnyEvent) -> bool:
-        return isinstance(event, ev.FromExecutor) and event.incarnation != self.executors[event.executor].incarnation
+    def _is_void(self, event: ev.AnyEvent) -> bool:
+        """A word of the dead, or one that this executor has no business to say."""
+        if not isinstance(event, ev.FromExecutor):
+            return False
+        executor = self.executors[event.executor]
+        of_training = isinstance(event, ev.BatchDone | ev.Published | ev.Saved)
+        return event.incarnation != executor.incarnation or (of_training and executor.role.unit != "batch")
 
     def _holder(self, event: ev.GroupDone | ev.GroupFailed) -> Executor | None:
         """Who reports, if it really holds the group: otherwise the report is a duplicate."""

@@ -259,3 +259,16 @@ def test_a_line_that_is_none_is_refused(roles: list[str], channels: list[tuple[s
             [Role(name=name, unit="group", done="done") for name in roles],
             [Channel(f"{a}-{b}", "scatter", a, b) for a, b in channels],
         )
+
+
+def test_words_that_an_executor_has_no_business_to_say_change_nothing() -> None:
+    world = World(standard_line(), schedule())
+    while not world.trained_batches:
+        world.complete(0)
+    records = list(world.records)
+    for event in (ev.BatchDone("generator/0", 0, 0), ev.Published("reward/0", 0, 1), ev.Saved("generator/0", 0, 0)):
+        world.feed(event)
+    assert world.records == records
+    assert world.controller.training.trained == 0
+    world.run(lambda count: 0)
+    world.check_end()

@@ -8,7 +8,6 @@ import select
 import selectors
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from llamarl.config import Config
 from llamarl.controller.line import Line, role_of
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.local.frames import BadFrame, FrameReader, encode_frame
-from llamarl.engine.local.nursery import READY
+from llamarl.engine.local.nursery import READY, start_nursery
 from llamarl.engine.local.wire import Birth, Born, Kill, Obituary, decode_envelope, decode_news, encode
 from llamarl.errors import JobFailed
 from llamarl.messages import Failed, Message, ReaderStuck, Stop, Up
@@ -183,7 +182,8 @@ class LocalEngine:
     # The nursery
 
     def _open_nursery(self) -> None:
-        self._control, self._nursery = _start_nursery()
+        self._control, self._nursery = start_nursery()
+        self._control.settimeout(_GRACE_S)
         self._nursery_ready, self._nursery_opened_s = False, time.monotonic()
         self._selector.register(self._control, selectors.EVENT_READ, None)
 
@@ -377,32 +377,3 @@ def _readable(connection: socket.socket) -> bool:
 def _close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-def _compile_cache() -> dict[str, str]:
-    """Where torch keeps compiled code, which it unpickles: a folder of the user's own. Left to itself it makes one with a
-    guessable name in the shared temporary folder, as soon as a process has an optimizer."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl" / "torch"
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
-    except (OSError, RuntimeError):  # a user without a home
-        return {}
-    return {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
-
-
-def _start_nursery() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # All must be set before torch loads. Threads that spin while they wait would take the cores from the other
-    # executors; and numpy's BLAS would start threads in a process that is there to be forked.
-    environment = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", **_compile_cache(), **os.environ}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llamarl.engine.local.nursery", str(theirs.fileno()), str(os.getpid())],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        process_group=0,  # Ctrl-C in a terminal is sent to a whole group; this one is stopped by the engine
-    )
-    theirs.close()
-    ours.settimeout(_GRACE_S)
-    return ours, process

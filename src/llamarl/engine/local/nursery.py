@@ -12,8 +12,10 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -146,6 +148,35 @@ def _live(birth: Birth, fds: list[int], parent: int) -> None:
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _compile_cache() -> dict[str, str]:
+    """Where torch keeps compiled code, which it unpickles: a folder of the user's own. Left to itself it makes one with a
+    guessable name in the shared temporary folder, as soon as a process has an optimizer."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl" / "torch"
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except (OSError, RuntimeError):  # a user without a home
+        return {}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+
+
+def start_nursery() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """The engine's side: the new process, and the control socket to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # All must be set before torch loads. Threads that spin while they wait would take the cores from the other
+    # executors; and numpy's BLAS would start threads in a process that is there to be forked.
+    environment = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", **_compile_cache(), **os.environ}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llamarl.engine.local.nursery", str(theirs.fileno()), str(os.getpid())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        process_group=0,  # Ctrl-C in a terminal is sent to a whole group; this one is stopped by the engine
+    )
+    theirs.close()
+    return ours, process
 
 
 def main() -> None:
