@@ -126,4 +126,3 @@ Report = (
 
 encode = msgspec.msgpack.Encoder().encode
 decode_message = msgspec.msgpack.Decoder(Message).decode
-decode_report = msgspec.msgpack.Decoder(Report).decode

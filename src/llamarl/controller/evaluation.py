@@ -50,9 +50,6 @@ class Evaluation:
         between = self.settings.every > 0 and version % self.settings.every == 0
         return version in (0, self.updates) or between
 
-    def problem_index(self, ordinal: int) -> int:
-        return (-ordinal - 1) % self.settings.prompts
-
     def version_visible(self, version: int) -> None:
         """Called once for every version, in order."""
         if self.is_due(version):
