@@ -26,6 +26,8 @@ class Snapshot(Struct, frozen=True):
     elapsed_s: float
     waiting: dict[str, float]  # per executor, the share of the last seconds that it waited
     accuracy: float | None  # of the newest evaluation
+    score_failures: int = 0  # attempts at judging an answer that came to nothing, so far
+    score_timeouts: int = 0
 
     @property
     def generated_per_s(self) -> float:
@@ -110,8 +112,14 @@ def line_of(snapshot: Snapshot) -> str:
         f"update {snapshot.update:>4} of {snapshot.updates}  reward {metrics.get('reward', 0.0):.3f}  "
         f"staleness {metrics.get('staleness_mean', 0.0):.2f}  "
         f"generated {snapshot.generated_per_s:,.0f} tok/s  trained {snapshot.trained_per_s:,.0f} tok/s  "
+        f"{unjudged(snapshot.score_failures, snapshot.score_timeouts)}"
         f"waiting: {waiting}  {format_seconds(snapshot.left_s)} left"
     )
+
+
+def unjudged(failures: int, timeouts: int) -> str:
+    """Said only when there is something to say."""
+    return f"not judged {failures} failed, {timeouts} late  " if failures or timeouts else ""
 
 
 def panel_of(snapshot: Snapshot) -> Group:
@@ -128,6 +136,8 @@ def panel_of(snapshot: Snapshot) -> Group:
     facts.add_row(
         "generated", f"{snapshot.generated_per_s:,.0f} tok/s", "trained", f"{snapshot.trained_per_s:,.0f} tok/s"
     )
+    if said := unjudged(snapshot.score_failures, snapshot.score_timeouts):
+        facts.add_row("scorer", said)
     waits = Table.grid(padding=(0, 3))
     for executor, share in snapshot.waiting.items():
         waits.add_row(executor, ProgressBar(total=1.0, completed=1.0 - share, width=30), f"waits {share:.0%}")

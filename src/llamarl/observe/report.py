@@ -30,6 +30,14 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
             if summary.skipped
             else []
         ),
+        *(
+            [
+                f"scorer             failed {summary.score_failures} times, was late {summary.score_timeouts} times: "
+                "tried again or dropped, never taken for wrong"
+            ]
+            if summary.score_failures or summary.score_timeouts
+            else []
+        ),
         f"staleness          mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
         f"tokens             {summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
         f"time spent waiting {waiting}",

@@ -28,8 +28,9 @@ SNAPSHOTS = "snapshots"
 class AppendFile:
     """Lines that are only ever added, and on disk after `sync`."""
 
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("ab")
+    def __init__(self, path: Path, *, buffered: bool = False) -> None:
+        """Unbuffered, what was appended survives the death of this process; `sync` makes it survive that of the machine."""
+        self._file: BinaryIO = path.open("ab") if buffered else path.open("ab", buffering=0)
 
     def append(self, line: bytes) -> None:
         self._file.write(line)
@@ -54,7 +55,7 @@ class RunFolder:
         self.groups = path / GROUPS
         self.snapshots = path / SNAPSHOTS
         self.ledger = SegmentWriter(path / LEDGER)
-        self.events = AppendFile(_unused(path / EVENTS))
+        self.events = AppendFile(_unused(path / EVENTS), buffered=True)  # many, and only for looking back
         self.metrics = AppendFile(path / METRICS)
         self.evaluations = AppendFile(path / EVALUATIONS)
         self.timings = AppendFile(path / TIMINGS)

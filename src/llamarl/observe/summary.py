@@ -25,6 +25,8 @@ class Summary(Struct, kw_only=True):
     tokens_generated: int
     tokens_trained: int
     restarts: int
+    score_failures: int = 0  # attempts at judging an answer that failed, or took too long: not wrong answers
+    score_timeouts: int = 0
     policy: str  # the folder of the trained model, inside the run folder
 
 
@@ -49,6 +51,8 @@ class Tally:
         self.staleness_max = 0
         self.restarts = 0
         self.skipped = 0
+        self.score_failures = 0
+        self.score_timeouts = 0
         self.evaluations: dict[int, float] = {}  # held-out accuracy by version
         self._stale_tokens = 0.0
         self._made: dict[int, Made] = {}

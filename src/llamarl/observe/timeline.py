@@ -26,16 +26,30 @@ class Span(Struct, frozen=True, array_like=True):
         return self.end_s - self.start_s
 
 
+MAX_SPANS = 200_000  # of one executor: a few megabytes here, some twenty in the file
+
+
 class Track:
-    """The spans of one executor, packed: a long run has millions, and its memory should not show it."""
+    """The latest spans of one executor, packed. Of older ones only their sum is kept: memory and file have a limit,
+    however long the run."""
 
     def __init__(self) -> None:
         self._labels: dict[tuple[SpanKind, str], int] = {}
         self._label_of, self._times_s = array("H"), array("d")
+        self.forgotten_s = 0.0  # how long the older ones were
+        self.known_since_s = float("-inf")  # when the last of them ended
 
     def append(self, span: Span) -> None:
         self._label_of.append(self._labels.setdefault((span.kind, span.name), len(self._labels)))
         self._times_s.extend((span.start_s, span.end_s))
+        if len(self) > MAX_SPANS:
+            self._forget(MAX_SPANS // 2)
+
+    def _forget(self, count: int) -> None:
+        starts_s, ends_s = self._times_s[: 2 * count : 2], self._times_s[1 : 2 * count : 2]
+        self.forgotten_s += sum(ends_s) - sum(starts_s)
+        self.known_since_s = ends_s[-1]
+        del self._label_of[:count], self._times_s[: 2 * count]
 
     def __len__(self) -> int:
         return len(self._label_of)
@@ -61,13 +75,15 @@ class Timeline:
             track.append(span)
 
     def busy_s(self, executor: str, start_s: float, end_s: float) -> float:
-        """Seconds of [start, end] that the executor was not waiting. Spans lie in order and do not overlap."""
-        busy = 0.0
-        for span in reversed(self.spans.get(executor, Track())):
+        """Seconds of [start, end] that the executor was not waiting. Spans lie in order and do not overlap.
+
+        A time before what is still known in detail is taken for the beginning: all that was forgotten counts."""
+        track, busy = self.spans.get(executor, Track()), 0.0
+        for span in reversed(track):
             if span.end_s <= start_s:
                 break
             busy += max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s))
-        return busy
+        return busy + (track.forgotten_s if start_s < track.known_since_s else 0.0)
 
     def waiting(self, start_s: float, end_s: float) -> dict[str, float]:
         """Per executor, the share of [start, end] that it waited."""

@@ -29,6 +29,7 @@ class Watcher:
         self._start_s = time.monotonic()
         self._training_s: tuple[float, float] | None = None  # when the first group was done, and the last update
         self._last_update_s = self._start_s
+        self._unjudged = {"score_failures": 0, "score_timeouts": 0}  # since the last update
 
     def spent(self, executor: str, spans: Sequence[Span]) -> None:
         self.timeline.add(executor, spans)
@@ -40,7 +41,9 @@ class Watcher:
                 self._last_update_s = time.monotonic()
                 self._training_s = (self._last_update_s, self._last_update_s)
 
-    def batch_done(self, executor: str, update: int, metrics: Mapping[str, float]) -> None:
+    def batch_done(
+        self, executor: str, update: int, metrics: Mapping[str, float], timings: Mapping[str, float] | None = None
+    ) -> None:
         """Metrics hold what a seed determines; wall times go into a file of their own, so that runs can be compared."""
         role = executor.partition("/")[0]
         now_s = time.monotonic()
@@ -48,19 +51,33 @@ class Watcher:
         if role != self._last_role:
             return
         self._folder.timings.append_json(
-            {"update": update, "at_s": now_s - self._start_s, "update_s": now_s - self._last_update_s}
+            {
+                "update": update,
+                "at_s": now_s - self._start_s,
+                "update_s": now_s - self._last_update_s,
+                **(timings or {}),
+                **self._take_unjudged(),
+            }
         )
         self._last_update_s = now_s
         if self._training_s is not None:
             self._training_s = (self._training_s[0], now_s)
         self.tally.add_update(update, metrics)
         self._display.update(self._snapshot(metrics, now_s))
-        self._board.add(update, metrics)
+        self._board.add(update, {**metrics, **(timings or {})})
 
-    def published(self, version: int, num_bytes: int) -> None:
-        self._folder.timings.append_json(
-            {"version": version, "at_s": time.monotonic() - self._start_s, "bytes": num_bytes}
-        )
+    def published(self, executor: str, version: int, num_bytes: int, lost_s: float) -> None:
+        self._weights_moved("sync_trainer_s", executor, version, num_bytes, lost_s)
+
+    def loaded(self, executor: str, version: int, num_bytes: int, lost_s: float) -> None:
+        self._weights_moved("sync_generator_s", executor, version, num_bytes, lost_s)
+
+    def _weights_moved(self, name: str, executor: str, version: int, num_bytes: int, lost_s: float) -> None:
+        """`lost_s` is what the executor could not use for its own work; beside that work, a transfer costs nothing."""
+        moved = {"version": version, "executor": executor, "at_s": time.monotonic() - self._start_s}
+        rate = num_bytes / lost_s / 1e9 if lost_s else 0.0
+        self._folder.timings.append_json({**moved, "bytes": num_bytes, name: lost_s, "gb_s": rate})
+        self._board.add(version, {name: lost_s})
 
     def evaluated(self, version: int, accuracy: float) -> None:
         self.tally.evaluations[version] = accuracy
@@ -77,6 +94,17 @@ class Watcher:
             f"{executor} skipped update {update}: loss or gradient was not a number; weights unchanged; "
             f"groups {', '.join(map(str, ordinals))}"
         )
+
+    def scores_failed(self, failures: int, timeouts: int) -> None:
+        """Told with the next update's timings: when something times out is the machine's doing, not the seed's."""
+        self.tally.score_failures += failures
+        self.tally.score_timeouts += timeouts
+        self._unjudged["score_failures"] += failures
+        self._unjudged["score_timeouts"] += timeouts
+
+    def _take_unjudged(self) -> dict[str, int]:
+        taken, self._unjudged = self._unjudged, dict.fromkeys(self._unjudged, 0)
+        return taken
 
     def note(self, text: str) -> None:
         self._display.note(text)
@@ -112,6 +140,8 @@ class Watcher:
             tokens_generated=tally.tokens_generated,
             tokens_trained=tally.tokens_trained,
             restarts=tally.restarts,
+            score_failures=tally.score_failures,
+            score_timeouts=tally.score_timeouts,
             policy=policy,
         )
         self.timeline.write(self._folder.path / TIMELINE, self._start_s, end_s)
@@ -129,6 +159,8 @@ class Watcher:
             elapsed_s=now_s - (self._training_s or (self._start_s, 0.0))[0],
             waiting=self.timeline.waiting(max(self._start_s, now_s - _RECENT_S), now_s),
             accuracy=next(reversed(self.tally.evaluations.values()), None),
+            score_failures=self.tally.score_failures,
+            score_timeouts=self.tally.score_timeouts,
         )
 
 

@@ -40,7 +40,7 @@ def test_a_finished_run_is_not_continued_by_accident(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, **_: bool) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(run_folder, "AppendFile", refuse)

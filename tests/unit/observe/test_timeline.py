@@ -94,3 +94,13 @@ def test_the_trace_names_every_executor_and_draws_waiting_between_its_spans(tmp_
         ("wait", 2e6, 2e6),
     ]
     assert drawn["trainer/0"] == [("wait", 0.0, 2e6), ("work", 2e6, 1e6), ("wait", 3e6, 1e6)]
+
+
+def test_a_very_long_run_keeps_its_last_spans_and_the_sum_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.observe.timeline.MAX_SPANS", 10)
+    timeline = timeline_of(trainer_0=[work(2 * at, 2 * at + 1) for at in range(1000)])
+    track = timeline.spans["trainer/0"]
+    assert len(track) <= 10
+    assert [span.start_s for span in track][-1] == 1998
+    assert timeline.idle_share(0, 2000) == pytest.approx({"trainer": 0.5})
+    assert timeline.busy_s("trainer/0", 1996.5, 1999) == pytest.approx(0.5 + 1)
