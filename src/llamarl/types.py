@@ -13,19 +13,35 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 
-class Problem(Struct, frozen=True):
+class Turn(Struct, frozen=True):
+    """One message of a chat."""
+
+    role: str
+    content: str
+
+
+class Problem(Struct, frozen=True, omit_defaults=True):
     """One question of a task and the answer that its scorer holds completions against."""
 
     prompt: str
     answer: str
+    turns: tuple[Turn, ...] = ()  # the same as a chat, for models that were taught one; else the prompt is plain text
+    scorer: str = ""  # the one that suits it, for reward.scorer=auto
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How completions are drawn. Temperature 0 is greedy."""
+    """How completions are drawn. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave every token possible."""
 
     samples: int
     max_new_tokens: int
     temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class PromptGroup(Struct, frozen=True, tag="prompt"):

@@ -19,9 +19,24 @@ from llamarl.types import (
 
 
 def prompt_group(
-    tokens: Sequence[int], *, ordinal: int = 0, samples: int = 1, max_new_tokens: int = 8, temperature: float = 1.0
+    tokens: Sequence[int],
+    *,
+    ordinal: int = 0,
+    samples: int = 1,
+    max_new_tokens: int = 8,
+    temperature: float = 1.0,
+    top_k: float = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> PromptGroup:
-    sampling = Sampling(samples=samples, max_new_tokens=max_new_tokens, temperature=temperature)
+    sampling = Sampling(
+        samples=samples,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=int(top_k),
+        top_p=top_p,
+        min_p=min_p,
+    )
     return PromptGroup(ordinal, Problem("1+1=", "2"), tokens_to_bytes(tokens), sampling)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from llamarl.errors import InputError, ModelError
-from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.decoder import ContinuousDecoder, Limits
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.types import Problem, PromptGroup, Sampling, bytes_to_tokens, tokens_to_bytes
@@ -38,9 +38,7 @@ def complete(
         )
     decoder = ContinuousDecoder(
         model,
-        slots=sampling.samples,
-        max_prompt_tokens=len(tokens),
-        max_new_tokens=sampling.max_new_tokens,
+        Limits(slots=sampling.samples, max_prompt_tokens=len(tokens), max_new_tokens=sampling.max_new_tokens),
         eos_ids=tokenizer.eos_ids,
         seed=seed,
     )

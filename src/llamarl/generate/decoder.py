@@ -1,168 +1,267 @@
 """Continuous decoding: a fixed number of slots, refilled as soon as a completion ends.
 
-Each step decodes one token in every slot. Weights may change between any two steps; the versions that sampled a
-completion are kept token by token. All shapes are fixed, so what a slot produces never depends on its neighbours.
+`step` reads as a sentence: admit what fits, decode a burst, collect what has ended. On a GPU a burst is several replays of
+one graph, and its results are looked at while the next one runs, so the device never waits for the host. Weights may
+change between any two bursts; the versions that sampled a completion are kept token by token.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch import Tensor
 
-from llamarl.generate.cache import KVCache
-from llamarl.generate.sampling import uniform_draws
-from llamarl.generate.step import PREFILL_ROWS, bucket_of, decode_step, prefill
-from llamarl.model.transformer import Transformer
+from llamarl.errors import ConfigError
+from llamarl.generate.cache import PagedCache, page_bytes
+from llamarl.generate.device import Burst, DeviceSide
+from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
+from llamarl.generate.scheduler import GroupUnderway, Running, Sampled, Scheduler
+from llamarl.generate.slots import Opening, SlotState
+from llamarl.generate.step import Steps, bucket_of
+from llamarl.model.transformer import Transformer, fuse
 from llamarl.types import (
     Completion,
     CompletionGroup,
     PromptGroup,
     VersionRun,
-    bytes_to_tokens,
+    floats_to_bytes,
+    tokens_to_bytes,
 )
 
+_GPU_BURST = 8
+_MEMORY_SHARE = 0.85  # of what a GPU has free, for the cache
 
-@dataclass
-class _Underway:
-    """A group some of whose completions are still being decoded."""
 
-    prompt: PromptGroup
-    completions: dict[int, Completion] = field(default_factory=dict)
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one replica takes on at once."""
+
+    slots: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    page_tokens: int = 16
+    num_pages: int = 0  # of the cache; 0: enough for all slots, as far as the memory of a GPU goes
+    burst: int = 0  # decode steps per visit of the host; 0: 1 on a CPU, 8 on a GPU
+
+    @property
+    def length(self) -> int:
+        return self.max_prompt_tokens + self.max_new_tokens
+
+    @property
+    def pages_per_slot(self) -> int:
+        return pages_for(self.length, self.page_tokens)
 
 
 class ContinuousDecoder:
     def __init__(
         self,
         model: Transformer,
+        limits: Limits,
         *,
-        slots: int,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
         eos_ids: tuple[int, ...],
         seed: int,
+        recompute: bool = False,
+        graphs: bool = True,
+        tensor_ranks: int = 1,
     ) -> None:
-        self.model, self.version = model, -1
-        self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
+        """With `recompute`, sequences under way are read again after a change of weights; else they keep what they have."""
+        check_stops(eos_ids, model.shape.vocab_size)
+        fuse(model)
         weight = model.lm_head.weight
-        self._device, self._seed = weight.device, seed
-        length = max(max_prompt_tokens + max_new_tokens, bucket_of(max_prompt_tokens))
-        self._cache = KVCache(model.shape, slots, length, dtype=weight.dtype, device=self._device)
-        self._eos = torch.tensor(eos_ids, dtype=torch.int64, device=self._device)
-        self._queue: deque[PromptGroup] = deque()
-        self._underway: dict[int, _Underway] = {}
-        self._free = list(range(slots - 1, -1, -1))
-        self._owner: list[tuple[int, int]] = [(0, 0)] * slots  # slot -> (ordinal, sample)
-        self._active = self._ints(slots, dtype=torch.bool)
-        self._tokens, self._positions = self._ints(slots), self._ints(slots)
-        self._ordinals, self._samples, self._counts = self._ints(slots), self._ints(slots), self._ints(slots)
-        self._limits = self._ints(slots)
-        self._temperatures = self._ints(slots, dtype=torch.float32)
-        self._out_tokens = self._ints(slots, max_new_tokens, dtype=torch.int32)
-        self._out_versions = self._ints(slots, max_new_tokens, dtype=torch.int32)
-        self._out_logprobs = self._ints(slots, max_new_tokens, dtype=torch.float32)
-
-    def _ints(self, *size: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(*size, dtype=dtype, device=self._device)
+        num_pages = choose_num_pages(limits, model, tensor_ranks)
+        cache = PagedCache(
+            model.shape,
+            num_pages,
+            limits.page_tokens,
+            dtype=weight.dtype,
+            device=weight.device,
+            tensor_ranks=tensor_ranks,
+        )
+        state = SlotState(limits.slots, limits.max_new_tokens, eos_ids, weight.device)
+        table_SP = torch.full(
+            (limits.slots + 1, limits.pages_per_slot), NO_PAGE, dtype=torch.int32, device=weight.device
+        )
+        steps = Steps(model, cache, state, table_SP, seed=seed, length=bucket_of(limits.length))
+        self.model, self.limits, self._recompute, self._version = model, limits, recompute, -1
+        self._device = DeviceSide(steps, graphs=graphs)
+        self._schedule = Scheduler(limits.slots, PagePool(num_pages), limits.page_tokens)
+        self._eos_ids = frozenset(eos_ids)
+        on_gpu = weight.is_cuda
+        self.burst_steps = limits.burst or (_GPU_BURST if on_gpu else 1)
+        self.lookahead = 1 if on_gpu else 0  # bursts that run while the host looks at older ones
+        self._in_flight: deque[Burst] = deque()
+        self._ready: list[CompletionGroup] = []
+        self._collected_tokens = 0
 
     @property
     def idle(self) -> bool:
-        return not self._underway and not self._queue
+        return self._schedule.idle and not self._ready
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no slot yet, or lost it."""
+        return self._schedule.num_waiting
+
+    @property
+    def tokens_sampled(self) -> int:
+        """Of all sequences so far; those under way are taken to be still running."""
+        return self._collected_tokens + sum(running.count_if_running for running in self._schedule.running.values())
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        """The weights are now those of `version`; to be set between two steps."""
+        changed, self._version = version != self._version, version
+        self._device.set_version(version)
+        if changed and self._recompute:
+            self._read_again()
 
     def add(self, group: PromptGroup) -> None:
         """Queue a group; its completions start as slots become free. Raises ValueError for what can never be decoded."""
-        num_prompt, sampling = len(group.prompt_tokens) // 4, group.sampling
+        num_prompt, sampling, limits = len(group.prompt_tokens) // 4, group.sampling, self.limits
         if num_prompt == 0:
             raise ValueError("the prompt is empty")
-        if num_prompt > self.max_prompt_tokens:
+        if num_prompt > limits.max_prompt_tokens:
             raise ValueError(
-                f"the prompt has {num_prompt} tokens; generator.max_prompt_tokens={self.max_prompt_tokens}"
+                f"the prompt has {num_prompt} tokens; generator.max_prompt_tokens={limits.max_prompt_tokens}"
             )
-        if not 1 <= sampling.max_new_tokens <= self.max_new_tokens or not 1 <= sampling.samples <= len(self._owner):
-            raise ValueError(f"{sampling} does not fit {len(self._owner)} slots of {self.max_new_tokens} new tokens")
-        self._queue.append(group)
+        if not 1 <= sampling.max_new_tokens <= limits.max_new_tokens or not sampling.samples >= 1:
+            raise ValueError(f"{sampling} does not fit slots of {limits.max_new_tokens} new tokens")
+        self._schedule.add(group)
 
     @torch.inference_mode()
     def step(self) -> list[CompletionGroup]:
-        """Refill free slots, decode one token everywhere, return the groups whose last completion has ended."""
-        self._refill()
-        if not self._underway:
-            return []
-        draws_B = uniform_draws(self._seed, self._ordinals, self._samples, self._counts)
-        tokens_B, logprobs_B = decode_step(
-            self.model, self._cache, self._tokens, self._positions, draws_B, self._temperatures
-        )
-        return self._collect(self._append(tokens_B, logprobs_B))
+        """Admit what fits, decode one burst, return the groups whose last completion is known to have ended."""
+        self._admit()
+        self._make_room()
+        launched = self._launch()
+        while len(self._in_flight) > (self.lookahead if launched else 0):
+            self._collect()
+        ready, self._ready = self._ready, []
+        return ready
 
-    def _append(self, tokens_B: Tensor, logprobs_B: Tensor) -> list[int]:
-        """Store the new tokens; returns the slots that are finished by them."""
-        rows = self._active.nonzero()[:, 0]
-        at = self._counts[rows]
-        self._out_tokens[rows, at] = tokens_B[rows].to(torch.int32)
-        self._out_logprobs[rows, at] = logprobs_B[rows]
-        self._out_versions[rows, at] = self.version
-        self._counts[rows] += 1
-        self._positions[rows] += 1
-        self._tokens[rows] = tokens_B[rows]
-        ended = torch.isin(tokens_B, self._eos) | (self._counts >= self._limits)
-        finished: list[int] = (ended & self._active).nonzero()[:, 0].tolist()
-        return finished
+    def _admit(self) -> None:
+        admission = self._schedule.admit(self._device.num_bursts, self.burst_steps)
+        self._device.fill(admission.fills)
+        self._device.copy_pages(admission.copies)
+        for running in admission.started:
+            self._device.set_pages(running.slot, running.pages)
+            if running.sequence.sampled.tokens:
+                self._device.put_back(running.slot, running.sequence.sampled)
+        self._device.open([_opening(running) for running in admission.started])
 
-    def _collect(self, finished: list[int]) -> list[CompletionGroup]:
-        done = []
-        for slot in finished:
-            ordinal, sample = self._owner[slot]
-            group = self._underway[ordinal]
-            group.completions[sample] = self._completion(slot)
-            self._active[slot] = False
-            self._positions[slot] = 0
-            self._free.append(slot)
-            if len(group.completions) == group.prompt.sampling.samples:
-                ordered = tuple(group.completions[index] for index in sorted(group.completions))
-                done.append(CompletionGroup(group.prompt, ordered))
-                del self._underway[ordinal]
-        return done
+    def _make_room(self) -> None:
+        """Pages for the next burst; if they do not suffice, the youngest sequences are paused."""
+        while (grown := self._schedule.grow(self.burst_steps)) is None:
+            if self._in_flight:  # something may have ended meanwhile
+                self._collect()
+            elif not self._schedule.forget_prompts():
+                self._pause(self._schedule.youngest)
+        for running in grown:
+            self._device.set_pages(running.slot, running.pages)
 
-    def _completion(self, slot: int) -> Completion:
-        count = int(self._counts[slot])
-        tokens = self._out_tokens[slot, :count].cpu().numpy()
-        versions = self._out_versions[slot, :count].tolist()
+    def _pause(self, running: Running) -> None:
+        self._schedule.pause(running, self._device.read([running.slot], [running.max_count])[0])
+        self._device.close(running.slot)
+        self._device.set_pages(running.slot, ())
+
+    def _launch(self) -> bool:
+        runners = [running for running in self._schedule.running.values() if running.may_run]
+        if not runners:
+            return False
+        filtered = any(running.sequence.group.prompt.sampling.filtered for running in runners)
+        slots = [running.slot for running in runners]
+        self._in_flight.append(self._device.launch(slots, self.burst_steps, filtered=filtered))
+        for running in runners:
+            running.max_count += self.burst_steps
+        return True
+
+    def _collect(self) -> None:
+        """What the oldest burst in flight has ended."""
+        burst = self._in_flight.popleft()
+        active, counts = burst.wait()
+        ended = [
+            running
+            for running in self._schedule.running.values()
+            if running.since <= burst.number and not active[running.slot]
+        ]
+        slots = [running.slot for running in ended]
+        found = self._device.read(slots, [int(counts[slot]) for slot in slots])
+        for running, sampled in zip(ended, found, strict=True):
+            self._device.set_pages(running.slot, ())
+            self._collected_tokens += len(sampled.tokens)
+            if group := self._schedule.finish(running, self._completion(sampled)):
+                self._ready.append(_in_order(group))
+
+    def _completion(self, sampled: Sampled) -> Completion:
         return Completion(
-            tokens=tokens.astype("<i4").tobytes(),
-            behavior_logprobs=self._out_logprobs[slot, :count].cpu().numpy().astype("<f4").tobytes(),
-            versions=tuple(VersionRun(version, len(list(run))) for version, run in groupby(versions)),
-            truncated=int(tokens[-1]) not in self._eos.tolist(),
+            tokens=tokens_to_bytes(sampled.tokens),
+            behavior_logprobs=floats_to_bytes(sampled.logprobs),
+            versions=tuple(VersionRun(version, len(list(run))) for version, run in groupby(sampled.versions)),
+            truncated=sampled.tokens[-1] not in self._eos_ids,
         )
 
-    def _refill(self) -> None:
-        """Give free slots to whole groups, oldest first, and compute their prompts, same-sized ones together."""
-        admitted: dict[int, list[tuple[PromptGroup, list[int]]]] = {}
-        while self._queue and self._queue[0].sampling.samples <= len(self._free):
-            group = self._queue.popleft()
-            slots = [self._free.pop() for _ in range(group.sampling.samples)]
-            self._open(group, slots)
-            bucket = bucket_of(len(group.prompt_tokens) // 4 - 1)
-            admitted.setdefault(bucket, []).append((group, slots))
-        for groups in admitted.values():
-            for start in range(0, len(groups), PREFILL_ROWS):
-                rows = groups[start : start + PREFILL_ROWS]
-                prompts = [bytes_to_tokens(group.prompt_tokens).tolist() for group, _ in rows]
-                prefill(self.model, self._cache, prompts, [slots for _, slots in rows])
+    @torch.inference_mode()
+    def _read_again(self) -> None:
+        """Compute keys and values of all that runs with the new weights."""
+        while self._in_flight:
+            self._collect()
+        running = list(self._schedule.running.values())
+        counts = [one.max_count for one in running]
+        for one, sampled in zip(running, self._device.read([one.slot for one in running], counts), strict=True):
+            one.sequence.sampled = sampled
+        self._schedule.forget_prompts()
+        self._device.fill(self._schedule.read_again())
 
-    def _open(self, group: PromptGroup, slots: list[int]) -> None:
-        prompt, sampling = bytes_to_tokens(group.prompt_tokens), group.sampling
-        self._underway[group.ordinal] = _Underway(group)
-        for sample, slot in enumerate(slots):
-            self._owner[slot] = (group.ordinal, sample)
-        rows = torch.tensor(slots, device=self._device)
-        self._active[rows] = True
-        self._tokens[rows] = int(prompt[-1])  # the first decode step reads the prompt's last token
-        self._positions[rows] = len(prompt) - 1
-        self._ordinals[rows] = group.ordinal
-        self._samples[rows] = torch.arange(len(slots), device=self._device)
-        self._counts[rows] = 0
-        self._limits[rows] = sampling.max_new_tokens
-        self._temperatures[rows] = sampling.temperature
+
+def _opening(running: Running) -> Opening:
+    sequence, sampling = running.sequence, running.sequence.group.prompt.sampling
+    read = sequence.read
+    return Opening(
+        slot=running.slot,
+        ordinal=sequence.group.prompt.ordinal,
+        sample=sequence.sample,
+        token=read[-1],
+        position=len(read) - 1,
+        count=len(sequence.sampled.tokens),
+        limit=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+    )
+
+
+def _in_order(group: GroupUnderway) -> CompletionGroup:
+    return CompletionGroup(group.prompt, tuple(group.completions[sample] for sample in sorted(group.completions)))
+
+
+def check_stops(eos_ids: tuple[int, ...], vocab_size: int) -> None:
+    for token in eos_ids:
+        if not 0 <= token < vocab_size:
+            raise ConfigError(
+                f"generator: stop token {token} can never occur; the model's vocabulary has {vocab_size} tokens"
+            )
+
+
+def choose_num_pages(limits: Limits, model: Transformer, tensor_ranks: int) -> int:
+    """As many as asked for, or enough for all slots; on a GPU no more than its free memory holds."""
+    least = pages_for(limits.length - 1, limits.page_tokens) + 1
+    enough = limits.slots * limits.pages_per_slot + pages_for(limits.max_prompt_tokens, limits.page_tokens)
+    num_pages = limits.num_pages or enough
+    weight = model.lm_head.weight
+    if weight.is_cuda and not limits.num_pages:
+        free_bytes, _ = torch.cuda.mem_get_info(weight.device)
+        each = page_bytes(model.shape, limits.page_tokens, weight.dtype, tensor_ranks)
+        num_pages = min(enough, int(free_bytes * _MEMORY_SHARE) // each)
+    if num_pages < least:
+        raise ConfigError(
+            f"generator.kv_pages: {num_pages} pages of {limits.page_tokens} tokens cannot hold one sequence of "
+            f"{limits.length} tokens; {least} can"
+        )
+    return num_pages

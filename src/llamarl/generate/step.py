@@ -1,52 +1,58 @@
-"""The two computations of generation, with shapes that never change: read prompts, and decode one token in every slot."""
+"""The two computations of generation, with shapes that never change: read sequences, and decode one token in every slot."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from llamarl.generate.cache import DecodeAttention, KVCache, PrefillAttention
-from llamarl.generate.sampling import sample_tokens
-from llamarl.model.transformer import Transformer
+from llamarl.generate.cache import DecodeAttention, PagedCache, PrefillAttention
+from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
+from llamarl.generate.slots import SlotState
+from llamarl.model.ops import Rope
+from llamarl.model.transformer import Transformer, rope_table
 
-PREFILL_ROWS = 16  # products of fewer rows may round differently
 MIN_BUCKET = 16
 
 
 def bucket_of(num_tokens: int) -> int:
-    """Prompts are padded to the next power of two, so that few shapes occur; 0 stays 0."""
-    return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length()) if num_tokens else 0
+    """Sequences are padded to the next power of two, so that few shapes occur."""
+    return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length())
 
 
-@torch.inference_mode()
-def prefill(
-    model: Transformer, cache: KVCache, prompts: Sequence[Sequence[int]], slots: Sequence[Sequence[int]]
-) -> None:
-    """Fill the slots of each group with the keys and values of its prompt, all but the last token, computed once.
+class Steps:
+    """Model, cache and slots, as one device sees them."""
 
-    At most PREFILL_ROWS prompts, whose lengths without the last token share a bucket. The last token is left to the first
-    decode step, so that every sampled token comes out of the same computation.
-    """
-    bucket = bucket_of(len(prompts[0]) - 1)
-    if bucket == 0:
-        return
-    device = model.lm_head.weight.device
-    tokens = torch.zeros(PREFILL_ROWS, bucket, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt) - 1] = torch.tensor(prompt[:-1])
-    attend = PrefillAttention()
-    model(tokens.to(device), torch.arange(bucket, device=device).expand(PREFILL_ROWS, bucket), attend)
-    keys, values = torch.stack(attend.keys), torch.stack(attend.values)
-    for row, group in enumerate(slots):
-        cache.fill(torch.tensor(group, device=device), keys[:, row], values[:, row])
+    def __init__(
+        self, model: Transformer, cache: PagedCache, state: SlotState, table_SP: Tensor, *, seed: int, length: int
+    ) -> None:
+        self.model, self.cache, self.state, self.table_SP, self._seed = model, cache, state, table_SP, seed
+        positions_1T = torch.arange(length, device=state.device)[None]
+        cos, sin = rope_table(model.shape, positions_1T, model.lm_head.weight.dtype)
+        self._rope = (cos[0], sin[0])
 
+    @torch.inference_mode()
+    def prefill(self, tokens_RT: Tensor, pages_RT: Tensor) -> None:
+        """Keys and values of whole sequences into their pages. The last token of each is left to the first decode step,
+        so that every sampled token comes out of the same computation."""
+        positions_RT = torch.arange(tokens_RT.shape[1], device=tokens_RT.device).expand(tokens_RT.shape)
+        self.model(tokens_RT, positions_RT, PrefillAttention(self.cache, pages_RT), self._rope_at(positions_RT))
 
-@torch.inference_mode()
-def decode_step(
-    model: Transformer, cache: KVCache, tokens_B: Tensor, positions_B: Tensor, draws_B: Tensor, temperatures_B: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One token in every slot: its number and its log-prob under the distribution it was drawn from."""
-    hidden_B1C = model(tokens_B[:, None], positions_B[:, None], DecodeAttention(cache, positions_B))
-    return sample_tokens(model.logits(hidden_B1C[:, 0]), draws_B, temperatures_B)
+    @torch.inference_mode()
+    def decode(self, slots_B: Tensor, *, filtered: bool) -> None:
+        """One more token for each of these slots; those that are inactive stay as they are."""
+        state = self.state
+        tokens_B1, positions_B1 = state.tokens[slots_B][:, None], state.positions[slots_B][:, None]
+        attend = DecodeAttention(self.cache, self.table_SP, slots_B, positions_B1[:, 0])
+        hidden_B1C = self.model(tokens_B1, positions_B1, attend, self._rope_at(positions_B1))
+        logits_BV = self.model.logits(hidden_B1C[:, 0])
+        if logits_BV.is_cuda:
+            from llamarl.generate.kernels import sample_and_advance
+
+            sample_and_advance(logits_BV, slots_B, state, seed_state(self._seed), filtered=filtered)
+            return
+        draws_B = uniform_draws(self._seed, state.ordinals[slots_B], state.samples[slots_B], state.counts[slots_B])
+        state.advance(slots_B, *sample_tokens(logits_BV, draws_B, state.knobs(slots_B, filtered=filtered)))
+
+    def _rope_at(self, positions_BT: Tensor) -> Rope:
+        cos, sin = self._rope
+        return cos[positions_BT], sin[positions_BT]

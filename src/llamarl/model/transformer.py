@@ -2,7 +2,8 @@
 
 It knows nothing of parallelism, caches or masks. Attention is a function handed in by the caller: the trainer passes
 one that masks documents, the generator one that reads and writes its KV cache. Parameters carry their Hugging Face
-names, so checkpoints and publications need no renaming.
+names, so checkpoints and publications need no renaming; `fuse` joins those that read the same input into one matrix, of
+which they become views.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from llamarl.model.ops import Rope, add_projection, rms_norm, rotate, scores, silu_times
 from llamarl.shapes import ModelShape
 
 # attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads serving H query heads.
@@ -27,9 +29,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -44,13 +44,18 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
 
-    def forward(self, x_BTC: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        heads = (*x_BTC.shape[:2], -1, self.head_dim)
-        q_BTHD = rotate(self.q_norm(self.q_proj(x_BTC).view(heads)), rope)
-        k_BTKD = rotate(self.k_norm(self.k_proj(x_BTC).view(heads)), rope)
-        v_BTKD = self.v_proj(x_BTC).view(heads)
-        out: Tensor = self.o_proj(attend(self.layer, q_BTHD, k_BTKD, v_BTKD).flatten(2))
-        return out
+        self.fused: tuple[Tensor, Tensor | None] | None = None  # weight and bias of all three; see `fuse`
+
+    def forward(self, x_BTC: Tensor, rope: Rope, attend: Attend, residual: Tensor) -> Tensor:
+        q, k, v_BTKD = (part.view(*part.shape[:2], -1, self.head_dim) for part in self._project(x_BTC))
+        q_BTHD, k_BTKD = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        return add_projection(residual, self.o_proj, attend(self.layer, q_BTHD, k_BTKD, v_BTKD).flatten(2))
+
+    def _project(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        if self.fused is None:
+            return self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC)
+        sizes = [len(part.weight) for part in (self.q_proj, self.k_proj, self.v_proj)]
+        return torch.split(F.linear(x_BTC, *self.fused), sizes, dim=-1)
 
 
 class MLP(nn.Module):
@@ -59,10 +64,14 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.fused: tuple[Tensor, Tensor | None] | None = None  # gate above up; see `fuse`
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        if self.fused is None:
+            inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        else:
+            inner = silu_times(F.linear(x, *self.fused))
+        return add_projection(residual, self.down_proj, inner)
 
 
 class Block(nn.Module):
@@ -73,9 +82,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        x = self.self_attn(self.input_layernorm(x), rope, attend, residual=x)
+        out: Tensor = self.mlp(self.post_attention_layernorm(x), residual=x)
         return out
 
 
@@ -97,20 +106,50 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         if shape.tied_head:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.gather: Callable[[Tensor], Tensor] = lambda part: (
+            part
+        )  # joins the scores of a head that is split over ranks
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
-        """The last hidden states [B, T, C]; `logits` turns the wanted ones into scores."""
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend, rope: Rope | None = None) -> Tensor:
+        """The last hidden states [B, T, C]; `logits` turns the wanted ones into scores.
+
+        `rope` is for callers that keep the table of all positions; it must be that of these.
+        """
         x_BTC: Tensor = self.model.embed_tokens(tokens_BT)
-        rope = rope_table(self.shape, positions_BT, x_BTC.dtype)
+        rope = rope or rope_table(self.shape, positions_BT, x_BTC.dtype)
         for block in self.model.layers:
             x_BTC = block(x_BTC, rope, attend)
         hidden: Tensor = self.model.norm(x_BTC)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 scores over the vocabulary, whatever the precision below: a narrow head costs quality."""
-        out: Tensor = F.linear(hidden.float(), self.lm_head.weight.float())
-        return out
+        """fp32 scores over the vocabulary."""
+        return self.gather(scores(hidden, self.lm_head.weight))
+
+
+def fuse(model: Transformer) -> None:
+    """Join q, k, v and gate, up of every block, in memory and in the product.
+
+    The parameters keep their names, as views of the joined matrix, so whoever writes them writes what is computed with.
+    """
+    for part in model.modules():
+        if isinstance(part, Attention):
+            part.fused = _join([part.q_proj, part.k_proj, part.v_proj])
+        elif isinstance(part, MLP):
+            part.fused = _join([part.gate_proj, part.up_proj])
+
+
+def _join(layers: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    return _join_named("weight", layers), None if layers[0].bias is None else _join_named("bias", layers)
+
+
+def _join_named(name: str, layers: list[nn.Linear]) -> Tensor:
+    whole, start = torch.cat([getattr(layer, name).detach() for layer in layers]), 0
+    for layer in layers:
+        end = start + layer.weight.shape[0]
+        setattr(layer, name, nn.Parameter(whole[start:end], requires_grad=False))
+        start = end
+    return whole
 
 
 def rope_frequencies(shape: ModelShape, device: torch.device | None = None) -> Tensor:
@@ -127,17 +166,11 @@ def rope_frequencies(shape: ModelShape, device: torch.device | None = None) -> T
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
-def rope_table(shape: ModelShape, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_table(shape: ModelShape, positions_BT: Tensor, dtype: torch.dtype) -> Rope:
     """cos and sin for every position, [B, T, 1, D], computed in fp32."""
     angles = positions_BT[..., None].float() * rope_frequencies(shape, positions_BT.device)
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x_BTHD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = rope
-    left, right = x_BTHD.chunk(2, dim=-1)
-    return x_BTHD * cos + torch.cat((-right, left), dim=-1) * sin
 
 
 def causal_attention(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:

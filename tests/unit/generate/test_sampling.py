@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llamarl.generate.sampling import sample_tokens, uniform_draws
+from llamarl.generate.sampling import Knobs, sample_tokens, uniform_draws
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, -6.0])
 
@@ -35,7 +35,7 @@ def chi_square_limit(degrees: int) -> float:
 def test_sampled_frequencies_are_the_probabilities(temperature: float) -> None:
     count = 200_000
     temperatures = torch.full((count,), temperature)
-    tokens, _ = sample_tokens(LOGITS.expand(count, -1), draws(count), temperatures)
+    tokens, _ = sample_tokens(LOGITS.expand(count, -1), draws(count), Knobs(temperatures))
     probabilities = (LOGITS.double() / temperature).softmax(-1)
     kept = probabilities * count >= 5  # chi-square needs a few in every cell; the rest is pooled
     counts = torch.bincount(tokens, minlength=len(LOGITS)).double()
@@ -47,14 +47,14 @@ def test_sampled_frequencies_are_the_probabilities(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 def test_the_logprob_is_that_of_the_distribution_really_sampled_from(temperature: float) -> None:
     logits = torch.randn(500, 11, generator=torch.Generator().manual_seed(1))
-    tokens, logprobs = sample_tokens(logits, draws(500), torch.full((500,), temperature))
+    tokens, logprobs = sample_tokens(logits, draws(500), Knobs(torch.full((500,), temperature)))
     expected = torch.log_softmax(logits / temperature, dim=-1).gather(1, tokens[:, None])[:, 0]
     assert torch.equal(logprobs, expected)
 
 
 def test_temperature_zero_takes_the_likeliest_token_whatever_the_draw() -> None:
     logits = torch.randn(300, 11, generator=torch.Generator().manual_seed(2))
-    tokens, logprobs = sample_tokens(logits, draws(300), torch.zeros(300))
+    tokens, logprobs = sample_tokens(logits, draws(300), Knobs(torch.zeros(300)))
     assert torch.equal(tokens, logits.argmax(dim=-1))
     assert torch.equal(logprobs, torch.log_softmax(logits, dim=-1).max(dim=-1).values)
 
@@ -62,9 +62,9 @@ def test_temperature_zero_takes_the_likeliest_token_whatever_the_draw() -> None:
 def test_every_row_has_a_temperature_of_its_own() -> None:
     logits = LOGITS.expand(3, -1)
     temperatures = torch.tensor([0.0, 0.5, 2.0])
-    together, _ = sample_tokens(logits, draws(3), temperatures)
+    together, _ = sample_tokens(logits, draws(3), Knobs(temperatures))
     for row in range(3):
-        alone, _ = sample_tokens(logits[row : row + 1], draws(3)[row : row + 1], temperatures[row : row + 1])
+        alone, _ = sample_tokens(logits[row : row + 1], draws(3)[row : row + 1], Knobs(temperatures[row : row + 1]))
         assert together[row] == alone[0]
 
 
@@ -72,7 +72,7 @@ def test_the_ends_of_the_unit_interval_give_tokens_that_can_occur() -> None:
     """Tokens without any probability are never drawn, at 0 and just below 1 alike."""
     impossible = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
     for draw, token in [(0.0, 1), (1 - 2**-53, 2)]:
-        tokens, logprobs = sample_tokens(impossible, torch.tensor([draw], dtype=torch.float64), torch.ones(1))
+        tokens, logprobs = sample_tokens(impossible, torch.tensor([draw], dtype=torch.float64), Knobs(torch.ones(1)))
         assert tokens.item() == token
         assert logprobs.item() == pytest.approx(math.log(0.5))
 
@@ -137,3 +137,68 @@ def test_neighbouring_draws_are_independent() -> None:
         cell = (first * 16).long() * 16 + (second * 16).long()
         counts = torch.bincount(cell, minlength=256).double()
         assert chi_square(counts, torch.full((256,), 1 / 256, dtype=torch.float64)) < chi_square_limit(255)
+
+
+FILTERS: dict[str, dict[str, float]] = {
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.15},
+    "all together": {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+    "none": {},
+}
+
+
+def kept_by_hand(
+    logits: list[float], temperature: float = 1.0, top_k: float = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[float]:
+    """The distribution to be sampled from, by walking down the sorted probabilities."""
+    weights = [math.exp(score / temperature) for score in logits]
+    order = sorted(range(len(weights)), key=lambda token: -weights[token])
+    kept = order[: int(top_k)] if top_k else order
+    total, reached, chosen = sum(weights[token] for token in kept), 0.0, list[int]()
+    for token in kept:
+        if reached < top_p:
+            chosen.append(token)
+        reached += weights[token] / total
+    chosen = [token for token in chosen if weights[token] >= min_p * weights[order[0]]]
+    mass = sum(weights[token] for token in chosen)
+    return [weights[token] / mass if token in chosen else 0.0 for token in range(len(weights))]
+
+
+@pytest.mark.parametrize("option", FILTERS)
+def test_frequencies_match_probabilities_for_every_option(option: str) -> None:
+    """Chi-square over 60,000 draws; the log-probs are those of what was really sampled from."""
+    count, knobs = 60_000, FILTERS[option]
+    logits = (torch.randn(24, generator=torch.Generator().manual_seed(4)) * 1.5).tolist()
+    expected = kept_by_hand(logits, **knobs)
+    full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | knobs
+    rows = Knobs(
+        torch.full((count,), full["temperature"]),
+        (
+            torch.full((count,), int(full["top_k"])),
+            torch.full((count,), full["top_p"]),
+            torch.full((count,), full["min_p"]),
+        ),
+    )
+    tokens, logprobs = sample_tokens(torch.tensor(logits).expand(count, -1), draws(count), rows)
+    found = torch.bincount(tokens, minlength=24).tolist()
+    possible = [token for token, probability in enumerate(expected) if probability > 0]
+    assert sum(found[token] for token in possible) == count, "a token was drawn that the option rules out"
+    assert option in {"none", "temperature"} or len(possible) < 24
+    statistic = sum((found[t] - count * expected[t]) ** 2 / (count * expected[t]) for t in possible)
+    freedom = len(possible) - 1
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom) + 4  # far beyond the 99.9th percentile
+    for token in possible:
+        said = logprobs[tokens == token]
+        assert torch.allclose(said, torch.full_like(said, math.log(expected[token])), atol=1e-5)
+
+
+def test_rows_without_filters_do_not_notice_that_others_have_them() -> None:
+    logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)) * 2
+    temperatures = torch.full((40,), 0.9)
+    idle = (torch.zeros(40, dtype=torch.int32), torch.ones(40), torch.zeros(40))
+    plain = sample_tokens(logits, draws(40), Knobs(temperatures))
+    filtered = sample_tokens(logits, draws(40), Knobs(temperatures, idle))
+    assert torch.equal(plain[0], filtered[0])
+    assert torch.equal(plain[1], filtered[1])

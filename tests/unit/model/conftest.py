@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.generate.cache import DecodeAttention, KVCache, PrefillAttention
+from llamarl.generate.cache import DecodeAttention, PagedCache, PrefillAttention
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer
 from llamarl.shapes import ModelShape
@@ -127,20 +127,20 @@ def cached_logits() -> CachedLogits:
 @torch.no_grad()
 def _cached_logits(model: Transformer, prompts: list[list[int]], choose: Choose, count: int) -> Tensor:
     longest = max(len(prompt) for prompt in prompts)
-    cache = KVCache(model.shape, len(prompts), longest + count, dtype=torch.float32, device="cpu")
-    padded_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    page_tokens, width = 4, -(-(longest + count) // 4)
+    cache = PagedCache(model.shape, len(prompts) * width, page_tokens, dtype=torch.float32, device="cpu")
+    table_SP = 1 + torch.randperm(len(prompts) * width).view(len(prompts), width)
+    padded_BT, pages_BT = torch.zeros(2, len(prompts), longest, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         padded_BT[row, : len(prompt)] = torch.tensor(prompt)
-    prefill = PrefillAttention()
-    hidden_BTC = model(padded_BT, torch.arange(longest).expand_as(padded_BT), prefill)
-    keys, values = torch.stack(prefill.keys), torch.stack(prefill.values)
-    for row in range(len(prompts)):
-        cache.fill(torch.tensor([row]), keys[:, row], values[:, row])
-    positions_B = torch.tensor([len(prompt) for prompt in prompts])
-    logits_BV = model.logits(hidden_BTC[torch.arange(len(prompts)), positions_B - 1])
+        pages_BT[row, : len(prompt)] = table_SP[row].repeat_interleave(page_tokens)[: len(prompt)]
+    hidden_BTC = model(padded_BT, torch.arange(longest).expand_as(padded_BT), PrefillAttention(cache, pages_BT))
+    positions_B, slots_B = torch.tensor([len(prompt) for prompt in prompts]), torch.arange(len(prompts))
+    logits_BV = model.logits(hidden_BTC[slots_B, positions_B - 1])
     steps = [logits_BV]
     for step in range(count - 1):
-        hidden_B1C = model(choose(step, steps[-1])[:, None], positions_B[:, None], DecodeAttention(cache, positions_B))
+        attend = DecodeAttention(cache, table_SP, slots_B, positions_B)
+        hidden_B1C = model(choose(step, steps[-1])[:, None], positions_B[:, None], attend)
         steps.append(model.logits(hidden_B1C[:, 0]))
         positions_B = positions_B + 1
     return torch.stack(steps, dim=1)

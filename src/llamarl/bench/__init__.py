@@ -1,0 +1,1 @@
+"""Benchmarks of the parts, on whatever machine this is: `llamarl bench`."""

@@ -1,0 +1,184 @@
+"""`llamarl bench decode`: how quickly the generator samples, and how near that is to what the machine allows."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+import torch
+from msgspec import Struct
+
+from llamarl.bench.machine import Ceilings, measure_ceilings, peak_memory_bytes, process_age_s, synchronize
+from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.model.checkpoint import random_model
+from llamarl.model.transformer import Transformer
+from llamarl.shapes import ModelShape
+from llamarl.types import Problem, PromptGroup, Sampling, tokens_to_bytes
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LONGEST = 10  # heavy tail: the longest answer, in medians
+_SPREAD = 0.8  # of the logarithm of the lengths
+_ROUNDS = 6  # heavy tail: sequences per slot
+
+
+class Case(Struct, frozen=True):
+    model: str
+    batch: int
+    prompt: int
+    new: int
+    samples: int  # completions that share a prompt
+    precision: str
+    device: str
+
+    @property
+    def median(self) -> int:
+        """Of the heavy-tailed lengths, whose mean is then about `new`."""
+        return max(1, round(self.new / math.exp(_SPREAD**2 / 2)))
+
+
+class DecodeResult(Struct, frozen=True):
+    case: Case
+    first_token_s: float  # since the process was started
+    tokens_per_s: float  # all slots busy, from the first burst to the last
+    tokens_per_s_with_prefill: float
+    floor_tokens_per_s: float
+    share_of_floor: float
+    heavy_tailed_tokens_per_s: float  # continuous refill, while sequences are waiting
+    heavy_tailed_share: float
+    weight_change_lost_s: float
+    burst_s: float
+    peak_memory_bytes: int
+    ceilings: Ceilings
+
+
+def bench_decode(shape: ModelShape, case: Case) -> DecodeResult:
+    device = torch.device(case.device)
+    model = random_model(shape, dtype=PRECISIONS[case.precision], device=device)
+    longest = max(case.new, _LONGEST * case.median)
+    limits = Limits(slots=case.batch, max_prompt_tokens=case.prompt, max_new_tokens=longest)
+    decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=0)
+    decoder.version = 0
+    bench = _Bench(decoder, shape, case, device)
+    bench.run([1] * case.samples)
+    first_token_s = process_age_s()
+    steady = [case.new] * case.batch
+    bench.run(steady)  # captures what is to be measured
+    whole_s, busy_s = bench.run(steady)
+    changed_s, _ = bench.run(steady, change_weights=True)
+    rate = case.batch * (case.new - decoder.burst_steps) / busy_s
+    heavy = bench.heavy_tailed()
+    ceilings = measure_ceilings(device, PRECISIONS[case.precision])
+    floor = case.batch / floor_s(shape, case, ceilings)
+    return DecodeResult(
+        case=case,
+        first_token_s=first_token_s,
+        tokens_per_s=rate,
+        tokens_per_s_with_prefill=case.batch * case.new / whole_s,
+        floor_tokens_per_s=floor,
+        share_of_floor=rate / floor,
+        heavy_tailed_tokens_per_s=heavy,
+        heavy_tailed_share=heavy / rate,
+        weight_change_lost_s=changed_s - whole_s,
+        burst_s=decoder.burst_steps * case.batch / rate,
+        peak_memory_bytes=bench.peak_bytes,
+        ceilings=ceilings,
+    )
+
+
+class _Bench:
+    def __init__(self, decoder: ContinuousDecoder, shape: ModelShape, case: Case, device: torch.device) -> None:
+        self._decoder, self._shape, self._case, self._device = decoder, shape, case, device
+        self._ordinal, self._chance = 0, random.Random(0)
+        self.peak_bytes = 0
+
+    def _add(self, lengths: list[int]) -> None:
+        """Groups of `samples` sequences; within a group all have one length."""
+        case = self._case
+        for start in range(0, len(lengths), case.samples):
+            some = lengths[start : start + case.samples]
+            prompt = [self._chance.randrange(self._shape.vocab_size) for _ in range(case.prompt)]
+            sampling = Sampling(samples=len(some), max_new_tokens=some[0], temperature=1.0)
+            self._decoder.add(PromptGroup(self._ordinal, Problem("", ""), tokens_to_bytes(prompt), sampling))
+            self._ordinal += 1
+
+    def run(self, lengths: list[int], *, change_weights: bool = False) -> tuple[float, float]:
+        """Seconds in all, and from the end of the first burst."""
+        self._add(lengths)
+        new_weights = _clone(self._decoder.model) if change_weights else []
+        synchronize(self._device)
+        start_s = time.perf_counter()
+        steps, first_s = 0, start_s
+        while not self._decoder.idle:
+            self._decoder.step()
+            steps += 1
+            if steps == 1 + self._decoder.lookahead:
+                first_s = time.perf_counter()
+            if change_weights and steps == 10:
+                self._change(new_weights)
+        end_s = time.perf_counter()
+        self.peak_bytes = peak_memory_bytes(self._device)
+        return end_s - start_s, end_s - first_s
+
+    @torch.no_grad()
+    def _change(self, weights: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(list(self._decoder.model.parameters()), weights)
+        self._decoder.version += 1
+
+    def heavy_tailed(self) -> float:
+        """Tokens per second from start until nothing waits any more: as in training, there is always a next prompt."""
+        case, lengths = self._case, list[int]()
+        while len(lengths) < _ROUNDS * case.batch:
+            drawn = round(case.median * math.exp(self._chance.gauss(0, _SPREAD)))
+            lengths += [min(max(1, drawn), _LONGEST * case.median)] * case.samples
+        self._add(lengths)
+        before, start_s = self._decoder.tokens_sampled, time.perf_counter()
+        while self._decoder.num_waiting:
+            self._decoder.step()
+        tokens, seconds = self._decoder.tokens_sampled - before, time.perf_counter() - start_s
+        while not self._decoder.idle:
+            self._decoder.step()
+        return tokens / seconds
+
+
+def _clone(model: Transformer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def floor_s(shape: ModelShape, case: Case, ceilings: Ceilings) -> float:
+    """One decode step can take no less: every product by its work or its bytes, then keys and values, then scores."""
+    width = PRECISIONS[case.precision].itemsize
+
+    def product_s(outputs: int, inputs: int, out_width: int = width) -> float:
+        moved = (outputs + case.batch) * inputs * width + case.batch * outputs * out_width
+        return max(2 * case.batch * outputs * inputs / ceilings.flops, moved / ceilings.bytes)
+
+    layer_s = (
+        product_s(shape.q_size + 2 * shape.kv_size, shape.hidden_size)
+        + product_s(shape.hidden_size, shape.q_size)
+        + product_s(2 * shape.intermediate_size, shape.hidden_size)
+        + product_s(shape.hidden_size, shape.intermediate_size)
+    )
+    context = case.prompt + case.new / 2
+    cache_bytes = case.batch * context * 2 * shape.num_layers * shape.kv_size * width
+    read_scores_bytes = case.batch * shape.vocab_size * 4  # written by the product, read by the sampling
+    head_s = product_s(shape.vocab_size, shape.hidden_size, 4)
+    return shape.num_layers * layer_s + head_s + (cache_bytes + read_scores_bytes) / ceilings.bytes
+
+
+def describe_decode(result: DecodeResult) -> str:
+    case = result.case
+    rows = [
+        ("decoding", f"{result.tokens_per_s:,.0f} tokens/s, {result.share_of_floor:.0%} of what the machine allows"),
+        ("at most", f"{result.floor_tokens_per_s:,.0f} tokens/s"),
+        ("with prefill", f"{result.tokens_per_s_with_prefill:,.0f} tokens/s"),
+        ("heavy-tailed", f"{result.heavy_tailed_tokens_per_s:,.0f} tokens/s, {result.heavy_tailed_share:.0%}"),
+        (
+            "weights in flight",
+            f"{result.weight_change_lost_s * 1e3:.1f} ms lost; a burst: {result.burst_s * 1e3:.1f} ms",
+        ),
+        ("first token", f"{result.first_token_s:.1f} s after the start of the process"),
+        ("peak memory", f"{result.peak_memory_bytes / 2**30:.1f} GiB"),
+    ]
+    title = f"{case.model}, {case.precision}, {case.batch} x ({case.prompt} + {case.new}) tokens on {case.device}"
+    return "\n".join([title, *(f"  {name:<18} {text}" for name, text in rows)])

@@ -1,0 +1,163 @@
+"""The device's side of decoding: fills pages, opens slots, runs bursts, gives back what was sampled.
+
+On a GPU nothing here waits for the device but `Burst.wait`: inputs go up from pinned memory in the order of the work, and
+what has been sampled comes down on a stream of its own, beside the next burst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llamarl.generate.graphs import Body, Graphs
+from llamarl.generate.pages import NO_PAGE
+from llamarl.generate.scheduler import Fill, Sampled
+from llamarl.generate.slots import Opening, upload
+from llamarl.generate.step import Steps, bucket_of
+
+PREFILL_ROWS = 16  # on a CPU always so many: products of fewer rows may round differently
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Decode steps that were launched, and where each slot stands after them."""
+
+    number: int
+    active: Tensor
+    counts: Tensor
+    done: torch.cuda.Event | None
+
+    def wait(self) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        if self.done:
+            self.done.synchronize()
+        return self.active.numpy(), self.counts.numpy()
+
+
+class DeviceSide:
+    def __init__(self, steps: Steps, *, graphs: bool) -> None:
+        self._steps, self._state, self._device = steps, steps.state, steps.state.device
+        self._on_gpu = self._device.type == "cuda"
+        self._graphs = Graphs(self._device, enabled=graphs)
+        self._side = torch.cuda.Stream() if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._table = np.full(steps.table_SP.shape, NO_PAGE, dtype=np.int32)
+        self._table_changed = False
+        self._lanes = torch.arange(self._state.num_slots, device=self._device)
+        self._prefill_inputs: dict[tuple[int, int], Tensor] = {}
+        self.num_bursts = 0
+
+    def set_version(self, version: int) -> None:
+        self._state.version.fill_(version)
+
+    # Into the slots
+
+    def fill(self, fills: Iterable[Fill]) -> None:
+        """Compute keys and values; sequences of about the same length together."""
+
+        def bucket(fill: Fill) -> int:
+            return bucket_of(len(fill.tokens))
+
+        for size, members in groupby(sorted(fills, key=bucket), key=bucket):
+            rows = list(members)
+            for start in range(0, len(rows), PREFILL_ROWS):
+                self._prefill(size, rows[start : start + PREFILL_ROWS])
+
+    def _prefill(self, bucket: int, fills: Sequence[Fill]) -> None:
+        rows = 1 << (len(fills) - 1).bit_length() if self._on_gpu else PREFILL_ROWS
+        if (rows, bucket) not in self._prefill_inputs:
+            self._prefill_inputs[rows, bucket] = torch.zeros(2, rows, bucket, dtype=torch.int64, device=self._device)
+        kept_2RT = self._prefill_inputs[rows, bucket]
+        run = self._graphs.of(
+            ("prefill", rows, bucket), lambda: self._steps.prefill(kept_2RT[0], kept_2RT[1]), kept_2RT.zero_
+        )
+        kept_2RT.copy_(upload(self._prefill_rows(fills, rows, bucket), self._device), non_blocking=True)
+        run()
+
+    def _prefill_rows(self, fills: Sequence[Fill], rows: int, bucket: int) -> Tensor:
+        """Tokens, and the page of each; what is beyond a sequence goes to nobody's page."""
+        inputs = np.zeros((2, rows, bucket), dtype=np.int64)
+        for row, fill in enumerate(fills):
+            count = len(fill.tokens)
+            inputs[0, row, :count] = fill.tokens
+            inputs[1, row, :count] = np.repeat(fill.pages, self._steps.cache.page_tokens)[:count]
+        return torch.from_numpy(inputs)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies:
+            pages = upload(torch.tensor(copies), self._device)
+            self._steps.cache.copy_pages(pages[:, 0], pages[:, 1])
+
+    def open(self, openings: Sequence[Opening]) -> None:
+        self._state.open(openings)
+
+    def put_back(self, slot: int, sampled: Sampled) -> None:
+        self._state.put_back(slot, *(torch.tensor(column) for column in sampled))
+
+    def close(self, slot: int) -> None:
+        self._state.close(slot)
+
+    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
+        self._table[slot, : len(pages)] = pages
+        self._table[slot, len(pages) :] = NO_PAGE
+        self._table_changed = True
+
+    # The burst
+
+    def launch(self, slots: Sequence[int], steps: int, *, filtered: bool) -> Burst:
+        if self._table_changed:
+            self._steps.table_SP.copy_(upload(torch.from_numpy(self._table.copy()), self._device), non_blocking=True)
+            self._table_changed = False
+        run = self._decode_of(slots, filtered)
+        for _ in range(steps):
+            run()
+        self.num_bursts += 1
+        return self._look()
+
+    def _decode_of(self, slots: Sequence[int], filtered: bool) -> Body:
+        """On a CPU all slots take part, always: a row's rounding must not depend on how many there are."""
+        if not self._on_gpu:
+            return lambda: self._steps.decode(self._lanes, filtered=filtered)
+        width = min(1 << (len(slots) - 1).bit_length(), self._state.num_slots)
+        lanes_B = self._lanes[:width]
+        run = self._graphs.of(
+            ("decode", width, filtered),
+            lambda: self._steps.decode(lanes_B, filtered=filtered),
+            lambda: self._lanes.fill_(self._state.nobody),
+        )
+        padded = [*slots, *[self._state.nobody] * (width - len(slots))]
+        lanes_B.copy_(upload(torch.tensor(padded), self._device), non_blocking=True)
+        return run
+
+    def _look(self) -> Burst:
+        number = self.num_bursts - 1
+        if not self._on_gpu:
+            return Burst(number, self._state.active, self._state.counts, None)
+        active, counts = (self._to_host(column) for column in (self._state.active, self._state.counts))
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return Burst(number, active, counts, done)
+
+    def _to_host(self, column: Tensor) -> Tensor:
+        kept = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+        return kept.copy_(column, non_blocking=True)
+
+    # Out of the slots
+
+    def read(self, slots: Sequence[int], counts: Sequence[int]) -> list[Sampled]:
+        """What these slots have sampled; they must have ended, or nothing must be in flight."""
+        if not slots:
+            return []
+        with torch.cuda.stream(self._side) if self._side else nullcontext():
+            rows = torch.tensor(slots, device=self._device)
+            state, longest = self._state, max(counts)
+            columns = [
+                column[rows, :longest].cpu().numpy()
+                for column in (state.out_tokens, state.out_logprobs, state.out_versions)
+            ]
+        return [Sampled(*(column[row, :count].tolist() for column in columns)) for row, count in enumerate(counts)]

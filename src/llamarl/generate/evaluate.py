@@ -1,0 +1,168 @@
+"""How well a model folder answers a task: accuracy and pass@k with intervals, on our own decoder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from msgspec import Struct
+
+from llamarl.config import Config
+from llamarl.errors import InputError, ModelError
+from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.prompting import prompt_tokens
+from llamarl.model.checkpoint import load_model
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.tasks.judge import Judge
+from llamarl.tasks.registry import own_scorers
+from llamarl.tasks.statistics import Interval, bootstrap, pass_at_k, wilson
+from llamarl.types import Completion, Problem, PromptGroup, Sampling, bytes_to_tokens, tokens_to_bytes
+
+Progress = Callable[[int, int], None]  # (answers judged, answers in all)
+
+
+class PassAtK(Struct, frozen=True):
+    k: int
+    value: float
+    interval: Interval
+
+
+class Evaluation(Struct, frozen=True):
+    """Shares are of the answers that could be judged; the others are counted in `failed`."""
+
+    problems: int
+    samples: int  # of each problem
+    accuracy: float  # mean over problems and samples; the mean reward where rewards are not 0 or 1
+    interval: Interval
+    pass_at: tuple[PassAtK, ...]
+    truncated: int  # answers that the token limit ended
+    too_long: int  # problems whose prompt exceeded generator.max_prompt_tokens; not counted
+    failed: int  # answers that could not be judged
+    tokens: int
+    seconds: float
+
+
+class Run:
+    """One evaluation: every problem is asked `sampling.samples` times; answers are judged while others are written."""
+
+    def __init__(self, decoder: ContinuousDecoder, tokenizer: Tokenizer, judge: Judge, sampling: Sampling) -> None:
+        self._decoder, self._tokenizer, self._judge, self._sampling = decoder, tokenizer, judge, sampling
+        self._rewards: dict[int, list[float]] = {}
+        self._asked = self._judged = self._failed = self._truncated = self._too_long = self._tokens = 0
+
+    def run(self, problems: Sequence[Problem], progress: Progress) -> Evaluation:
+        start_s = time.monotonic()
+        for number, problem in enumerate(problems):
+            self._add(number, problem)
+        while not self._decoder.idle:
+            for group in self._decoder.step():
+                self._judge_group(group.ordinal, group.prompt.problem, group.completions)
+            self._collect(0.0, progress)
+        while self._judge.num_pending:
+            self._collect(1.0, progress)
+        return self._result(time.monotonic() - start_s)
+
+    def _add(self, number: int, problem: Problem) -> None:
+        tokens = tokens_to_bytes(prompt_tokens(self._tokenizer, problem))
+        try:
+            self._decoder.add(PromptGroup(number, problem, tokens, self._sampling))
+            self._asked += self._sampling.samples
+        except ValueError:
+            self._too_long += 1
+
+    def _judge_group(self, number: int, problem: Problem, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            tokens = bytes_to_tokens(completion.tokens)
+            self._tokens += len(tokens)
+            self._truncated += completion.truncated
+            self._judge.ask(number, self._tokenizer.decode(tokens.tolist()), problem)
+
+    def _collect(self, wait_s: float, progress: Progress) -> None:
+        for key, outcome in self._judge.collect(wait_s):
+            self._judged += 1
+            if outcome.status == "ok":
+                self._rewards.setdefault(cast(int, key), []).append(outcome.reward)
+            else:
+                self._failed += 1
+            progress(self._judged, self._asked)
+
+    def _result(self, seconds: float) -> Evaluation:
+        rewards = [self._rewards[number] for number in sorted(self._rewards)]
+        means = [sum(row) / len(row) for row in rewards]
+        shares = all(0.0 <= mean <= 1.0 for mean in means)
+        alone = self._sampling.samples == 1 and shares
+        return Evaluation(
+            problems=len(rewards),
+            samples=self._sampling.samples,
+            accuracy=sum(means) / len(means) if means else 0.0,
+            interval=wilson(sum(means), len(means)) if alone else bootstrap(means),
+            pass_at=tuple(_pass_at(rewards, k) for k in _ks(self._sampling.samples)),
+            truncated=self._truncated,
+            too_long=self._too_long,
+            failed=self._failed,
+            tokens=self._tokens,
+            seconds=seconds,
+        )
+
+
+def _ks(samples: int) -> list[int]:
+    return [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < samples] + ([samples] if samples > 1 else [])
+
+
+def _pass_at(rewards: Sequence[Sequence[float]], k: int) -> PassAtK:
+    """An answer is right when it has the full mark of 1. Problems with fewer than k judged answers are left out."""
+    values = [pass_at_k(len(row), sum(reward >= 1.0 for reward in row), k) for row in rewards if len(row) >= k]
+    return PassAtK(k, sum(values) / len(values) if values else 0.0, bootstrap(values))
+
+
+def evaluate(
+    config: Config, problems: Sequence[Problem], *, samples: int, temperature: float, device: str, progress: Progress
+) -> Evaluation:
+    folder, settings = config.model_folder, config.generator
+    tokenizer = Tokenizer.load(folder)
+    if not tokenizer.eos_ids:
+        raise ModelError(f"{folder}: names no end token")
+    judge = Judge(config.reward, own_scorers(config.task))
+    judge.prepare()
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" or device.startswith("cuda") else torch.float32
+    model = load_model(folder, dtype=dtype, device=device)
+    length = settings.max_prompt_tokens + settings.max_new_tokens
+    if length > model.shape.max_positions:
+        raise InputError(
+            f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
+            f"but {folder} has {model.shape.max_positions} positions"
+        )
+    sampling = Sampling(
+        samples=samples,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=temperature,
+        top_k=settings.top_k if temperature else 0,
+        top_p=settings.top_p if temperature else 1.0,
+        min_p=settings.min_p if temperature else 0.0,
+    )
+    limits = Limits(
+        slots=min(settings.slots, max(samples, len(problems) * samples)),
+        max_prompt_tokens=settings.max_prompt_tokens,
+        max_new_tokens=settings.max_new_tokens,
+    )
+    decoder = ContinuousDecoder(model, limits, eos_ids=tokenizer.eos_ids, seed=config.seed)
+    try:
+        return Run(decoder, tokenizer, judge, sampling).run(problems, progress)
+    finally:
+        judge.close()
+
+
+def describe_evaluation(found: Evaluation) -> str:
+    def line(name: str, value: float, interval: Interval) -> str:
+        return f"{name:<10} {value:.3f}   95% interval {interval[0]:.3f} to {interval[1]:.3f}"
+
+    asked = f"{found.problems} problems, {found.samples} answer{'s' if found.samples > 1 else ''} each"
+    lines = [line("accuracy", found.accuracy, found.interval)]
+    lines += [line(f"pass@{one.k}", one.value, one.interval) for one in found.pass_at]
+    lines.append(f"{asked}; {found.truncated} cut off at the token limit; {found.failed} could not be judged")
+    if found.too_long:
+        lines.append(f"{found.too_long} prompts were longer than generator.max_prompt_tokens and were left out")
+    lines.append(f"{found.tokens} tokens in {found.seconds:.1f} s")
+    return "\n".join(lines)

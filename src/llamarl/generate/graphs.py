@@ -1,0 +1,39 @@
+"""One CUDA graph for each shape of a computation; on a CPU, the computation itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+Body = Callable[[], object]
+
+
+class Graphs:
+    """Captures each body once, when it is first needed. All graphs share one memory pool, since they never overlap."""
+
+    def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
+        self._enabled = enabled and device.type == "cuda"
+        self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
+
+    def of(self, key: Hashable, body: Body, blank: Body) -> Body:
+        """What runs the body. Its inputs must be tensors that stay; `blank` sets them so that a run changes nothing, which
+        happens here, before the first capture."""
+        if not self._enabled:
+            return body
+        if key not in self._captured:
+            blank()
+            self._captured[key] = self._capture(body)
+        return self._captured[key].replay
+
+    def _capture(self, body: Body) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            body()  # compiles kernels and lets libraries choose theirs, which a capture cannot
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            body()
+        return graph

@@ -1,0 +1,100 @@
+"""Tensor parallelism inside a replica: every rank holds some heads, some of the inner width and a part of the vocabulary.
+
+Applied from outside to the one model: attention's output and the MLP's are summed over ranks, embeddings are looked up
+where they lie and summed, and the head's scores are gathered, so every rank draws the same tokens from the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from llamarl.errors import ConfigError
+from llamarl.model.transformer import MLP, Attention, Transformer
+from llamarl.shapes import ModelShape
+
+_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_BY_COLUMNS = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class TensorRank:
+    """One of `count` ranks that hold a model together."""
+
+    rank: int = 0
+    count: int = 1
+
+    def check(self, shape: ModelShape) -> None:
+        for name, size in (("key-value heads", shape.num_kv_heads), ("inner width", shape.intermediate_size)):
+            if size % self.count:
+                raise ConfigError(
+                    f"generator.tensor: {self.count} ranks cannot share the model's {name} ({size}) evenly"
+                )
+
+    def box(self, name: str, size: tuple[int, ...]) -> tuple[slice, ...]:
+        """Which part of a parameter this rank holds: a `shard` for `load_model`."""
+        layer = name.split(".")[-2]
+        if self.count == 1 or layer not in _BY_ROWS + _BY_COLUMNS:
+            return tuple(slice(0, length) for length in size)
+        cut = 1 if layer in _BY_COLUMNS else 0
+        return tuple(self._part(length) if at == cut else slice(0, length) for at, length in enumerate(size))
+
+    def _part(self, length: int) -> slice:
+        """Equal parts; only a vocabulary may leave the last rank a smaller one."""
+        each = -(-length // self.count)
+        return slice(min(length, self.rank * each), min(length, (self.rank + 1) * each))
+
+
+class SummedLinear(nn.Linear):
+    """Each rank multiplies its columns; the sum over ranks is the product."""
+
+    def __init__(self, part: nn.Linear) -> None:
+        super().__init__(1, 1, bias=False, device="meta")
+        self.weight = part.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        dist.all_reduce(out)
+        return out
+
+
+class SplitEmbedding(nn.Embedding):
+    """Each rank looks up its own tokens; the others' rows come as zeros, and the sum is the embedding."""
+
+    def __init__(self, part: nn.Embedding, first: int) -> None:
+        super().__init__(1, 1, device="meta")
+        self.weight, self._first = part.weight, first
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local = tokens - self._first
+        mine = (local >= 0) & (local < len(self.weight))
+        found = super().forward(torch.where(mine, local, 0)) * mine[..., None]
+        dist.all_reduce(found)
+        return found
+
+
+def split_over_ranks(model: Transformer, part: TensorRank) -> None:
+    """Turn a model that was loaded with `part.box` into one rank of the whole."""
+    if part.count == 1:
+        return
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            module.o_proj = SummedLinear(module.o_proj)
+        elif isinstance(module, MLP):
+            module.down_proj = SummedLinear(module.down_proj)
+    vocabulary = model.shape.vocab_size
+    rows, _ = part.box("model.embed_tokens.weight", (vocabulary, model.shape.hidden_size))
+    model.model.embed_tokens = SplitEmbedding(model.model.embed_tokens, rows.start)
+    model.gather = lambda scores: gather_vocabulary(scores, vocabulary, part.count)
+
+
+def gather_vocabulary(scores: Tensor, vocabulary: int, count: int) -> Tensor:
+    each = -(-vocabulary // count)
+    padded = F.pad(scores, (0, each - scores.shape[-1]))
+    parts = [torch.empty_like(padded) for _ in range(count)]
+    dist.all_gather(parts, padded)
+    return torch.cat(parts, dim=-1)[..., :vocabulary].contiguous()

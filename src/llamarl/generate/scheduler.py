@@ -1,0 +1,224 @@
+"""Who decodes where: sequences, slots and pages, on the host. Knows no tensor and no device.
+
+Sequences are started oldest first, one by one, as soon as a slot and enough pages are free. The samples of a group share
+the pages of their prompt: the full ones by reference, the last one as a copy that each writes on. When pages run out, the
+youngest sequence is paused: it gives up slot and pages, waits in front of all others, and later goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from llamarl.generate.pages import PagePool, pages_for
+from llamarl.types import Completion, PromptGroup, bytes_to_tokens
+
+
+@dataclass
+class GroupUnderway:
+    """A group some of whose completions are still missing."""
+
+    prompt: PromptGroup
+    tokens: list[int]
+    prompt_pages: list[int] | None = None  # held until the last sample has started
+    completions: dict[int, Completion] = field(default_factory=dict)
+    not_started: int = 0
+
+
+class Sampled(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
+@dataclass
+class Sequence:
+    """One sample of a group. `sampled` is what it had when it was last paused or read again."""
+
+    group: GroupUnderway
+    sample: int
+    sampled: Sampled = field(default_factory=lambda: Sampled([], [], []))
+
+    @property
+    def read(self) -> list[int]:
+        """All tokens so far; the last one is the next to be read by a decode step."""
+        return self.group.tokens + self.sampled.tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """That can ever be in its pages: the last sampled one is never read."""
+        return len(self.group.tokens) + self.group.prompt.sampling.max_new_tokens - 1
+
+
+@dataclass
+class Running:
+    """A sequence in a slot. `max_count` is what it can have sampled by now; the host learns late how it really went."""
+
+    sequence: Sequence
+    slot: int
+    pages: list[int]
+    max_count: int
+    since: int  # the burst that it takes part in first
+
+    def tokens_after(self, steps: int) -> int:
+        """Tokens that may be in its pages after so many more steps."""
+        return min(len(self.sequence.group.tokens) + self.max_count + steps - 1, self.sequence.max_tokens)
+
+    @property
+    def may_run(self) -> bool:
+        return self.max_count < self.sequence.group.prompt.sampling.max_new_tokens
+
+    @property
+    def count_if_running(self) -> int:
+        return min(self.max_count, self.sequence.group.prompt.sampling.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Keys and values to compute: these tokens into these pages."""
+
+    tokens: list[int]
+    pages: list[int]
+
+
+@dataclass
+class Admission:
+    """What the device must do before the next burst, in this order."""
+
+    fills: list[Fill] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # page -> page
+    started: list[Running] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(self, slots: int, pool: PagePool, page_tokens: int) -> None:
+        self.pool, self._page_tokens = pool, page_tokens
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._waiting: deque[Sequence] = deque()
+        self.running: dict[int, Running] = {}  # by slot, oldest first
+        self._underway: dict[int, GroupUnderway] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self._underway
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, prompt: PromptGroup) -> None:
+        group = GroupUnderway(prompt, bytes_to_tokens(prompt.prompt_tokens).tolist())
+        group.not_started = prompt.sampling.samples
+        self._underway[prompt.ordinal] = group
+        self._waiting.extend(Sequence(group, sample) for sample in range(prompt.sampling.samples))
+
+    def admit(self, burst: int, steps: int) -> Admission:
+        """Start what fits, with pages for `steps` steps; `burst` is the number of the first one they take part in."""
+        admission = Admission()
+        while self._waiting and self._free_slots:
+            if self._start(self._waiting[0], burst, steps, admission):
+                self._waiting.popleft()
+            elif self.running or not self.forget_prompts():
+                break
+        # Only now: a page given back earlier could be filled by another before it was copied.
+        for running in admission.started:
+            if not running.sequence.group.not_started:
+                self._forget_prompt(running.sequence.group)
+        return admission
+
+    def _start(self, sequence: Sequence, burst: int, steps: int, admission: Admission) -> bool:
+        running = Running(sequence, self._free_slots[-1], [], len(sequence.sampled.tokens), burst)
+        fresh = not sequence.sampled.tokens
+        prompt_pages = self._pages(len(sequence.group.tokens) - 1) if fresh else 0
+        missing = prompt_pages if sequence.group.prompt_pages is None else 0
+        own = self._pages(running.tokens_after(steps)) - (self._full_pages(sequence.group) if fresh else 0)
+        # One spare page for each that runs, so that a sequence is not paused right after it was started.
+        if missing + own + len(self.running) > self.pool.num_free:
+            return False
+        if fresh:
+            self._open_prompt(sequence.group, admission)
+            self._share_prompt(running, own, admission)
+        else:
+            running.pages = self.pool.take(own)
+            admission.fills.append(Fill(sequence.read[:-1], running.pages))
+        self.running[self._free_slots.pop()] = running
+        admission.started.append(running)
+        return True
+
+    def _open_prompt(self, group: GroupUnderway, admission: Admission) -> None:
+        if group.prompt_pages is None:
+            group.prompt_pages = self.pool.take(self._pages(len(group.tokens) - 1))
+            if group.prompt_pages:
+                admission.fills.append(Fill(group.tokens[:-1], group.prompt_pages))
+
+    def _share_prompt(self, running: Running, own: int, admission: Admission) -> None:
+        group = running.sequence.group
+        assert group.prompt_pages is not None
+        full = self._full_pages(group)
+        running.pages = group.prompt_pages[:full] + self.pool.take(own)
+        self.pool.share(group.prompt_pages[:full])
+        if len(group.prompt_pages) > full:
+            admission.copies.append((group.prompt_pages[full], running.pages[full]))
+        group.not_started -= 1
+
+    def _forget_prompt(self, group: GroupUnderway) -> None:
+        if group.prompt_pages is not None:
+            self.pool.release(group.prompt_pages)
+            group.prompt_pages = None
+
+    def grow(self, steps: int) -> list[Running] | None:
+        """Pages for the next `steps` steps of everything that runs; returns what got more, or None when too few are free."""
+        wanted = [
+            (running, missing)
+            for running in self.running.values()
+            if (missing := self._pages(running.tokens_after(steps)) - len(running.pages)) > 0
+        ]
+        if sum(missing for _, missing in wanted) > self.pool.num_free:
+            return None
+        for running, missing in wanted:
+            running.pages += self.pool.take(missing)
+        return [running for running, _ in wanted]
+
+    def forget_prompts(self) -> bool:
+        """Give up prompts that wait for slots; they can be read again. True when that freed a page."""
+        before = self.pool.num_free
+        for sequence in self._waiting:
+            self._forget_prompt(sequence.group)
+        return self.pool.num_free > before
+
+    @property
+    def youngest(self) -> Running:
+        return next(reversed(self.running.values()))
+
+    def pause(self, running: Running, sampled: Sampled) -> None:
+        sequence = running.sequence
+        sequence.sampled = sampled
+        if not sampled.tokens:
+            sequence.group.not_started += 1
+        self._leave(running)
+        self._waiting.appendleft(sequence)
+
+    def finish(self, running: Running, completion: Completion) -> GroupUnderway | None:
+        """Returns the group when this was the last of it."""
+        group = running.sequence.group
+        group.completions[running.sequence.sample] = completion
+        self._leave(running)
+        if len(group.completions) < group.prompt.sampling.samples:
+            return None
+        return self._underway.pop(group.prompt.ordinal)
+
+    def read_again(self) -> list[Fill]:
+        """Everything that runs, from its first token: keys and values of older weights are replaced."""
+        return [Fill(running.sequence.read[:-1], running.pages) for running in self.running.values()]
+
+    def _leave(self, running: Running) -> None:
+        self.pool.release(running.pages)
+        del self.running[running.slot]
+        self._free_slots.append(running.slot)
+
+    def _pages(self, num_tokens: int) -> int:
+        return pages_for(num_tokens, self._page_tokens)
+
+    def _full_pages(self, group: GroupUnderway) -> int:
+        return (len(group.tokens) - 1) // self._page_tokens

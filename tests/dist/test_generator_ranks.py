@@ -1,0 +1,69 @@
+"""A generator held by two processes samples what one process samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.killing import TINY
+from helpers.models import SHAPE, lively_model
+from helpers.tensor_rank import decode
+
+from llamarl import Job
+from llamarl.configfile import load_config
+from llamarl.controller.ledger import audit, read_ledger
+from llamarl.errors import ConfigError
+from llamarl.generate.parallel import TensorRank
+from llamarl.model.checkpoint import save_model
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_two_ranks_sample_what_one_samples(tmp_path: Path) -> None:
+    """A vocabulary of 23 over two ranks, pages so few that sequences are paused."""
+    save_model(lively_model(), tmp_path / "model")
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "helpers.tensor_rank"]
+    processes = [
+        subprocess.Popen([*command, str(rank), "2", str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    alone = decode(tmp_path / "model", TensorRank())
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found-{rank}.json").read_text())
+        assert found.keys() == alone.keys()
+        for ordinal, completions in alone.items():
+            for (tokens, logprobs), (my_tokens, my_logprobs) in zip(completions, found[ordinal], strict=True):
+                assert my_tokens == tokens
+                assert my_logprobs == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_a_job_whose_generator_has_two_ranks_and_whose_probes_agree(tmp_path: Path) -> None:
+    """Weights reach both ranks, one part each; the log-probs of probes are the trainer's."""
+    settings = [
+        *TINY,
+        "generator.tensor=2",
+        "schedule.updates=6",
+        "schedule.probe_every=2",
+        "evaluate.prompts=16",
+        "trainer.lr=1e-3",
+        "trainer.warmup_updates=0",
+    ]
+    Job(load_config(None, settings)).run(tmp_path / "run")
+    assert audit(read_ledger(tmp_path / "run" / "ledger")).clean
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gaps = {row["update"]: row["logprob_gap"] for row in rows if "logprob_gap" in row}
+    assert {0, 2, 4} <= gaps.keys()
+    assert all(gap < 1e-5 for gap in gaps.values()), gaps
+
+
+def test_heads_that_cannot_be_shared_evenly_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"generator.tensor: 3 ranks cannot share the model's key-value heads \(2\)"):
+        TensorRank(0, 3).check(SHAPE)

@@ -1,0 +1,243 @@
+"""On a GPU, in graphs: the same completions as a plain loop, whatever happens around them."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+import torch
+from helpers.groups import prompt_group
+from helpers.models import copy_weights, lively_model
+from torch import Tensor
+
+from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.sampling import Knobs, least_kept, sample_tokens, uniform_draws
+from llamarl.model import ops
+from llamarl.model.checkpoint import random_model
+from llamarl.model.transformer import Transformer, causal_attention
+from llamarl.shapes import ModelShape
+from llamarl.types import Completion, CompletionGroup, PromptGroup, bytes_to_floats, bytes_to_tokens
+
+pytestmark = pytest.mark.gpu
+SEED = 7
+SHAPE = ModelShape(
+    vocab_size=300,
+    hidden_size=128,
+    intermediate_size=192,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=256,
+)
+
+
+def model_on(device: torch.device, seed: int = 0) -> Transformer:
+    model = lively_model(seed, SHAPE).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.5)  # as sharp as fp32 on a GPU still tells apart
+    return model
+
+
+def decoder_of(model: Transformer, **settings: object) -> ContinuousDecoder:
+    chosen = {"slots": 32, "max_prompt_tokens": 40, "max_new_tokens": 48, **settings}
+    graphs, recompute = bool(chosen.pop("graphs", True)), bool(chosen.pop("recompute", False))
+    limits = Limits(**chosen)  # type: ignore[arg-type]
+    decoder = ContinuousDecoder(model, limits, eos_ids=(0, 9), seed=SEED, graphs=graphs, recompute=recompute)
+    decoder.version = 0
+    return decoder
+
+
+def some_groups(temperature: float = 1.0, **filters: float) -> list[PromptGroup]:
+    random = Random(1)
+    return [
+        prompt_group(
+            [random.randrange(1, SHAPE.vocab_size) for _ in range(random.choice([1, 5, 16, 17, 40]))],
+            ordinal=ordinal,
+            samples=random.randint(1, 6),
+            max_new_tokens=random.randint(1, 48),
+            temperature=temperature,
+            **filters,
+        )
+        for ordinal in range(24)
+    ]
+
+
+def finish(decoder: ContinuousDecoder, groups: list[PromptGroup]) -> dict[int, CompletionGroup]:
+    for group in groups:
+        decoder.add(group)
+    found: dict[int, CompletionGroup] = {}
+    for _ in range(3000):
+        if decoder.idle:
+            return found
+        found.update({done.ordinal: done for done in decoder.step()})
+    raise AssertionError("the decoder does not come to an end")
+
+
+def tokens_of(completion: Completion) -> list[int]:
+    return [int(token) for token in bytes_to_tokens(completion.tokens)]
+
+
+@torch.no_grad()
+def plain_loop(model: Transformer, group: PromptGroup, sample: int) -> list[int]:
+    device, answer = model.lm_head.weight.device, list[int]()
+    read = bytes_to_tokens(group.prompt_tokens).tolist()
+    while len(answer) < group.sampling.max_new_tokens and not {0, 9} & set(answer):
+        tokens = torch.tensor([read + answer], device=device)
+        hidden = model(tokens, torch.arange(tokens.shape[1], device=device)[None], causal_attention)
+        counters = (torch.tensor([value], device=device) for value in (group.ordinal, sample, len(answer)))
+        knobs = Knobs(torch.tensor([group.sampling.temperature], device=device))
+        token, _ = sample_tokens(model.logits(hidden[:, -1]), uniform_draws(SEED, *counters), knobs)
+        answer.append(int(token))
+    return answer
+
+
+def agreement(found: dict[int, CompletionGroup], expected: dict[int, CompletionGroup]) -> float:
+    pairs = [
+        (mine.tokens, theirs.tokens)
+        for ordinal, group in expected.items()
+        for mine, theirs in zip(found[ordinal].completions, group.completions, strict=True)
+    ]
+    return sum(mine == theirs for mine, theirs in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_fp32_equals_a_plain_loop_over_one_sequence(temperature: float, device: torch.device) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, groups = model_on(device), some_groups(temperature)
+    found = finish(decoder_of(model), groups)
+    pairs = [
+        (tokens_of(completion), plain_loop(model, group, sample))
+        for group in groups
+        for sample, completion in enumerate(found[group.ordinal].completions)
+    ]
+    same = sum(mine == theirs for mine, theirs in pairs) / len(pairs)
+    assert same >= 0.98, "more than a draw that fell on a border of rounding"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"graphs": False}, {"num_pages": 12, "slots": 16}, {"slots": 3}, {"burst": 1}, {"burst": 5}, {"page_tokens": 4}],
+    ids=str,
+)
+def test_graphs_paging_refill_and_bursts_change_nothing(settings: dict[str, object], device: torch.device) -> None:
+    model, groups = model_on(device), some_groups()
+    found, expected = finish(decoder_of(model, **settings), groups), finish(decoder_of(model), groups)
+    assert agreement(found, expected) >= 0.98
+
+
+def test_weights_change_in_flight_without_new_graphs(device: torch.device) -> None:
+    """Versions are recorded where they changed, and what is sampled afterwards comes from the new weights."""
+    old, new = model_on(device, 0), model_on(device, 1)
+    serving = model_on(device, 0)
+    decoder = decoder_of(serving, recompute=True)
+    group = prompt_group([5, 6, 7], samples=8, max_new_tokens=48)
+    decoder.add(group)
+    decoder.step()
+    graphs = len(decoder._device._graphs._captured)
+    copy_weights(new, serving)
+    decoder.version = 1
+    done = finish(decoder, [])[0]
+    assert len(decoder._device._graphs._captured) <= graphs + 1  # the one that reads sequences again
+    mixed = 0
+    for completion in done.completions:
+        runs = {run.version: run.count for run in completion.versions}
+        mixed += len(runs) == 2
+        tokens, said = tokens_of(completion), bytes_to_floats(completion.behavior_logprobs)
+        split = runs.get(0, 0)
+        for first, last, model in ((0, split, old), (split, len(tokens), new)):
+            expected = logprobs_under(model, [5, 6, 7], tokens, 1.0)[first:last].tolist()
+            assert said[first:last] == pytest.approx(expected, abs=2e-3)
+    assert mixed
+
+
+@torch.no_grad()
+def logprobs_under(model: Transformer, prompt: list[int], answer: list[int], temperature: float) -> Tensor:
+    """As the trainer computes them: plain operations, whole sequence, autograd's precision rules."""
+    device = model.lm_head.weight.device
+    tokens = torch.tensor([prompt + answer], device=device)
+    hidden = model(tokens, torch.arange(tokens.shape[1], device=device)[None], causal_attention)
+    scores = torch.log_softmax(model.logits(hidden[0, len(prompt) - 1 : -1]) / temperature, -1)
+    return scores.gather(1, torch.tensor(answer, device=device)[:, None])[:, 0]
+
+
+def test_bf16_logprobs_agree_with_a_recomputation(device: torch.device) -> None:
+    shape = ModelShape(
+        vocab_size=4000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_layers=8,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=64,
+        max_positions=512,
+    )
+    model = random_model(shape, dtype=torch.bfloat16, device=device)
+    decoder = ContinuousDecoder(
+        model, Limits(slots=32, max_prompt_tokens=64, max_new_tokens=128), eos_ids=(), seed=SEED
+    )
+    decoder.version = 0
+    prompt = [int(token) for token in torch.randint(0, 4000, (50,), generator=torch.Generator().manual_seed(0))]
+    done = finish(decoder, [prompt_group(prompt, samples=32, max_new_tokens=128)])[0]
+    gaps = [
+        (
+            torch.tensor(bytes_to_floats(one.behavior_logprobs))
+            - logprobs_under(model, prompt, tokens_of(one), 1.0).cpu()
+        )
+        for one in done.completions
+    ]
+    gap = torch.cat(gaps).abs().mean().item()
+    print(f"mean |difference| of log-probs in bf16: {gap:.5f}")
+    assert gap < 0.01
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 20}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 50, "top_p": 0.9}], ids=str
+)
+def test_frequencies_match_probabilities(filters: dict[str, float], device: torch.device) -> None:
+    """Chi-square over the first tokens of many samples of one prompt."""
+    model, samples = model_on(device), 20_000
+    decoder = decoder_of(model, slots=512, max_new_tokens=2)
+    group = prompt_group([5, 3], samples=samples, max_new_tokens=1, **filters)  # type: ignore[arg-type]
+    found = torch.tensor([tokens_of(one)[0] for one in finish(decoder, [group])[0].completions])
+    with torch.no_grad():
+        hidden = model(torch.tensor([[5, 3]], device=device), torch.arange(2, device=device)[None], causal_attention)
+        scores_1V = model.logits(hidden[:, -1])
+    knobs = (
+        torch.tensor([filters.get(name, default)], device=device)
+        for name, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+    )
+    least = least_kept(scores_1V, *knobs)
+    expected = torch.softmax(scores_1V.masked_fill(scores_1V < least[:, None], -torch.inf), -1)[0].cpu() * samples
+    counted = torch.bincount(found, minlength=SHAPE.vocab_size).float()
+    assert counted[expected == 0].sum() == 0
+    common = expected >= 5
+    statistic = float(((counted - expected)[common] ** 2 / expected[common]).sum())
+    freedom = int(common.sum()) - 1
+    assert statistic < freedom + 5 * math.sqrt(2 * max(1, freedom)) + 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_operations(dtype: torch.dtype, device: torch.device) -> None:
+    from llamarl.model import kernels
+
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    def same(found: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(found, expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=2e-2)
+
+    qkv, weight = normal(3, 7, 12 * 24), normal(24)
+    heads = qkv[..., : 8 * 24].view(3, 7, 8, 24)
+    same(kernels.rms_norm(heads, weight, 1e-5), ops.rms_norm(heads, weight, 1e-5))
+    wide, weight = normal(5, 3, 2048), normal(2048)
+    same(kernels.rms_norm(wide, weight, 1e-5), ops.rms_norm(wide, weight, 1e-5))
+    angles = torch.randn(3, 7, 1, 12, generator=generator, device=device).repeat(1, 1, 1, 2)
+    rope = (angles.cos().to(dtype), angles.sin().to(dtype))
+    same(kernels.rotate(heads, rope), ops.rotate(heads, rope))
+    same(kernels.silu_times(wide), ops.silu_times(wide))

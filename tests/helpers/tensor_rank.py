@@ -1,0 +1,61 @@
+"""One rank of a generator that several processes hold together: `python -m helpers.tensor_rank RANK COUNT FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from helpers.groups import prompt_group
+from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.parallel import TensorRank, split_over_ranks
+from llamarl.model.checkpoint import load_model
+from llamarl.types import PromptGroup, bytes_to_floats, bytes_to_tokens
+
+SLOTS, NEW = 8, 20
+
+
+def groups() -> list[PromptGroup]:
+    return [
+        prompt_group(
+            [1 + (3 * ordinal + i) % 22 for i in range(1 + 2 * ordinal)], ordinal=ordinal, samples=3, max_new_tokens=NEW
+        )
+        for ordinal in range(6)
+    ]
+
+
+def decode(folder: Path, part: TensorRank) -> dict[str, list[tuple[list[int], list[float]]]]:
+    model = load_model(folder, shard=part.box)
+    split_over_ranks(model, part)
+    limits = Limits(slots=SLOTS, max_prompt_tokens=16, max_new_tokens=NEW, page_tokens=4, num_pages=24)
+    decoder = ContinuousDecoder(model, limits, eos_ids=(0,), seed=3, tensor_ranks=part.count)
+    decoder.version = 0
+    for group in groups():
+        decoder.add(group)
+    found = {}
+    while not decoder.idle:
+        for done in decoder.step():
+            found[str(done.ordinal)] = [
+                (bytes_to_tokens(one.tokens).tolist(), bytes_to_floats(one.behavior_logprobs).tolist())
+                for one in done.completions
+            ]
+    return found
+
+
+def main() -> None:
+    rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    store = FileStore(str(folder / "meeting"), count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
+    found = decode(folder / "model", TensorRank(rank, count))
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

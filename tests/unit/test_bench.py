@@ -1,0 +1,49 @@
+"""The benchmarks measure what they say, on any machine."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.cli import llamarl
+from helpers.models import SHAPE
+
+from llamarl.bench.decode import Case, bench_decode, describe_decode, floor_s
+from llamarl.bench.machine import Ceilings
+from llamarl.shapes import shape_named
+
+
+def test_decoding_is_measured_in_every_way_that_it_names() -> None:
+    case = Case("small", 8, 16, 16, 4, "fp32", "cpu")
+    result = bench_decode(SHAPE, case)
+    assert result.tokens_per_s > 0 < result.heavy_tailed_tokens_per_s
+    assert 0 < result.share_of_floor < 1, "quicker than the machine allows: the floor or the rate is wrong"
+    assert result.share_of_floor == pytest.approx(result.tokens_per_s / result.floor_tokens_per_s)
+    assert "tokens/s" in describe_decode(result)
+
+
+def test_the_floor_of_a_step_is_its_bytes_when_few_sequences_run() -> None:
+    """One sequence: every weight is read once, so a machine twice as quick in memory halves the time."""
+    shape, case = shape_named("llama-3.2-1b"), Case("1b", 1, 128, 256, 1, "bf16", "cpu")
+    slow = floor_s(shape, case, Ceilings(flops=1e15, bytes=1e12))
+    assert slow == pytest.approx(2 * floor_s(shape, case, Ceilings(flops=1e15, bytes=2e12)), rel=1e-6)
+    assert slow * 1e12 == pytest.approx(2 * shape.num_parameters, rel=0.03)
+
+
+def test_the_floor_of_a_step_is_its_work_when_many_run() -> None:
+    shape, case = shape_named("llama-3.2-1b"), Case("1b", 100_000, 1, 16, 1, "bf16", "cpu")
+    work = 2 * shape.num_parameters * case.batch
+    assert floor_s(shape, case, Ceilings(flops=1e12, bytes=1e18)) * 1e12 == pytest.approx(work, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "llama-3.2-1c"], "no model shape is named 'llama-3.2-1c'; did you mean 'llama-3.2-1b'?"),
+        (["--model", "smollm2-135m", "--new", "9000"], "--new: 128 + 9000 tokens exceed the 8192 positions"),
+        (["--device", "cuda:99"], "--device cuda:99: cannot be used here"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(arguments: list[str], message: str) -> None:
+    done = llamarl("bench", "decode", *arguments)
+    assert done.code == 2
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) == 1
