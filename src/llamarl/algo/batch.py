@@ -1,16 +1,19 @@
-"""From the rollouts of one update to tensors: TrainBatch goes into the model, TokenBatch into the loss."""
+"""From the rollouts of one update to what is learnt from them: Documents go into packs, a TokenBatch into the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from llamarl.algo.advantages import group_advantages
-from llamarl.types import Completion, PromptGroup, RolloutGroup, bytes_to_floats, bytes_to_tokens
+from llamarl.algo.advantages import advantages_for
+from llamarl.config import Algo
+from llamarl.types import Completion, PromptGroup, Rollout, RolloutGroup, bytes_to_floats, bytes_to_tokens
+
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -20,69 +23,70 @@ class TokenBatch:
     policy_logprobs_N: Tensor  # under the policy being trained; carries the gradient
     behavior_logprobs_N: Tensor  # under whatever sampled the token
     advantages_N: Tensor
-    sequence_N: Tensor  # which completion the token belongs to
+    sequence_N: Tensor  # which completion the token belongs to; its tokens lie together
+    entropy_N: Tensor  # of the policy where the token was sampled; carries the gradient
     num_tokens: int  # of the whole update: the loss is normalised by it, however the update is cut up
+    num_sequences: int  # likewise
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # values per token that other roles added, by name
+
+    @property
+    def ratio_N(self) -> Tensor:
+        return (self.policy_logprobs_N - self.behavior_logprobs_N).exp()
 
 
 @dataclass(frozen=True)
-class TrainBatch:
-    """Sequences as rows, padded on the right; the N completion tokens as flat vectors beside them."""
+class Document:
+    """One completion behind its prompt, and what its tokens are worth."""
 
-    tokens_BT: Tensor
-    positions_BT: Tensor
-    rows_N: Tensor  # where the hidden state lies that predicts each completion token ...
-    columns_N: Tensor
-    targets_N: Tensor  # ... and the token it should predict
-    behavior_logprobs_N: Tensor
-    advantages_N: Tensor
-    staleness_N: Tensor
+    tokens: NDArray[np.int32]  # prompt and answer
+    num_prompt_tokens: int
+    behavior_logprobs: Floats  # of the answer's tokens, as are the following
+    staleness: NDArray[np.int64]
+    advantage: float = 0.0
+    columns: Mapping[str, Floats] = field(default_factory=dict)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.targets_N)
+    def num_answer_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
 
-    def to(self, device: torch.device) -> TrainBatch:
-        return TrainBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
-
-    def with_policy(self, policy_logprobs_N: Tensor) -> TokenBatch:
-        return TokenBatch(
-            policy_logprobs_N, self.behavior_logprobs_N, self.advantages_N, self.rows_N, num_tokens=self.num_tokens
-        )
+    @property
+    def answer(self) -> NDArray[np.int32]:
+        return self.tokens[self.num_prompt_tokens :]
 
 
-def make_batch(groups: Sequence[RolloutGroup], *, version: int, skip_zero_variance: bool = False) -> TrainBatch | None:
-    """The batch that turns `version` into the next one; None when no tokens are left to learn from."""
-    rows: list[tuple[PromptGroup, Completion, float]] = []
+def make_documents(groups: Sequence[RolloutGroup], *, version: int, algo: Algo) -> list[Document]:
+    """What update `version` learns from, in the order of the batch; empty when no tokens are left."""
+    advantages_of = advantages_for(algo.advantage, algo.loss)
+    documents: list[Document] = []
     for group in groups:
-        advantages = group_advantages(group.rewards)
-        if skip_zero_variance and not any(advantages):
+        advantages = advantages_of([_worth(rollout, algo) for rollout in group.rollouts])
+        if algo.zero_variance == "skip" and not any(advantages):
             continue
         for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-            rows.append((group.prompt, rollout.completion, advantage))
-    return _to_tensors(rows, version) if rows else None
+            masked = algo.overlong == "mask" and rollout.completion.truncated
+            if rollout.completion.num_tokens and not masked:
+                documents.append(_document_of(group.prompt, rollout, version, advantage))
+    return documents
 
 
-def _to_tensors(rows: Sequence[tuple[PromptGroup, Completion, float]], version: int) -> TrainBatch:
-    prompts = [bytes_to_tokens(prompt.prompt_tokens) for prompt, _, _ in rows]
-    answers = [bytes_to_tokens(completion.tokens) for _, completion, _ in rows]
-    lengths = np.array([len(answer) for answer in answers])
-    starts = np.array([len(prompt) for prompt in prompts])
-    tokens = np.zeros((len(rows), int((starts + lengths).max())), dtype=np.int64)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        tokens[row, : len(prompt)] = prompt
-        tokens[row, len(prompt) : len(prompt) + len(answer)] = answer
-    within = np.concatenate([np.arange(length) for length in lengths])
-    runs = [run for _, completion, _ in rows for run in completion.versions]
-    token_versions = np.repeat([run.version for run in runs], [run.count for run in runs])
-    return TrainBatch(
-        tokens_BT=torch.from_numpy(tokens),
-        positions_BT=torch.arange(tokens.shape[1]).expand(tokens.shape),
-        rows_N=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)),
-        columns_N=torch.from_numpy(np.repeat(starts - 1, lengths) + within),
-        targets_N=torch.from_numpy(np.concatenate(answers).astype(np.int64)),
-        behavior_logprobs_N=torch.from_numpy(
-            np.concatenate([bytes_to_floats(completion.behavior_logprobs) for _, completion, _ in rows]).copy()
-        ),
-        advantages_N=torch.from_numpy(np.repeat([advantage for _, _, advantage in rows], lengths)).float(),
-        staleness_N=torch.from_numpy(version - token_versions),
+def document_of(prompt: PromptGroup, completion: Completion, *, version: int) -> Document:
+    """A completion that is measured, not learnt from."""
+    return _document_of(prompt, Rollout(completion, 0.0), version, 0.0)
+
+
+def _worth(rollout: Rollout, algo: Algo) -> float:
+    cut_off = algo.overlong == "penalise" and rollout.completion.truncated
+    return rollout.reward - algo.overlong_penalty if cut_off else rollout.reward
+
+
+def _document_of(prompt: PromptGroup, rollout: Rollout, version: int, advantage: float) -> Document:
+    completion, prompt_tokens = rollout.completion, bytes_to_tokens(prompt.prompt_tokens)
+    runs = completion.versions
+    return Document(
+        tokens=np.concatenate([prompt_tokens, bytes_to_tokens(completion.tokens)]),
+        num_prompt_tokens=len(prompt_tokens),
+        behavior_logprobs=bytes_to_floats(completion.behavior_logprobs),
+        staleness=version - np.repeat([run.version for run in runs], [run.count for run in runs]),
+        advantage=advantage,
+        columns={name: bytes_to_floats(data) for name, data in rollout.columns.items()},
     )

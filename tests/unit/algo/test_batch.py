@@ -1,18 +1,20 @@
-"""A TrainBatch says the same as one sequence at a time would: which state predicts which token, and what it is worth."""
+"""Documents say what an update learns from: which tokens, what they are worth, and who sampled them."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from helpers.groups import completion, rollout_group
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from llamarl.algo.advantages import group_advantages
-from llamarl.algo.batch import TrainBatch, make_batch
-from llamarl.types import Completion, RolloutGroup, bytes_to_floats, bytes_to_tokens
+from llamarl.algo.batch import Document, document_of, make_documents
+from llamarl.config import Algo
+from llamarl.types import Completion, Rollout, RolloutGroup, bytes_to_floats, bytes_to_tokens, floats_to_bytes
 
 VERSION = 9
+KEEP = Algo(zero_variance="keep")
 token_ids = st.integers(0, 16)
 
 
@@ -32,95 +34,99 @@ def rollout_groups(draw: st.DrawFn) -> RolloutGroup:
     )
 
 
-def one_at_a_time(groups: list[RolloutGroup], *, skip: bool) -> list[tuple[list[int], int, int, float, float, int]]:
-    """For every completion token: the tokens before it, the column that sees them, itself, mu, A and staleness."""
+def as_said(document: Document) -> tuple[list[int], int, list[float], list[int]]:
+    return (
+        document.tokens.tolist(),
+        document.num_prompt_tokens,
+        document.behavior_logprobs.tolist(),
+        document.staleness.tolist(),
+    )
+
+
+def expected(groups: list[RolloutGroup]) -> list[tuple[list[int], int, list[float], list[int]]]:
     found = []
     for group in groups:
-        advantages = group_advantages(group.rewards)
-        if skip and len(set(group.rewards)) == 1:
-            continue
         prompt = bytes_to_tokens(group.prompt.prompt_tokens).tolist()
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-            answer = bytes_to_tokens(rollout.completion.tokens).tolist()
-            logprobs = bytes_to_floats(rollout.completion.behavior_logprobs).tolist()
-            versions = [run.version for run in rollout.completion.versions for _ in range(run.count)]
-            for at, token in enumerate(answer):
-                before = prompt + answer[:at]
-                found.append((before, len(before) - 1, token, logprobs[at], advantage, VERSION - versions[at]))
-    return found
-
-
-def read_back(batch: TrainBatch) -> list[tuple[list[int], int, int, float, float, int]]:
-    found = []
-    for n in range(batch.num_tokens):
-        row, column = int(batch.rows_N[n]), int(batch.columns_N[n])
-        found.append(
-            (
-                batch.tokens_BT[row, : column + 1].tolist(),
-                column,
-                int(batch.targets_N[n]),
-                float(batch.behavior_logprobs_N[n]),
-                float(batch.advantages_N[n]),
-                int(batch.staleness_N[n]),
+        for rollout in group.rollouts:
+            answer = rollout.completion
+            versions = [run.version for run in answer.versions for _ in range(run.count)]
+            found.append(
+                (
+                    prompt + bytes_to_tokens(answer.tokens).tolist(),
+                    len(prompt),
+                    bytes_to_floats(answer.behavior_logprobs).tolist(),
+                    [VERSION - version for version in versions],
+                )
             )
-        )
     return found
 
 
 @given(st.lists(rollout_groups(), min_size=1, max_size=4), st.booleans())
-def test_it_equals_one_sequence_at_a_time(groups: list[RolloutGroup], skip: bool) -> None:
-    batch, expected = make_batch(groups, version=VERSION, skip_zero_variance=skip), one_at_a_time(groups, skip=skip)
-    assert (batch is None) == (not expected)
-    if batch is None:
-        return
-    for found, wanted in zip(read_back(batch), expected, strict=True):
-        assert found[:4] == wanted[:4]
-        assert found[4] == pytest.approx(wanted[4])
-        assert found[5] == wanted[5]
-
-
-@given(st.lists(rollout_groups(), min_size=1, max_size=4))
-def test_the_token_after_the_predicting_state_is_the_target(groups: list[RolloutGroup]) -> None:
-    batch = make_batch(groups, version=VERSION)
-    assert batch is not None
-    assert torch.equal(batch.tokens_BT[batch.rows_N, batch.columns_N + 1], batch.targets_N)
-    assert torch.equal(batch.positions_BT, torch.arange(batch.tokens_BT.shape[1]).expand_as(batch.tokens_BT))
+def test_they_hold_what_the_rollouts_hold_in_their_order(groups: list[RolloutGroup], skip: bool) -> None:
+    algo = Algo(zero_variance="skip" if skip else "keep")
+    kept = [group for group in groups if not skip or len(set(group.rewards)) > 1]
+    documents = make_documents(groups, version=VERSION, algo=algo)
+    assert [as_said(document) for document in documents] == expected(kept)
+    worth = [advantage for group in kept for advantage in group_advantages(group.rewards)]
+    assert [document.advantage for document in documents] == pytest.approx(worth)
 
 
 MIXED = rollout_group([1, 2], [(completion([3, 4]), 1.0), (completion([5]), 0.0)], ordinal=0)
 EQUAL = rollout_group([6], [(completion([7, 8, 9]), 1.0), (completion([10]), 1.0)], ordinal=1)
 
 
-def test_kept_zero_variance_groups_count_in_the_denominator_with_zero_advantage() -> None:
-    batch = make_batch([MIXED, EQUAL], version=0)
-    assert batch is not None
-    assert batch.advantages_N.tolist() == [0.5, 0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
-    assert batch.with_policy(torch.zeros(7)).num_tokens == 7
+def advantages(groups: list[RolloutGroup], algo: Algo) -> list[float]:
+    return [document.advantage for document in make_documents(groups, version=0, algo=algo)]
 
 
-def test_skipped_zero_variance_groups_leave_the_denominator_too() -> None:
-    batch = make_batch([MIXED, EQUAL], version=0, skip_zero_variance=True)
-    assert batch is not None
-    assert batch.advantages_N.tolist() == [0.5, 0.5, -0.5]
-    assert batch.with_policy(torch.zeros(3)).num_tokens == 3
-    assert batch.tokens_BT.shape[0] == 2
+def test_zero_variance_groups_are_kept_with_zero_advantage_or_skipped() -> None:
+    assert advantages([MIXED, EQUAL], KEEP) == [0.5, -0.5, 0.0, 0.0]
+    assert advantages([MIXED, EQUAL], Algo(zero_variance="skip")) == [0.5, -0.5]
+    assert advantages([EQUAL], Algo(zero_variance="skip")) == advantages([], KEEP) == []
 
 
-def test_nothing_is_left_when_all_groups_are_skipped_or_there_are_none() -> None:
-    assert make_batch([EQUAL], version=0, skip_zero_variance=True) is None
-    assert make_batch([], version=0) is None
-    assert make_batch([EQUAL], version=0) is not None
+def test_the_advantage_is_the_losss_own_or_the_one_asked_for() -> None:
+    group = rollout_group([1], [(completion([2]), 3.0), (completion([3]), 0.0), (completion([4]), 0.0)])
+    assert advantages([group], Algo(loss="aipo")) == [2.0, -1.0, -1.0]
+    assert advantages([group], Algo(loss="rloo")) == [3.0, -1.5, -1.5]
+    assert advantages([group], Algo(loss="rloo", advantage="mean")) == [2.0, -1.0, -1.0]
+
+
+def cut_off(group: RolloutGroup, index: int) -> RolloutGroup:
+    rollouts = list(group.rollouts)
+    answer = replace(rollouts[index].completion, truncated=True)
+    rollouts[index] = Rollout(answer, rollouts[index].reward)
+    return RolloutGroup(group.prompt, tuple(rollouts))
+
+
+def test_answers_that_were_cut_off_are_kept_masked_or_penalised() -> None:
+    group = cut_off(MIXED, 1)
+    assert advantages([group], Algo(overlong="keep")) == [0.5, -0.5]
+    assert advantages([group], Algo(overlong="mask")) == [0.5], "it counts in its group's mean, not in the loss"
+    assert advantages([group], Algo(overlong="penalise", overlong_penalty=1.0)) == [1.0, -1.0]
+    assert advantages([cut_off(EQUAL, 0)], Algo(overlong="penalise", overlong_penalty=1.0)) == [-0.5, 0.5]
+
+
+def test_an_answer_without_tokens_counts_in_its_groups_mean_and_nowhere_else() -> None:
+    group = rollout_group([1], [(completion([2]), 1.0), (completion([]), 0.0)])
+    assert advantages([group], KEEP) == [0.5]
 
 
 def test_staleness_is_counted_token_by_token() -> None:
     group = rollout_group([1], [(completion([2, 3, 4], versions=[5, 5, 7]), 1.0), (completion([5], versions=[7]), 0.0)])
-    batch = make_batch([group], version=8)
-    assert batch is not None
-    assert batch.staleness_N.tolist() == [3, 3, 1, 1]
+    documents = make_documents([group], version=8, algo=KEEP)
+    assert [document.staleness.tolist() for document in documents] == [[3, 3, 1], [1]]
 
 
-def test_the_loss_sees_every_completion_as_a_sequence_of_its_own() -> None:
-    batch = make_batch([MIXED, EQUAL], version=0)
-    assert batch is not None
-    tokens = batch.with_policy(torch.zeros(7))
-    assert tokens.sequence_N.tolist() == [0, 0, 1, 2, 2, 2, 3]
+def test_columns_of_other_roles_come_along() -> None:
+    rollouts = tuple(
+        Rollout(one.completion, one.reward, {"values": floats_to_bytes([float(i)] * one.completion.num_tokens)})
+        for i, one in enumerate(MIXED.rollouts)
+    )
+    documents = make_documents([RolloutGroup(MIXED.prompt, rollouts)], version=0, algo=KEEP)
+    assert [document.columns["values"].tolist() for document in documents] == [[0.0, 0.0], [1.0]]
+
+
+def test_a_measured_completion_is_worth_nothing() -> None:
+    document = document_of(MIXED.prompt, MIXED.rollouts[0].completion, version=0)
+    assert (document.tokens.tolist(), document.num_prompt_tokens, document.advantage) == ([1, 2, 3, 4], 2, 0.0)

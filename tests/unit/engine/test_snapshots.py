@@ -16,13 +16,16 @@ from helpers.models import lively_model
 from helpers.notes import Notes
 
 from llamarl import Job
+from llamarl.config import Trainer as TrainerConfig
 from llamarl.configfile import load_config
 from llamarl.controller.ledger import audit, read_ledger
 from llamarl.engine.snapshots import Snapshots, why_damaged
 from llamarl.errors import InputError, JobFailed, ModelError
 from llamarl.model.checkpoint import load_model
-from llamarl.model.training_state import POLICY, TrainingState, restore_optimizer
+from llamarl.model.training_state import POLICY
 from llamarl.segments import segment_files
+from llamarl.train.optimizer import AdamW
+from llamarl.train.state import TrainingState, restore
 
 OLD, NEW = 3, 6
 
@@ -32,14 +35,14 @@ class Saver:
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.model = lively_model()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer = AdamW(dict(self.model.named_parameters()), TrainerConfig())
         self.state = TrainingState(self.model, self.optimizer, carry_from=load_config(None, []).model_folder)
         self.folder, self.snapshots = folder, Snapshots(folder, keep)
 
     def update(self) -> None:
         self.optimizer.zero_grad()
         sum(parameter.square().sum() for parameter in self.model.parameters()).backward()  # type: ignore[union-attr]
-        self.optimizer.step()
+        self.optimizer.step(lr=0.01)
 
     def save(self, version: int) -> None:
         """What driver and trainer do between them."""
@@ -67,9 +70,9 @@ def contents(snapshot: Path) -> dict[str, str]:
 def loaded(snapshot: Path) -> list[bytes]:
     """Everything that a trainer takes from it."""
     model = load_model(snapshot / POLICY, device=torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    restore_optimizer(model, optimizer, snapshot)
-    state = [tensor for parameter in model.parameters() for tensor in optimizer.state[parameter].values()]
+    optimizer = AdamW(dict(model.named_parameters()), TrainerConfig())
+    restore(optimizer, snapshot)
+    state = [torch.tensor(optimizer.num_steps), *optimizer.state_tensors().values()]
     return [tensor.detach().numpy().tobytes() for tensor in (*model.parameters(), *state)]
 
 

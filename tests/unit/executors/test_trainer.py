@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.groups import completion, rollout_group
 from helpers.models import lively_model
+from helpers.training import CPU
 from torch import Tensor
 
-from llamarl.algo.batch import TokenBatch, make_batch
+from llamarl.algo.batch import TokenBatch, make_documents
 from llamarl.algo.losses import Loss, aipo_loss
 from llamarl.config import Algo
 from llamarl.config import Trainer as TrainerConfig
-from llamarl.executors.trainer import Trainer, learning_rate, make_optimizer, policy_logprobs
-from llamarl.messages import BatchResult, WorkOnBatch
+from llamarl.executors.trainer import Trainer
+from llamarl.messages import BatchResult, SaveState, StateSaved, WorkOnBatch
+from llamarl.model.checkpoint import load_model, save_model
+from llamarl.model.training_state import POLICY
+from llamarl.train.learner import Learner, learning_rate
+from llamarl.train.policy import Computing, Policy
+from llamarl.train.reference import HostedReference
+from llamarl.train.state import restore
 from llamarl.types import RolloutGroup
 from llamarl.weights.transport import Publication
 
@@ -26,17 +32,21 @@ class NoWeights:
         raise AssertionError("nobody asked for it")
 
 
-def make_trainer(loss: Loss = aipo_loss, settings: TrainerConfig | None = None, algo: Algo | None = None) -> Trainer:
-    return Trainer(
-        lively_model(),
-        NoWeights(),
+def make_trainer(
+    loss: Loss = aipo_loss,
+    settings: TrainerConfig | None = None,
+    algo: Algo | None = None,
+    reference: HostedReference | None = None,
+    carry_from: Path = Path("."),
+) -> Trainer:
+    learner = Learner(
+        Policy(lively_model(), Computing(CPU, torch.float32)),
         loss,
         settings=settings or TrainerConfig(lr=1e-3, warmup_updates=0, max_grad_norm=1e9),
         algo=algo or Algo(),
-        temperature=1.0,
         updates=10,
-        carry_from=Path("."),
     )
+    return Trainer(learner, NoWeights(), carry_from=carry_from, reference=reference)
 
 
 def group(*rewards: float) -> RolloutGroup:
@@ -58,16 +68,17 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_a_step_makes_good_completions_likelier_and_bad_ones_less_likely() -> None:
-    trainer, batch = make_trainer(), make_batch([group(1.0, 0.0)], version=0)
-    assert batch is not None
-    before = policy_logprobs(trainer.model, batch, 1.0).detach()
+    trainer = make_trainer()
+    policy = trainer.learner.policy
+    (pack,) = policy.packs(make_documents([group(1.0, 0.0)], version=0, algo=Algo()))
+    before = policy.logprobs(pack)
     update(trainer, group(1.0, 0.0))
-    change = policy_logprobs(trainer.model, batch, 1.0).detach() - before
-    assert change[:3].sum() > 0 > change[3:].sum()
+    change = policy.logprobs(pack) - before
+    assert change[pack.sequence_N == 0].sum() > 0 > change[pack.sequence_N == 1].sum()
 
 
 def bad_gradient(value: float) -> Loss:
-    def loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, float]]:
+    def loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor | float]]:
         return (tokens.policy_logprobs_N * value).sum(), {}
 
     return loss
@@ -80,6 +91,7 @@ def test_a_gradient_that_is_no_number_never_reaches_the_weights(value: float) ->
     metrics = update(trainer, group(1.0, 0.0))
     assert metrics["skipped"] == 1.0
     assert same(weights_of(trainer), before)
+    assert trainer.optimizer.num_steps == 0
 
 
 def test_a_batch_without_anything_to_learn_leaves_the_weights_and_is_reported() -> None:
@@ -96,9 +108,10 @@ def test_the_gradient_is_scaled_down_to_the_norm_that_is_allowed(monkeypatch: py
     trainer = make_trainer(settings=TrainerConfig(lr=1e-3, warmup_updates=0, max_grad_norm=0.01))
     norms: list[float] = []
 
-    def step(closure: Callable[[], float] | None = None) -> None:
-        grads = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
-        norms.append(float(torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]))))
+    def step(lr: float, scale: Tensor, sound: Tensor) -> bool:
+        grads = trainer.optimizer.gradients().values()
+        norms.append(float(torch.linalg.vector_norm(torch.cat([(grad * scale).flatten() for grad in grads]))))
+        return bool(sound)
 
     monkeypatch.setattr(trainer.optimizer, "step", step)
     metrics = update(trainer, group(1.0, 0.0))
@@ -113,6 +126,46 @@ def test_the_metrics_of_an_update_by_hand() -> None:
     assert (metrics["trained_tokens"], metrics["staleness_max"], metrics["skipped"]) == (12.0, 0.0, 0.0)
 
 
+def test_wall_times_are_reported_apart_from_what_a_seed_determines() -> None:
+    (report,) = make_trainer().handle(WorkOnBatch(0, (group(1.0, 0.0),)))
+    assert isinstance(report, BatchResult)
+    assert {"tokens_per_s", "mfu_measured"} <= report.timings.keys()
+    assert not report.timings.keys() & report.metrics.keys()
+
+
+def test_a_reference_on_the_trainers_ranks_holds_the_policy_back() -> None:
+    """At the first update policy and reference are the same: no KL. Afterwards they differ."""
+    reference = HostedReference(Policy(lively_model(), Computing(CPU, torch.float32)))
+    trainer = make_trainer(algo=Algo(reference_kl=0.1), reference=reference)
+    assert update(trainer, group(1.0, 0.0))["kl_reference"] == pytest.approx(0.0, abs=1e-9)
+    assert update(trainer, group(1.0, 0.0), number=1)["kl_reference"] > 1e-6
+
+
+def save(trainer: Trainer, version: int, folder: Path) -> StateSaved:
+    assert list(trainer.handle(SaveState(version, str(folder)))) == []
+    reports = []
+    while not trainer.idle:
+        reports += list(trainer.work())
+    (saved,) = reports
+    assert isinstance(saved, StateSaved)
+    return saved
+
+
+def test_a_trainer_that_comes_back_from_its_snapshot_goes_on_as_if_it_had_never_been_away(tmp_path: Path) -> None:
+    save_model(lively_model(), tmp_path / "model")
+    trainer = make_trainer(carry_from=tmp_path / "model")
+    update(trainer, group(1.0, 0.0))
+    saved = save(trainer, 1, tmp_path / "snapshot")
+    found = sorted(str(path.relative_to(tmp_path / "snapshot")) for path in (tmp_path / "snapshot").rglob("*.*"))
+    assert sorted(saved.files) == found
+    again = make_trainer(carry_from=tmp_path / "model")
+    again.model.load_state_dict(load_model(tmp_path / "snapshot" / POLICY).state_dict())
+    restore(again.optimizer, tmp_path / "snapshot")
+    for one in (trainer, again):
+        update(one, group(0.0, 1.0), number=1)
+    assert same(weights_of(trainer), weights_of(again))
+
+
 def test_the_learning_rate_warms_up_and_falls() -> None:
     settings = TrainerConfig(lr=1.0, warmup_updates=4, final_lr_share=0.2)
     assert [learning_rate(settings, update, 12) for update in range(4)] == [0.25, 0.5, 0.75, 1.0]
@@ -122,13 +175,3 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
     assert falling == sorted(falling, reverse=True)
     constant = TrainerConfig(lr=1.0, warmup_updates=0, final_lr_share=1.0)
     assert {learning_rate(constant, update, 12) for update in range(12)} == {1.0}
-
-
-def test_decay_pulls_on_matrices_only() -> None:
-    model = lively_model()
-    matrices, vectors = make_optimizer(model, TrainerConfig(weight_decay=0.5)).param_groups
-    assert matrices["weight_decay"] == 0.5
-    assert vectors["weight_decay"] == 0.0
-    assert all(parameter.dim() > 1 for parameter in matrices["params"])
-    assert all(parameter.dim() == 1 for parameter in vectors["params"])
-    assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))

@@ -30,9 +30,10 @@ class Ranks:
     @classmethod
     def join(cls, rank: int, count: int, meeting_fd: int) -> Ranks:
         if count > 1:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
             store = FileStore(f"/proc/self/fd/{meeting_fd}", count)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=_NO_TIMEOUT)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_NO_TIMEOUT)
         return cls(rank, count)
 
     def tell(self, message: Message | None) -> None:

@@ -1,0 +1,84 @@
+"""What an update is described by: its rollouts, and how far its tokens are from the policy that is trained on them.
+
+Token metrics are made from totals, so that ranks add theirs up before anything is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llamarl.algo.losses import kl_estimate
+from llamarl.types import RolloutGroup
+
+
+@dataclass(frozen=True)
+class TokenMeasures:
+    """What was seen of every trained token, one entry each, without gradients."""
+
+    policy_logprobs_N: Tensor
+    behavior_logprobs_N: Tensor
+    entropy_N: Tensor
+    staleness_N: Tensor
+    fresh_N: Tensor  # whether its whole completion was sampled by the version being trained
+
+
+@torch.no_grad()
+def token_totals(tokens: TokenMeasures, *, rho: float, staleness: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
+    """Sums by name, and the largest ratio. `staleness` lists the values that occur in the update."""
+    log_ratio_N = (tokens.policy_logprobs_N - tokens.behavior_logprobs_N).double()
+    ratio_N, kl_N = log_ratio_N.exp(), kl_estimate(log_ratio_N)
+    weight_N = ratio_N.clamp(max=rho)
+    sums = {
+        "tokens": torch.ones_like(ratio_N).sum(),
+        "ratio": ratio_N.sum(),
+        "weight": weight_N.sum(),
+        "squared_weight": (weight_N**2).sum(),
+        "entropy": tokens.entropy_N.double().sum(),
+        "kl": kl_N.sum(),
+        "fresh_tokens": tokens.fresh_N.sum().double(),
+        "fresh_gap": (log_ratio_N.abs() * tokens.fresh_N).sum(),
+    }
+    for value in staleness:
+        here_N = tokens.staleness_N == value
+        sums |= {f"tokens_s{value}": here_N.sum().double(), f"kl_s{value}": (kl_N * here_N).sum()}
+    return sums, ratio_N.max() if len(ratio_N) else torch.zeros_like(sums["ratio"])
+
+
+def token_metrics(sums: Mapping[str, float], ratio_max: float, staleness: Sequence[int]) -> dict[str, float]:
+    """From the totals of all ranks. The effective sample size is a share: 1 is on-policy."""
+    tokens = sums["tokens"]
+    metrics = {
+        "trained_tokens": tokens,
+        "ratio_mean": sums["ratio"] / tokens,
+        "ratio_max": ratio_max,
+        "effective_sample_size": sums["weight"] ** 2 / sums["squared_weight"] / tokens if sums["weight"] else 0.0,
+        "entropy": sums["entropy"] / tokens,
+        "kl_behavior": sums["kl"] / tokens,
+        "staleness_mean": sum(value * sums[f"tokens_s{value}"] for value in staleness) / tokens,
+        "staleness_max": float(max(staleness)),
+    }
+    for value in staleness:
+        metrics[f"staleness_share_{value}"] = sums[f"tokens_s{value}"] / tokens
+        metrics[f"kl_behavior_s{value}"] = sums[f"kl_s{value}"] / sums[f"tokens_s{value}"]
+    if sums["fresh_tokens"]:
+        metrics["logprob_gap"] = sums["fresh_gap"] / sums["fresh_tokens"]
+    return metrics
+
+
+def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return {"groups": 0.0, "completions": 0.0}
+    lengths = [rollout.completion.num_tokens for rollout in rollouts]
+    return {
+        "groups": float(len(groups)),
+        "completions": float(len(rollouts)),
+        "reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
+        "zero_variance_share": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
+        "answer_tokens": sum(lengths) / len(lengths),
+        "truncated_share": sum(rollout.completion.truncated for rollout in rollouts) / len(rollouts),
+    }

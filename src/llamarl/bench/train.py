@@ -1,0 +1,205 @@
+"""How fast a model of a given shape trains: random weights, random tokens, real lengths, whole updates.
+
+An update is what the trainer does with a batch: packing, passes, gradient norm, optimizer step. The head is trained on every
+token but the first of each document.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Literal
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from llamarl.algo.batch import Document
+from llamarl.algo.losses import aipo_loss
+from llamarl.config import Algo, Trainer
+from llamarl.errors import InputError
+from llamarl.shapes import ModelShape, shape_named
+from llamarl.train.learner import Learner
+from llamarl.train.policy import Computing, random_policy
+from llamarl.train.speed import datasheet_tflops, measured_tflops, synchronize, training_flops
+
+WARM_UP = 3
+SHORTEST, LONGEST = 64, 2048  # of log-normal lengths
+Lengths = Literal["equal", "lognormal"]
+
+
+class TrainBench(Struct, frozen=True, kw_only=True):
+    """What is measured."""
+
+    model: str
+    tokens: int = 16_384  # of one update
+    length: int = 1024  # of each document, where all are equal
+    lengths: Lengths = "equal"
+    padded: bool = False  # every document filled up to the longest, as without packing
+    recompute: str = "none"
+    offload: bool = False
+    compile: bool = True
+    tokens_per_pack: int = 0  # 0: an update is one pass
+    updates: int = 10
+    device: str = "cuda"
+
+
+class TrainFigures(Struct, frozen=True, kw_only=True):
+    """What was found. Tokens are real ones: padding counts for nothing."""
+
+    model: str
+    device: str
+    dtype: str
+    documents: int
+    tokens: int
+    update_s: float  # median
+    fastest_s: float
+    tokens_per_s: float
+    tflops: float
+    peak_tflops: float  # one large matrix product, measured in this process
+    mfu_measured: float
+    mfu_datasheet: float | None
+    memory_gib: float  # most that was allocated at once
+    reserved_gib: float  # most that was taken from the device
+    settings: TrainBench
+
+
+def measure(bench: TrainBench, learner: Learner, documents: Sequence[Document]) -> TrainFigures:
+    times = [time_update(learner, documents, number) for number in range(WARM_UP + bench.updates)][WARM_UP:]
+    return _figures(bench, learner, documents, times)
+
+
+def prepare(bench: TrainBench) -> tuple[Learner, list[Document]]:
+    shape, device = shape_named(bench.model), torch.device(bench.device)
+    documents = make_documents(shape, bench)
+    computing = Computing(
+        device,
+        torch.bfloat16 if device.type == "cuda" else torch.float32,
+        recompute=bench.recompute,
+        compiled=bench.compile,
+        tokens_per_pack=bench.tokens_per_pack or sum(len(document.tokens) for document in documents),
+    )
+    settings = Trainer(offload=bench.offload, lr=1e-6)
+    learner = Learner(random_policy(shape, computing), aipo_loss, settings=settings, algo=Algo(), updates=1000)
+    return learner, documents
+
+
+def make_documents(shape: ModelShape, bench: TrainBench) -> list[Document]:
+    rng = np.random.default_rng(0)
+    lengths = _draw_lengths(bench, rng)
+    width = max(lengths)
+    return [_document(shape, length, width if bench.padded else length, rng) for length in lengths]
+
+
+def _draw_lengths(bench: TrainBench, rng: np.random.Generator) -> list[int]:
+    if bench.lengths == "equal":
+        if bench.tokens < bench.length:
+            raise InputError(f"--tokens: {bench.tokens} tokens are less than one document of --length {bench.length}")
+        return [bench.length] * (bench.tokens // bench.length)
+    lengths: list[int] = []
+    while (left := bench.tokens - sum(lengths)) >= SHORTEST:
+        drawn = int(np.clip(np.exp(rng.normal(np.log(360), 0.9)), SHORTEST, LONGEST))
+        lengths.append(min(drawn, left))
+    return lengths
+
+
+def _document(shape: ModelShape, length: int, width: int, rng: np.random.Generator) -> Document:
+    """Padding lies in front, as part of the prompt, where it costs what it costs elsewhere and nothing is learnt from it."""
+    tokens: NDArray[np.int32] = rng.integers(0, shape.vocab_size, width).astype(np.int32)
+    return Document(
+        tokens=tokens,
+        num_prompt_tokens=width - length + 1,
+        behavior_logprobs=rng.normal(-np.log(shape.vocab_size), 0.3, length - 1).astype(np.float32),
+        staleness=np.ones(length - 1, dtype=np.int64),
+        advantage=float(rng.normal()),
+    )
+
+
+def time_update(learner: Learner, documents: Sequence[Document], number: int) -> float:
+    """Seconds, metrics included."""
+    device = learner.policy.computing.device
+    synchronize(device)
+    start_s = time.perf_counter()
+    seen = learner.accumulate(documents)
+    totals = seen.totals(documents, 4.0)
+    outcome = learner.step(number, seen.total_loss())
+    totals.metrics()
+    synchronize(device)
+    elapsed_s = time.perf_counter() - start_s
+    if outcome["skipped"]:
+        raise InputError("the update was skipped: loss or gradient is no number")
+    if number == WARM_UP - 1 and device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    return elapsed_s
+
+
+def _figures(
+    bench: TrainBench, learner: Learner, documents: Sequence[Document], times: Sequence[float]
+) -> TrainFigures:
+    how, shape = learner.policy.computing, learner.policy.model.shape
+    real = [document.num_answer_tokens + 1 for document in documents]
+    typical = median(times)
+    tflops = training_flops(shape, real) / typical / 1e12
+    peak, datasheet = measured_tflops(how.device, how.dtype), datasheet_tflops(how.device)
+    on_gpu = how.device.type == "cuda"
+    return TrainFigures(
+        model=bench.model,
+        device=torch.cuda.get_device_name(how.device) if on_gpu else "CPU",
+        dtype=str(how.dtype).removeprefix("torch."),
+        documents=len(documents),
+        tokens=sum(real),
+        update_s=typical,
+        fastest_s=min(times),
+        tokens_per_s=sum(real) / typical,
+        tflops=tflops,
+        peak_tflops=peak,
+        mfu_measured=tflops / peak,
+        mfu_datasheet=tflops / datasheet if datasheet else None,
+        memory_gib=torch.cuda.max_memory_allocated(how.device) / 2**30 if on_gpu else 0.0,
+        reserved_gib=torch.cuda.max_memory_reserved(how.device) / 2**30 if on_gpu else 0.0,
+        settings=bench,
+    )
+
+
+def profile(learner: Learner, documents: Sequence[Document], rows: int = 30) -> str:
+    """Where the time of one update goes: the kernels that take most of it, in milliseconds."""
+    on_gpu = learner.policy.computing.device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        time_update(learner, documents, WARM_UP)
+    return _table([(event.key, _device_us(event), event.count) for event in profiler.key_averages()], rows)
+
+
+def _device_us(event: object) -> float:
+    on_device = float(getattr(event, "self_device_time_total", 0.0))
+    return on_device or float(getattr(event, "self_cpu_time_total", 0.0))
+
+
+def _table(events: list[tuple[str, float, int]], rows: int) -> str:
+    total = sum(spent_us for _, spent_us, _ in events)
+    longest = sorted(events, key=lambda event: -event[1])[:rows]
+    lines = [f"{spent / 1e3:9.2f} ms {spent / total:6.1%} {count:5}x  {key[:110]}" for key, spent, count in longest]
+    return "\n".join([*lines, f"{total / 1e3:9.2f} ms in all kernels"])
+
+
+def describe(found: TrainFigures) -> str:
+    datasheet = f", {found.mfu_datasheet:.1%} of the datasheet's" if found.mfu_datasheet is not None else ""
+    return (
+        f"{found.model} on {found.device}, {found.dtype}: {found.documents} documents, {found.tokens:,} tokens\n"
+        f"  update      {found.update_s * 1e3:,.1f} ms (fastest {found.fastest_s * 1e3:,.1f})\n"
+        f"  tokens      {found.tokens_per_s:,.0f} per second\n"
+        f"  MFU         {found.mfu_measured:.1%} of the measured peak of {found.peak_tflops:.4g} TFLOP/s{datasheet} "
+        f"({found.tflops:.4g} TFLOP/s)\n"
+        f"  memory      {found.memory_gib:.1f} GiB allocated, {found.reserved_gib:.1f} GiB reserved"
+    )
+
+
+def run(bench: TrainBench, *, as_json: bool, profiled: bool, say: Callable[[str], None] = print) -> None:
+    learner, documents = prepare(bench)
+    found = measure(bench, learner, documents)
+    say(msgspec.json.encode(found).decode() if as_json else describe(found))
+    if profiled:
+        say(profile(learner, documents))

@@ -1,0 +1,1 @@
+"""How the trainer computes: packs, attention, head, parallelism, optimizer. Applied to the model from outside."""

@@ -1,0 +1,65 @@
+"""Attention inside documents: a token sees its own document up to itself, and nothing else of its row.
+
+Each pack brings its own mask, in one of two forms. Both are the same object for all layers, so that compiled blocks share
+one graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from llamarl.model.transformer import Attend
+from llamarl.train.packing import Pack
+
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def uses_long_rows(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether documents may lie in one long row because attention skips what is outside of them."""
+    return device.type == "cuda" and dtype in _FLASH_DTYPES
+
+
+def document_attention(pack: Pack, *, long_rows: bool) -> Attend:
+    return FlashDocuments(pack) if long_rows else MaskedDocuments(pack)
+
+
+class MaskedDocuments:
+    """Every row attends under a mask of its documents: exact everywhere, and quadratic in the row's length."""
+
+    def __init__(self, pack: Pack) -> None:
+        numbers_RT = pack.documents_RT
+        same_RTT = numbers_RT[:, :, None] == numbers_RT[:, None, :]
+        self.mask_R1TT = same_RTT.tril_()[:, None]
+
+    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
+        out_RHTD = F.scaled_dot_product_attention(
+            q_RTHD.transpose(1, 2),
+            k_RTKD.transpose(1, 2),
+            v_RTKD.transpose(1, 2),
+            attn_mask=self.mask_R1TT,
+            enable_gqa=True,
+        )
+        return out_RHTD.transpose(1, 2)
+
+
+class FlashDocuments:
+    """One long row, cut where documents begin: FlashAttention's variable-length form, which PyTorch ships."""
+
+    def __init__(self, pack: Pack) -> None:
+        width = pack.tokens_RT.numel()
+        lengths = [*pack.lengths, width - sum(pack.lengths)]  # the tail is a document that nobody looks at
+        # Filled up with empty documents to a power of two, so that compiled blocks meet few different shapes.
+        slots = 1 << max(4, (len(lengths) - 1).bit_length())
+        starts_D = torch.zeros(slots + 1, dtype=torch.int32)
+        starts_D[1 : len(lengths) + 1] = torch.tensor(lengths).cumsum(0)
+        starts_D[len(lengths) + 1 :] = width
+        self.starts_D = starts_D.to(pack.tokens_RT.device, non_blocking=True)
+        self.longest = 1 << max(7, (max(lengths) - 1).bit_length())
+
+    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
+        out_THD: Tensor = torch.ops.aten._flash_attention_forward(
+            q_RTHD[0], k_RTKD[0], v_RTKD[0], self.starts_D, self.starts_D, self.longest, self.longest, 0.0, True, False
+        )[0]
+        return out_THD[None]

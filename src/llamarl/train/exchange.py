@@ -1,0 +1,47 @@
+"""Small words between the ranks of one executor, as bytes: no object is ever pickled."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+
+from llamarl.train.mesh import Mesh
+
+
+class Written(Struct, frozen=True):
+    files: dict[str, str]
+    problem: str
+
+
+class Exchange:
+    """Every method is called by all ranks at the same time; one rank alone talks to itself."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._count = mesh.size
+
+    def all_true(self, flag: bool) -> bool:
+        if self._count == 1:
+            return flag
+        flags = torch.tensor([int(flag)])
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+        return bool(flags.item())
+
+    def merge(self, files: dict[str, str], problem: str) -> tuple[dict[str, str], str]:
+        """The files of all ranks, and the first problem that one of them had."""
+        found = [msgspec.json.decode(data, type=Written) for data in self._gather(Written(files, problem))]
+        every = {name: digest for one in found for name, digest in one.files.items()}
+        return every, next((one.problem for one in found if one.problem), "")
+
+    def _gather(self, word: Struct) -> list[bytes]:
+        data = msgspec.json.encode(word)
+        if self._count == 1:
+            return [data]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._count)]
+        dist.all_gather(lengths, torch.tensor([len(data)]))
+        longest = max(int(length) for length in lengths)
+        mine = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+        padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._count)]
+        dist.all_gather(padded, mine)
+        return [one.numpy().tobytes()[: int(length)] for one, length in zip(padded, lengths, strict=True)]

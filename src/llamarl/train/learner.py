@@ -1,0 +1,220 @@
+"""One update: the rollouts of a batch through the model and back, pack by pack, then one optimizer step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.algo.batch import Document, document_of, make_documents
+from llamarl.algo.losses import Loss, is_tokenwise, objective
+from llamarl.algo.metrics import TokenMeasures, describe_groups, token_metrics, token_totals
+from llamarl.config import Algo
+from llamarl.config import Trainer as TrainerConfig
+from llamarl.train.head import chunked_logprobs, fused_loss
+from llamarl.train.optimizer import AdamW, gradient_norm
+from llamarl.train.packing import Pack
+from llamarl.train.parallel import complete_gradients, is_shared_out
+from llamarl.train.policy import Policy
+from llamarl.train.speed import speed_of, synchronize
+from llamarl.types import CompletionGroup, RolloutGroup
+
+
+@dataclass(frozen=True)
+class Outcome:
+    metrics: dict[str, float]  # what a seed determines
+    timings: dict[str, float]  # what the machine determines
+
+
+class Learner:
+    def __init__(self, policy: Policy, loss: Loss, *, settings: TrainerConfig, algo: Algo, updates: int) -> None:
+        self.policy, self._loss = policy, loss
+        self._settings, self._algo, self._updates = settings, algo, updates
+        compiled = policy.computing.compiled
+        self.optimizer = AdamW(dict(policy.model.named_parameters()), settings, compiled=compiled)
+        self._shared = self._shared_parameters()
+
+    def update(self, number: int, groups: Sequence[RolloutGroup], probe: CompletionGroup | None = None) -> Outcome:
+        """Turn version `number` into the next. Without tokens to learn from, the weights stay as they are."""
+        metrics = describe_groups(groups)
+        if probe is not None:
+            metrics["logprob_gap"] = self._logprob_gap(probe, number)
+        documents = make_documents(groups, version=number, algo=self._algo)
+        if not documents:
+            return Outcome({**metrics, "trained_tokens": 0.0}, {})
+        start_s = time.perf_counter()
+        seen = self.accumulate(documents)
+        totals = seen.totals(documents, self._algo.rho)
+        stepped = self.step(number, seen.total_loss())
+        return Outcome({**totals.metrics(), **metrics, **stepped}, self._speed(documents, start_s))
+
+    def accumulate(self, documents: Sequence[Document]) -> Seen:
+        """Gradients of the whole update, in the optimizer; afterwards only the step is missing."""
+        self.optimizer.zero_grad()
+        num_tokens = sum(document.num_answer_tokens for document in documents)
+        seen = Seen(self.policy)
+        packs = self.policy.packs(documents)
+        for pack in packs:
+            here = pack.to(self.policy.computing.device)
+            loss = self._forward(here, seen, num_tokens=num_tokens, num_sequences=len(documents))
+            loss.backward()  # type: ignore[no-untyped-call]
+            seen.add_loss(loss)
+            if len(packs) > 1:
+                self.optimizer.collect()
+        complete_gradients(self.optimizer.gradients(), self.policy.computing.mesh)
+        return seen
+
+    def _forward(self, pack: Pack, seen: Seen, *, num_tokens: int, num_sequences: int) -> Tensor:
+        def part_loss(part: slice, logprobs_n: Tensor, entropy_n: Tensor) -> Tensor:
+            tokens = pack.tokens(part, logprobs_n, entropy_n, num_tokens=num_tokens, num_sequences=num_sequences)
+            value, metrics = objective(self._loss, tokens, self._algo)
+            seen.add_part(pack, len(logprobs_n), metrics)
+            return value if pack.counts else value * 0.0
+
+        hidden_NC, head = self.policy.hidden(pack), self.policy.head
+        weight_VC = self.policy.head_weight  # after the pass: FSDP has gathered it by then
+        if is_tokenwise(self._loss):
+            loss, logprobs_N, entropy_N = fused_loss(hidden_NC, weight_VC, pack.targets_N, part_loss, head)
+        else:
+            logprobs_N, entropy_N = chunked_logprobs(hidden_NC, weight_VC, pack.targets_N, head)
+            loss = part_loss(slice(0, pack.num_targets), logprobs_N, entropy_N)
+        seen.add_tokens(pack, logprobs_N.detach(), entropy_N.detach())
+        return loss
+
+    def step(self, number: int, loss: Tensor | float) -> dict[str, float]:
+        """Descend, unless loss or gradient is not a number: then weights and optimizer stay as they are, bit for bit."""
+        mesh = self.policy.computing.mesh
+        sum_over_ranks = mesh.sum_over_all if mesh.size > 1 else None
+        norm = gradient_norm(self.optimizer.gradients(), self._counts_here, sum_over_ranks)
+        lr = learning_rate(self._settings, number, self._updates)
+        value = torch.as_tensor(loss, device=norm.device)
+        scale = (self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        made = self.optimizer.step(lr, scale, torch.isfinite(norm) & torch.isfinite(value))
+        self.optimizer.zero_grad()
+        return {"loss": value.item(), "grad_norm": norm.item(), "lr": lr, "skipped": float(not made)}
+
+    def _counts_here(self, name: str) -> bool:
+        return self.policy.computing.mesh.tensor_rank == 0 or name not in self._shared
+
+    def _shared_parameters(self) -> frozenset[str]:
+        """Those that tensor parallelism leaves whole: every tensor rank has them, and the first one counts them."""
+        if self.policy.computing.mesh.tensor == 1:
+            return frozenset()
+        parameters = self.policy.model.named_parameters()
+        return frozenset(name for name, parameter in parameters if not is_shared_out(parameter))
+
+    def _logprob_gap(self, probe: CompletionGroup, version: int) -> float:
+        """How far policy and generator are apart on what this very version has sampled."""
+        documents = [document_of(probe.prompt, one, version=version) for one in probe.completions]
+        packs = self.policy.packs(documents, same_everywhere=True) if documents else []
+        gaps = [(self.policy.logprobs(pack).cpu() - pack.behavior_logprobs_N).abs() for pack in packs]
+        return torch.cat(gaps).double().mean().item() if gaps else 0.0
+
+    def _speed(self, documents: Sequence[Document], start_s: float) -> dict[str, float]:
+        how = self.policy.computing
+        synchronize(how.device)
+        elapsed_s = time.perf_counter() - start_s
+        lengths = [len(document.tokens) for document in documents]
+        return speed_of(self.policy.model.shape, lengths, elapsed_s, how.device, how.dtype, how.mesh.size)
+
+
+OF_LOSS = "loss/"  # before the names of the loss's own sums
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums and maxima of an update, still on their device."""
+
+    staleness: list[int]
+    sum_names: tuple[str, ...]
+    max_names: tuple[str, ...]
+    sums: Tensor
+    maxima: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        sums = dict(zip(self.sum_names, self.sums.tolist(), strict=True))
+        maxima = dict(zip(self.max_names, self.maxima.tolist(), strict=True))
+        found = token_metrics(sums, maxima.pop("ratio_max"), self.staleness)
+        own = {name.removeprefix(OF_LOSS): value for name, value in sums.items() if name.startswith(OF_LOSS)}
+        return {**found, **{name: value / sums["tokens"] for name, value in own.items()}, **maxima}
+
+
+class Seen:
+    """What passes leave behind, on their device until the update is over: nothing waits for a number in between."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._mesh, self._device = policy.computing.mesh, policy.computing.device
+        self._losses: list[Tensor] = []
+        self._parts: list[tuple[float, Mapping[str, Tensor | float]]] = []  # tokens, metrics of the loss
+        self._tokens: list[TokenMeasures] = []
+
+    def add_loss(self, loss: Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    def add_part(self, pack: Pack, num_tokens: int, metrics: Mapping[str, Tensor | float]) -> None:
+        self._parts.append((float(num_tokens) if pack.counts else 0.0, metrics))
+
+    def add_tokens(self, pack: Pack, logprobs_N: Tensor, entropy_N: Tensor) -> None:
+        if pack.counts:
+            self._tokens.append(
+                TokenMeasures(logprobs_N, pack.behavior_logprobs_N, entropy_N, pack.staleness_N, pack.fresh_N)
+            )
+
+    def total_loss(self) -> Tensor:
+        """Of the whole update; ranks meet here."""
+        return self._mesh.sum_over_data(torch.stack(self._losses).sum())
+
+    def loss(self) -> float:
+        return self.total_loss().item()
+
+    def totals(self, documents: Sequence[Document], rho: float) -> Totals:
+        """Of all ranks, who meet here; nobody waits for a number yet."""
+        staleness = sorted({int(value) for document in documents for value in np.unique(document.staleness)})
+        sums, ratio_max = token_totals(self._all_tokens(), rho=rho, staleness=staleness)
+        weighted, maxima = self._part_totals()
+        sums |= {OF_LOSS + name: value for name, value in weighted.items()}
+        maxima["ratio_max"] = ratio_max
+        return Totals(
+            staleness,
+            tuple(sums),
+            tuple(maxima),
+            self._mesh.sum_over_data(torch.stack(list(sums.values()))),
+            self._mesh.max_over_data(torch.stack(list(maxima.values()))),
+        )
+
+    def metrics(self, documents: Sequence[Document], rho: float) -> dict[str, float]:
+        return self.totals(documents, rho).metrics()
+
+    def _all_tokens(self) -> TokenMeasures:
+        empty = torch.zeros(0, device=self._device)
+        nothing = TokenMeasures(empty, empty, empty, empty.long(), empty.bool())
+        columns = zip(*(vars(one).values() for one in [nothing, *self._tokens]), strict=True)
+        return TokenMeasures(*(torch.cat(values) for values in columns))
+
+    def _part_totals(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Of the loss's own metrics: sums weighted by tokens, and for names that end in _max the largest."""
+        sums: dict[str, Tensor] = {}
+        maxima: dict[str, Tensor] = {}
+        for num_tokens, metrics in self._parts:
+            for name, metric in metrics.items():
+                value = torch.as_tensor(metric, dtype=torch.float64, device=self._device).detach()
+                if name.endswith("_max"):
+                    value = value if num_tokens else torch.full_like(value, -math.inf)
+                    maxima[name] = torch.maximum(maxima.get(name, value), value)
+                else:
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + value * num_tokens
+        return sums, maxima
+
+
+def learning_rate(settings: TrainerConfig, update: int, updates: int) -> float:
+    """Linear warm-up, then constant or linear down to `final_lr_share` at the last update."""
+    warmup = settings.warmup_updates
+    if update < warmup:
+        return settings.lr * (update + 1) / warmup
+    progress = (update - warmup) / max(1, updates - warmup)
+    return settings.lr * (1 - (1 - settings.final_lr_share) * progress)

@@ -1,0 +1,283 @@
+"""AdamW on fp32 master weights, for parameters that are fp32 or bf16, resident or with their state in host memory.
+
+An fp32 parameter is its own master. The master of a bf16 parameter is held in two halves: the parameter itself, which is
+the master rounded to the nearest bf16, and 16 bits beside it that say how far the master lies from there. Together they are
+the fp32 master exactly, in the memory of one fp32 number instead of one and a half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from llamarl.config import Trainer as TrainerConfig
+
+_EPSILON = 1e-8
+_AHEAD = 2  # parameters whose state travels from host memory while another is updated
+
+
+@dataclass
+class Slot:
+    """One parameter of this rank and its state. `low` is there for bf16 parameters only."""
+
+    name: str
+    parameter: Tensor  # as autograd knows it
+    local: Tensor  # this rank's memory of it
+    decay: float
+    state: dict[str, Tensor]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's part. Autograd may leave it laid out otherwise than the parameter is; then ranks meet here."""
+        grad, parameter = self.parameter.grad, self.parameter
+        if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+            return grad
+        if grad.placements != parameter.placements:
+            grad = parameter.grad = grad.redistribute(placements=parameter.placements)
+        return grad.to_local()
+
+
+class AdamW:
+    """Decay pulls on matrices only, since norms and biases have a scale of their own."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], settings: TrainerConfig, *, compiled: bool = False) -> None:
+        self._betas, self._compiled = settings.betas, compiled
+        self.num_steps = 0
+        self.slots = [_make_slot(name, one, settings) for name, one in parameters.items()]
+        self._accumulated: dict[str, Tensor] = {}
+        device = self.slots[0].local.device
+        self._offload = _Offload(self.slots, device) if settings.offload and device.type == "cuda" else None
+
+    # Gradients
+
+    def zero_grad(self) -> None:
+        self._accumulated.clear()
+        for slot in self.slots:
+            slot.parameter.grad = None
+
+    def collect(self) -> None:
+        """Move bf16 gradients into fp32 sums: called after each of several passes of one update."""
+        for slot in self.slots:
+            grad = slot.grad
+            if grad is None or grad.dtype == torch.float32:
+                continue  # autograd and FSDP sum fp32 gradients themselves
+            if slot.name in self._accumulated:
+                self._accumulated[slot.name].add_(grad)
+            else:
+                self._accumulated[slot.name] = grad.float()
+            slot.parameter.grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients of the update, by name."""
+        found = {slot.name: self._accumulated.get(slot.name, slot.grad) for slot in self.slots}
+        return {name: grad for name, grad in found.items() if grad is not None}
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: Tensor | float = 1.0, sound: Tensor | bool = True) -> bool:
+        """Gradients count `scale` times what they are. Unless `sound`, everything stays as it is, bit for bit.
+
+        A step on bf16 parameters is queued at once and finds out on the device; only then does the host ask.
+        """
+        grads = self.gradients()
+        slots = [slot for slot in self.slots if slot.name in grads]
+        whole = [slot for slot in slots if "low" not in slot.state]
+        split = [slot for slot in slots if "low" in slot.state]
+        if whole and not sound:
+            return False
+        self.num_steps += 1
+        for group in self._resident(whole):
+            self._step_whole(group, grads, lr, scale)
+        numbers = {decay: self._numbers(lr, decay) for decay in {slot.decay for slot in split}}
+        device = self.slots[0].local.device
+        factor, go = torch.as_tensor(scale, dtype=torch.float32, device=device), torch.as_tensor(sound, device=device)
+        for group in self._resident(split):
+            for slot in group:
+                self._step_split(slot, grads[slot.name], numbers[slot.decay], factor, go)
+        if not go:
+            self.num_steps -= 1
+        return bool(go)
+
+    def _resident(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+        """Groups of slots whose state is on the device while they are handed out."""
+        if self._offload is not None:
+            yield from self._offload.stream(slots)
+        elif slots:
+            yield slots
+
+    def _step_whole(self, slots: Sequence[Slot], grads: Mapping[str, Tensor], lr: float, scale: Tensor | float) -> None:
+        torch._foreach_mul_([grads[slot.name] for slot in slots], scale)
+        for decay in dict.fromkeys(slot.decay for slot in slots):
+            group = [slot for slot in slots if slot.decay == decay]
+            adamw(
+                [slot.local for slot in group],
+                [grads[slot.name] for slot in group],
+                [slot.state["exp_avg"] for slot in group],
+                [slot.state["exp_avg_sq"] for slot in group],
+                [],
+                list(torch.full((len(group),), self.num_steps - 1.0, device=slots[0].local.device).unbind()),
+                fused=slots[0].local.is_cuda,
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=lr,
+                weight_decay=decay,
+                eps=_EPSILON,
+                maximize=False,
+            )
+
+    def _step_split(self, slot: Slot, grad: Tensor, numbers: Tensor, scale: Tensor, sound: Tensor) -> None:
+        step = _compiled(_split_step) if self._compiled else _split_step
+        step(
+            slot.local.view(torch.int16).view(-1),
+            slot.state["low"].view(-1),
+            slot.state["exp_avg"].view(-1),
+            slot.state["exp_avg_sq"].view(-1),
+            grad.reshape(-1),
+            numbers,
+            scale,
+            sound,
+            *self._betas,
+        )
+
+    def _numbers(self, lr: float, decay: float) -> Tensor:
+        """What `_split_step` needs: step size, the second moment's factor, and the share that decay leaves."""
+        beta1, beta2 = self._betas
+        values = [lr / (1 - beta1**self.num_steps), (1 - beta2**self.num_steps) ** -0.5, 1 - lr * decay]
+        return torch.tensor(values, dtype=torch.float32, device=self.slots[0].local.device)
+
+    # What is saved
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """`parameter/exp_avg` and the like; empty before the first step. A master's low half is saved with its weights."""
+        if not self.num_steps:
+            return {}
+        return {f"{slot.name}/{key}": value for slot in self.slots for key, value in slot.state.items() if key != "low"}
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of every parameter in fp32."""
+        for slot in self.slots:
+            if "low" in slot.state:
+                low = slot.state["low"].to(slot.local.device)
+                yield slot.name, join_halves(slot.local.view(torch.int16), low)
+            else:
+                yield slot.name, slot.local
+
+    @torch.no_grad()
+    def set_master(self, name: str, value: Tensor) -> None:
+        """Give a bf16 parameter its fp32 master."""
+        slot = next(slot for slot in self.slots if slot.name == name)
+        high, low = split_halves(value)
+        slot.local.view(torch.int16).copy_(high)
+        slot.state["low"].copy_(low)
+
+
+def _make_slot(name: str, parameter: Tensor, settings: TrainerConfig) -> Slot:
+    local = parameter.detach()
+    local = local.to_local() if isinstance(local, DTensor) else local
+    state = {key: torch.zeros_like(local, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
+    if local.dtype == torch.bfloat16:
+        state["low"] = torch.zeros_like(local, dtype=torch.int16)
+    return Slot(name, parameter, local, settings.weight_decay if parameter.dim() > 1 else 0.0, state)
+
+
+def split_halves(master: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 as the bits of the nearest bf16 (ties away from zero) and the signed distance from there, both int16."""
+    bits = master.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
+
+
+def join_halves(high: Tensor, low: Tensor) -> Tensor:
+    return ((high.to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def _split_step(
+    high: Tensor,
+    low: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    numbers: Tensor,
+    scale: Tensor,
+    sound: Tensor,
+    beta1: float,
+    beta2: float,
+) -> None:
+    """One AdamW step, in place, reading and writing each number once."""
+    step_size, root_factor, keep = numbers[0], numbers[1], numbers[2]
+    wide_grad = grad.float() * scale
+    first = beta1 * exp_avg + (1 - beta1) * wide_grad
+    second = beta2 * exp_avg_sq + (1 - beta2) * wide_grad * wide_grad
+    master = join_halves(high, low) * keep - step_size * first / (second.sqrt() * root_factor + _EPSILON)
+    new_high, new_low = split_halves(master)
+    exp_avg.copy_(torch.where(sound, first, exp_avg))
+    exp_avg_sq.copy_(torch.where(sound, second, exp_avg_sq))
+    high.copy_(torch.where(sound, new_high, high))
+    low.copy_(torch.where(sound, new_low, low))
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+class _Offload:
+    """State in pinned host memory, brought to the device and back parameter by parameter, beside the steps themselves."""
+
+    def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
+        self._device = device
+        self._incoming, self._outgoing = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._home: dict[str, dict[str, Tensor]] = {}
+        for slot in slots:
+            slot.state = self._home[slot.name] = {key: one.cpu().pin_memory() for key, one in slot.state.items()}
+
+    def stream(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+        current = torch.cuda.current_stream(self._device)
+        fetched = [self._fetch(slot) for slot in slots[:_AHEAD]]
+        for index, slot in enumerate(slots):
+            state, arrived = fetched[index]
+            current.wait_event(arrived)
+            slot.state = state
+            yield [slot]
+            self._return(slot, current)
+            if index + _AHEAD < len(slots):
+                fetched.append(self._fetch(slots[index + _AHEAD]))
+            fetched[index] = ({}, arrived)
+        current.wait_stream(self._outgoing)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _fetch(self, slot: Slot) -> tuple[dict[str, Tensor], torch.cuda.Event]:
+        with torch.cuda.stream(self._incoming):
+            state = {key: one.to(self._device, non_blocking=True) for key, one in self._home[slot.name].items()}
+            return state, self._incoming.record_event()
+
+    def _return(self, slot: Slot, current: torch.cuda.Stream) -> None:
+        self._outgoing.wait_stream(current)
+        with torch.cuda.stream(self._outgoing):
+            for key, home in self._home[slot.name].items():
+                home.copy_(slot.state[key], non_blocking=True)
+                slot.state[key].record_stream(self._outgoing)
+                slot.state[key].record_stream(current)
+        slot.state = self._home[slot.name]
+
+
+@torch.no_grad()
+def gradient_norm(
+    grads: Mapping[str, Tensor], counted: Callable[[str], bool], sum_over_ranks: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """Of the whole update. With several ranks, each adds the squares of the parts that are `counted` as its own."""
+    mine = [grad for name, grad in grads.items() if counted(name)]
+    if all(grad.dtype == torch.float32 for grad in mine):
+        norm = torch.nn.utils.get_total_norm(mine)
+    else:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine, 2, dtype=torch.float32)))
+    return norm if sum_over_ranks is None else sum_over_ranks(norm**2).sqrt()

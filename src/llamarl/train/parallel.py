@@ -1,0 +1,120 @@
+"""Parallelism, applied to the model from outside, in this order: tensor parallel, recompute, compile, FSDP.
+
+Nothing is wrapped: parameters keep their Hugging Face names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from llamarl.model.transformer import Transformer
+from llamarl.train.mesh import Mesh
+
+_MAX_GRAPHS = 64
+
+
+def parallelize(
+    model: Transformer, mesh: Mesh, *, recompute: str = "none", compiled: bool = False, compute_dtype: torch.dtype
+) -> None:
+    """Make `model` this rank's part of the mesh. Its parameters may still be without memory (on the meta device)."""
+    if mesh.tensor > 1:
+        _share_products(model, mesh)
+    if recompute != "none":
+        _recompute(model, recompute)
+    if compiled:
+        _compile(model)
+    if mesh.data > 1:
+        _shard(model, mesh, compute_dtype)
+
+
+def _share_products(model: Transformer, mesh: Mesh) -> None:
+    block_plan = {
+        "self_attn": PrepareModuleInput(
+            input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for block in model.model.layers:
+        parallelize_module(block, mesh.tensor_mesh, block_plan)
+    parallelize_module(
+        model,
+        mesh.tensor_mesh,
+        {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": ColwiseParallel()},
+    )
+    tie_head(model)
+
+
+def tie_head(model: Transformer) -> None:
+    """Whatever replaces parameters one by one forgets that two of them may be the same."""
+    if model.shape.tied_head:
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def _recompute(model: Transformer, what: str) -> None:
+    """The MLP holds most of a block's activations and is cheap to make again; whole blocks are the last resort."""
+    for block in model.model.layers:
+        module: Any = block.mlp if what == "selective" else block
+        module.forward = MethodType(_forward_again, module)
+
+
+def _forward_again(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    out: Tensor = checkpoint(type(module).forward, module, *args, use_reentrant=False, **kwargs)
+    return out
+
+
+def _compile(model: Transformer) -> None:
+    """Block by block, so that all blocks share one graph, and FSDP's hooks stay outside of it. Packs come in a few dozen
+    shapes at most; beyond its limit torch would silently stop compiling."""
+    torch._dynamo.config.recompile_limit = max(_MAX_GRAPHS, torch._dynamo.config.recompile_limit)
+    block: Any
+    for block in model.model.layers:
+        block.self_attn.layer = (
+            0  # the trainer's attention asks for no layer; different numbers would be different graphs
+        )
+        block.forward = torch.compile(block.forward)
+
+
+def _shard(model: Transformer, mesh: Mesh, compute_dtype: torch.dtype) -> None:
+    """Master weights and reductions stay fp32; passes see `compute_dtype`. Gradients are summed, not averaged, since the
+    loss is divided by the tokens of the whole update."""
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    modules = [*model.model.layers, model]
+    for module in modules:
+        fully_shard(module, mesh=mesh.data_mesh, mp_policy=policy)
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def is_shared_out(parameter: Tensor) -> bool:
+    """Whether tensor ranks hold different parts of it."""
+    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def complete_gradients(grads: Mapping[str, Tensor], mesh: Mesh) -> None:
+    """Norms of query and key heads are whole on every tensor rank, which sees only its own heads' share of their
+    gradients. All other whole parameters work on whole states, and their gradients are whole."""
+    if mesh.tensor > 1:
+        for name, grad in grads.items():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                dist.all_reduce(grad, group=mesh.tensor_group)

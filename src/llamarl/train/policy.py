@@ -1,0 +1,120 @@
+"""The policy on this rank: a model that is part of a mesh, in the precision of its passes, and what it says of a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from llamarl.algo.batch import Document
+from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, random_model
+from llamarl.model.transformer import Transformer
+from llamarl.shapes import ModelShape
+from llamarl.train.attention import document_attention, uses_long_rows
+from llamarl.train.head import Head, Vocabulary, chunked_logprobs
+from llamarl.train.mesh import LONE_RANK, Mesh
+from llamarl.train.packing import Pack, make_packs
+from llamarl.train.parallel import parallelize, tie_head
+from llamarl.train.parts import owned_parts
+
+
+@dataclass(frozen=True)
+class Computing:
+    """How passes are made on this rank."""
+
+    device: torch.device
+    dtype: torch.dtype
+    mesh: Mesh = LONE_RANK
+    recompute: str = "none"
+    compiled: bool = False
+    tokens_per_pack: int = 16_384
+    temperature: float = 1.0
+
+    @property
+    def long_rows(self) -> bool:
+        return uses_long_rows(self.device, self.dtype)
+
+
+class Policy:
+    def __init__(self, model: Transformer, computing: Computing) -> None:
+        self.model, self.computing = model, computing
+        self.head = Head(computing.temperature, _vocabulary_of(model, computing.mesh), compiled=computing.compiled)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Valid right after a pass, when FSDP has gathered it."""
+        weight = self.model.lm_head.weight
+        return weight.to_local() if isinstance(weight, DTensor) else weight
+
+    def packs(self, documents: Sequence[Document], *, same_everywhere: bool = False) -> list[Pack]:
+        """This rank's share of the documents, or all of them on every rank."""
+        how, mesh = self.computing, self.computing.mesh
+        rank, num_ranks = (0, 1) if same_everywhere else (mesh.data_rank, mesh.data)
+        return make_packs(documents, how.tokens_per_pack, rank=rank, num_ranks=num_ranks, long_rows=how.long_rows)
+
+    def hidden(self, pack: Pack) -> Tensor:
+        """The states [N, C] that predict the pack's answer tokens."""
+        attend = document_attention(pack, long_rows=self.computing.long_rows)
+        hidden_RTC: Tensor = self.model(pack.tokens_RT, pack.positions_RT, attend)
+        return hidden_RTC.flatten(0, 1).index_select(0, pack.at_N)
+
+    @torch.no_grad()
+    def logprobs(self, pack: Pack) -> Tensor:
+        pack = pack.to(self.computing.device)
+        hidden_NC = self.hidden(pack)
+        return chunked_logprobs(hidden_NC, self.head_weight, pack.targets_N, self.head)[0]
+
+
+def _vocabulary_of(model: Transformer, mesh: Mesh) -> Vocabulary:
+    if mesh.tensor == 1:
+        return Vocabulary()
+    rows = -(-model.shape.vocab_size // mesh.tensor)  # how DTensor cuts: equal parts, the last ones shorter or empty
+    return Vocabulary(rows * mesh.tensor_rank, mesh.tensor_group)
+
+
+def load_policy(folder: Path, computing: Computing) -> Policy:
+    """The folder's model; with several ranks, each reads its own part and nothing else."""
+    if computing.mesh.size == 1:
+        model = load_model(folder, dtype=computing.dtype, device=computing.device)
+        parallelize_for(model, computing)
+        return Policy(model, computing)
+    checkpoint = open_checkpoint(folder)
+    model = sharded_model(checkpoint.shape, computing)
+    parts = {name: part for name, part in owned_parts(model).items() if part.tensor.numel()}
+    checkpoint.fill({name: part.tensor for name, part in parts.items()}, lambda name, shape: parts[name].box)
+    return Policy(model, computing)
+
+
+def random_policy(shape: ModelShape, computing: Computing, *, seed: int = 0) -> Policy:
+    """Untrained weights, made where they will stay."""
+    model = random_model(shape, seed=seed, dtype=parameter_dtype(computing), device=computing.device)
+    parallelize_for(model, computing)
+    return Policy(model, computing)
+
+
+def sharded_model(shape: ModelShape, computing: Computing) -> Transformer:
+    """This rank's part of the model, with memory that is not yet written."""
+    model = meta_model(shape).to(parameter_dtype(computing))
+    parallelize_for(model, computing)
+    model.to_empty(device=computing.device)
+    tie_head(model)
+    return model
+
+
+def parameter_dtype(computing: Computing) -> torch.dtype:
+    """FSDP keeps fp32 masters as the parameters and casts what it gathers; without it the parameters are what computes."""
+    return torch.float32 if computing.mesh.data > 1 else computing.dtype
+
+
+def parallelize_for(model: Transformer, computing: Computing) -> None:
+    parallelize(
+        model,
+        computing.mesh,
+        recompute=computing.recompute,
+        compiled=computing.compiled,
+        compute_dtype=computing.dtype,
+    )

@@ -1,0 +1,71 @@
+"""The reference policy: what it makes of every answer token goes with the rollouts as a column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llamarl.algo.batch import document_of
+from llamarl.algo.losses import REFERENCE_LOGPROBS
+from llamarl.train.policy import Policy
+from llamarl.types import Rollout, RolloutGroup
+
+
+def add_reference_column(policy: Policy, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
+    """Ranks share the work; every one of them returns all groups."""
+    documents = [document_of(group.prompt, one.completion, version=0) for group in groups for one in group.rollouts]
+    if not documents:
+        return tuple(groups)
+    lengths = [document.num_answer_tokens for document in documents]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    column_N = torch.zeros(sum(lengths), dtype=torch.float32)
+    for pack in policy.packs(documents):
+        logprobs_N = policy.logprobs(pack).cpu()
+        if pack.counts:
+            column_N[_places(pack.sequence_N, starts)] = logprobs_N
+    _sum_over_data(column_N, policy)
+    columns = iter(torch.split(column_N, lengths))
+    return tuple(
+        RolloutGroup(group.prompt, tuple(_with_column(one, next(columns)) for one in group.rollouts))
+        for group in groups
+    )
+
+
+def _places(sequence_N: Tensor, starts: Tensor) -> Tensor:
+    """Where each token lies when all documents lie in order: a pack holds the tokens of a document together."""
+    _, counts = torch.unique_consecutive(sequence_N, return_counts=True)
+    within_N = torch.cat([torch.arange(int(count)) for count in counts])
+    return starts[sequence_N] + within_N
+
+
+def _sum_over_data(column_N: Tensor, policy: Policy) -> None:
+    """Each data rank has filled its own places; the rest of its column is zero."""
+    mesh = policy.computing.mesh
+    if mesh.data > 1:
+        on_device = column_N.to(policy.computing.device)
+        dist.all_reduce(on_device, group=mesh.data_mesh.get_group())
+        column_N.copy_(on_device)
+
+
+def _with_column(rollout: Rollout, logprobs: Tensor) -> Rollout:
+    columns = {**rollout.columns, REFERENCE_LOGPROBS: logprobs.numpy().astype("<f4").tobytes()}
+    return Rollout(rollout.completion, rollout.reward, columns)
+
+
+class HostedReference:
+    """A reference on the trainer's ranks: its weights lie in host memory and come to the device for each use."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._device = policy.computing.device
+        policy.model.to("cpu")
+
+    def add_column(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
+        self._policy.model.to(self._device)
+        try:
+            return add_reference_column(self._policy, groups)
+        finally:
+            self._policy.model.to("cpu")

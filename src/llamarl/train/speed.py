@@ -1,0 +1,91 @@
+"""How fast training is against what the hardware can do: floating-point operations, peaks, MFU, memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+
+from llamarl.shapes import ModelShape
+
+# Dense bf16 rates from the vendors' datasheets, TFLOP/s, by a part of the device's name; the longest match counts.
+DATASHEET_TFLOPS = {
+    "A100": 312.0,
+    "H100": 989.0,
+    "H100 PCIe": 756.0,
+    "H200": 989.0,
+    "GH200": 989.0,
+    "B200": 2250.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10": 125.0,
+}
+_PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
+
+
+def matrix_parameters(shape: ModelShape) -> int:
+    """Weights that every token is multiplied with: all matrices, the head among them, but not the embedding's lookup."""
+    attention = shape.hidden_size * (2 * shape.q_size + 2 * shape.kv_size)
+    mlp = 3 * shape.hidden_size * shape.intermediate_size
+    return shape.num_layers * (attention + mlp) + shape.vocab_size * shape.hidden_size
+
+
+def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
+    """6 per matrix weight and token (forward 2, backward 4), and 6 per layer, query feature and pair of tokens that
+    attend to each other in causal attention (12 without the causal half). Recomputed work does not count."""
+    tokens = pairs = 0
+    for length in lengths:
+        tokens += length
+        pairs += length * length
+    return 6.0 * matrix_parameters(shape) * tokens + 6.0 * shape.num_layers * shape.q_size * pairs
+
+
+def datasheet_tflops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return max(((len(part), rate) for part, rate in DATASHEET_TFLOPS.items() if part in name), default=(0, None))[1]
+
+
+@cache
+def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """The rate of one large matrix product of random numbers: what this machine really reaches."""
+    size = _PRODUCT_SIZE[device.type]
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    torch.mm(left, right)
+    best_s = min(_time_product(left, right) for _ in range(5))
+    return 2 * size**3 / best_s / 1e12
+
+
+def _time_product(left: torch.Tensor, right: torch.Tensor) -> float:
+    synchronize(left.device)
+    start_s = time.perf_counter()
+    torch.mm(left, right)
+    synchronize(left.device)
+    return time.perf_counter() - start_s
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def speed_of(
+    shape: ModelShape, lengths: Iterable[int], elapsed_s: float, device: torch.device, dtype: torch.dtype, ranks: int
+) -> dict[str, float]:
+    """Of one update, for the record of wall times."""
+    sizes = list(lengths)
+    tflops = training_flops(shape, sizes) / elapsed_s / 1e12 / ranks
+    found = {
+        "compute_s": elapsed_s,
+        "tokens_per_s": sum(sizes) / elapsed_s,
+        "tflops_per_rank": tflops,
+        "mfu_measured": tflops / measured_tflops(device, dtype),
+    }
+    if (peak := datasheet_tflops(device)) is not None:
+        found["mfu_datasheet"] = tflops / peak
+    if device.type == "cuda":
+        found["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    return found

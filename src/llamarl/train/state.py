@@ -1,0 +1,171 @@
+"""All that a trainer is made of, on disk: the policy as a Hugging Face folder, and the optimizer's state beside it.
+
+The state is copied to host memory first, which is all the trainer waits for; hashing and writing go on in a thread. With
+several ranks, rank 0 gathers the policy, parameter by parameter, and every rank writes its own part of the optimizer's
+state; they are read back on the same mesh.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from llamarl.errors import InputError, ModelError
+from llamarl.failpoints import failpoint
+from llamarl.model.checkpoint import empty_model, open_checkpoint, save_model
+from llamarl.model.safetensors_file import Span, read_spans
+from llamarl.model.tensor_io import read_tensor, write_tensors
+from llamarl.model.training_state import OPTIMIZER, POLICY, hash_files
+from llamarl.model.transformer import Transformer
+from llamarl.train.mesh import LONE_RANK, Mesh
+from llamarl.train.optimizer import AdamW
+from llamarl.train.parts import owned_parts
+
+_MESH_FILE = "mesh.json"
+_STEPS = "num_steps"
+_FILE_BYTES = 2 << 30
+
+
+class MeshOnDisk(msgspec.Struct, frozen=True):
+    data: int
+    tensor: int
+
+
+class TrainingState:
+    """A copy of model and optimizer in host memory, made anew with `take` and written with `write`."""
+
+    def __init__(self, model: Transformer, optimizer: AdamW, carry_from: Path, mesh: Mesh = LONE_RANK) -> None:
+        self._model, self._optimizer, self._carry_from = model, optimizer, carry_from
+        self._mesh = mesh
+        self._copy = empty_model(model.shape, dtype=torch.float32, device="cpu") if self._mesh.rank == 0 else None
+        self._optimizer_copy: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Every rank calls this at the same time."""
+        copies = dict(self._copy.named_parameters()) if self._copy is not None else {}
+        parameters = dict(self._model.named_parameters())
+        for name, master in self._optimizer.masters():
+            whole = gather(master, parameters[name])
+            if name in copies:
+                copies[name].copy_(whole)
+        for name, tensor in self._optimizer.state_tensors().items():
+            if name not in self._optimizer_copy:
+                self._optimizer_copy[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._optimizer_copy[name].copy_(tensor)
+        self._optimizer_copy[_STEPS] = torch.tensor([float(self._optimizer.num_steps)])
+
+    def write(self, folder: Path) -> dict[str, str]:
+        """This rank's files below `folder`; returns the sha256 of each, by its path inside `folder`. A rank touches only
+        what is its own, also of an attempt that was given up."""
+        target, files = folder / OPTIMIZER, []
+        target.mkdir(parents=True, exist_ok=True)
+        failpoint("state.policy")
+        if self._copy is not None:
+            shutil.rmtree(folder / POLICY, ignore_errors=True)
+            save_model(self._copy, folder / POLICY, carry_from=self._carry_from)
+            files += [path for path in (folder / POLICY).iterdir() if path.is_file()]
+            files.append(_write_mesh(target, self._mesh))
+        for number, part in enumerate(_parts(self._optimizer_copy)):
+            path = target / f"{_prefix(self._mesh)}{number:05}.safetensors"
+            write_tensors(path, part, torch.float32)
+            failpoint("state.optimizer")
+            _sync(path)
+            files.append(path)
+        return hash_files(folder, files)
+
+
+def gather(master: Tensor, parameter: Tensor) -> Tensor:
+    """The whole of a parameter from the parts of all ranks; they meet here."""
+    if not isinstance(parameter, DTensor):
+        return master
+    spread = DTensor.from_local(
+        master,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return spread.full_tensor()
+
+
+def restore(optimizer: AdamW, folder: Path, mesh: Mesh = LONE_RANK) -> None:
+    """Bring back what `write` saved of the optimizer; the model itself is loaded from the policy folder like any other."""
+    refuse_other_mesh(folder, mesh.data, mesh.tensor)
+    spans: dict[str, Span] = {}
+    for path in sorted((folder / OPTIMIZER).glob(f"{_prefix(mesh)}*.safetensors")):
+        spans.update(read_spans(path))
+    optimizer.num_steps = int(_read(spans.pop(_STEPS))) if _STEPS in spans else 0
+    tensors = {f"{slot.name}/{key}": tensor for slot in optimizer.slots for key, tensor in slot.state.items()}
+    for name, span in spans.items():
+        if name not in tensors:
+            raise ModelError(f"{folder}: optimizer state of an unknown parameter {name.partition('/')[0]}")
+        read_tensor(span, tensors[name], tuple(slice(0, size) for size in span.shape))
+
+
+@torch.no_grad()
+def load_masters(model: Transformer, optimizer: AdamW, folder: Path) -> None:
+    """Parameters in bf16 hold rounded weights: the optimizer gets the folder's own."""
+    checkpoint = None
+    for name, part in owned_parts(model).items():
+        if part.tensor.dtype == torch.bfloat16:
+            checkpoint = checkpoint or open_checkpoint(folder)
+            master = torch.empty(part.tensor.shape, dtype=torch.float32, device=part.tensor.device)
+            checkpoint.fill({name: master}, lambda _, shape, box=part.box: box)  # type: ignore[misc]
+            optimizer.set_master(name, master)
+
+
+def refuse_other_mesh(folder: Path, data: int, tensor: int) -> None:
+    """Optimizer state lies in the parts that its ranks held."""
+    try:
+        found = msgspec.json.decode((folder / OPTIMIZER / _MESH_FILE).read_bytes(), type=MeshOnDisk)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InputError(f"{folder}: cannot tell which ranks made it: {error}") from None
+    if found != MeshOnDisk(data, tensor):
+        raise InputError(
+            f"{folder}: was made with trainer.data={found.data} and trainer.tensor={found.tensor}; "
+            f"it cannot go on with {data} and {tensor}"
+        )
+
+
+def _write_mesh(folder: Path, mesh: Mesh) -> Path:
+    path = folder / _MESH_FILE
+    path.write_bytes(msgspec.json.encode(MeshOnDisk(mesh.data, mesh.tensor)))
+    _sync(path)
+    return path
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _prefix(mesh: Mesh) -> str:
+    return "optimizer-" if mesh.size == 1 else f"optimizer-rank{mesh.rank:05}-"
+
+
+def _read(span: Span) -> float:
+    value = torch.empty(span.shape)
+    read_tensor(span, value, tuple(slice(0, size) for size in span.shape))
+    return value.item()
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Tensors in order, cut into files of a size that any file system takes."""
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and size + tensor.nbytes > _FILE_BYTES:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += tensor.nbytes
+    return parts

@@ -1,0 +1,96 @@
+"""Whole jobs whose trainer has several ranks, or a reference beside it: they learn, end, and can be gone on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import pytest
+import torch
+
+from llamarl import Job
+from llamarl.configfile import load_config
+from llamarl.controller.ledger import audit, read_ledger
+from llamarl.errors import ConfigError, InputError
+from llamarl.model.checkpoint import load_model
+from llamarl.model.transformer import Transformer
+
+SMALL = [
+    "schedule.updates=4",
+    "schedule.groups_per_update=4",
+    "schedule.samples_per_group=4",
+    "schedule.max_staleness=0",
+    "generator.slots=32",
+    "generator.threads=1",
+    "trainer.threads=1",
+    "generator.device=cpu",
+    "trainer.device=cpu",
+    "reference.device=cpu",
+    "evaluate.prompts=0",
+    "snapshots.every=2",
+]
+
+
+def rows(run: Path, role: str = "trainer") -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if row["role"] == role]
+
+
+def run(folder: Path, *settings: str) -> Path:
+    summary = Job(load_config(None, [*SMALL, *settings])).run(folder)
+    assert (summary.outcome, summary.updates) == ("finished", 4)
+    assert audit(read_ledger(folder / "ledger")).clean
+    return folder
+
+
+def test_a_trainer_of_several_ranks_does_what_one_does(tmp_path: Path) -> None:
+    alone = run(tmp_path / "alone")
+    together = run(tmp_path / "together", "trainer.data=2", "trainer.tensor=2")
+    one, other = load_model(alone / "snapshots/4/policy"), load_model(together / "snapshots/4/policy")
+    for (name, mine), (_, theirs) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=3e-4), name
+    for one_row, row in zip(rows(alone), rows(together), strict=True):
+        assert one_row["reward"] == pytest.approx(row["reward"], abs=0.2)
+        assert row.get("logprob_gap", 0.0) < 1e-4, "what its ranks publish is what they train"
+    assert any("logprob_gap" in row for row in rows(together))
+    go_on(together, other)
+
+
+def go_on(folder: Path, expected: Transformer) -> None:
+    """From the snapshot of version 2, as if the last two updates had never been; but not on another mesh."""
+    rmtree(folder / "snapshots/4")
+    with pytest.raises(ConfigError, match=r"trainer\.tensor was 2 and is now 1"):
+        Job.resume(folder, overrides=["trainer.tensor=1"])
+    assert Job.resume(folder).outcome == "finished"
+    again = load_model(folder / "snapshots/4/policy")
+    for (name, mine), (_, theirs) in zip(again.named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=3e-4), name
+
+
+@pytest.mark.parametrize("place", ["own", "trainer"])
+def test_a_reference_holds_the_policy_where_it_began(place: str, tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", "algo.reference_kl=0.5", f"reference.place={place}")
+    kl = [row["kl_reference"] for row in rows(folder) if "kl_reference" in row]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6), "the first update starts from the reference itself"
+    assert kl[-1] > 1e-7
+    assert len(rows(folder, "reference")) == (4 if place == "own" else 0)
+
+
+def test_several_ranks_in_one_process_are_refused() -> None:
+    with pytest.raises(ConfigError, match="engine: inline runs everything in one process"):
+        load_config(None, ["engine=inline", "trainer.data=2"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("trainer.tensor=3", r"trainer\.tensor: 3 ranks cannot share the model's num_kv_heads=2 evenly"),
+        ("reference.model=nowhere", r"reference\.model: .*nowhere"),
+        ("reference.tensor=5", r"reference\.tensor: 5 ranks cannot share"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_starts(setting: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        Job(load_config(None, [*SMALL, "algo.reference_kl=0.1", setting]))

@@ -1,0 +1,142 @@
+"""Ranks together compute what one rank computes: losses, gradients, norms, updates and snapshots, on every mesh."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models import SHAPE, lively_model
+from helpers.trainer_rank import DOCUMENTS, make_learner, sequence_loss, train, whole_masters
+from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
+from msgspec.structs import replace
+from safetensors.torch import load_file
+from torch import Tensor
+
+from llamarl.errors import InputError
+from llamarl.model.checkpoint import save_model
+from llamarl.train.mesh import LONE_RANK, Mesh
+from llamarl.train.state import refuse_other_mesh
+
+PROGRAM = Path(__file__).parents[1] / "helpers" / "trainer_rank.py"
+TIED = replace(SHAPE, tied_head=True, qk_norm=True)
+MESHES = {"fsdp=4": (4, 1), "tp=2": (1, 2), "fsdp=2,tp=2": (2, 2)}
+Found = dict[str, dict[str, Tensor]]
+
+
+def run_ranks(tasks: str, data: int, tensor: int, folder: Path) -> Found:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), tasks, str(rank), str(data), str(tensor), str(folder)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(data * tensor)
+    ]
+    for rank in ranks:
+        _, err = rank.communicate(timeout=200)
+        assert rank.returncode == 0, err
+    return {task: load_file(folder / task) for task in tasks.split(",")}
+
+
+@pytest.fixture(scope="module", params=list(MESHES.values()), ids=list(MESHES))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("ranks")
+    save_model(lively_model(), folder / "model")
+    data, tensor = request.param
+    found = run_ranks("gradients,sequence_loss,updates,narrow", data, tensor, folder)
+    return {**found, "mesh": {"size": torch.tensor([data, tensor])}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    save_model(lively_model(), folder / "model")
+    return folder
+
+
+def named(found: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("case", ["one", "several", "full"])
+def test_gradients_equal_one_rank_one_document_at_a_time(found: Found, case: str) -> None:
+    """In one pass, in several, and with every block computed twice."""
+    loss, expected = naive_gradients(lively_model(), make_test_documents(DOCUMENTS))
+    gradients = named(found["gradients"], f"{case}/")
+    assert gradients.pop("loss").item() == pytest.approx(loss, abs=1e-5)
+    assert_same_gradients(gradients, expected)
+
+
+def test_ranks_without_a_document_of_their_own_add_nothing(found: Found) -> None:
+    _, expected = naive_gradients(lively_model(), make_test_documents(DOCUMENTS)[:1])
+    assert_same_gradients(named(found["gradients"], "lonely/"), expected)
+
+
+def test_metrics_are_those_of_the_whole_update(found: Found) -> None:
+    documents = make_test_documents(DOCUMENTS)
+    expected = cpu_learner().accumulate(documents).metrics(documents, 4.0)
+    metrics = {name: value.item() for name, value in named(found["gradients"], "metric/").items()}
+    assert metrics == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_loss_of_whole_answers_with_all_its_terms_equals_one_rank(found: Found, model: Path) -> None:
+    expected = {name: value.detach() for name, value in sequence_loss(LONE_RANK, model).items()}
+    gradients = dict(found["sequence_loss"])
+    assert gradients.pop("loss").item() == pytest.approx(expected.pop("loss").item(), rel=1e-5)
+    assert_same_gradients(gradients, expected)
+
+
+def test_updates_equal_those_of_one_rank(found: Found, model: Path) -> None:
+    """Three of them, with the norm of all ranks' gradients clipped each time. Where a gradient is nothing but rounding, Adam
+    makes a whole step of it, so a few weights in ten thousand may differ."""
+    learner = make_learner(model / "model", LONE_RANK)
+    metrics = train(learner)
+    masters = whole_masters(learner)
+    differs = torch.cat([(found["updates"][name] - master).abs().flatten() > 1e-4 for name, master in masters.items()])
+    assert differs.float().mean() < 5e-4
+    assert found["updates"]["grad_norm"].item() == pytest.approx(metrics["grad_norm"], rel=1e-3)
+
+
+def test_a_snapshot_of_all_ranks_is_gone_on_from_bit_for_bit(found: Found) -> None:
+    assert found["updates"]["same"].item() == 1
+    ranks = int(found["mesh"]["size"].prod())
+    assert found["updates"]["files"].item() >= ranks + 3, "every rank has written its own part"
+
+
+def test_a_rank_holds_its_share_and_no_more(found: Found) -> None:
+    whole = sum(parameter.numel() for parameter in lively_model().parameters())
+    share = found["updates"]["held"].item() / whole
+    assert share == pytest.approx(1 / int(found["mesh"]["size"].prod()), rel=0.1)
+
+
+def test_narrow_passes_keep_fp32_masters(found: Found, model: Path) -> None:
+    """bf16 passes go where fp32 passes go, as far as bf16 can tell."""
+    learner = make_learner(model / "model", LONE_RANK)
+    start = whole_masters(learner)
+    train(learner)
+    for name, master in whole_masters(learner).items():
+        moved, expected = found["narrow"][name] - start[name], master - start[name]
+        agreement = torch.nn.functional.cosine_similarity(moved.flatten(), expected.flatten(), dim=0)
+        assert agreement > 0.8, name
+
+
+def test_tied_heads_and_head_norms_survive_tensor_parallelism(tmp_path: Path) -> None:
+    save_model(lively_model(shape=TIED), tmp_path / "model")
+    gradients = named(run_ranks("gradients", 2, 2, tmp_path)["gradients"], "several/")
+    loss, expected = naive_gradients(lively_model(shape=TIED), make_test_documents(DOCUMENTS))
+    assert gradients.pop("loss").item() == pytest.approx(loss, abs=1e-5)
+    assert_same_gradients(gradients, expected)
+
+
+def test_another_mesh_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "mesh.json").write_text('{"data":4,"tensor":1}')
+    refuse_other_mesh(tmp_path, 4, 1)
+    with pytest.raises(InputError, match=r"was made with trainer\.data=4 and trainer\.tensor=1; .* with 2 and 2"):
+        refuse_other_mesh(tmp_path, Mesh(2, 2).data, 2)

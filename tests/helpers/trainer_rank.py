@@ -1,0 +1,148 @@
+"""One rank of a trainer, as a program: `python trainer_rank.py TASK RANK DATA TENSOR FOLDER`.
+
+Ranks meet through a file in FOLDER and talk over loopback. What rank 0 finds out goes into FOLDER as safetensors.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from helpers.training import CPU, make_test_documents
+from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
+from llamarl.config import Algo
+from llamarl.config import Trainer as TrainerConfig
+from llamarl.model.training_state import POLICY
+from llamarl.train.exchange import Exchange
+from llamarl.train.learner import Learner
+from llamarl.train.mesh import Mesh, make_mesh
+from llamarl.train.parts import owned_parts
+from llamarl.train.policy import Computing, load_policy
+from llamarl.train.state import TrainingState, gather, load_masters, restore
+
+DOCUMENTS = 13
+UPDATES = 3
+
+
+def make_learner(folder: Path, mesh: Mesh, dtype: torch.dtype = torch.float32, **how: object) -> Learner:
+    policy = load_policy(folder, Computing(CPU, dtype, mesh, **how))  # type: ignore[arg-type]
+    settings = TrainerConfig(lr=1e-2, warmup_updates=0, max_grad_norm=0.5)
+    learner = Learner(policy, aipo_loss, settings=settings, algo=Algo(), updates=10)
+    load_masters(policy.model, learner.optimizer, folder)
+    return learner
+
+
+def whole_gradients(learner: Learner) -> dict[str, Tensor]:
+    parameters = dict(learner.policy.model.named_parameters())
+    return {name: gather(grad, parameters[name]).clone() for name, grad in learner.optimizer.gradients().items()}
+
+
+def whole_masters(learner: Learner) -> dict[str, Tensor]:
+    parameters = dict(learner.policy.model.named_parameters())
+    return {name: gather(master, parameters[name]).clone() for name, master in learner.optimizer.masters()}
+
+
+def train(learner: Learner, first: int = 0, last: int = UPDATES) -> dict[str, float]:
+    for update in range(first, last):
+        seen = learner.accumulate(make_test_documents(DOCUMENTS, seed=update))
+        metrics = {
+            **seen.metrics(make_test_documents(DOCUMENTS, seed=update), 4.0),
+            **learner.step(update, seen.loss()),
+        }
+    return metrics
+
+
+def gradients(mesh: Mesh, folder: Path) -> dict[str, Tensor]:
+    """Of one update: in one pass, in several, with recompute, with few documents; and the metrics beside them."""
+    documents, found = make_test_documents(DOCUMENTS), dict[str, Tensor]()
+    cases: dict[str, dict[str, object]] = {"one": {}, "several": {"tokens_per_pack": 24}, "full": {"recompute": "full"}}
+    for case, how in cases.items():
+        learner = make_learner(folder / "model", mesh, torch.float32, **how)
+        seen = learner.accumulate(documents)
+        found |= {f"{case}/{name}": grad for name, grad in whole_gradients(learner).items()}
+        found[f"{case}/loss"] = torch.tensor([seen.loss()])
+    found |= {f"metric/{name}": torch.tensor([value]) for name, value in seen.metrics(documents, 4.0).items()}
+    learner = make_learner(folder / "model", mesh)
+    learner.accumulate(documents[:1])
+    found |= {f"lonely/{name}": grad for name, grad in whole_gradients(learner).items()}
+    return found
+
+
+def sequence_loss(mesh: Mesh, folder: Path) -> dict[str, Tensor]:
+    """A loss that cannot be cut, with all terms that can be added to it."""
+    policy = load_policy(folder / "model", Computing(CPU, torch.float32, mesh, temperature=0.7))
+    algo = Algo(loss="gspo", gspo_low=0.5, gspo_high=0.5, entropy=0.1, reference_kl=0.2)
+    learner = Learner(policy, gspo_loss, settings=TrainerConfig(), algo=algo, updates=10)
+    documents = [
+        replace(document, columns={REFERENCE_LOGPROBS: document.behavior_logprobs})
+        for document in make_test_documents(DOCUMENTS)
+    ]
+    seen = learner.accumulate(documents)
+    return {**whole_gradients(learner), "loss": torch.tensor([seen.loss()])}
+
+
+def updates(mesh: Mesh, folder: Path) -> dict[str, Tensor]:
+    """Masters after some updates; and again, with a snapshot in between that another learner goes on from."""
+    straight = make_learner(folder / "model", mesh)
+    metrics = train(straight)
+    first = make_learner(folder / "model", mesh)
+    train(first, last=1)
+    state = TrainingState(first.policy.model, first.optimizer, folder / "model", mesh)
+    state.take()
+    dist.barrier()
+    files, problem = Exchange(mesh).merge(state.write(folder / "snapshot"), "")
+    assert not problem
+    second = make_learner(folder / "snapshot" / POLICY, mesh)
+    restore(second.optimizer, folder / "snapshot", mesh)
+    train(second, first=1)
+    resumed = whole_masters(second)
+    found = whole_masters(straight)
+    same = all(torch.equal(resumed[name], master) for name, master in found.items())
+    parts = owned_parts(straight.policy.model)
+    for name, part in parts.items():  # what this rank says it holds is what the whole has there
+        assert torch.equal(part.tensor, found[name][part.box]), name
+    held = sum(part.tensor.numel() for part in parts.values())
+    return {
+        **found,
+        "same": torch.tensor([int(same)]),
+        "held": torch.tensor([held]),
+        "files": torch.tensor([len(files)]),
+        "grad_norm": torch.tensor([metrics["grad_norm"]]),
+    }
+
+
+def narrow(mesh: Mesh, folder: Path) -> dict[str, Tensor]:
+    """bf16 passes: masters after some updates."""
+    learner = make_learner(folder / "model", mesh, torch.bfloat16)
+    train(learner)
+    return whole_masters(learner)
+
+
+TASKS = {"gradients": gradients, "sequence_loss": sequence_loss, "updates": updates, "narrow": narrow}
+
+
+def main() -> None:
+    tasks, rank, data, tensor, folder = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5])
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = FileStore(str(folder / "meeting"), data * tensor)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=data * tensor)
+    mesh = make_mesh(data, tensor, rank, CPU)
+    for task in tasks.split(","):
+        found = TASKS[task](mesh, folder)
+        if rank == 0:
+            save_file({name: tensor.detach().float().contiguous() for name, tensor in found.items()}, folder / task)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
