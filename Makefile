@@ -13,8 +13,13 @@ test: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/pytest
 
-# About half an hour of real kills and stops; `make soak KILLS=20 EVERY=3` is a short one.
+# A hundred thousand hostile answers (`HOSTILE=5000` for fewer), ten thousand simulated disasters, a kill and a stop at
+# every failpoint, then half an hour of real kills and stops;
+# `make soak KILLS=20 EVERY=3` has fewer of the last.
 soak: .venv/dev
+	LLAMARL_HOSTILE=$(or $(HOSTILE),100000) $(BIN)/pytest tests/unit/tasks/test_hostile.py
+	$(BIN)/python scripts/chaos.py
+	$(BIN)/python scripts/soak_failpoints.py
 	$(BIN)/python scripts/soak.py --kills $(or $(KILLS),200) --every $(or $(EVERY),5)
 
 venv: .venv/dev

@@ -8,23 +8,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from llamarl.algo.losses import LOSSES, Loss
 from llamarl.config import Config
+from llamarl.config import Generator as GeneratorConfig
+from llamarl.config import Reference as ReferenceConfig
+from llamarl.config import Trainer as TrainerConfig
 from llamarl.controller.line import index_of
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.executor import Executor
 from llamarl.executors.generator import Generator
+from llamarl.executors.reference import Reference
 from llamarl.executors.reward import Reward
 from llamarl.executors.trainer import Trainer
-from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.messages import ReaderStuck, Report
 from llamarl.model.checkpoint import load_model
+from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.model.training_state import POLICY, restore_optimizer
+from llamarl.model.training_state import POLICY
 from llamarl.plugins import is_reference, load_function
-from llamarl.tasks.registry import make_scorer
-from llamarl.weights.slots import SlotFile, SlotReader, SlotWriter
+from llamarl.shapes import ModelShape, parameter_shapes
+from llamarl.tasks.judge import Judge
+from llamarl.tasks.registry import own_scorers
+from llamarl.train.learner import Learner
+from llamarl.train.mesh import Mesh, check_tensor_parallel, make_mesh
+from llamarl.train.parts import owned_parts
+from llamarl.train.policy import Computing, Policy, load_policy
+from llamarl.train.reference import HostedReference
+from llamarl.train.state import load_masters, restore
+from llamarl.weights.choose import Place, Transport, choose_transport, settle_transport
+from llamarl.weights.memory import HOST
+from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slots import SlotReader, SlotWriter, alone
 
 
 @dataclass(frozen=True)
@@ -45,48 +63,150 @@ Builder = Callable[[Site], Executor]
 
 
 def build_generator(site: Site) -> Executor:
-    config = site.config
-    model = load_model(
-        config.model_folder, device=device_of("generator.device", config.generator.device, index_of(site.executor))
-    )
+    config, settings = site.config, site.config.generator
+    part = TensorRank(site.rank, site.num_ranks)
+    device = device_of("generator.device", settings.device, index_of(site.executor) * site.num_ranks + site.rank)
+    model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, shard=part.box)
+    split_over_ranks(model, part)
     decoder = ContinuousDecoder(
         model,
-        slots=config.generator.slots,
-        max_prompt_tokens=config.generator.max_prompt_tokens,
-        max_new_tokens=config.generator.max_new_tokens,
+        generator_limits(settings),
         eos_ids=Tokenizer.load(config.model_folder).eos_ids,
         seed=config.seed,
+        recompute=settings.kv_on_new_weights == "recompute",
+        tensor_ranks=part.count,
     )
-    slots = site.slots[site.weights_source["generator"]]
-    return Generator(decoder, SlotReader(slots, dict(model.named_parameters())))
+    sizes = parameter_shapes(model.shape)
+    held = {name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()}
+    return Generator(decoder, SlotReader(site.slots[site.weights_source["generator"]], held))
+
+
+def generator_limits(settings: GeneratorConfig) -> Limits:
+    return Limits(
+        slots=settings.slots,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        max_new_tokens=settings.max_new_tokens,
+        page_tokens=settings.page_tokens,
+        num_pages=settings.kv_pages,
+        burst=settings.burst,
+    )
 
 
 def build_reward(site: Site) -> Executor:
-    return Reward(Tokenizer.load(site.config.model_folder), make_scorer(site.config.reward))
+    config = site.config
+    judge = Judge(config.reward, own_scorers(config.task))
+    judge.prepare()
+    return Reward(
+        Tokenizer.load(config.model_folder),
+        judge,
+        max_failure_share=config.reward.max_failure_share,
+        deterministic=config.schedule.deterministic,
+    )
 
 
 def build_trainer(site: Site) -> Executor:
     config = site.config
     folder = site.snapshot / POLICY if site.snapshot else config.model_folder
-    model = load_model(folder, device=device_of("trainer.device", config.trainer.device))
-    trainer = Trainer(
-        model,
-        SlotWriter(
-            site.slots["trainer"],
-            dict(model.named_parameters()),
-            lease_s=config.weights.lease_s,
-            on_stuck=lambda pid: site.tell_engine(ReaderStuck(pid)),
-        ),
-        make_loss(config),
-        settings=config.trainer,
-        algo=config.algo,
-        temperature=config.generator.temperature,
-        updates=config.schedule.updates,
-        carry_from=config.model_folder,
+    device = device_of("trainer.device", config.trainer.device, site.rank)
+    mesh = make_mesh(config.trainer.data, config.trainer.tensor, site.rank, device)
+    computing = computing_of(config, device, mesh)
+    policy = load_policy(folder, computing)
+    learner = Learner(
+        policy, make_loss(config), settings=config.trainer, algo=config.algo, updates=config.schedule.updates
     )
+    load_masters(policy.model, learner.optimizer, folder)
     if site.snapshot:
-        restore_optimizer(model, trainer.optimizer, site.snapshot)
-    return trainer
+        restore(learner.optimizer, site.snapshot, mesh)
+    hosted = config.algo.reference_kl > 0 and not config.reference_alone
+    reference = HostedReference(load_policy(config.reference_folder, computing)) if hosted else None
+    return Trainer(learner, weight_writer(site, policy), carry_from=config.model_folder, reference=reference)
+
+
+def weight_writer(site: Site, policy: Policy) -> SlotWriter:
+    """This rank's part of every publication, in device memory where all readers reach it, else in host memory."""
+    transport, device = weight_transport(site.config), policy.computing.device
+    return SlotWriter(
+        site.slots["trainer"],
+        {name: (part.tensor, part.box) for name, part in owned_parts(policy.model).items()},
+        lease_s=site.config.weights.lease_s,
+        on_stuck=lambda pid: site.tell_engine(ReaderStuck(pid)),
+        rank=site.rank,
+        num_ranks=site.num_ranks,
+        agree=largest_of_all if site.num_ranks > 1 else alone,
+        device=(device.index or 0) if transport == "cuda" else HOST,
+    )
+
+
+def largest_of_all(flags: torch.Tensor) -> None:
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+
+
+def weight_transport(
+    config: Config, can_reach: Callable[[int, int], bool] = torch.cuda.can_device_access_peer
+) -> Transport:
+    """All executors of the engines we have live on this host. To ask whether GPUs reach each other, CUDA is started."""
+    trainer = [device_of("trainer.device", config.trainer.device, rank) for rank in range(config.trainer.ranks)]
+    generator = [
+        device_of("generator.device", config.generator.device, replica) for replica in range(config.generator.replicas)
+    ]
+    writers, readers = ([Place("this host", str(device)) for device in side] for side in (trainer, generator))
+    possible = choose_transport(writers, readers, config.engine.trusted_network, can_reach)
+    return settle_transport(config.weights.transport, possible)
+
+
+def build_reference(site: Site) -> Executor:
+    config = site.config
+    device = device_of("reference.device", config.reference.device, site.rank)
+    mesh = make_mesh(config.reference.data, config.reference.tensor, site.rank, device)
+    return Reference(load_policy(config.reference_folder, computing_of(config, device, mesh)))
+
+
+def computing_of(config: Config, device: torch.device, mesh: Mesh) -> Computing:
+    """`auto` means bf16 and compiled blocks on a GPU, fp32 and plain ones elsewhere."""
+    settings, on_gpu = config.trainer, device.type == "cuda"
+    return Computing(
+        device,
+        dtype_of(settings.dtype, device),
+        mesh,
+        recompute=settings.recompute,
+        compiled=on_gpu if settings.compile == "auto" else settings.compile == "on",
+        tokens_per_pack=settings.tokens_per_pack,
+        temperature=config.generator.temperature,
+    )
+
+
+def dtype_of(setting: str, device: torch.device) -> torch.dtype:
+    if setting == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, setting)
+    return dtype
+
+
+def check_training(config: Config) -> None:
+    """What a user can get wrong about the trainer's and the reference's ranks, told before anything starts."""
+    shape = read_shape(config.model_folder)
+    _check_ranks("trainer", config.trainer, shape)
+    if config.algo.reference_kl > 0:
+        try:
+            reference = read_shape(config.reference_folder)
+        except ModelError as error:
+            raise ModelError(f"reference.model: {error}") from None
+        if reference.vocab_size != shape.vocab_size:
+            raise ConfigError(
+                f"reference.model: has {reference.vocab_size} tokens, the policy {shape.vocab_size}; "
+                "a reference must judge the same tokens"
+            )
+        _check_ranks("reference", config.reference, reference)
+
+
+def _check_ranks(section: str, settings: TrainerConfig | ReferenceConfig, shape: ModelShape) -> None:
+    check_tensor_parallel(shape, settings.tensor, f"{section}.tensor")
+    device = device_of(f"{section}.device", settings.device)
+    if device.type == "cuda" and settings.ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"{section}.data: {settings.data} * {settings.tensor} ranks need as many CUDA devices; "
+            f"there are {torch.cuda.device_count()}"
+        )
 
 
 def device_of(key: str, setting: str, replica: int = 0) -> torch.device:
@@ -128,4 +248,9 @@ def load_builder(reference: str) -> Builder:
     return load_function("builder", reference)
 
 
-BUILDERS: dict[str, Builder] = {"generator": build_generator, "reward": build_reward, "trainer": build_trainer}
+BUILDERS: dict[str, Builder] = {
+    "generator": build_generator,
+    "reward": build_reward,
+    "trainer": build_trainer,
+    "reference": build_reference,
+}

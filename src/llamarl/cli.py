@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
+from llamarl.config import Config
 from llamarl.configfile import describe, load_config
 from llamarl.controller.ledger import Audit, audit, read_ledger
+from llamarl.controller.replay import replay
 from llamarl.errors import InputError, Interrupted, LlamaRLError
-from llamarl.observe.run_folder import LEDGER
+from llamarl.observe.run_folder import EVENTS, LEDGER
+
+if TYPE_CHECKING:
+    from llamarl.tasks.task import Prompter
+    from llamarl.types import Problem
+
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+class Split(StrEnum):
+    auto = "auto"
+    held_out = "held_out"
+    test = "test"
+
+
+class Recompute(StrEnum):
+    none = "none"
+    selective = "selective"
+    full = "full"
 
 
 app = typer.Typer(
@@ -30,6 +54,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+bench = typer.Typer(help="Measure the parts on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+
+class TransportChoice(StrEnum):
+    auto = "auto"
+    memfd = "memfd"
+    cuda = "cuda"
+    group = "group"
+
+
+ModelOption = Annotated[str, typer.Option(metavar="SHAPE", help="a model shape by name")]
+TrainerOption = Annotated[str, typer.Option(metavar="MESH", help="such as fsdp=4,tp=2 (or replicas=2,precision=fp32)")]
+GeneratorOption = Annotated[str, typer.Option(metavar="MESH", help="such as tp=2,replicas=2,precision=fp8")]
+
+
+class Precision(StrEnum):
+    bf16 = "bf16"
+    fp32 = "fp32"
 
 
 @app.command()
@@ -91,6 +135,9 @@ def generate(
     samples: Annotated[int, typer.Option(min=1, help="how many completions")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest completion")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="only the k likeliest tokens; 0: all")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="only the likeliest that make up this share")] = 1.0,
+    min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="none below this share of the likeliest")] = 0.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     dtype: Annotated[Dtype, typer.Option(help="of weights and cache")] = Dtype.float32,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
@@ -101,7 +148,14 @@ def generate(
     from llamarl.generate.complete import complete
     from llamarl.types import Sampling
 
-    sampling = Sampling(samples=samples, max_new_tokens=max_new_tokens, temperature=temperature)
+    sampling = Sampling(
+        samples=samples,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+    )
     texts = complete(
         model,
         prompt,
@@ -130,6 +184,91 @@ def import_gguf_command(
     print(f"written to {folder}")
 
 
+@app.command("eval")
+def eval_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="a model folder; 'tiny' is the shipped model")],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, or a YAML file")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings, such as task.path=data/gsm8k")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="answers to each problem; more than 1 gives pass@k")] = 1,
+    problems: Annotated[int, typer.Option(min=0, help="how many problems; 0: all")] = 0,
+    split: Annotated[Split, typer.Option(help="test: the fixed test problems where there are any")] = Split.auto,
+    temperature: Annotated[
+        float, typer.Option(min=-1.0, help="default: 0 for one answer, else generator.temperature")
+    ] = -1.0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """Measure how well a model answers a task: accuracy and pass@k, with intervals."""
+    from llamarl.tasks.registry import make_task
+
+    config = _task_config(task, [*(overrides or []), f"model.path={model}"])
+    chosen = choose_problems(make_task(config.task, config.seed), split, problems)
+    device_or_refuse(device)
+
+    from llamarl.generate.evaluate import describe_evaluation, evaluate
+
+    if temperature < 0:
+        temperature = 0.0 if samples == 1 else config.generator.temperature
+    found = evaluate(
+        config, chosen, samples=samples, temperature=temperature, device=device, progress=_progress_on_stderr()
+    )
+    print(msgspec.json.encode(found).decode() if as_json else describe_evaluation(found))
+
+
+def choose_problems(task: Prompter, split: Split, count: int) -> Sequence[Problem]:
+    """The fixed test problems where there are any, else those that are held out."""
+    wanted = count or sys.maxsize
+    if split is not Split.auto:
+        return task.evaluation(wanted, split.value)
+    try:
+        return task.evaluation(wanted, Split.test.value)
+    except InputError:
+        return task.evaluation(wanted)
+
+
+def _progress_on_stderr() -> Callable[[int, int], None]:
+    """A line now and then, for people; nothing where no one looks."""
+    last_s = time.monotonic()
+
+    def show(done: int, of: int) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s > _SECONDS_BETWEEN_LINES:
+            last_s = time.monotonic()
+            print(f"{done} of {of} answers judged", file=sys.stderr, flush=True)
+
+    return show
+
+
+@app.command("score")
+def score_command(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, or a YAML file")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings, such as reward.scorer=math")
+    ] = None,
+) -> None:
+    """Judge {"completion", "answer"} lines from stdin as TASK would: one {"reward", "status", "seconds"} for each."""
+    from llamarl.tasks.judge import Judge
+    from llamarl.tasks.registry import own_scorers
+    from llamarl.tasks.score_lines import score_lines
+
+    config = _task_config(task, ["reward.retries=0", *(overrides or [])])  # what fails here is to be seen
+    scorers = own_scorers(config.task)
+    judge = Judge(config.reward, scorers)
+    judge.prepare()
+    with suppress(BrokenPipeError):
+        score_lines(sys.stdin.buffer, sys.stdout, sys.stderr, judge, scorers[0])
+    judge.close()
+
+
+def _task_config(task: str, overrides: list[str]) -> Config:
+    """TASK is the name of a kind, with default settings, or a YAML file."""
+    if task.endswith((".yaml", ".yml")):
+        return load_config(Path(task), overrides)
+    return load_config(None, [f"task.kind={task}", *overrides])
+
+
 @app.command("audit")
 def audit_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]) -> None:
     """Say whether every group was trained exactly once or dropped with a reason; reads only the ledger."""
@@ -139,6 +278,17 @@ def audit_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a run
     print(_describe_audit(found))
     if not found.clean:
         raise typer.Exit(1)
+
+
+@app.command("replay")
+def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]) -> None:
+    """Tell a run's recorded events to a fresh controller, and hold what it writes against the ledger."""
+    found = replay(run, EVENTS, LEDGER)
+    print(f"{found.runs} runs, {found.num_events:,} events, {found.num_records:,} ledger records")
+    if found.difference:
+        print(found.difference)
+        raise typer.Exit(1)
+    print("the replayed controller wrote the same")
 
 
 @app.command("config")
@@ -152,6 +302,121 @@ def config_command() -> None:
             section = prefix
         indent = "  " if prefix else ""
         print(f"{indent}{name}: {default}".ljust(36) + f"  # {meaning}")
+
+
+@bench.command("train")
+def bench_train_command(
+    model: Annotated[str, typer.Option(metavar="SHAPE", help="a shape by name, such as llama-3.2-1b")] = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(min=64, help="tokens of one update")] = 16_384,
+    length: Annotated[int, typer.Option(min=2, help="tokens of each document")] = 1024,
+    lognormal: Annotated[bool, typer.Option("--lognormal", help="log-normal lengths from 64 to 2048 instead")] = False,
+    padded: Annotated[
+        bool, typer.Option("--padded", help="fill documents up to the longest, as without packing")
+    ] = False,
+    tokens_per_pack: Annotated[int, typer.Option(min=0, help="tokens of one pass; 0: all")] = 0,
+    recompute: Annotated[Recompute, typer.Option(help="activations made again in the backward pass")] = Recompute.none,
+    offload: Annotated[bool, typer.Option("--offload", help="optimizer state in host memory")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="do not compile")] = False,
+    updates: Annotated[int, typer.Option(min=1, help="updates that are timed")] = 10,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cuda",
+    profile: Annotated[bool, typer.Option("--profile", help="also show the longest kernels of one update")] = False,
+    json: Annotated[bool, typer.Option("--json", help="figures as JSON")] = False,
+) -> None:
+    """How fast a model of this shape trains: whole updates, random weights and tokens."""
+    device_or_refuse(device)
+    from llamarl.bench.train import TrainBench, run
+
+    bench = TrainBench(
+        model=model,
+        tokens=tokens,
+        length=length,
+        lengths="lognormal" if lognormal else "equal",
+        padded=padded,
+        tokens_per_pack=tokens_per_pack,
+        recompute=recompute.value,
+        offload=offload,
+        compile=not eager,
+        updates=updates,
+        device=device,
+    )
+    run(bench, as_json=json, profiled=profile)
+
+
+@bench.command("decode")
+def bench_decode_command(
+    model: Annotated[str, typer.Option(help="a shape by name, with random weights")] = "llama-3.2-1b",
+    batch: Annotated[int, typer.Option(min=1, help="sequences at once")] = 256,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 128,
+    new: Annotated[int, typer.Option(min=16, help="tokens to sample for each")] = 256,
+    samples: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 8,
+    precision: Annotated[Precision, typer.Option(help="of weights and cache")] = Precision.bf16,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cuda",
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """How quickly completions are sampled, against what the machine allows."""
+    from llamarl.shapes import shape_named
+
+    shape = shape_named(model)
+    if prompt + new > shape.max_positions:
+        raise InputError(f"--new: {prompt} + {new} tokens exceed the {shape.max_positions} positions of {model}")
+    from llamarl.bench.decode import Case, bench_decode, describe_decode
+
+    case = Case(model, batch, prompt, new, samples, precision.value, device_or_refuse(device))
+    result = bench_decode(shape, case)
+    print(msgspec.json.encode(result).decode() if as_json else describe_decode(result))
+
+
+@bench.command("sync")
+def bench_sync_command(
+    model: ModelOption = "",
+    trainer: TrainerOption = "",
+    generator: GeneratorOption = "",
+    rounds: Annotated[int, typer.Option(min=1, help="the median of so many is printed")] = 50,
+    transport: Annotated[
+        TransportChoice, typer.Option(help="auto: as a job would choose on this machine")
+    ] = TransportChoice.auto,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """How long weights take from trainer to generator, between real processes on this machine."""
+    from llamarl.layout.mesh import parse_side
+    from llamarl.shapes import shape_named
+
+    sides = parse_side("--trainer", trainer, "bf16"), parse_side("--generator", generator, "bf16")
+    named = shape_named(model) if model else None
+
+    from llamarl.bench.sync import Case, bench_sync, default_model, describe_sync
+
+    model = model or default_model()
+    case = Case(model, trainer, generator, rounds, transport.value)
+    result = bench_sync(named or shape_named(model), *sides, case)
+    print(msgspec.json.encode(result).decode() if as_json else describe_sync(result))
+
+
+@app.command("plan-transfer")
+def plan_transfer_command(
+    model: ModelOption = "llama-3.1-8b",
+    trainer: TrainerOption = "fsdp=8",
+    generator: GeneratorOption = "replicas=8",
+    nvlink: Annotated[float, typer.Option(min=0.001, help="GB/s of each GPU and direction inside a host")] = 450.0,
+    nic: Annotated[float, typer.Option(min=0.001, help="GB/s of each GPU and direction between hosts")] = 50.0,
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs of one host")] = 8,
+    together: Annotated[
+        bool,
+        typer.Option("--together", help="generators follow on the trainers' hosts instead of on hosts of their own"),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """What goes where when weights are published, and how long it would take, for any number of GPUs."""
+    from llamarl.layout.cost import Links, describe, predict
+    from llamarl.layout.mesh import parse_side
+    from llamarl.layout.model import model_plan
+    from llamarl.shapes import shape_named
+
+    sides = parse_side("--trainer", trainer, "bf16"), parse_side("--generator", generator, "bf16")
+    plan = model_plan(shape_named(model), *sides)
+    links = Links(nvlink_gb_s=nvlink, nic_gb_s=nic, gpus_per_host=gpus_per_host, together=together)
+    found = predict(plan, links)
+    print(msgspec.json.encode(found).decode() if as_json else describe(plan, found))
 
 
 def device_or_refuse(device: str) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,28 +29,139 @@ class Model(Section, frozen=True):
     ] = "tiny"
 
 
-class Task(Section, frozen=True):
-    kind: Annotated[Literal["arithmetic"], Meta(description="where prompts come from")] = "arithmetic"
+class Source(Section, frozen=True):
+    """Where problems come from, and how a problem becomes a prompt."""
+
+    kind: Annotated[
+        Literal["arithmetic", "gsm8k", "math", "svamp", "jsonl", "mixture"], Meta(description="where prompts come from")
+    ] = "arithmetic"
+    path: Annotated[str, Meta(description="data file, or folder with train.jsonl; nothing is ever downloaded")] = ""
+    test_path: Annotated[
+        str, Meta(description="file of the fixed test problems; empty: test.jsonl beside the training file, if any")
+    ] = ""
     max_operand: Annotated[int, Meta(ge=9, le=999, description="arithmetic: operands run from 0 to this")] = 99
     held_out: Annotated[
         float, Meta(gt=0, lt=1, description="share of the problems kept for evaluation, chosen by hash")
     ] = 0.1
+    prompt_field: Annotated[
+        str, Meta(min_length=1, description="jsonl: field with the prompt, a text or a list of {role, content}")
+    ] = "prompt"
+    answer_field: Annotated[str, Meta(min_length=1, description="jsonl: field with the answer")] = "answer"
+    solution_field: Annotated[
+        str, Meta(description="jsonl: field with a worked solution, shown in few-shot examples; empty: the answer")
+    ] = ""
+    template: Annotated[
+        str, Meta(description="the prompt, with {prompt} where the problem goes; empty: what suits the kind")
+    ] = ""
+    few_shot: Annotated[int, Meta(ge=0, le=64, description="solved examples before each problem")] = 0
+
+
+class Part(Source, frozen=True):
+    """One component of a mixture."""
+
+    weight: Annotated[float, Meta(gt=0, description="share of the prompts, relative to the other parts'")] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind == "mixture":
+            raise ConfigError("task.parts: a part of a mixture cannot be a mixture")
+
+
+class Task(Source, frozen=True):
+    chat: Annotated[bool, Meta(description="prompts are user messages in the model's chat template")] = False
+    system: Annotated[str, Meta(description="chat: the system message; empty: none")] = ""
+    parts: Annotated[
+        tuple[Part, ...], Meta(description="mixture: its components, each with kind, weight, path and so on")
+    ] = ()
+
+    def __post_init__(self) -> None:
+        if (self.kind == "mixture") != bool(self.parts):
+            raise ConfigError("task.parts: a mixture needs parts, and nothing else has any")
+        if self.system and not self.chat:
+            raise ConfigError("task.system: cannot take effect without task.chat=true")
 
 
 class Reward(Section, frozen=True):
     scorer: Annotated[
-        str, Meta(description="exact, numeric, or FILE.py:FUNCTION called as score(completion, answer, prompt)")
-    ] = "exact"
+        str,
+        Meta(
+            description="auto (what suits the task), exact, numeric, choice, regex, math, format, length, or "
+            "FILE.py:FUNCTION called as score(completion, answer, prompt), which may be async"
+        ),
+    ] = "auto"
+    combine: Annotated[
+        dict[str, float], Meta(description="several scorers and their weights, summed, instead of one: {math: 1, ...}")
+    ] = {}
+    answer_from: Annotated[
+        Literal["auto", "whole", "boxed", "hashes", "last_number"],
+        Meta(
+            description="numeric, math: the final answer is the whole text, in \\boxed{}, after ####, the last number"
+        ),
+    ] = "auto"
+    pattern: Annotated[
+        str, Meta(description="regex: must be found; where it has a group, its last match must be the answer")
+    ] = ""
+    format: Annotated[
+        Literal["boxed", "hashes", "think"],
+        Meta(description="format: one \\boxed{}, a last line with ####, or <think>...</think> before the answer"),
+    ] = "boxed"
+    max_chars: Annotated[
+        int, Meta(ge=2, description="length: 1 for up to half as many characters, falling to 0 at this many")
+    ] = 4000
+    workers: Annotated[
+        int, Meta(ge=1, le=256, description="processes for scorers that can hang or are foreign (math, regex, FILE.py)")
+    ] = 2
+    timeout_s: Annotated[float, Meta(gt=0, description="a worker that takes longer over one answer is killed")] = 2.0
+    memory_mb: Annotated[
+        int, Meta(ge=128, description="memory for judging one answer; FILE.py: beyond what the file itself loads")
+    ] = 512
+    retries: Annotated[
+        int, Meta(ge=0, le=10, description="an answer that could not be judged is tried so often again")
+    ] = 1
+    max_failure_share: Annotated[
+        float,
+        Meta(ge=0, le=1, description="of the last 1,000 answers; beyond it the job stops, since its scorer is broken"),
+    ] = 0.1
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(weight) for weight in self.combine.values()):
+            raise ConfigError("reward.combine: weights must be finite numbers")
+        if not math.isfinite(self.timeout_s):
+            raise ConfigError("reward.timeout_s: must be a finite number")
 
 
 class Generator(Section, frozen=True):
     replicas: Annotated[int, Meta(ge=1, description="copies of the policy that generate side by side")] = 1
+    tensor: Annotated[
+        int, Meta(ge=1, description="ranks of one replica, which share every product (tensor parallel)")
+    ] = 1
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="of weights and KV cache; auto: bfloat16 on a GPU, float32 elsewhere"),
+    ] = "auto"
     slots: Annotated[int, Meta(ge=1, description="completions decoded at once by one replica")] = 768
     max_prompt_tokens: Annotated[int, Meta(ge=1, description="a longer prompt is dropped, with the reason")] = 32
     max_new_tokens: Annotated[int, Meta(ge=1, description="longest completion, in tokens")] = 8
     temperature: Annotated[
         float, Meta(ge=0.01, le=10, description="of the sampling; also divides the trainer's logits")
     ] = 1.0
+    top_k: Annotated[int, Meta(ge=0, description="sample from the k likeliest tokens only; 0: from all")] = 0
+    top_p: Annotated[
+        float, Meta(gt=0, le=1, description="sample from the fewest likeliest tokens that make up this probability")
+    ] = 1.0
+    min_p: Annotated[
+        float, Meta(ge=0, lt=1, description="leave out tokens less likely than this share of the likeliest")
+    ] = 0.0
+    page_tokens: Annotated[int, Meta(ge=1, description="tokens in one page of the KV cache")] = 16
+    kv_pages: Annotated[
+        int, Meta(ge=0, description="pages of the KV cache; 0: enough for all slots, as far as a GPU's memory goes")
+    ] = 0
+    kv_on_new_weights: Annotated[
+        Literal["keep", "recompute"],
+        Meta(description="keys and values of answers under way when weights change: keep them, or compute them anew"),
+    ] = "keep"
+    burst: Annotated[
+        int, Meta(ge=0, description="decode steps between two looks at the results; 0: 1 on a CPU, 8 on a GPU")
+    ] = 0
     device: Device = "auto"
     threads: Threads = 0
 
@@ -63,19 +175,87 @@ class Trainer(Section, frozen=True):
     betas: Annotated[tuple[float, float], Meta(description="AdamW's averaging factors, each in [0, 1)")] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW's, on matrices only")] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0, description="gradients are scaled down to this norm")] = 1.0
+    data: Annotated[int, Meta(ge=1, description="ranks that share an update's tokens and the weights (FSDP)")] = 1
+    tensor: Annotated[
+        int, Meta(ge=1, description="ranks that share every product (tensor parallel); data * tensor processes in all")
+    ] = 1
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="of the passes; master weights and moments are float32; auto: bfloat16 on a GPU"),
+    ] = "auto"
+    tokens_per_pack: Annotated[
+        int, Meta(ge=16, description="most tokens of one forward and backward pass; a longer sequence goes alone")
+    ] = 16_384
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        Meta(description="activations made again in the backward pass: none, those of the MLPs, or of whole blocks"),
+    ] = "none"
+    compile: Annotated[
+        Literal["auto", "on", "off"], Meta(description="compile the blocks with torch.compile; auto: on a GPU")
+    ] = "auto"
+    offload: Annotated[
+        bool, Meta(description="keep the optimizer's state in host memory between updates (for large models)")
+    ] = False
     device: Device = "auto"
     threads: Threads = 0
 
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor
+
 
 class Algo(Section, frozen=True):
-    loss: Annotated[str, Meta(description="aipo, or FILE.py:FUNCTION called as loss(tokens, algo)")] = "aipo"
+    loss: Annotated[
+        str,
+        Meta(
+            description="aipo, reinforce, rloo, ppo, grpo, cispo, gspo, or FILE.py:FUNCTION called as loss(tokens, algo)"
+        ),
+    ] = "aipo"
+    advantage: Annotated[
+        Literal["auto", "mean", "leave_one_out", "mean_std"],
+        Meta(description="what a reward is held against: its group's mean ...; auto: what the loss was published with"),
+    ] = "auto"
     rho: Annotated[float, Meta(gt=0, description="AIPO's upper clip of the importance weight; 2 to 10 works well")] = (
         4.0
     )
+    clip_low: Annotated[float, Meta(ge=0, le=1, description="ppo, grpo: a ratio below 1 - this stops pulling")] = 0.2
+    clip_high: Annotated[float, Meta(ge=0, description="ppo, grpo: a ratio above 1 + this stops pulling")] = 0.2
+    cispo_high: Annotated[float, Meta(ge=0, description="cispo: the importance weight is cut at 1 + this")] = 4.0
+    gspo_low: Annotated[float, Meta(ge=0, le=1, description="gspo: clip of a whole answer's ratio, downwards")] = 3e-4
+    gspo_high: Annotated[float, Meta(ge=0, description="gspo: clip of a whole answer's ratio, upwards")] = 4e-4
+    reference_kl: Annotated[
+        float, Meta(ge=0, description="weight of the KL to the reference policy; above 0 puts a reference on the line")
+    ] = 0.0
+    entropy: Annotated[float, Meta(ge=0, description="weight of an entropy bonus")] = 0.0
+    overlong: Annotated[
+        Literal["keep", "mask", "penalise"],
+        Meta(description="answers cut off at the token limit: keep, take out of the loss, or take from their reward"),
+    ] = "keep"
+    overlong_penalty: Annotated[
+        float, Meta(ge=0, description="what overlong=penalise takes from the reward of an answer that was cut off")
+    ] = 1.0
     zero_variance: Annotated[
         Literal["keep", "skip"],
         Meta(description="groups whose rewards are all equal: keep their tokens in the loss's denominator, or skip"),
     ] = "skip"
+
+
+class Reference(Section, frozen=True):
+    """The policy that `algo.reference_kl` holds the trained one against."""
+
+    model: Annotated[str, Meta(description="its model folder; empty: the one training starts from")] = ""
+    place: Annotated[
+        Literal["own", "trainer"],
+        Meta(description="on ranks of its own, or on the trainer's, its weights in host memory between uses"),
+    ] = "own"
+    data: Annotated[int, Meta(ge=1, description="place=own: ranks that share an update's tokens and the weights")] = 1
+    tensor: Annotated[int, Meta(ge=1, description="place=own: ranks that share every product")] = 1
+    device: Device = "auto"
+    threads: Threads = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor
 
 
 class Schedule(Section, frozen=True):
@@ -89,12 +269,25 @@ class Schedule(Section, frozen=True):
     window: Annotated[
         int, Meta(ge=1, description="W: at most W-1 younger groups may be trained before the oldest; 1 keeps order")
     ] = 1
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="asynchronous, yet the same seed gives the same bytes: batch u is sampled by version u - S alone"
+        ),
+    ] = False
     max_restarts: Annotated[
         int, Meta(ge=0, description="restarts of one executor in a row, without any work done, before the job stops")
     ] = 3
     max_attempts: Annotated[
         int, Meta(ge=1, description="a group whose executor died this often while holding it is dropped")
     ] = 3
+    probe_every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="updates between probes, which compare the generator's log-probs with the trainer's; 0: none",
+        ),
+    ] = 50
     max_skipped: Annotated[
         int, Meta(ge=1, description="updates in a row whose loss or gradient is no number, before the job stops")
     ] = 5
@@ -107,6 +300,10 @@ class Schedule(Section, frozen=True):
     def num_places(self) -> int:
         """Groups that may be admitted and not yet retired."""
         return (self.max_staleness + 1) * self.groups_per_update
+
+    def sampling_version(self, ordinal: int) -> int:
+        """Deterministic mode: the one version that samples this group."""
+        return max(0, ordinal // self.groups_per_update - self.max_staleness)
 
     @property
     def staleness_bound(self) -> int:
@@ -122,6 +319,10 @@ class Snapshots(Section, frozen=True):
 class Evaluate(Section, frozen=True):
     prompts: Annotated[int, Meta(ge=0, description="held-out problems answered greedily; 0 switches it off")] = 512
     every: Annotated[int, Meta(ge=0, description="also evaluate every so many updates; 0: only before and after")] = 0
+    split: Annotated[
+        Literal["held_out", "test"],
+        Meta(description="problems that were held out by hash, or the fixed test problems of the task"),
+    ] = "held_out"
 
 
 class Engine(Section, frozen=True):
@@ -134,12 +335,26 @@ class Engine(Section, frozen=True):
         float, Meta(gt=0, description="local: an executor with work to do that says nothing for so long is killed")
     ] = 600.0
     frame_s: Annotated[float, Meta(gt=0, description="local: a message must arrive whole within this time")] = 30.0
+    trusted_network: Annotated[
+        str,
+        Meta(
+            pattern=r"^[\w.:-]*$",
+            description="interface over which weights may cross hosts, in the clear (gloo, NCCL); empty: they may not",
+        ),
+    ] = ""
 
 
 class Weights(Section, frozen=True):
     lease_s: Annotated[
         float, Meta(gt=0, description="a reader that holds a weight slot longer than this is declared dead")
     ] = 30.0
+    transport: Annotated[
+        Literal["auto", "memfd", "cuda"],
+        Meta(
+            description="slots in host memory (memfd) or device memory (cuda: fast, takes twice a rank's weights); auto: "
+            "device memory if all sit on GPUs that reach each other"
+        ),
+    ] = "auto"
 
 
 class Observe(Section, frozen=True):
@@ -158,6 +373,7 @@ class Config(Section, frozen=True):
     generator: Generator = Generator()
     trainer: Trainer = Trainer()
     algo: Algo = Algo()
+    reference: Reference = Reference()
     schedule: Schedule = Schedule()
     snapshots: Snapshots = Snapshots()
     evaluate: Evaluate = Evaluate()
@@ -177,6 +393,11 @@ class Config(Section, frozen=True):
                 f"schedule.window: {schedule.window} cannot take effect, since at most (max_staleness + 1) * "
                 f"groups_per_update = {schedule.num_places} groups are under way"
             )
+        if schedule.deterministic and schedule.window > 1:
+            raise ConfigError(
+                f"schedule.window: {schedule.window} lets timing choose the batches, which schedule.deterministic rules out; "
+                "set it to 1"
+            )
         if not all(0 <= beta < 1 for beta in self.trainer.betas):
             raise ConfigError(f"trainer.betas: each must lie in [0, 1), got {list(self.trainer.betas)}")
         if self.placement == "colocated" and schedule.max_staleness:
@@ -189,6 +410,12 @@ class Config(Section, frozen=True):
                 f"placement: colocated executors share their devices, but generator.device={self.generator.device} "
                 f"and trainer.device={self.trainer.device}"
             )
+        if self.engine.kind == "inline" and (
+            self.generator.tensor > 1 or self.trainer.ranks > 1 or (self.reference_alone and self.reference.ranks > 1)
+        ):
+            raise ConfigError(
+                "engine: inline runs everything in one process; generator.tensor, trainer.data and so on need local"
+            )
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
 
@@ -198,6 +425,9 @@ class Config(Section, frozen=True):
             samples=self.schedule.samples_per_group,
             max_new_tokens=self.generator.max_new_tokens,
             temperature=self.generator.temperature,
+            top_k=self.generator.top_k,
+            top_p=self.generator.top_p,
+            min_p=self.generator.min_p,
         )
 
     @property
@@ -206,6 +436,17 @@ class Config(Section, frozen=True):
 
     @property
     def model_folder(self) -> Path:
-        if self.model.path == "tiny":
-            return Path(__file__).parent / "assets" / "tiny"
-        return Path(self.model.path).expanduser()
+        return _model_folder(self.model.path)
+
+    @property
+    def reference_folder(self) -> Path:
+        return _model_folder(self.reference.model or self.model.path)
+
+    @property
+    def reference_alone(self) -> bool:
+        """Whether the reference policy is an executor of its own."""
+        return self.algo.reference_kl > 0 and self.reference.place == "own"
+
+
+def _model_folder(path: str) -> Path:
+    return Path(__file__).parent / "assets" / "tiny" if path == "tiny" else Path(path).expanduser()

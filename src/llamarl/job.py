@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llamarl.build import BUILDERS, Builder, Site, builder_reference, device_of, make_loss
-from llamarl.config import Config, Reward
+from msgspec.structs import replace
+
+from llamarl.build import (
+    BUILDERS,
+    Builder,
+    Site,
+    builder_reference,
+    check_training,
+    device_of,
+    make_loss,
+    weight_transport,
+)
+from llamarl.config import Config
 from llamarl.configfile import config_to_yaml, load_config
 from llamarl.controller.controller import Controller
 from llamarl.controller.events import Began, Resumed
@@ -24,6 +34,7 @@ from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
 from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError
 from llamarl.executors.executor import Executor
+from llamarl.generate.parallel import TensorRank
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
@@ -33,16 +44,18 @@ from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
 from llamarl.resume import recover, refuse_other_meaning
-from llamarl.tasks.registry import make_scorer, make_task
+from llamarl.tasks.judge import Judge
+from llamarl.tasks.registry import make_task, own_scorers
 from llamarl.types import Problem
-from llamarl.weights.slots import SlotFile
+from llamarl.weights.slotfile import SlotFile
 
 GROUPS_AHEAD = 4  # groups that may lie in the reward's inbox, so that it need not wait for the next
 
 
 def default_line(config: Config) -> Line:
-    """task -> generator -> reward -> trainer, and weights back."""
+    """task -> generator -> reward -> trainer, and weights back; a reference policy before the trainer if one is needed."""
     samples = config.schedule.samples_per_group
+    reference, to_trainer = _way_to_trainer(config)
     return Line(
         [
             Role(
@@ -50,19 +63,39 @@ def default_line(config: Config) -> Line:
                 unit="group",
                 done="generated",
                 executors=config.generator.replicas,
+                ranks=config.generator.tensor,
                 capacity=config.generator.slots,
                 threads=config.generator.threads,
             ),
             Role(name="reward", unit="group", done="scored", capacity=GROUPS_AHEAD * samples, threads=1),
-            Role(name="trainer", unit="batch", done="trained", threads=config.trainer.threads),
+            Role(
+                name="trainer",
+                unit="batch",
+                done="trained",
+                ranks=config.trainer.ranks,
+                threads=config.trainer.threads,
+            ),
+            *reference,
         ],
         [
             Channel("prompts", "scatter", SOURCE, "generator"),
             Channel("completions", "gather", "generator", "reward"),
-            Channel("rollouts", "scatter", "reward", "trainer"),
+            *to_trainer,
             Channel("weights", "weights", "trainer", "generator"),
         ],
     )
+
+
+def _way_to_trainer(config: Config) -> tuple[list[Role], list[Channel]]:
+    """Straight from the reward, or by way of a reference policy with ranks of its own."""
+    if not config.reference_alone:
+        return [], [Channel("rollouts", "scatter", "reward", "trainer")]
+    settings = config.reference
+    role = Role(name="reference", unit="batch", done="referenced", ranks=settings.ranks, threads=settings.threads)
+    return [role], [
+        Channel("rollouts", "scatter", "reward", "reference"),
+        Channel("referenced", "scatter", "reference", "trainer"),
+    ]
 
 
 class Job:
@@ -111,7 +144,7 @@ class Job:
         before = load_config(path / CONFIG)
         job = cls(config or load_config(path / CONFIG, overrides), line=line, builders=builders)
         refuse_other_meaning(before, job.config)
-        recovered = recover(path, job.config)
+        recovered = recover(path, job.config, job.line.group_roles[-1].done)
         for problem in recovered.problems:
             shown.note(problem)
         start = f"the snapshot of version {recovered.version}" if recovered.version else "the beginning"
@@ -186,11 +219,12 @@ class Job:
         except ModelError as error:
             raise ModelError(f"model.path: {error}") from None
         device_of("generator.device", config.generator.device)
-        device_of("trainer.device", config.trainer.device)
+        check_training(config)
+        weight_transport(config, can_reach=lambda reader, writer: True)
         check_board(config.observe)
         make_loss(config)
         prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)
-        _try_scorer(config.reward, prompts.group(0).problem)
+        _try_scorer(config, prompts.group(0).problem)
         first = len(prompts.group(0).prompt_tokens) // 4
         if not 1 <= first <= config.generator.max_prompt_tokens:
             raise InputError(
@@ -208,6 +242,7 @@ class Job:
                 f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
                 f"but {config.model.path} has {shape.max_positions} positions"
             )
+        TensorRank(0, config.generator.tensor).check(shape)
         tokenizer = Tokenizer.load(folder)
         if tokenizer.vocab_size > shape.vocab_size:
             raise ModelError(
@@ -218,18 +253,18 @@ class Job:
         return tokenizer
 
 
-def _try_scorer(settings: Reward, problem: Problem) -> None:
+def _try_scorer(config: Config, problem: Problem) -> None:
     """A scorer that cannot even judge a task's own answer would fail on every group."""
-    scorer = make_scorer(settings)
+    judge = Judge(replace(config.reward, workers=1), own_scorers(config.task))
     try:
-        reward = float(scorer(problem.answer, problem.answer, problem.prompt))
-    except (Exception, SystemExit) as error:  # it may be the user's own: whatever it raises becomes one line
+        judge.prepare()
+        outcome = judge.score(problem.answer, problem)
+    finally:
+        judge.close()
+    if outcome.status != "ok":
         raise ConfigError(
-            f"reward.scorer: {settings.scorer} fails on the first problem's own answer {problem.answer!r}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not math.isfinite(reward):
-        raise ConfigError(f"reward.scorer: {settings.scorer} gives {reward} for the first problem's own answer")
+            f"reward.scorer: fails on the first problem's own answer {problem.answer!r}: {outcome.reason}"
+        )
 
 
 @contextmanager

@@ -24,8 +24,11 @@ class WorkOnGroup(ToExecutor, frozen=True):
 
 
 class WorkOnBatch(ToExecutor, frozen=True):
+    """`probe` was sampled by the very version that is about to be trained; it is measured, never trained on."""
+
     update: int
     groups: tuple[RolloutGroup, ...]
+    probe: CompletionGroup | None = None
 
 
 class PublishWeights(ToExecutor, frozen=True):
@@ -57,6 +60,7 @@ class Up(FromExecutor, frozen=True):
 class WeightsLoaded(FromExecutor, frozen=True):
     version: int
     num_bytes: int
+    lost_s: float = 0.0  # in which the executor could do nothing else
 
 
 class WeightsNotLoaded(FromExecutor, frozen=True):
@@ -73,12 +77,27 @@ class GroupRefused(FromExecutor, frozen=True):
     reason: str
 
 
+class ScoresFailed(FromExecutor, frozen=True):
+    """Attempts at judging answers that came to nothing since the last such report. They say nothing of the answers."""
+
+    failures: int
+    timeouts: int
+
+
+class GaveUp(FromExecutor, frozen=True):
+    """Going on would be wrong, and starting the executor anew would not help: the job must stop, for this reason."""
+
+    reason: str
+
+
 class BatchResult(FromExecutor, frozen=True):
-    """`groups` comes back only from a role that adds columns for the next one."""
+    """`groups` comes back only from a role that adds columns for the next one. Metrics are what a seed determines; what the
+    machine determines are timings."""
 
     update: int
     metrics: dict[str, float]
     groups: tuple[RolloutGroup, ...] = ()
+    timings: dict[str, float] = {}
 
 
 class WeightsPublished(FromExecutor, frozen=True):
@@ -86,6 +105,7 @@ class WeightsPublished(FromExecutor, frozen=True):
     checksum: str
     num_bytes: int
     changed: bool
+    lost_s: float = 0.0  # in which the executor could do nothing else
 
 
 class StateSaved(FromExecutor, frozen=True):
@@ -116,6 +136,8 @@ Report = (
     | WeightsNotLoaded
     | GroupResult
     | GroupRefused
+    | ScoresFailed
+    | GaveUp
     | BatchResult
     | WeightsPublished
     | StateSaved

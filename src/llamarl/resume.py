@@ -10,13 +10,14 @@ import msgspec
 from msgspec import Struct
 
 from llamarl.config import Config
-from llamarl.controller.events import Resumed
+from llamarl.controller.events import Began, Resumed
 from llamarl.controller.ledger import Passed, Record, read_ledger
 from llamarl.controller.recovery import resumption
 from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
 from llamarl.errors import ConfigError
 from llamarl.observe.run_folder import EVALUATIONS, GROUPS, LEDGER, METRICS, SNAPSHOTS, read_rows
+from llamarl.segments import segment_files
 
 # These change where and how fast a run goes on, not what it means.
 FREE = (
@@ -27,9 +28,17 @@ FREE = (
     "weights",
     "generator.replicas",
     "generator.device",
+    "generator.tensor",
+    "generator.kv_pages",
+    "generator.burst",
     "generator.threads",
     "trainer.device",
     "trainer.threads",
+    "reward.workers",
+    "reward.timeout_s",
+    "reward.memory_mb",
+    "reward.retries",
+    "reward.max_failure_share",
     "schedule.max_restarts",
     "schedule.max_attempts",
     "schedule.max_skipped",
@@ -41,22 +50,26 @@ class Recovered(Struct, frozen=True):
 
     version: int
     problems: tuple[str, ...]  # newer snapshots that cannot be used, and why
-    begin: Resumed
+    begin: Began | Resumed
     store: GroupStore
     metrics: tuple[dict[str, Any], ...]  # of the updates that count
     evaluations: dict[int, float]
     tokens_generated: int
 
 
-def recover(folder: Path, config: Config) -> Recovered:
+def recover(folder: Path, config: Config, settled_state: str) -> Recovered:
     version, problems = Snapshots(folder / SNAPSHOTS, config.snapshots.keep).newest_whole()
-    records: list[Record] = list(read_ledger(folder / LEDGER))
+    records: list[Record] = list(read_ledger(folder / LEDGER)) if segment_files(folder / LEDGER) else []
     store = GroupStore(folder / GROUPS)
     evaluated = {
         row["version"]: row["accuracy"] for row in read_rows(folder / EVALUATIONS) if row["version"] <= version
     }
-    begin = resumption(records, store.scored, version, sorted(evaluated))
-    store.keep_only(begin.settled + tuple(ordinal for batch in begin.batches for ordinal in batch))
+    begin: Began | Resumed = Began()  # killed before anything was on disk
+    needed: tuple[int, ...] = ()
+    if records:
+        begin = resumption(records, store.scored, version, sorted(evaluated), settled_state)
+        needed = begin.settled + tuple(ordinal for batch in begin.batches for ordinal in batch)
+    store.keep_only(needed)
     tokens = {record.ordinal: record.num_tokens for record in records if isinstance(record, Passed)}
     return Recovered(
         version=version,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llamarl.errors import InputError
+from llamarl.failpoints import failpoint
 
 _FACTS = struct.Struct("<II")  # length, crc32 of the record
 _HEADER = struct.Struct("<III")  # the same, and the crc32 of these eight bytes
@@ -24,9 +25,9 @@ MAX_SEGMENT_BYTES = 64 << 20
 class SegmentWriter:
     """Appends to the newest segment of a folder; begins another when it is full."""
 
-    def __init__(self, folder: Path, max_bytes: int = MAX_SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._max_bytes = folder, max_bytes
+        self._folder, self._max_bytes = folder, max_bytes or MAX_SEGMENT_BYTES
         numbers = [int(path.name) for path in segment_files(folder)]
         self.number = max(numbers, default=-1)
         self._file: BinaryIO | None = None
@@ -38,6 +39,7 @@ class SegmentWriter:
             self._begin()
         assert self._file is not None
         facts = _FACTS.pack(len(record), zlib.crc32(record))
+        failpoint("segment.write")
         self._file.write(facts + zlib.crc32(facts).to_bytes(4, "little") + record)
         self._size += _HEADER.size + len(record)
         return self.number
@@ -45,11 +47,13 @@ class SegmentWriter:
     def sync(self) -> None:
         if self._file is not None:
             self._file.flush()
+            failpoint("segment.sync")
             os.fsync(self._file.fileno())
 
     def remove(self, number: int) -> None:
         """Forget a whole segment; the one being written is left alone."""
         if number != self.number:
+            failpoint("segment.remove")
             (self._folder / f"{number:08}").unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -61,6 +65,7 @@ class SegmentWriter:
     def _begin(self) -> None:
         self.close()
         self.number += 1
+        failpoint("segment.begin")
         self._file = (self._folder / f"{self.number:08}").open("xb")
         self._size = 0
         sync_path(self._folder)

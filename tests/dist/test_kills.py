@@ -187,6 +187,7 @@ def test_after_twenty_kills_every_group_is_accounted_for_and_the_weights_are_fin
 def test_a_killed_generator_works_again_within_three_seconds(run: Disturbed) -> None:
     kills = [deed for deed in run.deeds if deed.executor == "generator/0" and deed.number == signal.SIGKILL]
     times = [deed.recovered_s for deed in kills]
+    print("generator back after", ", ".join(f"{taken:.2f} s" for taken in times if taken is not None))
     assert times and all(taken is not None and taken < RECOVERY_S for taken in times), times
 
 

@@ -23,7 +23,6 @@ from llamarl.controller.ledger import audit, read_ledger
 from llamarl.errors import JobFailed
 from llamarl.executors.executor import Executor
 from llamarl.executors.trainer import Trainer
-from llamarl.model.training_state import optimizer_tensors
 
 UPDATES = 8
 LOSS = """
@@ -62,15 +61,15 @@ def recording_trainer(site: Site) -> Executor:
     """Remembers weights and optimizer state as they were before every step and after the last."""
     trainer = build_trainer(site)
     assert isinstance(trainer, Trainer)
-    step = trainer._step
+    step = trainer.learner.step
 
-    def recording(update: int, loss: torch.Tensor) -> dict[str, float]:
-        metrics = step(update, loss)
-        everything = {**dict(trainer.model.named_parameters()), **optimizer_tensors(trainer.model, trainer.optimizer)}
+    def recording(number: int, loss: torch.Tensor | float) -> dict[str, float]:
+        metrics = step(number, loss)
+        everything = {**dict(trainer.model.named_parameters()), **trainer.optimizer.state_tensors()}
         states.append({name: tensor.detach().clone() for name, tensor in everything.items()})
         return metrics
 
-    trainer._step = recording  # type: ignore[method-assign]
+    trainer.learner.step = recording  # type: ignore[method-assign]
     states.clear()
     return trainer
 
@@ -106,8 +105,10 @@ def test_too_many_in_a_row_stop_the_job_with_the_reason(tmp_path: Path) -> None:
     assert "skipped 3 updates in a row" in audit(read_ledger(tmp_path / "run" / "ledger")).closed
 
 
-def world(**settings: int) -> World:
-    schedule = Schedule(updates=12, groups_per_update=1, samples_per_group=2, **settings)
+def world(*, max_restarts: int, max_skipped: int = 5) -> World:
+    schedule = Schedule(
+        updates=12, groups_per_update=1, samples_per_group=2, max_restarts=max_restarts, max_skipped=max_skipped
+    )
     return World(standard_line(capacity=100), schedule, save_every=4)
 
 

@@ -43,13 +43,14 @@ def executors(controller: int) -> dict[str, int]:
 class RunningJob:
     """`llamarl train` as a process; killed, it is resumed."""
 
-    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+    def __init__(self, folder: Path, settings: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
+        """`environment` is added to this process's, for the first start only."""
         self.folder = folder
-        self._process = self._start(*settings)
+        self._process = self._start(*settings, environment=environment)
 
-    def _start(self, *args: str) -> subprocess.Popen[bytes]:
+    def _start(self, *args: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "llamarl.cli", "train", "--run", str(self.folder), "--quiet", *args]
-        return subprocess.Popen(command)
+        return subprocess.Popen(command, env={**os.environ, **(environment or {})})
 
     @property
     def pid(self) -> int:
@@ -87,12 +88,12 @@ class RunningJob:
                 newest = max((path.stat().st_mtime for path in (self.folder / "ledger").iterdir()), default=0.0)
                 return time.time() - newest < 0.02
             case "busy":
-                return _process_state(victim) == "R"
+                return process_state(victim) == "R"
             case _:
-                return _process_state(victim) == "S"
+                return process_state(victim) == "S"
 
 
-def _process_state(pid: int) -> str:
+def process_state(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""

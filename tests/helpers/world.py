@@ -13,6 +13,7 @@ from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import Dropped, Record, audit
 from llamarl.controller.line import Channel, Line, Role
+from llamarl.controller.probe import is_probe
 from llamarl.types import GroupFacts
 
 
@@ -53,6 +54,7 @@ class World:
         self.history: list[ev.AnyEvent] = []
         self.records: list[Record] = []
         self.newest = -1
+        self.told_to_publish = -1
         self.holds: dict[str, int] = {}  # executor -> version of its weights
         self.held_groups: dict[str, set[int]] = {}
         self.first_version: dict[int, int] = {}
@@ -136,9 +138,12 @@ class World:
                 self._check_batch(command)
                 self.outstanding.append(command)
             case ev.Load():
-                assert command.version == self.controller.newest, "sent to load a version that is not the newest"
+                self._check_load(command)
                 self.outstanding.append(command)
-            case ev.Start() | ev.Publish() | ev.Save() | ev.Commit():
+            case ev.Publish():
+                self.told_to_publish = max(self.told_to_publish, command.version)
+                self.outstanding.append(command)
+            case ev.Start() | ev.Save() | ev.Commit():
                 self.outstanding.append(command)
             case ev.Evaluated():
                 self.evaluated.append(command)
@@ -150,19 +155,31 @@ class World:
                 pass
         self.newest = self.controller.newest
 
+    def _check_load(self, command: ev.Load) -> None:
+        if not self.schedule.deterministic:
+            assert command.version == self.controller.newest, "sent to load a version that is not the newest"
+            return
+        assert command.version >= self.told_to_publish - 1, "sent to load a version whose slot is taken"
+        assert not self.held_groups.get(command.executor), "sent to change weights with answers under way"
+
     def _check_group(self, command: ev.RunGroup) -> None:
         role = command.executor.partition("/")[0]
         held = self.held_groups.setdefault(command.executor, set())
         held.add(command.ordinal)
         weights = [1 if ordinal < 0 else self.schedule.samples_per_group for ordinal in held]
         assert sum(weights) <= self.capacity[role], "given more than its capacity"
+        if is_probe(command.ordinal):
+            self.forgotten.discard(command.ordinal)  # after a rewind it is asked anew
         assert command.ordinal not in self.forgotten, "asked for a group that was forgotten"
         if role != self.line.group_roles[0].name:
             return
         version = self.holds.get(command.executor)
         assert version is not None, "admitted to a replica without weights"
         if command.ordinal >= 0:
-            assert version == self.controller.newest, "admitted to a stale replica"
+            if self.schedule.deterministic:
+                assert version == self.schedule.sampling_version(command.ordinal), "sampled by another version"
+            else:
+                assert version == self.controller.newest, "admitted to a stale replica"
             self.first_version[command.ordinal] = version
 
     def _check_batch(self, command: ev.RunBatch) -> None:

@@ -13,7 +13,18 @@ import pytest
 import llamarl
 
 ROOT = Path(llamarl.__file__).parent
-BOTTOM = ("types", "errors", "config", "configfile", "shapes", "layout", "messages", "plugins", "segments")
+BOTTOM = (
+    "types",
+    "errors",
+    "config",
+    "configfile",
+    "shapes",
+    "layout",
+    "messages",
+    "plugins",
+    "segments",
+    "failpoints",
+)
 SIBLINGS = ("model", "algo", "tasks", "plan", "observe")
 
 # What each room may import besides itself and the bottom. `observe` only watches, so whoever runs things may feed it.
@@ -23,13 +34,15 @@ ALLOWED: dict[str, set[str]] = {
     **{name: {*BOTTOM, "controller"} for name in SIBLINGS},
     "generate": {*BOTTOM, "controller", "model", "algo", "tasks", "plan"},
     "weights": {*BOTTOM, "controller", "model", "algo", "tasks", "plan"},
-    "executors": {*BOTTOM, "controller", "model", "algo", "tasks", "plan", "generate", "weights"},
+    "train": {*BOTTOM, "controller", "model", "algo", "tasks", "plan"},
+    "executors": {*BOTTOM, "controller", "model", "algo", "tasks", "plan", "generate", "train", "weights"},
 }
 ALLOWED["build"] = {*ALLOWED["executors"], "executors"}
 ALLOWED["engine"] = {*ALLOWED["build"], "build", "observe"}
 ALLOWED["resume"] = {*ALLOWED["engine"], "engine"}
 ALLOWED["job"] = {*ALLOWED["resume"], "resume"}
-ALLOWED["cli"] = {*ALLOWED["job"], "job"}
+ALLOWED["bench"] = {*ALLOWED["job"], "job"}
+ALLOWED["cli"] = {*ALLOWED["job"], "job", "bench"}
 
 
 def modules() -> list[str]:
@@ -88,7 +101,7 @@ def test_executors_never_import_each_other() -> None:
 
 def test_executors_know_no_engine_and_no_controller() -> None:
     for module in modules():
-        if room(module) in {"executors", "generate", "weights", "algo", "tasks", "model"}:
+        if room(module) in {"executors", "generate", "train", "weights", "algo", "tasks", "model"}:
             assert not {room(name) for name in own_imports(module)} & {"engine", "controller", "build", "job", "cli"}
 
 

@@ -19,7 +19,9 @@ from llamarl.controller import events as ev
 from llamarl.controller import ledger
 from llamarl.controller.evaluation import Evaluation, is_evaluation
 from llamarl.controller.line import Line, role_of
+from llamarl.controller.order import ExactOrder, NewestOrder, Order
 from llamarl.controller.pool import Executor, Pool
+from llamarl.controller.probe import Probes, is_probe
 from llamarl.controller.training import Training
 from llamarl.controller.window import Window
 from llamarl.types import GroupFacts
@@ -30,9 +32,12 @@ NO_SNAPSHOTS = Snapshots(every=0)
 
 class Controller:
     def __init__(self, line: Line, schedule: Schedule, evaluate: Evaluate, snapshots: Snapshots = NO_SNAPSHOTS) -> None:
-        self.line, self.schedule = line, schedule
+        self.line, self.schedule, self.snapshots = line, schedule, snapshots
         self.pools = [Pool(role, at, role.name in line.weights_source) for at, role in enumerate(line.group_roles)]
-        self.training = Training(line, schedule.updates, snapshots.every, self._say)
+        self.probes = Probes(schedule)
+        self.training = Training(line, schedule.updates, snapshots.every, self.probes, self._say)
+        self.order: Order = ExactOrder(self) if schedule.deterministic else NewestOrder(self)
+        self.training.may_publish, self.training.may_commit = self.order.may_publish, self.order.may_commit
         self.window = Window(schedule.groups_per_update, schedule.window)
         self.evaluation = Evaluation(evaluate, schedule.updates)
         self.executors: dict[str, Executor] = {
@@ -49,7 +54,9 @@ class Controller:
         self._recovered: set[int] = set()  # settled before this run began, and not yet admitted in it
         self._attempts: dict[int, int] = {}  # deaths that a group has seen
         self._unseen_snapshots: set[int] = set()  # whole, but of versions that are not visible yet
-        self._waiting: list[list[int]] = [[] for _ in self.pools]  # per group role: ordinals that need an executor
+        # Per group role, a heap of (rank, ordinal): groups that need an executor, in the order in which they get one.
+        self.waiting: list[list[tuple[int, int]]] = [[] for _ in self.pools]
+        self.ungenerated: set[int] = set()  # handed to the first role, and not yet answered
         self._dropped: set[int] = set()
         self._commands: list[ev.AnyCommand] = []
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
@@ -59,6 +66,7 @@ class Controller:
             ev.LoadFailed: self._on_load_failed,
             ev.GroupDone: self._on_group_done,
             ev.GroupFailed: self._on_group_failed,
+            ev.GaveUp: lambda event: self._end(ev.Abort(event.reason), closed=f"stopped: {event.reason}"),
             ev.BatchDone: self._on_batch_done,
             ev.Published: self._on_published,
             ev.Died: self._on_died,
@@ -97,7 +105,7 @@ class Controller:
             self.places_used += len(batch)
         self.window.resume(event.oldest, event.taken)
         self.next_ordinal = event.oldest
-        self._write(ledger.Rewound(event.version, "resume"))
+        self._write(ledger.Rewound(event.version, ledger.RESUME))
         for executor in self.executors.values():
             self._say(ev.Start(executor.name, executor.incarnation, version=event.version))
 
@@ -122,7 +130,7 @@ class Controller:
         if executor.loading != event.version:
             return
         executor.loading = None
-        if event.version == self.newest:  # otherwise a newer version took its slot, which is no failure
+        if event.version == self.order.target(executor):  # otherwise a newer version took its slot, which is no failure
             executor.failed_loads += 1
         if executor.failed_loads == MAX_FAILED_LOADS:
             self._end(ev.Abort(f"{executor.name}: {event.reason}"), closed=f"stopped: {event.reason}")
@@ -132,24 +140,38 @@ class Controller:
     def _on_group_done(self, event: ev.GroupDone) -> None:
         if (executor := self._holder(event)) is None:
             return
-        executor.give(event.ordinal)
+        self._take_back(executor, event.ordinal)
         if is_evaluation(event.ordinal):
             self.evaluation.passed(event.ordinal, executor)
-        else:
+        elif not is_probe(event.ordinal):
             self._write(_passed(event.ordinal, executor.role.done, event.facts))
         self._make_available(executor)
-        self._move_on(event.ordinal, executor.position + 1)
+        if is_probe(event.ordinal):
+            self.probes.answered(event.ordinal)
+        else:
+            self._move_on(event.ordinal, executor.position + 1)
 
     def _on_group_failed(self, event: ev.GroupFailed) -> None:
         if (executor := self._holder(event)) is None:
             return
-        executor.give(event.ordinal)
+        self._take_back(executor, event.ordinal)
         if is_evaluation(event.ordinal):
             self.evaluation.passed(event.ordinal, executor)
             self._move_on(event.ordinal, len(self.pools))
+        elif is_probe(event.ordinal):
+            self._give_up_probe(event.ordinal)
         else:
             self._drop(event.ordinal, event.reason)
         self._make_available(executor)
+
+    def _take_back(self, executor: Executor, ordinal: int) -> None:
+        executor.give(ordinal)
+        if executor.position == 0:
+            self.ungenerated.discard(ordinal)
+
+    def _give_up_probe(self, ordinal: int) -> None:
+        self.probes.failed(ordinal)
+        self._say(ev.Forget((ordinal,)))
 
     def _on_batch_done(self, event: ev.BatchDone) -> None:
         trained = self.training.trained
@@ -158,6 +180,8 @@ class Controller:
             return
         for update in range(trained, self.training.trained):
             self._record_trained(update)
+        if stage.publishes and (probe := self.probes.ordinal(event.update)) is not None:
+            self._say(ev.Forget((probe,)))
         if stage.skipped_in_a_row >= self.schedule.max_skipped:
             reason = (
                 f"{stage.executor.name} skipped {stage.skipped_in_a_row} updates in a row, "
@@ -225,6 +249,9 @@ class Controller:
         for position in range(len(self.pools) - 1, 0, -1):
             self._hand_out(position)
         self._admit()
+        if self.order.has_moved():
+            for executor in self.pools[0].executors:
+                self._offer_weights(executor)
         if self.training.trained == self.training.final_version:
             self._wind_up(self.training.final_version)
 
@@ -252,15 +279,18 @@ class Controller:
 
     def _admit(self) -> None:
         """Groups for the first role: those that a death returned, then evaluation, then new ones while places last."""
-        pool, returned = self.pools[0], self._waiting[0]
+        pool, returned = self.pools[0], self.waiting[0]
+        version = self.training.to_be_probed
+        if version is not None and version == self.newest and (probe := self.probes.issue(version)) is not None:
+            self._wait(0, probe)
         self._hand_out(0)
-        for executor, ordinal in self.evaluation.assign(pool, self.newest):
+        for executor, ordinal in self.evaluation.assign(pool, self.newest, exact=self.schedule.deterministic):
             self._assign(executor, ordinal, num_completions=1)
         samples = self.schedule.samples_per_group
-        while not returned and self.places_used < self.schedule.num_places and self._has_more:
+        while self.may_admit and not (returned and returned[0][0] <= self.order.rank(self.next_ordinal)):
             if self._skip_known():
                 continue
-            chosen = pool.least_busy(samples, self.newest)
+            chosen = pool.least_busy(samples, self.order.version_for(self.next_ordinal))
             if chosen is None:
                 return
             self.places_used += 1
@@ -283,24 +313,31 @@ class Controller:
         return False
 
     def _hand_out(self, position: int) -> None:
-        waiting, pool = self._waiting[position], self.pools[position]
+        waiting, pool = self.waiting[position], self.pools[position]
         while waiting:
-            num_completions = 1 if is_evaluation(waiting[0]) else self.schedule.samples_per_group
-            executor = pool.least_busy(num_completions, self.newest)
+            ordinal = waiting[0][1]
+            num_completions = 1 if is_evaluation(ordinal) else self.schedule.samples_per_group
+            executor = pool.least_busy(num_completions, self.order.version_for(ordinal))
             if executor is None:
                 return
-            self._assign(executor, heapq.heappop(waiting), num_completions)
+            heapq.heappop(waiting)
+            self._assign(executor, ordinal, num_completions)
+
+    def _wait(self, position: int, ordinal: int) -> None:
+        heapq.heappush(self.waiting[position], (self.order.rank(ordinal), ordinal))
 
     def _assign(self, executor: Executor, ordinal: int, num_completions: int) -> None:
         executor.take(ordinal, num_completions)
         self.pools[executor.position].touch(executor)
-        if executor.position == 0 and not is_evaluation(ordinal):
+        if executor.position == 0:
+            self.ungenerated.add(ordinal)
+        if executor.position == 0 and ordinal >= 0:
             self._write(ledger.Issued(ordinal, executor.name, executor.version))
         self._say(ev.RunGroup(executor.name, executor.incarnation, ordinal))
 
     def _move_on(self, ordinal: int, position: int) -> None:
         if position < len(self.pools):
-            heapq.heappush(self._waiting[position], ordinal)
+            self._wait(position, ordinal)
         elif not is_evaluation(ordinal):
             for batch in self.window.settle(ordinal):
                 self.training.add_batch(batch)
@@ -315,27 +352,37 @@ class Controller:
         self._write(ledger.Dropped(ordinal, reason))
         self._move_on(ordinal, len(self.pools))
 
+    def _give_up(self, ordinal: int, reason: str) -> None:
+        """Drop the group; in deterministic mode timing must not choose what is trained, so the job stops instead."""
+        if self.schedule.deterministic:
+            self._end(ev.Abort(f"group {ordinal}: {reason}"), closed=f"stopped: group {ordinal}: {reason}")
+        else:
+            self._drop(ordinal, reason)
+
     def _return(self, ordinal: int, position: int, reason: str) -> None:
         """The holder died: the group waits for another executor of the same role, unless it seems to be the cause."""
         self._attempts[ordinal] = attempts = self._attempts.get(ordinal, 0) + 1
-        if not is_evaluation(ordinal) and attempts >= self.schedule.max_attempts:
-            self._drop(ordinal, f"its executor died {attempts} times, the last time: {reason}")
+        if is_probe(ordinal) and attempts >= self.schedule.max_attempts:
+            self._give_up_probe(ordinal)
+        elif ordinal >= 0 and attempts >= self.schedule.max_attempts:
+            self._give_up(ordinal, f"its executor died {attempts} times, the last time: {reason}")
         elif is_evaluation(ordinal) and not self.evaluation.owns(ordinal):
             self._say(ev.Forget((ordinal,)))
         else:
-            heapq.heappush(self._waiting[position], ordinal)
+            self._wait(position, ordinal)
 
     def _make_available(self, executor: Executor) -> None:
         self._offer_weights(executor)
         self.pools[executor.position].touch(executor)
 
     def _offer_weights(self, executor: Executor) -> None:
-        """An executor with older weights takes the newest, in flight, unless it is answering an evaluation."""
+        """An executor takes the weights that it should have, unless it is answering an evaluation."""
         if not executor.reads_weights or not executor.up or executor.loading is not None:
             return
-        if executor.version != self.newest and self.newest >= 0 and not self.evaluation.pins(executor):
-            executor.loading = self.newest
-            self._say(ev.Load(executor.name, executor.incarnation, self.newest))
+        version = self.order.target(executor)
+        if executor.version != version >= 0 and not self.evaluation.pins(executor):
+            executor.loading = version
+            self._say(ev.Load(executor.name, executor.incarnation, version))
 
     # Training's edges
 
@@ -360,6 +407,8 @@ class Controller:
     def _rewind(self, executor: Executor) -> None:
         trained = self.training.trained
         self.training.rewind(self.training.stage_of(executor))
+        if (void := self.probes.rewind()) is not None:
+            self._say(ev.Forget((void,)))
         if self.training.trained < trained:
             self._unseen_snapshots.clear()
             self._write(ledger.Rewound(self.training.trained, executor.name))
@@ -385,8 +434,10 @@ class Controller:
     # Small things
 
     @property
-    def _has_more(self) -> bool:
-        return self.next_ordinal < self.schedule.num_groups and not self.stopping
+    def may_admit(self) -> bool:
+        """The next group exists, there is a place for it, and it will be needed."""
+        end = self.order.last_needed if self.stopping else self.schedule.num_groups
+        return self.next_ordinal < end and self.places_used < self.schedule.num_places
 
     def _is_void(self, event: ev.AnyEvent) -> bool:
         """A word of the dead, or one that this executor has no business to say."""

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from llamarl.config import Evaluate
 from llamarl.controller.pool import Executor, Pool
+from llamarl.controller.probe import is_probe
 
 
 def is_evaluation(ordinal: int) -> bool:
-    return ordinal < 0
+    return ordinal < 0 and not is_probe(ordinal)
 
 
 @dataclass(eq=False)
@@ -60,13 +61,14 @@ class Evaluation:
     def resume(self, evaluated: Iterable[int]) -> None:
         self._done_before = frozenset(evaluated)
 
-    def assign(self, pool: Pool, newest: int) -> Iterator[tuple[Executor, int]]:
-        """Hand unanswered problems of the oldest round to its replica, as far as there is room."""
+    def assign(self, pool: Pool, newest: int, *, exact: bool = False) -> Iterator[tuple[Executor, int]]:
+        """Hand unanswered problems of the oldest round to its replica, as far as there is room. `exact`: the version that
+        is due answers them; otherwise the newest."""
         if not self._rounds:
             return
         current = self._rounds[0]
         if current.replica is None and current.unassigned:
-            current.replica = pool.least_busy(1, newest)
+            current.replica = pool.least_busy(1, current.version if exact else newest)
             if current.replica is not None:
                 current.version = current.replica.version
         replica = current.replica
@@ -96,6 +98,19 @@ class Evaluation:
         for index, one in enumerate(self._rounds):
             if one.replica is executor and one.ungenerated:
                 self._rounds[index] = Round(one.version, self._new_ordinals())
+
+    @property
+    def oldest_unassigned(self) -> int | None:
+        """The oldest version that has problems to answer which no replica was given yet."""
+        return min((one.version for one in self._rounds if one.unassigned), default=None)
+
+    @property
+    def oldest_ungenerated(self) -> int | None:
+        return min((one.version for one in self._rounds if one.ungenerated), default=None)
+
+    def version_of(self, ordinal: int) -> int:
+        """Any, for what is left of a round that began anew."""
+        return next((one.version for one in self._rounds if ordinal in one.unsettled), 0)
 
     def owns(self, ordinal: int) -> bool:
         """False for what is left of a round that began anew."""

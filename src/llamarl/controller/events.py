@@ -51,6 +51,12 @@ class GroupFailed(FromExecutor, frozen=True):
     reason: str
 
 
+class GaveUp(FromExecutor, frozen=True):
+    """The executor says that the job cannot go on."""
+
+    reason: str
+
+
 class BatchDone(FromExecutor, frozen=True):
     update: int
     skipped: bool = False  # a loss or gradient was no number, so the weights stayed as they were
@@ -107,6 +113,7 @@ AnyEvent = (
     | LoadFailed
     | GroupDone
     | GroupFailed
+    | GaveUp
     | BatchDone
     | Published
     | Died
@@ -144,6 +151,7 @@ class RunGroup(ToExecutor, frozen=True):
 class RunBatch(ToExecutor, frozen=True):
     update: int
     ordinals: tuple[int, ...]
+    probe: int | None = None  # a group to be measured beside the batch
 
 
 class Publish(ToExecutor, frozen=True):

@@ -60,8 +60,12 @@ class Visible(LedgerRecord, frozen=True):
     version: int
 
 
+RESUME = "resume"
+
+
 class Rewound(LedgerRecord, frozen=True):
-    """An executor that trains came back from a snapshot: updates from `to_update` on do not count any more."""
+    """An executor that trains came back from a snapshot, or (RESUME) the whole job did: updates from `to_update` on do not
+    count any more."""
 
     to_update: int
     executor: str

@@ -8,6 +8,8 @@ from enum import Enum
 
 from llamarl.controller.line import Role, executor_names
 
+_VERSIONS = 2  # that are asked for at about the same time
+
 
 class Life(Enum):
     STARTING = "starting"
@@ -63,40 +65,46 @@ class Executor:
 class Pool:
     """Finds the executor with the fewest groups among those that may be given one; cheap with thousands of them.
 
-    A heap of (groups, index) for each size of group that is asked for, since who is too full for one may have room for a
-    smaller one. Entries may be out of date: one counts only if it still says the truth."""
+    A heap of (groups, index) for each size of group and each version that is asked for, since who is too full for one may
+    have room for a smaller one. Entries may be out of date: one counts only if it still says the truth."""
 
     def __init__(self, role: Role, position: int, reads_weights: bool) -> None:
-        self.role = role
+        self.role, self._reads_weights = role, reads_weights
         self.executors = [
             Executor(name, role, index, position, reads_weights) for index, name in enumerate(executor_names(role))
         ]
-        self._heaps: dict[int, list[tuple[int, int]]] = {}
+        self._heaps: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def touch(self, executor: Executor) -> None:
         """Call whenever the executor may have become available, or what it holds has changed."""
         if not executor.up:
             return
         entry, room = (len(executor.groups), executor.index), self.role.capacity - executor.occupied
-        for num_completions, heap in self._heaps.items():
+        for (num_completions, _), heap in self._heaps.items():
             if len(heap) > 64 + 4 * len(self.executors):
                 heap[:] = self._entries()
             if num_completions <= room:
                 heapq.heappush(heap, entry)
 
-    def least_busy(self, num_completions: int, newest: int) -> Executor | None:
-        """Who gets the next group of `num_completions` completions; None when all are full, stale or down."""
-        if num_completions not in self._heaps:
-            self._heaps[num_completions] = self._entries()
-        heap = self._heaps[num_completions]
+    def least_busy(self, num_completions: int, version: int) -> Executor | None:
+        """Who gets the next group of `num_completions` completions; None when all are full, at another version, or down."""
+        heap = self._heap_of(num_completions, version)
         while heap:
             num_groups, index = heap[0]
             executor = self.executors[index]
             fits = executor.occupied + num_completions <= self.role.capacity
-            if fits and num_groups == len(executor.groups) and self._available(executor, newest):
+            if fits and num_groups == len(executor.groups) and self._available(executor, version):
                 return executor
             heapq.heappop(heap)  # `touch` brings it back when something about it changes
         return None
+
+    def _heap_of(self, num_completions: int, version: int) -> list[tuple[int, int]]:
+        key = (num_completions, version if self._reads_weights else 0)
+        if key not in self._heaps:
+            # Old versions are asked for again only after a death, and then a heap is made anew.
+            self._heaps = {known: heap for known, heap in self._heaps.items() if known[1] >= key[1] - _VERSIONS}
+            self._heaps[key] = self._entries()
+        return self._heaps[key]
 
     @property
     def num_entries(self) -> int:
@@ -106,5 +114,5 @@ class Pool:
         return sorted((len(executor.groups), executor.index) for executor in self.executors if executor.up)
 
     @staticmethod
-    def _available(executor: Executor, newest: int) -> bool:
-        return executor.up and (not executor.reads_weights or (executor.version == newest and newest >= 0))
+    def _available(executor: Executor, version: int) -> bool:
+        return executor.up and (not executor.reads_weights or (executor.version == version and version >= 0))

@@ -9,10 +9,15 @@ from llamarl.controller.events import Resumed
 
 
 def resumption(
-    records: Iterable[ledger.Record], stored: Collection[int], version: int, evaluated: Iterable[int]
+    records: Iterable[ledger.Record],
+    stored: Collection[int],
+    version: int,
+    evaluated: Iterable[int],
+    settled_state: str = "scored",
 ) -> Resumed:
-    """Go on from the snapshot of `version`; `stored` are the ordinals whose rollouts the GroupStore still holds."""
-    batches, dropped, last_version = _history(records)
+    """Go on from the snapshot of `version`; `stored` are the ordinals whose rollouts the GroupStore still holds, and
+    `settled_state` is what the ledger says of a group that waits for its batch."""
+    batches, dropped, last_version = _history(records, settled_state)
     before = {ordinal for update, batch in batches.items() if update < version for ordinal in batch}
     again: list[tuple[int, ...]] = []
     while (update := version + len(again)) in batches:
@@ -21,8 +26,11 @@ def resumption(
         again.append(batches[update])
     in_batches = before.union(*again)
     oldest = _smallest_missing(in_batches)
-    # A group that a later version sampled than the next update will train is from a future that was lost: generated again.
-    usable = {ordinal for ordinal in stored if last_version.get(ordinal, 0) <= version + len(again)}
+    # Generated again: what the store has and the ledger does not know of, since the crash came between the two; and groups
+    # sampled by a later version than the next update will train, which are from a future that was lost.
+    usable = {
+        ordinal for ordinal in stored if ordinal in last_version and last_version[ordinal] <= version + len(again)
+    }
     settled = sorted((usable | dropped) - in_batches)
     return Resumed(
         version=version,
@@ -35,8 +43,11 @@ def resumption(
     )
 
 
-def _history(records: Iterable[ledger.Record]) -> tuple[dict[int, tuple[int, ...]], set[int], dict[int, int]]:
-    """The batches, by update; every ordinal that was ever dropped; and the newest version that sampled each group."""
+def _history(
+    records: Iterable[ledger.Record], settled_state: str
+) -> tuple[dict[int, tuple[int, ...]], set[int], dict[int, int]]:
+    """The batches, by update; every ordinal that was ever dropped; and of each settled group the newest version that
+    sampled it."""
     batches: dict[int, tuple[int, ...]] = {}
     dropped: set[int] = set()
     last_version: dict[int, int] = {}
@@ -46,7 +57,7 @@ def _history(records: Iterable[ledger.Record]) -> tuple[dict[int, tuple[int, ...
                 batches[record.update] = tuple(sorted(record.ordinals + record.dropped))
             case ledger.Dropped():
                 dropped.add(record.ordinal)
-            case ledger.Passed():
+            case ledger.Passed(state=state) if state == settled_state:
                 last_version[record.ordinal] = record.last_version
             case _:
                 pass  # a rewind cancels updates, but the same batches are made again in their place

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from llamarl.controller.events import AnyCommand, Commit, Publish, RunBatch, Save
 from llamarl.controller.line import Line, Role
 from llamarl.controller.pool import Executor
+from llamarl.controller.probe import Probes
 
 
 @dataclass(eq=False)
@@ -48,7 +49,9 @@ class Stage:
 
 
 class Training:
-    def __init__(self, line: Line, updates: int, save_every: int, tell: Callable[[AnyCommand], None]) -> None:
+    def __init__(
+        self, line: Line, updates: int, save_every: int, probes: Probes, tell: Callable[[AnyCommand], None]
+    ) -> None:
         self.stages = [
             Stage(Executor(f"{role.name}/0", role, 0, position, False), role.name in line.publishers)
             for position, role in enumerate(line.batch_roles)
@@ -57,9 +60,12 @@ class Training:
         self.assembled = 0  # updates whose batch is known
         self.saved = 0  # the newest whole snapshot of a visible version; 0 is the model that the job began with
         self.snapshot: int | None = None  # the version that is being saved
+        self._uncommitted: int | None = None  # the same, once all parts are written
         self.final_version = updates  # no update is begun once it is made
-        self._save_every = save_every
+        self._save_every, self._probes = save_every, probes
         self._tell = tell
+        self.may_publish: Callable[[int], bool] = lambda version: True
+        self.may_commit: Callable[[int], bool] = lambda version: True
 
     @property
     def trained(self) -> int:
@@ -112,11 +118,11 @@ class Training:
         if stage.saving == version:
             stage.saving, stage.saved = None, version
             if all(one.saved == version for one in self.stages):
-                self._tell(Commit(version))
+                self._uncommitted = version
 
     def give_up_snapshot(self) -> None:
         """Whatever was being saved is void; the next one that is due begins afresh."""
-        self.snapshot = None
+        self.snapshot = self._uncommitted = None
         for stage in self.stages:
             stage.unsaved = stage.saving = None
 
@@ -139,6 +145,7 @@ class Training:
 
     def advance(self) -> None:
         """Publish, save and train whatever may be published, saved and trained now."""
+        self._commit()
         done_before = self.assembled
         for stage in self.stages:
             if stage.executor.up:
@@ -146,6 +153,12 @@ class Training:
                 self._save(stage)
                 self._run(stage, limit=min(done_before, self.final_version))
             done_before = stage.next_update
+
+    def _commit(self) -> None:
+        """A snapshot all of whose parts are written."""
+        if self._uncommitted is not None and self.may_commit(self._uncommitted):
+            self._tell(Commit(self._uncommitted))
+            self._uncommitted = None
 
     def _begin_snapshot(self, stage: Stage) -> None:
         """One at a time: one that falls due while another is being written is left out; `save_now` makes the last."""
@@ -162,7 +175,7 @@ class Training:
             return
         # Two slots: the one that will be overwritten holds version - 2, which nobody is sent to any more. The first
         # publication of all, of version 0 or of the snapshot that a job resumes from, has nothing to overwrite.
-        if stage.published >= 0 and self.visible < version - 1:
+        if stage.published >= 0 and (self.visible < version - 1 or not self.may_publish(version)):
             return
         stage.publishing, stage.unpublished = version, None
         self._tell(Publish(stage.executor.name, stage.executor.incarnation, version))
@@ -176,5 +189,19 @@ class Training:
         update = stage.next_update
         if stage.running is not None or stage.unpublished is not None or update >= limit:
             return
+        # After a rewind, versions before the newest published one are in no generator any more: nothing to compare with.
+        if stage.publishes and update >= stage.published and self._probes.keeps_waiting(update):
+            return
         stage.running = update
-        self._tell(RunBatch(stage.executor.name, stage.executor.incarnation, update, self.batches[update]))
+        probe = self._probes.ordinal(update) if stage.publishes else None
+        self._tell(RunBatch(stage.executor.name, stage.executor.incarnation, update, self.batches[update], probe))
+
+    @property
+    def to_be_probed(self) -> int | None:
+        """The version that a role which trains holds, has published, and will train next."""
+        for stage in self.stages:
+            at_rest = stage.running is None and stage.unpublished is None and stage.publishing is None
+            version = stage.next_update
+            if stage.publishes and at_rest and stage.published == version < self.final_version:
+                return version
+        return None

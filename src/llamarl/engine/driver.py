@@ -10,13 +10,14 @@ from typing import Any
 from llamarl import messages as msg
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
-from llamarl.controller.evaluation import is_evaluation
 from llamarl.controller.ledger import Dropped, Rewound, encode_record
+from llamarl.controller.replay import setting_of
 from llamarl.engine.engine import Arrival, Death, Engine
 from llamarl.engine.prompts import Prompts
 from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
 from llamarl.errors import JobFailed
+from llamarl.failpoints import failpoint
 from llamarl.observe.run_folder import RunFolder
 from llamarl.observe.watcher import Watcher
 from llamarl.types import facts_of
@@ -62,6 +63,7 @@ class Driver:
 
     def run(self, begin: ev.Began | ev.Resumed) -> None:
         """The whole job: until the controller says Finish, or JobFailed."""
+        self._folder.events.append_json(setting_of(self._controller))
         self._tell(begin)
         while not self._ended:
             for arrival in self._engine.events():
@@ -80,8 +82,10 @@ class Driver:
             self._events.append(event)
         while self._events and not self._ended:
             event = self._events.popleft()
+            failpoint("driver.event")
             self._folder.events.append_json(event)
             for command in self._controller.handle(event):
+                failpoint("driver.command")
                 self._actions[type(command)](command)
 
     # Reports become events
@@ -101,6 +105,7 @@ class Driver:
             case msg.Up():
                 return ev.Started(*who)
             case msg.WeightsLoaded():
+                self._watcher.loaded(arrival.executor, report.version, report.num_bytes, report.lost_s)
                 return ev.Loaded(*who, report.version)
             case msg.WeightsNotLoaded():
                 return ev.LoadFailed(*who, report.version, report.reason)
@@ -108,10 +113,15 @@ class Driver:
                 return self._group_result(arrival, report)
             case msg.GroupRefused():
                 return ev.GroupFailed(*who, report.ordinal, report.reason)
+            case msg.ScoresFailed():
+                self._watcher.scores_failed(report.failures, report.timeouts)
+                return None
+            case msg.GaveUp():
+                return ev.GaveUp(*who, f"{arrival.executor}: {report.reason}")
             case msg.BatchResult():
                 return self._batch_result(arrival, report)
             case msg.WeightsPublished():
-                self._watcher.published(report.version, report.num_bytes)
+                self._watcher.published(arrival.executor, report.version, report.num_bytes, report.lost_s)
                 return ev.Published(*who, report.version, report.changed)
             case msg.StateSaved():
                 if report.version == self._saving:
@@ -128,14 +138,14 @@ class Driver:
         facts = facts_of(group)
         if group.ordinal in self._controller.executors[arrival.executor].groups:
             self._store.put(group)
-            if not is_evaluation(group.ordinal):
+            if group.ordinal >= 0:
                 self._watcher.group_done(arrival.executor, facts)
         return ev.GroupDone(arrival.executor, arrival.incarnation, group.ordinal, facts)
 
     def _batch_result(self, arrival: Arrival, report: msg.BatchResult) -> ev.AnyEvent:
         skipped = bool(report.metrics.get("skipped"))
         self._store.amend(report.groups)
-        self._watcher.batch_done(arrival.executor, report.update, report.metrics)
+        self._watcher.batch_done(arrival.executor, report.update, report.metrics, report.timings)
         if skipped:
             self._watcher.skipped(arrival.executor, report.update, self._controller.training.batches[report.update])
         return ev.BatchDone(arrival.executor, arrival.incarnation, report.update, skipped)
@@ -155,7 +165,8 @@ class Driver:
 
     def _run_batch(self, command: ev.RunBatch) -> None:
         rollouts = self._store.rollouts(command.ordinals)
-        self._engine.send(command.executor, msg.WorkOnBatch(command.update, rollouts))
+        probe = None if command.probe is None else self._store.completion(command.probe)
+        self._engine.send(command.executor, msg.WorkOnBatch(command.update, rollouts, probe))
 
     def _save(self, command: ev.Save) -> None:
         try:
@@ -170,6 +181,8 @@ class Driver:
 
     def _commit(self, command: ev.Commit) -> None:
         try:
+            self._folder.metrics.sync()  # whoever resumes from here counts on all rows before it
+            self._folder.evaluations.sync()
             self._snapshots.commit(command.version, self._files)
         except OSError as error:
             self._events.append(self._save_failed(command.version, str(error)))

@@ -6,16 +6,18 @@ from msgspec.structs import replace
 
 from llamarl.config import Config
 from llamarl.controller.evaluation import is_evaluation
+from llamarl.controller.probe import is_probe, probed_version
+from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.tasks.task import Task
+from llamarl.tasks.task import Prompter
 from llamarl.types import PromptGroup, tokens_to_bytes
 
 
 class Prompts:
-    def __init__(self, task: Task, tokenizer: Tokenizer, config: Config) -> None:
+    def __init__(self, task: Prompter, tokenizer: Tokenizer, config: Config) -> None:
         self._task, self._tokenizer = task, tokenizer
         self._training, self._greedy = config.training_sampling, config.greedy_sampling
-        self._evaluation = task.evaluation(config.evaluate.prompts)
+        self._evaluation = task.evaluation(config.evaluate.prompts, config.evaluate.split)
         # A small task may hold out fewer problems than the setting asks for: then all of them, each once.
         self.evaluate = replace(config.evaluate, prompts=len(self._evaluation))
 
@@ -24,5 +26,6 @@ class Prompts:
             problem = self._evaluation[(-ordinal - 1) % len(self._evaluation)]
             sampling = self._greedy
         else:
-            problem, sampling = self._task.problem(ordinal), self._training
-        return PromptGroup(ordinal, problem, tokens_to_bytes(self._tokenizer.encode(problem.prompt)), sampling)
+            chosen = probed_version(ordinal) if is_probe(ordinal) else ordinal
+            problem, sampling = self._task.problem(chosen), self._training
+        return PromptGroup(ordinal, problem, tokens_to_bytes(prompt_tokens(self._tokenizer, problem)), sampling)

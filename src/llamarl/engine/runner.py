@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import time
 
+from msgspec.structs import replace
+
 from llamarl.executors.executor import Executor
-from llamarl.messages import LoadWeights, Message, PublishWeights, Report, SaveState, StateNotSaved, StateSaved
+from llamarl.failpoints import failpoint
+from llamarl.messages import (
+    LoadWeights,
+    Message,
+    PublishWeights,
+    Report,
+    SaveState,
+    StateNotSaved,
+    StateSaved,
+    WeightsLoaded,
+    WeightsPublished,
+)
 from llamarl.observe.timeline import Span, SpanKind
 
 _MERGE_GAP_S = 0.002  # slices of one piece of work become one span
@@ -22,14 +35,19 @@ class Runner:
         return self._executor.idle
 
     def handle(self, message: Message) -> list[Report]:
+        failpoint("executor.take")
         start_s = time.monotonic()
         reports = list(self._executor.handle(message))
+        failpoint("executor.answer")
         self._note(_kind(message), type(message).__name__, start_s)
+        if isinstance(message, LoadWeights | PublishWeights):
+            reports = [_with_time(report, time.monotonic() - start_s) for report in reports]
         if isinstance(message, SaveState):
             self._slices = "save"
         return reports
 
     def work(self) -> list[Report]:
+        failpoint("executor.work")
         start_s = time.monotonic()
         reports = list(self._executor.work())
         self._note(self._slices, "slice", start_s)
@@ -48,6 +66,12 @@ class Runner:
             self._spans[-1] = Span(kind, name, last.start_s, end_s)
         else:
             self._spans.append(Span(kind, name, start_s, end_s))
+
+
+def _with_time(report: Report, lost_s: float) -> Report:
+    if isinstance(report, WeightsLoaded | WeightsPublished):
+        return replace(report, lost_s=lost_s)
+    return report
 
 
 def _kind(message: Message) -> SpanKind:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from llamarl.failpoints import failpoint
 from llamarl.model.training_state import hash_file
 from llamarl.segments import sync_path
 
@@ -33,19 +34,23 @@ class Snapshots:
         """An empty folder for the parts; what an earlier, unfinished attempt left is removed."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.discard_partial()
+        failpoint("snapshot.begin")
         self.partial(version).mkdir()
 
     def commit(self, version: int, files: Mapping[str, str]) -> Path:
         """Turn the parts into a snapshot. OSError leaves the others untouched."""
         partial, final = self.partial(version), self.path(version)
         manifest = partial / MANIFEST
+        failpoint("snapshot.manifest")
         with manifest.open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(Manifest(version, dict(files))), indent=1))
             file.flush()
             os.fsync(file.fileno())
         for folder in {partial / Path(name).parent for name in files} | {partial}:
             sync_path(folder)
+        failpoint("snapshot.rename")
         partial.rename(final)
+        failpoint("snapshot.renamed")
         sync_path(self._folder)
         return final
 
@@ -68,6 +73,7 @@ class Snapshots:
     def _discard(self, version: int) -> None:
         """First out of sight, in one step: half a snapshot never has a snapshot's name."""
         shutil.rmtree(self.partial(version), ignore_errors=True)
+        failpoint("snapshot.discard")
         self.path(version).rename(self.partial(version))
         shutil.rmtree(self.partial(version), ignore_errors=True)
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from llamarl.errors import InputError
+from llamarl.failpoints import failpoint
 from llamarl.segments import SegmentWriter, read_records
-from llamarl.types import Group, RolloutGroup
+from llamarl.types import CompletionGroup, Group, RolloutGroup
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RolloutGroup).decode
@@ -28,6 +29,7 @@ class GroupStore:
         self._recover(folder)
 
     def put(self, group: Group) -> None:
+        failpoint("store.put")
         self._groups[group.ordinal] = group
         if isinstance(group, RolloutGroup) and group.ordinal >= 0:
             self._note(group.ordinal, self._writer.append(_encode(group)))
@@ -46,7 +48,12 @@ class GroupStore:
         found = (self._groups.get(ordinal) for ordinal in ordinals)
         return tuple(group for group in found if isinstance(group, RolloutGroup))
 
+    def completion(self, ordinal: int) -> CompletionGroup | None:
+        group = self._groups.get(ordinal)
+        return group if isinstance(group, CompletionGroup) else None
+
     def drop(self, ordinal: int) -> None:
+        failpoint("store.drop")
         self._groups.pop(ordinal, None)
         self._leave_segment(ordinal)
 

@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -21,7 +22,7 @@ from llamarl.engine.local.wire import Birth, Envelope, encode
 from llamarl.engine.runner import Runner
 from llamarl.executors.executor import Executor
 from llamarl.messages import Failed, Message, Stop, Up, decode_message
-from llamarl.weights.slots import SlotFile
+from llamarl.weights.slotfile import SlotFile
 
 _READ_BYTES = 1 << 20
 _SIGN_OF_LIFE_S = 1.0
@@ -40,6 +41,7 @@ class Line:
         self._poll.register(connection, select.POLLIN)
         self._reader = FrameReader()
         self._inbox: deque[Message] = deque()
+        self._sending = threading.Lock()  # weights may be published, and reported, by a thread of their own
         self.last_sent_s = 0.0
 
     def next(self, *, wait: bool) -> Message | None:
@@ -65,8 +67,9 @@ class Line:
             raise BadFrame(f"a frame that took more than {self._frame_s:g} s")
 
     def send(self, envelope: Envelope) -> None:
-        self._connection.sendall(encode_frame(encode(envelope)))
-        self.last_sent_s = time.monotonic()
+        with self._sending:
+            self._connection.sendall(encode_frame(encode(envelope)))
+            self.last_sent_s = time.monotonic()
 
 
 def _decode(payload: bytes) -> Message:
@@ -85,7 +88,7 @@ def live(birth: Birth, fds: list[int]) -> None:
     try:
         torch.set_num_threads(birth.threads)
         ranks = Ranks.join(birth.rank, birth.num_ranks, meeting_fd)
-        runner = Runner(_build(birth, dict(zip(birth.slots, slot_fds, strict=True)), ranks, line))
+        runner = Runner(_build(birth, SlotFile.by_role(birth.slots, slot_fds), ranks, line))
         if birth.rank == 0:
             _serve(runner, line, ranks)
         else:
@@ -100,11 +103,11 @@ def live(birth: Birth, fds: list[int]) -> None:
         line.send(Envelope((Failed(reason),), ()))
 
 
-def _build(birth: Birth, slot_fds: dict[str, int], ranks: Ranks, line: Line) -> Executor:
+def _build(birth: Birth, slots: dict[str, SlotFile], ranks: Ranks, line: Line) -> Executor:
     site = Site(
         birth.config,
         birth.executor,
-        {role: SlotFile(fd) for role, fd in slot_fds.items()},
+        slots,
         birth.weights_source,
         Path(birth.snapshot) if birth.snapshot else None,
         ranks.rank,

@@ -26,7 +26,7 @@ from llamarl.engine.local.wire import Birth, Born, Kill, Obituary, decode_envelo
 from llamarl.errors import JobFailed
 from llamarl.messages import Failed, Message, ReaderStuck, Stop, Up
 from llamarl.messages import encode as encode_message
-from llamarl.weights.slots import SlotFile
+from llamarl.weights.slotfile import SlotFile
 
 _READ_BYTES = 1 << 20
 _WAIT_S = 0.05
@@ -123,7 +123,8 @@ class LocalEngine:
                 snapshot=str(snapshot) if snapshot else "",
                 threads=role.threads or os.cpu_count() or 1,
             )
-            fds = [theirs.detach(), *map(os.dup, (log, meeting, *(file.fd for file in self._slots.values())))]
+            slot_fds = [fd for file in self._slots.values() for fd in file.fds]
+            fds = [theirs.detach(), *map(os.dup, (log, meeting, *slot_fds))]
             self._births.append((not_before_s, birth, fds))
         os.close(log)
         os.close(meeting)

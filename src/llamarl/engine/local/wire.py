@@ -21,7 +21,8 @@ class AboutRank(Struct, frozen=True, tag=True):
 
 
 class Birth(AboutRank, frozen=True):
-    """One rank of an executor to be forked. Descriptors come with it: socket, log, meeting point, then one per slot file."""
+    """One rank of an executor to be forked. Descriptors come with it: socket, log, meeting point, then those of the slot
+    files."""
 
     num_ranks: int
     builder: str  # MODULE:FUNCTION or FILE.py:FUNCTION

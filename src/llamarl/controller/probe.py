@@ -1,0 +1,60 @@
+"""A probe: one group sampled by the very version that is about to be trained, measured by the trainer, never trained on.
+
+Generator and trainer hold the same weights then, so what their log-probs differ by is their arithmetic alone. With
+S = 0 every group is such a one; otherwise, every `probe_every` updates, the update waits until its probe has been answered.
+"""
+
+from __future__ import annotations
+
+from llamarl.config import Schedule
+
+_FIRST = -(1 << 40)  # far below the ordinals of evaluations
+
+
+def is_probe(ordinal: int) -> bool:
+    return ordinal <= _FIRST
+
+
+def probed_version(ordinal: int) -> int:
+    return _FIRST - ordinal
+
+
+class Probes:
+    def __init__(self, schedule: Schedule) -> None:
+        self._every = schedule.probe_every if schedule.max_staleness else 0
+        self._issued: int | None = None
+        self._answered: int | None = None
+        self._given_up: int | None = None
+
+    def is_due(self, version: int) -> bool:
+        return self._every > 0 and version > 0 and version % self._every == 0
+
+    def keeps_waiting(self, version: int) -> bool:
+        """The update that turns `version` into the next may not begin yet."""
+        return self.is_due(version) and version not in (self._answered, self._given_up)
+
+    def issue(self, version: int) -> int | None:
+        """The ordinal of a probe that is wanted now; None when there is none, or it is under way."""
+        if not self.keeps_waiting(version) or self._issued == version:
+            return None
+        self._issued = version
+        return _FIRST - version
+
+    def ordinal(self, version: int) -> int | None:
+        """The answered probe of a version, for the trainer."""
+        return _FIRST - version if self._answered == version else None
+
+    def answered(self, ordinal: int) -> None:
+        self._answered = probed_version(ordinal)
+
+    def failed(self, ordinal: int) -> None:
+        """It can never be answered: the update goes on without."""
+        self._given_up = probed_version(ordinal)
+
+    def rewind(self) -> int | None:
+        """A version that is made again may have other bytes, so its answer is void: returns its ordinal."""
+        if self._answered is None or self._answered != self._issued:
+            return None  # nothing to void, or it is still under way: then it stays
+        void = _FIRST - self._answered
+        self._issued = self._answered = None
+        return void

@@ -1,0 +1,140 @@
+"""Simulated chaos: the controller under a seeded virtual clock, with delays, reordering, duplicates, late words of the
+dead, deaths, hangs and restarts. The rules of the flow are checked after every event, by the world it runs in."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from helpers.world import World, standard_line
+from llamarl.config import Schedule
+from llamarl.controller import events as ev
+from llamarl.controller.line import Line
+from llamarl.controller.probe import is_probe
+
+SILENCE_S = 60.0  # a hung executor is killed after so long
+MIN_EVENTS, MIN_FAULTS = 200, 3
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What one seed plays: a line, a schedule, and how much goes wrong."""
+
+    line: Line
+    schedule: Schedule
+    prompts: int
+    evaluate_every: int
+    save_every: int
+    faults: int
+
+
+def scene_of(seed: int) -> Scene:
+    chance = random.Random(seed)
+    groups, staleness = chance.randint(1, 5), chance.randint(0, 3)
+    deterministic = chance.random() < 0.4
+    window = 1 if deterministic else min(chance.randint(1, 4), (staleness + 1) * groups)
+    schedule = Schedule(
+        updates=-(-MIN_EVENTS // (2 * groups)) + chance.randint(0, 6),
+        groups_per_update=groups,
+        samples_per_group=2,
+        max_staleness=staleness,
+        window=window,
+        deterministic=deterministic,
+        probe_every=chance.choice([0, 2, 5]),
+        max_restarts=10_000,
+        max_attempts=10_000,
+    )
+    line = standard_line(replicas=chance.randint(1, 3), capacity=chance.randint(2, 12))
+    return Scene(
+        line,
+        schedule,
+        chance.choice([0, 2]),
+        chance.choice([0, 4]),
+        chance.choice([0, 1, 3]),
+        chance.randint(MIN_FAULTS, 8),
+    )
+
+
+class Chaos(World):
+    """Every piece of work takes a random time; faults strike at random moments."""
+
+    def __init__(self, scene: Scene, seed: int) -> None:
+        self._chance = random.Random(seed ^ 0x5EED)
+        self.now_s, self.faults = 0.0, 0
+        self._fault_at = sorted(self._chance.sample(range(5, MIN_EVENTS - 20), scene.faults))  # by number of events
+        self._done_at_s: dict[int, float] = {}  # by identity of the command
+        self._kept: list[ev.AnyCommand] = []
+        self._late: list[ev.AnyEvent] = []  # words that arrive a second time, or after their speaker's death
+        super().__init__(scene.line, scene.schedule, scene.prompts, scene.evaluate_every, scene.save_every)
+
+    def play(self, max_events: int = 50_000) -> None:
+        for _ in range(max_events):
+            if self.end is not None:
+                return
+            assert self.outstanding, "deadlock: nothing is under way and the job has not ended"
+            dice = self._chance.random()
+            if self._fault_at and len(self.history) >= self._fault_at[0]:
+                self._fault()
+            elif self._late and dice < 0.08:
+                self.feed(self._late.pop(self._chance.randrange(len(self._late))))
+            else:
+                self._work()
+        raise AssertionError("the job does not end")
+
+    def _work(self) -> None:
+        """What is done next by the clock."""
+        index = min(range(len(self.outstanding)), key=lambda at: self._time_of(self.outstanding[at]))
+        self.now_s = max(self.now_s, self._time_of(self.outstanding[index]))
+        before = len(self.history)
+        self.complete(index)
+        said = self.history[before]
+        # Words of one executor arrive in order, perhaps twice: what it says now ends what could still be repeated.
+        self._late = [word for word in self._late if _speaker(word) != _speaker(said)]
+        # A probe may be asked of the same executor again, under its old ordinal: its answers are not repeated here.
+        of_probe = isinstance(said, ev.GroupDone) and is_probe(said.ordinal)
+        if self._chance.random() < 0.05 and not of_probe:
+            self._late.append(said)
+
+    def _time_of(self, command: ev.AnyCommand) -> float:
+        if id(command) not in self._done_at_s:
+            quick = self._chance.random() < 0.9
+            takes_s = self._chance.expovariate(1.0) if quick else self._chance.uniform(5, 40)
+            self._done_at_s[id(command)] = self.now_s + takes_s
+            self._kept.append(command)  # an identity must not be used twice
+        return self._done_at_s[id(command)]
+
+    def _fault(self) -> None:
+        """A death, or a hang that the engine ends after its deadline; what the dead had said may still arrive."""
+        self._fault_at.pop(0)
+        self.faults += 1
+        executor = self._chance.choice(sorted(self.controller.executors))
+        if self._chance.random() < 0.3:
+            self.now_s += SILENCE_S
+        held = [command for command in self.outstanding if getattr(command, "executor", "") == executor]
+        self._late += [word for command in held if (word := _word_of(command)) is not None]
+        self.kill(executor)
+
+
+def _speaker(event: ev.AnyEvent) -> tuple[str, int] | None:
+    return (event.executor, event.incarnation) if isinstance(event, ev.FromExecutor) else None
+
+
+def _word_of(command: ev.AnyCommand) -> ev.AnyEvent | None:
+    """What its executor would have said."""
+    match command:
+        case ev.RunBatch():
+            return ev.BatchDone(command.executor, command.incarnation, command.update)
+        case ev.Publish():
+            return ev.Published(command.executor, command.incarnation, command.version)
+        case ev.Load():
+            return ev.Loaded(command.executor, command.incarnation, command.version)
+        case _:
+            return None
+
+
+def play(seed: int) -> Chaos:
+    """One seed from beginning to end; AssertionError says which rule was broken."""
+    chaos = Chaos(scene_of(seed), seed)
+    chaos.play()
+    chaos.check_end()
+    return chaos

@@ -1,0 +1,60 @@
+"""Jobs that meet an armed failpoint, and what must be true afterwards."""
+
+from __future__ import annotations
+
+import ast
+import time
+from pathlib import Path
+
+from helpers.killing import TINY
+from helpers.outside import RunningJob, process_state
+from llamarl.controller.ledger import Audit, audit, read_ledger
+from llamarl.failpoints import VARIABLE
+
+SOURCE = Path(__file__).parents[2] / "src" / "llamarl"
+SMALL = (
+    *TINY,
+    "schedule.updates=6",
+    "schedule.groups_per_update=2",
+    "snapshots.every=2",
+    "snapshots.keep=1",
+    "evaluate.prompts=8",
+    "engine.silence_s=1.5",
+    "weights.lease_s=1",
+    "schedule.max_restarts=9",
+    "schedule.max_attempts=99",
+)
+OF_LONG_RUNS = {
+    "segment.remove"
+}  # a segment is many megabytes: only a job in the same process can be given smaller ones
+_RUN_S = 120.0
+
+
+def all_failpoints() -> list[str]:
+    """By reading the source, so that a new one is found by itself. Twice the same name is a mistake."""
+    found: list[str] = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "failpoint":
+                assert isinstance(node.args[0], ast.Constant)
+                found.append(str(node.args[0].value))
+    return found
+
+
+def run_and_resume(folder: Path, name: str, action: str, nth: int) -> Audit:
+    """`llamarl train` with the failpoint armed; when that ends or stops the job itself, it is resumed without."""
+    flag = folder / "reached"
+    armed = {VARIABLE: f"{name}:{action}:{nth}:{flag}"}
+    job = RunningJob(folder / "run", ["engine=local", *SMALL], environment=armed)
+    try:
+        deadline_s = time.monotonic() + _RUN_S
+        while job.running and process_state(job.pid) != "T":
+            assert time.monotonic() < deadline_s, "the job hangs"
+            time.sleep(0.02)
+        if job.running or job.wait(1.0) != 0:
+            job.kill_and_resume()
+            assert job.wait(_RUN_S) == 0
+    finally:
+        job.end()
+    assert flag.exists(), f"{name} was never reached"
+    return audit(read_ledger(folder / "run" / "ledger"))

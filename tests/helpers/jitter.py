@@ -1,0 +1,42 @@
+"""Executors that take their time, by chance: what a run makes must not depend on it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable
+
+from llamarl.build import Site, build_generator, build_reward, build_trainer
+from llamarl.executors.executor import Executor
+from llamarl.messages import Message, Report
+
+
+class Jittery:
+    """An executor that dawdles, by chance: before it listens, and before it works."""
+
+    def __init__(self, executor: Executor, seed: float) -> None:
+        self._executor, self._chance = executor, random.Random(seed)
+
+    @property
+    def idle(self) -> bool:
+        return self._executor.idle
+
+    def handle(self, message: Message) -> Iterable[Report]:
+        time.sleep(self._chance.choice([0, 0, 0.001, 0.02]))
+        return self._executor.handle(message)
+
+    def work(self) -> Iterable[Report]:
+        time.sleep(self._chance.choice([0, 0, 0.001, 0.005]))
+        return self._executor.work()
+
+
+def jittery_generator(site: Site) -> Executor:
+    return Jittery(build_generator(site), time.time())
+
+
+def jittery_reward(site: Site) -> Executor:
+    return Jittery(build_reward(site), time.time())
+
+
+def jittery_trainer(site: Site) -> Executor:
+    return Jittery(build_trainer(site), time.time())
