@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llamarl.weights.slots import SlotFile, SlotReader, SlotWriter
+from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slots import SlotReader, SlotWriter
 
 PROMISED = 0.60
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 11, 768, 2048, 32_000

@@ -43,6 +43,7 @@ from llamarl.weights.choose import Place, Transport, choose_transport, settle_tr
 from llamarl.weights.memory import HOST
 from llamarl.weights.slotfile import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter, alone
+from llamarl.weights.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,15 @@ def build_trainer(site: Site) -> Executor:
         restore(learner.optimizer, site.snapshot, mesh)
     hosted = config.algo.reference_kl > 0 and not config.reference_alone
     reference = HostedReference(load_policy(config.reference_folder, computing)) if hosted else None
-    return Trainer(learner, weight_writer(site, policy), carry_from=config.model_folder, reference=reference)
+    # Several ranks would need a process group of their own for it; on a CPU a thread would only take the passes' cores.
+    beside = config.engine.kind == "local" and device.type == "cuda" and site.num_ranks == 1
+    return Trainer(
+        learner,
+        weight_writer(site, policy),
+        carry_from=config.model_folder,
+        reference=reference,
+        tell=site.tell_engine if beside else None,
+    )
 
 
 def weight_writer(site: Site, policy: Policy) -> SlotWriter:
@@ -128,6 +137,7 @@ def weight_writer(site: Site, policy: Policy) -> SlotWriter:
     return SlotWriter(
         site.slots["trainer"],
         {name: (part.tensor, part.box) for name, part in owned_parts(policy.model).items()},
+        wire=Wire.for_generator(wire_precision(site.config), policy.model.shape, site.config.generator.tensor),
         lease_s=site.config.weights.lease_s,
         on_stuck=lambda pid: site.tell_engine(ReaderStuck(pid)),
         rank=site.rank,
@@ -135,6 +145,12 @@ def weight_writer(site: Site, policy: Policy) -> SlotWriter:
         agree=largest_of_all if site.num_ranks > 1 else alone,
         device=(device.index or 0) if transport == "cuda" else HOST,
     )
+
+
+def wire_precision(config: Config) -> str:
+    """Weights travel as the generators hold them: half the bytes where those are narrower."""
+    device = device_of("generator.device", config.generator.device)
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype_of(config.generator.dtype, device)]
 
 
 def largest_of_all(flags: torch.Tensor) -> None:
@@ -146,9 +162,8 @@ def weight_transport(
 ) -> Transport:
     """All executors of the engines we have live on this host. To ask whether GPUs reach each other, CUDA is started."""
     trainer = [device_of("trainer.device", config.trainer.device, rank) for rank in range(config.trainer.ranks)]
-    generator = [
-        device_of("generator.device", config.generator.device, replica) for replica in range(config.generator.replicas)
-    ]
+    num_generator_ranks = config.generator.replicas * config.generator.tensor
+    generator = [device_of("generator.device", config.generator.device, rank) for rank in range(num_generator_ranks)]
     writers, readers = ([Place("this host", str(device)) for device in side] for side in (trainer, generator))
     possible = choose_transport(writers, readers, config.engine.trusted_network, can_reach)
     return settle_transport(config.weights.transport, possible)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from llamarl.errors import CorruptWeights
-from llamarl.weights.slots import SlotFile, SlotReader, SlotWriter, layout_of
+from llamarl.weights.rank_slots import find
+from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slots import SlotReader, SlotWriter
 
 BLOCK = 1 << 20
 
@@ -66,10 +68,10 @@ def test_one_flipped_bit_anywhere_is_noticed_and_the_reader_keeps_what_it_had(fi
     written = large_weights()
     read = {name: torch.zeros_like(parameter) for name, parameter in written.items()}
     SlotWriter(file, written, lease_s=1).publish(0)
-    reader, layout, random = SlotReader(file, read), layout_of(written), Random(threads)
-    data = file.bytes_of_slot(0, layout)
-    borders = [0, BLOCK - 1, BLOCK, 31 * BLOCK - 1, layout.num_bytes - 1]
-    for at in [*borders, *(random.randrange(layout.num_bytes) for _ in range(10))]:
+    reader, random = SlotReader(file, read), Random(threads)
+    data = find(file, rank=0, device=-1).memory.data(0)
+    borders = [0, BLOCK - 1, BLOCK, 31 * BLOCK - 1, len(data) - 1]
+    for at in [*borders, *(random.randrange(len(data)) for _ in range(10))]:
         bit = 1 << random.randrange(8)
         data[at] ^= bit
         with pytest.raises(CorruptWeights):

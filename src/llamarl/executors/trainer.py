@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from llamarl.errors import ModelError
 from llamarl.executors.executor import UnexpectedMessage
 from llamarl.messages import (
     BatchResult,
+    Failed,
     Message,
     PublishWeights,
     Report,
@@ -25,18 +26,31 @@ from llamarl.train.learner import Learner
 from llamarl.train.optimizer import AdamW
 from llamarl.train.reference import HostedReference
 from llamarl.train.state import TrainingState
-from llamarl.weights.transport import WeightWriter
+from llamarl.weights.memory import HOST
+from llamarl.weights.overlap import OverlappedWriter
+from llamarl.weights.transport import Publication, WeightWriter
 
 _LOOK_AGAIN_S = 0.005  # how long a slice of "work" waits for a snapshot that is being written
 
 
 class Trainer:
-    """`reference` is there when the reference policy shares these ranks; otherwise its column comes with the rollouts."""
+    """`reference` is there when the reference policy shares these ranks; otherwise its column comes with the rollouts.
+    With `tell`, weights are published beside the next passes, and it is told when they can be read."""
 
     def __init__(
-        self, learner: Learner, weights: WeightWriter, *, carry_from: Path, reference: HostedReference | None = None
+        self,
+        learner: Learner,
+        weights: WeightWriter,
+        *,
+        carry_from: Path,
+        reference: HostedReference | None = None,
+        tell: Callable[[Report], None] | None = None,
     ) -> None:
         self.learner, self._weights, self._reference = learner, weights, reference
+        self._tell = tell or (lambda report: None)
+        self._beside = None if tell is None else OverlappedWriter(weights, _gpu(learner))
+        if self._beside is not None:
+            learner.hold = self._beside.hold
         mesh = learner.policy.computing.mesh
         self._state = TrainingState(self.model, self.optimizer, carry_from, mesh)
         self._exchange = Exchange(mesh)
@@ -55,15 +69,20 @@ class Trainer:
         match message:
             case WorkOnBatch():
                 yield self._update(message)
+            case PublishWeights() if self._beside is not None:
+                self._beside.begin(message.version, self._published, self._not_published)
             case PublishWeights():
-                publication = self._weights.publish(message.version)
-                yield WeightsPublished(
-                    publication.version, publication.checksum, publication.num_bytes, publication.changed
-                )
+                yield _report(self._weights.publish(message.version))
             case SaveState():
                 self._begin_save(message)
             case _:
                 raise UnexpectedMessage("trainer", message)
+
+    def _published(self, made: Publication) -> None:
+        self._tell(_report(made))
+
+    def _not_published(self, error: Exception) -> None:
+        self._tell(Failed(f"weights could not be published: {type(error).__name__}: {error}"))
 
     def _update(self, message: WorkOnBatch) -> Report:
         groups = message.groups
@@ -95,6 +114,15 @@ class Trainer:
             wait([self._saving[1]])  # an attempt that the controller has given up
         self._state.take()
         self._saving = (message.version, self._pool.submit(self._state.write, Path(message.folder)))
+
+
+def _report(made: Publication) -> WeightsPublished:
+    return WeightsPublished(made.version, made.checksum, made.num_bytes, made.changed)
+
+
+def _gpu(learner: Learner) -> int:
+    device = learner.policy.computing.device
+    return (device.index or 0) if device.type == "cuda" else HOST
 
 
 def _result(written: Future[dict[str, str]]) -> tuple[dict[str, str], str]:

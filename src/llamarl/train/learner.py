@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,8 @@ class Learner:
         compiled = policy.computing.compiled
         self.optimizer = AdamW(dict(policy.model.named_parameters()), settings, compiled=compiled)
         self._shared = self._shared_parameters()
+        self.hold: Callable[[], float] | None = None  # waits until the weights may change; returns the seconds it took
+        self._held_s = 0.0
 
     def update(self, number: int, groups: Sequence[RolloutGroup], probe: CompletionGroup | None = None) -> Outcome:
         """Turn version `number` into the next. Without tokens to learn from, the weights stay as they are."""
@@ -51,7 +53,10 @@ class Learner:
         seen = self.accumulate(documents)
         totals = seen.totals(documents, self._algo.rho)
         stepped = self.step(number, seen.total_loss())
-        return Outcome({**totals.metrics(), **metrics, **stepped}, self._speed(documents, start_s))
+        timings = self._speed(documents, start_s)
+        if self.hold is not None:
+            timings["sync_trainer_s"] = self._held_s
+        return Outcome({**totals.metrics(), **metrics, **stepped}, timings)
 
     def accumulate(self, documents: Sequence[Document]) -> Seen:
         """Gradients of the whole update, in the optimizer; afterwards only the step is missing."""
@@ -93,6 +98,7 @@ class Learner:
         norm = gradient_norm(self.optimizer.gradients(), self._counts_here, sum_over_ranks)
         lr = learning_rate(self._settings, number, self._updates)
         value = torch.as_tensor(loss, device=norm.device)
+        self._held_s = self.hold() if self.hold is not None else 0.0
         scale = (self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         made = self.optimizer.step(lr, scale, torch.isfinite(norm) & torch.isfinite(value))
         self.optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""Bytes between parameters and a slot, in blocks that fit a core's cache: each is copied and summed by one thread.
+"""Bytes between parameters and a slot in host memory, in blocks that fit a core's cache: each is copied and digested by one
+thread.
 
 numpy rather than torch: its copies and sums let other threads run and start none of their own, so the threads of one
 publication meet once, at its end. Where executors share the cores, every meeting is a wait for the scheduler.
@@ -7,7 +8,7 @@ publication meet once, at its end. Where executors share the cores, every meetin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -16,77 +17,93 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Part = tuple[int, Bytes]  # where it lies in the whole, and its bytes
+Cut = Mapping[int, Sequence[Part]]  # the parts, or pieces of them, that lie in each block
 
-_PIECE = 1 << 15  # bytes with a sum of their own
-_BLOCK = 1 << 20
+BLOCK = 1 << 20
+DIGEST = 16  # bytes per block
+_PIECE_WORDS = 1024
 _BLOCKS_PER_THREAD = 8  # less is not worth the start of a thread
 
 
-def copy_in(whole: Bytes, parts: Iterable[Part], threads: int) -> bytes:
-    """Put the parts in their places; returns the checksum of the whole."""
-    blocks = _cut(parts)
+def copy_in(whole: Bytes, cut: Cut, threads: int) -> bytes:
+    """Put the parts in their places; returns the digest of every block of the whole."""
 
     def fill(block: int) -> None:
-        for at, part in blocks.get(block, ()):
+        for at, part in cut.get(block, ()):
             np.copyto(whole[at : at + len(part)], part)
 
-    return _checksum(whole, fill, threads)
+    return _digests(whole, range(num_blocks(len(whole))), fill, threads)
 
 
-def copy_out(whole: Bytes, parts: Iterable[Part], threads: int) -> None:
+def copy_out(whole: Bytes, cut: Cut, threads: int) -> None:
     """Fill the parts from their places."""
-    blocks = _cut(parts)
 
     def read(block: int) -> None:
-        for at, part in blocks.get(block, ()):
+        for at, part in cut[block]:
             np.copyto(part, whole[at : at + len(part)])
 
-    _for_each_block(len(whole), read, threads)
+    for_each(list(cut), read, threads)
 
 
-def checksum_of(whole: Bytes, threads: int) -> bytes:
-    return _checksum(whole, lambda block: None, threads)
+def copy_out_digested(whole: Bytes, cut: Cut, blocks: Sequence[int], threads: int) -> bytes:
+    """Fill the parts, all of which lie in these blocks, and return the blocks' digests, in one pass over memory."""
+
+    def read(block: int) -> None:
+        for at, part in cut.get(block, ()):
+            np.copyto(part, whole[at : at + len(part)])
+
+    return _digests(whole, blocks, read, threads)
 
 
-def _checksum(whole: Bytes, prepare: Callable[[int], None], threads: int) -> bytes:
-    """32 bytes that any flipped bit changes, at the speed of memory: 64-bit sums of 32 KiB pieces, then a hash of them.
-    It is there for torn, mixed and damaged weights; words swapped inside one piece would pass.
+def digests_of(whole: Bytes, blocks: Sequence[int], threads: int) -> bytes:
+    return _digests(whole, blocks, lambda block: None, threads)
 
-    Each block is summed right after `prepare` has written it, while it is still in the cache."""
-    words, per_piece, per_block = whole.view(np.int64), _PIECE // 8, _BLOCK // _PIECE
-    sums = np.zeros(len(words) // per_piece, dtype=np.int64)
-    pieces = words[: len(sums) * per_piece].reshape(-1, per_piece)
 
-    def take(block: int) -> None:
+def num_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK)
+
+
+def digest(block: Bytes) -> bytes:
+    """16 bytes that any flipped bit changes, at the speed of memory: the 64-bit sums of 8 KiB pieces, hashed. It is there for
+    torn, mixed, shifted and damaged weights; words that change places inside one piece would pass."""
+    words = block[: len(block) // 8 * 8].view(np.int64)
+    in_pieces = len(words) // _PIECE_WORDS * _PIECE_WORDS
+    sums = np.add.reduce(words[:in_pieces].reshape(-1, _PIECE_WORDS), axis=1)
+    rest = block[in_pieces * 8 :]
+    return hashlib.blake2b(sums.tobytes() + rest.tobytes(), digest_size=DIGEST).digest()
+
+
+def _digests(whole: Bytes, blocks: Sequence[int], prepare: Callable[[int], None], threads: int) -> bytes:
+    """Each block is digested right after `prepare` has written it, while it is still in the cache."""
+    found = bytearray(len(blocks) * DIGEST)
+
+    def take(index: int) -> None:
+        block = blocks[index]
         prepare(block)
-        of_block = slice(block * per_block, (block + 1) * per_block)
-        np.add.reduce(pieces[of_block], axis=1, out=sums[of_block])
+        found[index * DIGEST : (index + 1) * DIGEST] = digest(whole[block * BLOCK : (block + 1) * BLOCK])
 
-    _for_each_block(len(whole), take, threads)
-    digest = hashlib.blake2b(sums.tobytes(), digest_size=32)
-    digest.update(words[len(sums) * per_piece :].tobytes())
-    return digest.digest()
+    for_each(range(len(blocks)), take, threads)
+    return bytes(found)
 
 
-def _cut(parts: Iterable[Part]) -> dict[int, list[Part]]:
-    """The parts by the blocks they lie in."""
+def cut_by_block(parts: Iterable[Part]) -> Cut:
     blocks: dict[int, list[Part]] = {}
     for at, part in parts:
         end = at + len(part)
-        for block in range(at // _BLOCK, -(-end // _BLOCK)):
-            first, last = max(at, block * _BLOCK), min(end, (block + 1) * _BLOCK)
+        for block in range(at // BLOCK, num_blocks(end)):
+            first, last = max(at, block * BLOCK), min(end, (block + 1) * BLOCK)
             blocks.setdefault(block, []).append((first, part[first - at : last - at]))
     return blocks
 
 
-def _for_each_block(num_bytes: int, action: Callable[[int], None], threads: int) -> None:
-    num_blocks = -(-num_bytes // _BLOCK)
-    threads = max(1, min(threads, num_blocks // _BLOCKS_PER_THREAD))
+def for_each(blocks: Sequence[int], action: Callable[[int], None], threads: int) -> None:
+    """By so many threads, if there are enough of them."""
+    threads = max(1, min(threads, len(blocks) // _BLOCKS_PER_THREAD))
     queue = count()  # whoever is free takes the next block
 
     def work() -> None:
-        while (block := next(queue)) < num_blocks:
-            action(block)
+        while (index := next(queue)) < len(blocks):
+            action(blocks[index])
 
     if threads == 1:
         work()

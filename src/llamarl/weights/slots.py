@@ -1,187 +1,203 @@
-"""Weight slots in shared memory: two per writer, so that one can be written while the other is read.
+"""Weight slots: two per rank that publishes, so that one can be written while the other is read.
 
-A slot lives in a memfd, which has no name and goes with its last process, so nothing can be left behind. A lease is a
-kernel record lock on one byte of that file: it cannot outlive its holder. The writer marks a slot invalid, fills it, and
-only then writes the version, so a publication is visible whole or not at all; the optimizer never writes in a slot, and
-nobody computes from one.
+A writer marks its slot invalid, fills it, and only then writes the version; a reader takes a lease on the slots of all
+ranks, and asks that all hold the same edition of its version. So a publication is visible whole or not at all. The optimizer
+never writes in a slot, and nobody computes from one.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-import struct
+import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from llamarl.errors import CorruptWeights, LeaseTimeout, StaleWeights
-from llamarl.layout import FlatLayout, TensorSpec, flat_layout
-from llamarl.weights.blocks import Part, checksum_of, copy_in, copy_out
+from llamarl.errors import BrokenWeights, CorruptWeights, InputError, StaleWeights
+from llamarl.failpoints import failpoint
+from llamarl.weights.memory import HOST, Manifest, Piece, blocks_of
+from llamarl.weights.rank_slots import RankSlots, device_of, find, read_manifest, settle
+from llamarl.weights.reading import Wanted
+from llamarl.weights.shards import Parameters
+from llamarl.weights.slotfile import NO_VERSION, NUM_SLOTS, Header, SlotFile
 from llamarl.weights.transport import Publication
+from llamarl.weights.wire import CombineMax, Staging, Wire
 
-NUM_SLOTS = 2
-_PAGE = 4096
-_HEADER = struct.Struct("<qq32s")  # version, bytes, checksum
-_NO_VERSION = -1
-_POLL_S = 0.001
+_CHECKSUM = 32  # bytes
 
 
-class SlotFile:
-    """The memory itself. Created empty before any process is forked; the first to know the layout gives it its size."""
+Agree = Callable[[Tensor], None]  # takes the maximum over all ranks that publish, in place
 
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("llamarl-weights", os.MFD_CLOEXEC) if fd is None else fd
-        self._map: mmap.mmap | None = None
 
-    def bytes_of_slot(self, slot: int, layout: FlatLayout) -> Tensor:
-        stride = -(-layout.num_bytes // _PAGE) * _PAGE
-        size = _PAGE + NUM_SLOTS * stride
-        if self._map is None:
-            if os.fstat(self.fd).st_size < size:
-                os.ftruncate(self.fd, size)
-            self._map = mmap.mmap(self.fd, size)
-        start = _PAGE + slot * stride
-        return torch.frombuffer(memoryview(self._map)[start : start + layout.num_bytes], dtype=torch.uint8)
+def alone(flags: Tensor) -> None:
+    """How a single rank agrees with itself."""
 
-    def read_header(self, slot: int) -> tuple[int, int, bytes]:
-        data = os.pread(self.fd, _HEADER.size, slot * _HEADER.size)
-        if len(data) < _HEADER.size:
-            return _NO_VERSION, 0, b""  # nothing was ever published
-        version, num_bytes, checksum = _HEADER.unpack(data)
-        return (version, num_bytes, checksum) if num_bytes else (_NO_VERSION, 0, b"")
 
-    def write_header(self, slot: int, version: int, num_bytes: int, checksum: bytes) -> None:
-        os.pwrite(self.fd, _HEADER.pack(version, num_bytes, checksum), slot * _HEADER.size)
-
-    @contextmanager
-    def lease(self, slot: int) -> Iterator[None]:
-        """A reader's hold on a slot: while it lasts, the writer does not touch it."""
-        fcntl.lockf(self.fd, fcntl.LOCK_SH, 1, slot)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, slot)
-
-    @contextmanager
-    def exclusive(self, slot: int, lease_s: float, on_stuck: Callable[[int], None]) -> Iterator[None]:
-        """The writer's hold. A reader that keeps its lease too long is reported by pid, never overwritten."""
-        deadline, reports = time.monotonic() + lease_s, 0
-        while not self._try_lock(slot):
-            if time.monotonic() > deadline:
-                pid = self._holder(slot)
-                reports += 1
-                if reports > 2:
-                    raise LeaseTimeout(f"process {pid} keeps its lease on weight slot {slot} for over {lease_s} s")
-                on_stuck(pid)
-                deadline = time.monotonic() + lease_s
-            time.sleep(_POLL_S)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, slot)
-
-    def _try_lock(self, slot: int) -> bool:
-        try:
-            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
-        except OSError:
-            return False
-        return True
-
-    def _holder(self, slot: int) -> int:
-        query = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
-        pid: int = struct.unpack("hhqqi4x", fcntl.fcntl(self.fd, fcntl.F_GETLK, query))[4]
-        return pid
-
-    def close(self) -> None:
-        self._map = None
-        os.close(self.fd)
+def agreed(agree: Agree, value: int) -> int:
+    """The largest of all ranks; also a point that none passes before all have come to it."""
+    flags = torch.tensor([value], dtype=torch.int64)
+    agree(flags)
+    return int(flags.item())
 
 
 class SlotWriter:
-    """The trainer's side."""
+    """One trainer rank's side. `combine_max` takes the maximum over ranks that share rows (see `wire`)."""
 
     def __init__(
         self,
         file: SlotFile,
-        parameters: Mapping[str, Tensor],
+        parameters: Parameters,
         *,
         lease_s: float,
         on_stuck: Callable[[int], None] = lambda pid: None,
+        wire: Wire | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        agree: Agree = alone,
+        combine_max: CombineMax | None = None,
+        device: int = HOST,
     ) -> None:
-        self._file, self._parameters = file, dict(parameters)
-        self._layout = layout_of(parameters)
-        self._lease_s, self._on_stuck = lease_s, on_stuck
+        self._file, self._rank, self._num_ranks = file, rank, num_ranks
+        self._lease_s, self._on_stuck, self._agree = lease_s, on_stuck, agree
+        self._staging = Staging(parameters, wire or Wire(), combine_max)
+        self._manifest = Manifest(self._staging.entries, self._staging.layout.num_bytes, device)
+        self._slots: RankSlots | None = None
 
     @torch.no_grad()
     def publish(self, version: int) -> Publication:
-        slot = version % NUM_SLOTS
-        before, _, checksum_before = self._file.read_header(slot)
-        with self._file.exclusive(slot, self._lease_s, self._on_stuck):
-            self._file.write_header(slot, _NO_VERSION, self._layout.num_bytes, b"")
-            checksum = self._fill(self._file.bytes_of_slot(slot, self._layout))
-            self._file.write_header(slot, version, self._layout.num_bytes, checksum)
-        changed = before != version or checksum != checksum_before
-        return Publication(version, checksum.hex(), self._layout.num_bytes, changed)
+        slot, edition = version % NUM_SLOTS, agreed(self._agree, time.monotonic_ns())
+        slots = self._settled()
+        before = self._file.read_header(slot, self._rank)
+        with self._file.exclusive(slot, self._rank, self._lease_s, self._on_stuck):
+            self._file.write_header(slot, self._rank, Header(NO_VERSION, self._manifest.num_bytes, edition))
+            failpoint("publish.fill")
+            digests = slots.memory.write(slot, self._staging)
+            slots.write_digests(slot, digests)
+            failpoint("publish.filled")
+            checksum = hashlib.blake2b(digests, digest_size=_CHECKSUM).digest()
+            self._file.write_header(slot, self._rank, Header(version, self._manifest.num_bytes, edition, checksum))
+        changed = before.version != version or before.checksum != checksum
+        return self._publication(version, slot, bool(agreed(self._agree, int(changed))))
 
-    def _fill(self, data: Tensor) -> bytes:
-        plain, others = split(self._parameters, data, self._layout)
-        for parameter, view in others:
-            view.copy_(parameter)
-        return copy_in(data.numpy(), plain, torch.get_num_threads())
+    def _settled(self) -> RankSlots:
+        if self._slots is None:
+            self._slots = settle(self._file, self._rank, self._num_ranks, self._manifest, self._lease_s, self._on_stuck)
+        return self._slots
+
+    def _publication(self, version: int, slot: int, changed: bool) -> Publication:
+        headers = [self._file.read_header(slot, rank) for rank in range(self._num_ranks)]
+        checksum = headers[0].checksum
+        if len(headers) > 1:
+            checksums = b"".join(header.checksum for header in headers)
+            checksum = hashlib.blake2b(checksums, digest_size=_CHECKSUM).digest()
+        return Publication(version, checksum.hex(), sum(header.num_bytes for header in headers), changed)
 
 
 class SlotReader:
-    """The generator's side."""
+    """One generator rank's side."""
 
-    def __init__(self, file: SlotFile, parameters: Mapping[str, Tensor]) -> None:
-        self._file, self._parameters = file, dict(parameters)
-        self._layout = layout_of(parameters)
+    def __init__(self, file: SlotFile, parameters: Parameters) -> None:
+        self._file, self._wanted = file, Wanted(parameters)
+        self._device = device_of([shard.tensor for shard in self._wanted.shards.values()])
+        self._found: list[RankSlots] = []  # by rank
+        self._sources: list[Source] = []  # those it takes something from
+        self._held = Header()  # the version and edition that its weights are
 
     @torch.no_grad()
     def load(self, version: int) -> int:
+        """Where the other slot still holds the weights that the reader has, and is leased, new ones are copied and verified
+        in one pass over memory, since the reader can go back. Otherwise they are verified first."""
         slot = version % NUM_SLOTS
-        with self._file.lease(slot):
-            found, num_bytes, checksum = self._file.read_header(slot)
-            if found != version:
-                raise StaleWeights(f"weights: version {version} is not in its slot any more")
-            if num_bytes != self._layout.num_bytes:
-                raise CorruptWeights(f"weights: version {version} has {num_bytes} bytes, not {self._layout.num_bytes}")
-            self._copy(self._file.bytes_of_slot(slot, self._layout), checksum, version)
-        return num_bytes
+        with self._file.lease(slot), self._file.try_lease(_other(slot)) as leased:
+            failpoint("lease.taken")
+            headers = self._headers(version, slot)
+            self._find_sources(version, len(headers))
+            if leased and self._is_in(_other(slot)):
+                self._take(slot, headers)
+            else:
+                self._read_verified(slot, headers)
+        failpoint("lease.released")
+        self._held = headers[0]
+        return sum(source.num_bytes for source in self._sources)
 
-    def _copy(self, data: Tensor, checksum: bytes, version: int) -> None:
-        threads = torch.get_num_threads()
-        if checksum_of(data.numpy(), threads) != checksum:
-            raise CorruptWeights(f"weights: version {version} does not match its checksum")
-        plain, others = split(self._parameters, data, self._layout)
-        copy_out(data.numpy(), plain, threads)
-        for parameter, view in others:
-            parameter.copy_(view)
+    def _read_verified(self, slot: int, headers: Sequence[Header]) -> None:
+        for source in self._sources:
+            source.verify(slot, headers[source.rank])
+        for source in self._sources:
+            source.slots.memory.read(slot, source.pieces)
+
+    def _take(self, slot: int, headers: Sequence[Header]) -> None:
+        written = [source.written_digests(slot, headers[source.rank]) for source in self._sources]
+        before, self._held = self._held, Header()
+        sound = [source.take(slot, digests) for source, digests in zip(self._sources, written, strict=True)]
+        if not all(sound):
+            self._go_back(_other(slot))
+            self._held = before
+            raise CorruptWeights(f"weights: version {headers[0].version} does not match its checksum")
+
+    def _go_back(self, slot: int) -> None:
+        headers = [self._file.read_header(slot, rank) for rank in range(len(self._found))]
+        try:
+            self._read_verified(slot, headers)
+        except CorruptWeights as error:
+            raise BrokenWeights(
+                f"{error}, nor does the one that was to replace it; the reader's weights are lost"
+            ) from None
+
+    def _is_in(self, slot: int) -> bool:
+        """Whether a slot holds, in all ranks, what the reader has."""
+        held = (self._held.version, self._held.edition)
+        headers = (self._file.read_header(slot, rank) for rank in range(len(self._found)))
+        return self._held.version != NO_VERSION and all((one.version, one.edition) == held for one in headers)
+
+    def _headers(self, version: int, slot: int) -> list[Header]:
+        ranks = range(self._file.read_rank(0).num_ranks)
+        headers = [self._file.read_header(slot, rank) for rank in ranks]
+        if not headers or any(header.version != version for header in headers):
+            raise StaleWeights(f"weights: version {version} is not in its slot any more")
+        if len({header.edition for header in headers}) > 1:
+            raise StaleWeights(f"weights: version {version} is being published again")
+        return headers
+
+    def _find_sources(self, version: int, num_ranks: int) -> None:
+        """Once, and again when a writer came back with other memory or another layout."""
+        records = [self._file.read_rank(rank) for rank in range(num_ranks)]
+        manifests = [read_manifest(self._file, record) for record in records]
+        if [(source.record, source.encoded) for source in self._found] == list(zip(records, manifests, strict=True)):
+            return
+        found = [find(self._file, rank, self._device) for rank in range(num_ranks)]
+        try:
+            pieces = self._wanted.pieces([slots.manifest for slots in found])
+        except InputError as error:
+            raise CorruptWeights(f"{error} (version {version})") from None
+        self._found, self._held = found, Header()
+        self._sources = [Source(rank, found[rank], taken) for rank, taken in sorted(pieces.items())]
 
 
-def layout_of(parameters: Mapping[str, Tensor]) -> FlatLayout:
-    return flat_layout(
-        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in parameters.items()
-    )
+class Source:
+    """What one reader takes from one rank that publishes."""
+
+    def __init__(self, rank: int, slots: RankSlots, pieces: Sequence[Piece]) -> None:
+        self.rank, self.slots, self.pieces = rank, slots, pieces
+        self._blocks = blocks_of(pieces, slots.memory.block_bytes)
+        self.num_bytes = sum(piece.num_bytes for piece in pieces)
+
+    def verify(self, slot: int, header: Header) -> None:
+        if self.slots.memory.digests(slot, self._blocks) != self.written_digests(slot, header):
+            raise CorruptWeights(f"weights: version {header.version} does not match its checksum")
+
+    def take(self, slot: int, written: bytes) -> bool:
+        """Fill the reader's weights; False: with what was not published."""
+        return self.slots.memory.take(slot, self.pieces, self._blocks) == written
+
+    def written_digests(self, slot: int, header: Header) -> bytes:
+        """The digests that were published of the blocks that are read."""
+        written = self.slots.read_digests(slot)
+        if hashlib.blake2b(written, digest_size=_CHECKSUM).digest() != header.checksum:
+            raise CorruptWeights(f"weights: the digests of version {header.version} do not match its checksum")
+        return self.slots.picked(written, self._blocks)
 
 
-def split(
-    parameters: Mapping[str, Tensor], data: Tensor, layout: FlatLayout
-) -> tuple[list[Part], list[tuple[Tensor, Tensor]]]:
-    """Parameters that lie in memory as they do in the slot, as bytes; the others, each with its view of the slot."""
-    plain: list[Part] = []
-    others: list[tuple[Tensor, Tensor]] = []
-    for placed in layout.tensors:
-        spec, parameter = placed.spec, parameters[placed.spec.name].detach()
-        if parameter.is_cpu and parameter.is_contiguous():
-            plain.append((placed.offset, parameter.view(-1).view(torch.uint8).numpy()))
-        else:
-            raw = data[placed.offset : placed.offset + spec.num_bytes]
-            others.append((parameter, raw.view(parameter.dtype).view(spec.shape)))
-    return plain, others
+def _other(slot: int) -> int:
+    return (slot + 1) % NUM_SLOTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,19 @@ from llamarl.algo.losses import Loss, aipo_loss
 from llamarl.config import Algo
 from llamarl.config import Trainer as TrainerConfig
 from llamarl.executors.trainer import Trainer
-from llamarl.messages import BatchResult, SaveState, StateSaved, WorkOnBatch
+from llamarl.messages import (
+    BatchResult,
+    Failed,
+    PublishWeights,
+    Report,
+    SaveState,
+    StateSaved,
+    WeightsPublished,
+    WorkOnBatch,
+)
 from llamarl.model.checkpoint import load_model, save_model
 from llamarl.model.training_state import POLICY
+from llamarl.model.transformer import Transformer
 from llamarl.train.learner import Learner, learning_rate
 from llamarl.train.policy import Computing, Policy
 from llamarl.train.reference import HostedReference
@@ -175,3 +186,42 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
     assert falling == sorted(falling, reverse=True)
     constant = TrainerConfig(lr=1.0, warmup_updates=0, final_lr_share=1.0)
     assert {learning_rate(constant, update, 12) for update in range(12)} == {1.0}
+
+
+class SlowWeights:
+    """A publication that takes until it is allowed to end, and notes what it read."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.go_on, self.read = model, threading.Event(), torch.zeros(0)
+
+    def publish(self, version: int) -> Publication:
+        assert self.go_on.wait(30)
+        self.read = self.model.lm_head.weight.detach().clone()
+        return Publication(version, "", 1)
+
+
+def test_a_publication_beside_the_next_update_reads_the_weights_before_they_change() -> None:
+    told: list[Report] = []
+    base = make_trainer()
+    weights = SlowWeights(base.model)
+    trainer = Trainer(base.learner, weights, carry_from=Path("."), tell=told.append)
+    before = base.model.lm_head.weight.detach().clone()
+    assert list(trainer.handle(PublishWeights(3))) == []
+    assert not told
+    threading.Timer(0.2, weights.go_on.set).start()
+    (report,) = trainer.handle(WorkOnBatch(0, (group(1.0, 0.0),)))
+    assert isinstance(report, BatchResult)
+    assert report.timings["sync_trainer_s"] > 0.05, "the step did not wait"
+    assert told == [WeightsPublished(3, "", 1, True)]
+    assert torch.equal(weights.read, before)
+    assert not torch.equal(base.model.lm_head.weight, before)
+
+
+def test_a_publication_that_fails_beside_the_update_is_told() -> None:
+    told: list[Report] = []
+    base = make_trainer()
+    trainer = Trainer(base.learner, NoWeights(), carry_from=Path("."), tell=told.append)
+    list(trainer.handle(PublishWeights(1)))
+    with pytest.raises(AssertionError, match="nobody asked for it"):
+        base.learner.hold()  # type: ignore[misc]
+    assert told == [Failed("weights could not be published: AssertionError: nobody asked for it")]

@@ -7,21 +7,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
-from llamarl.errors import CorruptWeights, LeaseTimeout, StaleWeights
-from llamarl.weights.slots import NUM_SLOTS, SlotFile, SlotReader, SlotWriter, layout_of
+from llamarl.errors import BrokenWeights, CorruptWeights, LeaseTimeout, StaleWeights
+from llamarl.weights.memory import HostMemory
+from llamarl.weights.rank_slots import find
+from llamarl.weights.slotfile import MAX_RANKS, NUM_SLOTS, SlotFile
+from llamarl.weights.slots import SlotReader, SlotWriter
+from llamarl.weights.wire import Entry, Staging
 
 LEASE_S = 0.2
 
 HOLD_A_LEASE = """
 import fcntl, sys
-fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_SH, 1, int(sys.argv[2]))
+fcntl.lockf(int(sys.argv[1]), getattr(fcntl, sys.argv[3]), 1, int(sys.argv[2]))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -54,14 +58,27 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
+def bytes_of_slot(file: SlotFile, slot: int) -> Tensor:
+    return find(file, rank=0, device=-1).memory.data(slot)
+
+
+def entries_of(file: SlotFile) -> dict[str, Entry]:
+    return {entry.name: entry for entry in find(file, rank=0, device=-1).manifest.entries}
+
+
+def num_bytes_of(weights: dict[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in weights.values())
+
+
 def writer_of(file: SlotFile, weights: dict[str, Tensor], lease_s: float = LEASE_S) -> SlotWriter:
     return SlotWriter(file, weights, lease_s=lease_s)
 
 
 @contextmanager
-def held_by_another_process(file: SlotFile, slot: int) -> Iterator[subprocess.Popen[str]]:
+def held_by_another_process(file: SlotFile, slot: int, exclusive: bool = False) -> Iterator[subprocess.Popen[str]]:
     """A reader elsewhere that has taken a lease and does not come to an end."""
-    command = [sys.executable, "-c", HOLD_A_LEASE, str(file.fd), str(slot)]
+    command = [sys.executable, "-c", HOLD_A_LEASE, str(file.fd), str(slot * MAX_RANKS)]
+    command.append("LOCK_EX" if exclusive else "LOCK_SH")
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[file.fd], text=True
     ) as process:
@@ -80,7 +97,7 @@ def test_what_is_published_is_loaded_bit_for_bit(file: SlotFile, dtype: torch.dt
     publication = writer_of(file, weights).publish(3)
     num_bytes = SlotReader(file, target).load(3)
     assert same_bits(target, weights)
-    assert publication.num_bytes == num_bytes == layout_of(weights).num_bytes
+    assert num_bytes == num_bytes_of(weights) <= publication.num_bytes < num_bytes + 64 * len(weights)
 
 
 def test_odd_numbers_and_odd_memory_survive(file: SlotFile) -> None:
@@ -148,17 +165,15 @@ def test_what_was_never_published_is_stale(file: SlotFile, version: int) -> None
 @pytest.mark.parametrize("bit", [0, 7])
 def test_one_flipped_bit_is_noticed_and_the_reader_keeps_its_weights(file: SlotFile, where: str, bit: int) -> None:
     weights = random_weights()
-    layout = layout_of(weights)
     writer_of(file, weights).publish(0)
-    placed = {tensor.spec.name: tensor for tensor in layout.tensors}
-    last = layout.tensors[-1]
+    entries, data = entries_of(file), bytes_of_slot(file, 0)
     offset = {
         "first": 0,
-        "middle": layout.num_bytes // 2,
-        "last": last.offset + last.spec.num_bytes - 1,
-        "single number": placed["scale"].offset,
+        "middle": len(data) // 2,
+        "last": entries["big"].offset + weights["big"].numel() * 4 - 1,
+        "single number": entries["scale"].offset,
     }[where]
-    file.bytes_of_slot(0, layout)[offset] ^= 1 << bit
+    data[offset] ^= 1 << bit
     kept = random_weights(seed=1)
     target = {name: tensor.clone() for name, tensor in kept.items()}
     with pytest.raises(CorruptWeights, match="version 0 does not match its checksum"):
@@ -168,10 +183,9 @@ def test_one_flipped_bit_is_noticed_and_the_reader_keeps_its_weights(file: SlotF
 
 def test_a_flipped_bit_in_any_piece_is_noticed(file: SlotFile) -> None:
     weights = random_weights()
-    layout = layout_of(weights)
     writer_of(file, weights).publish(0)
-    data, reader = file.bytes_of_slot(0, layout), SlotReader(file, zeros_like(weights))
-    for offset in range(0, layout.num_bytes, 9973):
+    data, reader = bytes_of_slot(file, 0), SlotReader(file, zeros_like(weights))
+    for offset in range(0, len(data), 9973):
         data[offset] ^= 0x10
         with pytest.raises(CorruptWeights):
             reader.load(0)
@@ -181,22 +195,45 @@ def test_a_flipped_bit_in_any_piece_is_noticed(file: SlotFile) -> None:
 
 def test_half_of_another_version_is_noticed(file: SlotFile) -> None:
     weights, other = random_weights(0), random_weights(1)
-    layout = layout_of(weights)
     writer_of(file, other).publish(1)
-    half = layout.num_bytes // 2
-    mixed = file.bytes_of_slot(1, layout)[:half].clone()
+    half = num_bytes_of(weights) // 2
+    mixed = bytes_of_slot(file, 1)[:half].clone()
     writer_of(file, weights).publish(0)
-    file.bytes_of_slot(0, layout)[:half] = mixed
+    bytes_of_slot(file, 0)[:half] = mixed
     with pytest.raises(CorruptWeights):
         SlotReader(file, zeros_like(weights)).load(0)
 
 
 def test_a_reader_of_another_layout_is_told_and_changes_nothing(file: SlotFile) -> None:
     writer_of(file, random_weights()).publish(0)
-    target = {"norm": torch.full((5,), 9.0)}
-    with pytest.raises(CorruptWeights, match="bytes, not"):
-        SlotReader(file, target).load(0)
-    assert (target["norm"] == 9.0).all()
+    others: dict[str, dict[str, Tensor]] = {
+        "'big' was published, but is not among": {"norm": torch.ones(5)},
+        "'more' was not published": {**random_weights(), "more": torch.ones(1)},
+        r"'norm' is \[5\] where published, and \[4\] at": {**random_weights(), "norm": torch.ones(4)},
+        "cannot become torch.float8_e4m3fn without its scales": {
+            **random_weights(),
+            "norm": torch.ones(5, dtype=torch.float8_e4m3fn),
+        },
+    }
+    for complaint, target in others.items():
+        before = {name: tensor.clone() for name, tensor in target.items()}
+        reader = SlotReader(file, target)
+        for _ in range(2):
+            with pytest.raises(CorruptWeights, match=complaint):
+                reader.load(0)
+        assert same_bits(target, before)
+
+
+def test_rows_that_change_places_are_noticed(file: SlotFile) -> None:
+    weights = {"matrix": torch.randn(64, 2048)}
+    writer_of(file, weights).publish(0)
+    rows = bytes_of_slot(file, 0).view(64, 8192)
+    for other in (1, 2, 3, 32):
+        rows[[0, other]] = rows[[other, 0]]
+        with pytest.raises(CorruptWeights, match="does not match its checksum"):
+            SlotReader(file, zeros_like(weights)).load(0)
+        rows[[0, other]] = rows[[other, 0]]
+    SlotReader(file, zeros_like(weights)).load(0)
 
 
 def test_publishing_the_same_bytes_again_changes_nothing(file: SlotFile) -> None:
@@ -215,7 +252,7 @@ def test_publishing_the_same_bytes_again_changes_nothing(file: SlotFile) -> None
 def test_another_writer_with_the_same_weights_gets_the_same_checksum(file: SlotFile) -> None:
     """A trainer that died comes back as another process: what it redoes must be recognised."""
     first = writer_of(file, random_weights()).publish(0)
-    again = writer_of(SlotFile(os.dup(file.fd)), random_weights()).publish(0)
+    again = writer_of(SlotFile([os.dup(fd) for fd in file.fds]), random_weights()).publish(0)
     assert not again.changed
     assert again.checksum == first.checksum
     elsewhere = SlotFile()
@@ -288,12 +325,13 @@ def test_death_in_the_middle_of_a_publication_leaves_the_old_version_and_no_new_
         weights["norm"].fill_(version)
         writer.publish(version)
 
-    def half_and_die(self: SlotWriter, data: Tensor) -> bytes:
+    def half_and_die(self: HostMemory, slot: int, staging: Staging) -> bytes:
+        data = self.data(slot)
         data[: len(data) // 2] = 255
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
 
-    monkeypatch.setattr(SlotWriter, "_fill", half_and_die)
+    monkeypatch.setattr(HostMemory, "write", half_and_die)
     assert os.WTERMSIG(in_a_child(lambda: writer.publish(4))) == signal.SIGKILL
     monkeypatch.undo()
     target = zeros_like(weights)
@@ -330,7 +368,7 @@ def test_a_reader_sees_whole_versions_only_while_another_process_publishes(file:
     reader, seen = SlotReader(file, target), set()
     deadline_s = time.monotonic() + 60
     while last not in seen and time.monotonic() < deadline_s:
-        version = max(0, *(file.read_header(slot)[0] for slot in range(NUM_SLOTS)))
+        version = max(0, *(file.read_header(slot).version for slot in range(NUM_SLOTS)))
         try:
             reader.load(version)
         except StaleWeights:
@@ -339,3 +377,83 @@ def test_a_reader_sees_whole_versions_only_while_another_process_publishes(file:
         assert all((tensor == version).all() for tensor in target.values())
     assert os.waitpid(pid, 0)[1] == 0
     assert last in seen
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The passes over a slot's memory that readers make."""
+    made: list[str] = []
+
+    def noting(name: str) -> Callable[..., object]:
+        original = getattr(HostMemory, name)
+
+        def noted(*args: object) -> object:
+            made.append(name)
+            return original(*args)
+
+        return noted
+
+    for name in ("take", "digests", "read"):
+        monkeypatch.setattr(HostMemory, name, noting(name))
+    return made
+
+
+def loaded_reader(file: SlotFile, weights: dict[str, Tensor]) -> tuple[SlotWriter, SlotReader, dict[str, Tensor]]:
+    """A reader that has version 0, and a writer that has published version 1."""
+    writer, target = writer_of(file, weights), zeros_like(weights)
+    reader = SlotReader(file, target)
+    writer.publish(0)
+    reader.load(0)
+    weights["norm"].fill_(1.0)
+    writer.publish(1)
+    return writer, reader, target
+
+
+def test_a_reader_that_can_go_back_verifies_while_it_copies(file: SlotFile, passes: list[str]) -> None:
+    weights = random_weights()
+    _, reader, target = loaded_reader(file, weights)
+    assert passes == ["digests", "read"], "the first weights are verified before anything changes"
+    passes.clear()
+    reader.load(1)
+    assert passes == ["take"]
+    assert same_bits(target, weights)
+
+
+def test_damaged_weights_that_were_taken_are_given_back(file: SlotFile, passes: list[str]) -> None:
+    weights = random_weights()
+    writer, reader, target = loaded_reader(file, weights)
+    before = {name: tensor.clone() for name, tensor in target.items()}
+    bytes_of_slot(file, 1)[77] ^= 1
+    passes.clear()
+    for _ in range(2):
+        with pytest.raises(CorruptWeights, match="version 1 does not match its checksum"):
+            reader.load(1)
+        assert same_bits(target, before)
+    assert passes == ["take", "digests", "read"] * 2
+    writer.publish(1)
+    reader.load(1)
+    assert same_bits(target, weights)
+
+
+def test_where_there_is_no_way_back_weights_are_verified_first(file: SlotFile, passes: list[str]) -> None:
+    weights = random_weights()
+    writer, reader, target = loaded_reader(file, weights)
+    writer.publish(2)
+    passes.clear()
+    reader.load(1)
+    assert passes == ["digests", "read"], "the slot of version 0 holds version 2 by now"
+    with held_by_another_process(file, slot=1, exclusive=True):
+        passes.clear()
+        reader.load(2)
+        assert passes == ["digests", "read"], "somebody writes in the slot of version 1"
+    assert same_bits(target, weights)
+
+
+def test_a_reader_that_cannot_go_back_either_says_that_its_weights_are_lost(file: SlotFile) -> None:
+    _, reader, _ = loaded_reader(file, random_weights())
+    bytes_of_slot(file, 0)[3] ^= 1
+    bytes_of_slot(file, 1)[3] ^= 1
+    with pytest.raises(
+        BrokenWeights, match="version 0 does not match its checksum, nor does the one that was to replace it"
+    ):
+        reader.load(1)

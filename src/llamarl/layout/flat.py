@@ -1,7 +1,6 @@
-"""Where the bytes of a model's parameters lie: each parameter's name, shape and type, and its place in one flat buffer.
+"""Where the bytes of a rank's parameters lie: each one's name, shape and type, and its place in one flat buffer.
 
-Trainer and generator compute the same layout from the same list, so a publication carries bytes and nothing else.
-No torch here.
+Whoever knows the list knows the places, so a publication carries bytes and nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from msgspec import Struct
 
 ALIGNMENT = 64  # bytes; every parameter starts on a cache line, so that views of any dtype are aligned
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class TensorSpec(Struct, frozen=True):

@@ -1,0 +1,101 @@
+"""Objects that live in forked processes and are called from here: for benchmarks, and for tests that kill and stop them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+
+_LENGTH = 8
+
+
+class Actor:
+    """`call` runs a method of the object that `make` makes in the child, and returns its result or raises what it raised."""
+
+    def __init__(self, make: Callable[[], object], threads: int = 1, answer_s: float = 60.0) -> None:
+        self._connection, theirs = socket.socketpair()
+        self._connection.settimeout(answer_s)
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._connection.close()
+            try:
+                _live(make, theirs, threads)
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def begin(self, method: str, *args: object) -> None:
+        _send(self._connection, [method, list(args)])
+
+    def end(self) -> Any:
+        kind, value = _receive(self._connection)
+        if kind:
+            raise RuntimeError(f"{kind}: {value}")  # by name: no exception travels
+        return value
+
+    def call(self, method: str, *args: object) -> Any:
+        self.begin(method, *args)
+        return self.end()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def close(self) -> None:
+        self._connection.close()
+        self.signal(signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+class Actors(list[Actor]):
+    """Ended together, whatever happens."""
+
+    def __enter__(self) -> Actors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for actor in self:
+            actor.close()
+
+    def call_all(self, method: str, *args: object) -> list[Any]:
+        for actor in self:
+            actor.begin(method, *args)
+        return [actor.end() for actor in self]
+
+
+def _live(make: Callable[[], object], connection: socket.socket, threads: int) -> None:
+    torch.set_num_threads(threads)
+    made = make()
+    while True:
+        method, args = _receive(connection)
+        try:
+            _send(connection, ["", getattr(made, method)(*args)])
+        except Exception as error:  # the border between the processes: it is raised again at the other end
+            _send(connection, [type(error).__name__, str(error)])
+
+
+def _send(connection: socket.socket, value: object) -> None:
+    data = msgspec.msgpack.encode(value)
+    connection.sendall(len(data).to_bytes(_LENGTH, "little") + data)
+
+
+def _receive(connection: socket.socket) -> Any:
+    length = int.from_bytes(_exactly(connection, _LENGTH), "little")
+    return msgspec.msgpack.decode(_exactly(connection, length))
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = connection.recv(num_bytes - len(data))
+        if not part:
+            raise ConnectionError("the actor is gone")
+        data += part
+    return data

@@ -1,0 +1,309 @@
+"""How long weights take from trainer to generator on this machine: real processes, one for each rank.
+
+A round is timed from the order to publish until the last generator rank has loaded; orders and answers go through a third
+process, as they do in a job. Every publication is verified by its readers. The ranks hold random numbers, and what arrived is
+compared with what was sent.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Literal
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from llamarl.bench.actors import Actor, Actors
+from llamarl.bench.machine import best_s
+from llamarl.errors import InputError, JobFailed
+from llamarl.layout.boxes import Box, shape_of
+from llamarl.layout.mesh import PRECISIONS, Side, box_on
+from llamarl.layout.model import FP8, SCALE, placement_of, scale_box, wire_dtype
+from llamarl.shapes import ModelShape, parameter_shapes
+from llamarl.weights.choose import Place, Transport, choose_transport
+from llamarl.weights.group import Group
+from llamarl.weights.memory import HOST
+from llamarl.weights.pulling import GroupReader, GroupWriter
+from llamarl.weights.shards import Parameters
+from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slots import SlotReader, SlotWriter
+from llamarl.weights.transport import WeightReader, WeightWriter
+from llamarl.weights.wire import Wire
+
+_LEASE_S = 120.0
+_WARM_UP = 3
+_PATTERN = (1 << 20) - 3  # random numbers that fill the parameters, over and over; odd, so that rows differ
+_PROBES = 64
+
+
+class Case(Struct, frozen=True):
+    model: str
+    trainer: str
+    generator: str
+    rounds: int = 50
+    transport: Transport | Literal["auto"] = "auto"
+
+
+class SyncResult(Struct, frozen=True):
+    case: Case
+    transport: Transport
+    device: str
+    bytes: int  # that all generator ranks together received, once each
+    end_to_end_ms: float  # median over the rounds, as are the next two
+    publish_ms: float
+    load_ms: float
+    slowest_ms: float
+    gb_s: float
+    copy_ms: float  # a plain copy of the same bytes in the same memory
+
+
+class Rank:
+    """What a trainer's and a generator's process have in common: random parameters of their own."""
+
+    def __init__(self, shape: ModelShape, side: Side, rank: int, device: str) -> None:
+        self.device, self.held = torch.device(device), dict[str, tuple[Tensor, tuple[slice, ...]]]()
+        for name, size in parameter_shapes(shape).items():
+            self.add(name, box_on(rank, size, placement_of(name, shape), side.mesh))
+
+    def add(self, name: str, box: Box) -> None:
+        dtype = self.dtype_of(name)
+        tensor = torch.zeros(shape_of(box), dtype=dtype, device=self.device)
+        self.held[name] = (tensor, tuple(slice(first, end) for first, end in box))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        raise NotImplementedError
+
+    def probe(self, places: Sequence[tuple[str, list[int]]]) -> list[float | None]:
+        """The numbers at these places of whole parameters; None for those that others hold."""
+        return [self._at(name, at) for name, at in places]
+
+    def _at(self, name: str, at: list[int]) -> float | None:
+        tensor, slices = self.held[name]
+        inside = [index - part.start for index, part in zip(at, slices, strict=True)]
+        if not all(0 <= index < size for index, size in zip(inside, tensor.shape, strict=True)):
+            return None
+        return float(tensor[tuple(inside)].item())
+
+    def copy_s(self, num_bytes: int) -> float:
+        source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=self.device)
+        target = torch.zeros_like(source)
+        return best_s(lambda: target.copy_(source), self.device)
+
+
+class TrainerRank(Rank):
+    def __init__(self, shape: ModelShape, side: Side, rank: int, device: str) -> None:
+        self._dtype: torch.dtype = getattr(torch, PRECISIONS[side.precision])
+        super().__init__(shape, side, rank, device)
+        numbers = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(rank)).to(self.device, self._dtype)
+        for tensor, _ in self.held.values():
+            _fill(tensor.view(-1), numbers)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._dtype
+
+    def connect(self, make: Callable[[Parameters], WeightWriter]) -> TrainerRank:
+        self._writer, self._edition = make(self.held), 0
+        return self
+
+    def agree(self, flags: Tensor) -> None:
+        """Ranks that are told the same version by the same process agree without a word."""
+        if flags.item() > 1:
+            flags.fill_(self._edition)
+
+    def publish(self, version: int) -> tuple[float, float]:
+        self._edition, start_s = version + 2, time.monotonic()
+        self._writer.publish(version)
+        return start_s, time.monotonic()
+
+
+class GeneratorRank(Rank):
+    def __init__(self, shape: ModelShape, side: Side, rank: int, device: str, wire: Wire) -> None:
+        self._precision = side.precision
+        super().__init__(shape, side, rank, device)
+        for name, segments in wire.segments.items():
+            box: Box = tuple((part.start, part.stop) for part in self.held[name][1])
+            self.add(name + SCALE, scale_box(box, segments.width))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        named = "float32" if name.endswith(SCALE) else wire_dtype(name, self._precision)
+        dtype: torch.dtype = getattr(torch, named)
+        return dtype
+
+    def connect(self, make: Callable[[Parameters], WeightReader]) -> GeneratorRank:
+        self._reader = make(self.held)
+        return self
+
+    def load(self, version: int) -> tuple[float, float, int]:
+        start_s = time.monotonic()
+        num_bytes = self._reader.load(version)
+        return start_s, time.monotonic(), num_bytes
+
+
+def _fill(flat: Tensor, numbers: Tensor) -> None:
+    whole = len(flat) // len(numbers)
+    flat[: whole * len(numbers)].view(whole, len(numbers)).copy_(numbers.expand(whole, -1))
+    flat[whole * len(numbers) :].copy_(numbers[: len(flat) - whole * len(numbers)])
+
+
+class Ends:
+    """All ranks of both ends, each in its process, connected by one transport."""
+
+    def __init__(
+        self, shape: ModelShape, trainer: Side, generator: Side, transport: Transport | Literal["auto"]
+    ) -> None:
+        self._shape, self._sides = shape, (trainer, generator)
+        self._wire = Wire.for_generator(generator.precision, shape, generator.mesh.size("tp"))
+        sizes = (trainer.mesh.num_ranks, generator.mesh.num_ranks)
+        self._sizes = sizes
+        self.devices = [[_device(rank) for rank in range(size)] for size in sizes]
+        self.transport = _settled(transport, self.devices)
+        self._file = SlotFile()
+        self._meeting = os.memfd_create("llamarl-meeting", os.MFD_CLOEXEC)
+        threads = max(1, (os.cpu_count() or 1) // max(sizes))
+        self.trainers, self.generators = Actors(), Actors()
+        self.trainers.extend(Actor(self._trainer(rank), threads, _LEASE_S) for rank in range(sizes[0]))
+        self.generators.extend(Actor(self._generator(rank), threads, _LEASE_S) for rank in range(sizes[1]))
+
+    def _trainer(self, rank: int) -> Callable[[], TrainerRank]:
+        def make() -> TrainerRank:
+            made = TrainerRank(self._shape, self._sides[0], rank, self.devices[0][rank])
+            return made.connect(lambda held: self._writer(held, rank, made))
+
+        return make
+
+    def _writer(self, held: Parameters, rank: int, made: TrainerRank) -> WeightWriter:
+        if self.transport == "group":
+            writer = GroupWriter(held, lease_s=_LEASE_S, wire=self._wire, agree=made.agree)
+            writer.serve(Group.on_this_host(self._meeting, rank, *self._sizes, device=made.device))
+            return writer
+        return SlotWriter(
+            self._file,
+            held,
+            lease_s=_LEASE_S,
+            wire=self._wire,
+            rank=rank,
+            num_ranks=self._sizes[0],
+            agree=made.agree,
+            device=(made.device.index or 0) if self.transport == "cuda" else HOST,
+        )
+
+    def _generator(self, rank: int) -> Callable[[], GeneratorRank]:
+        def make() -> GeneratorRank:
+            made = GeneratorRank(self._shape, self._sides[1], rank, self.devices[1][rank], self._wire)
+            return made.connect(lambda held: self._reader(held, rank, made))
+
+        return make
+
+    def _reader(self, held: Parameters, rank: int, made: GeneratorRank) -> WeightReader:
+        if self.transport == "group":
+            group = Group.on_this_host(self._meeting, self._sizes[0] + rank, *self._sizes, device=made.device)
+            return GroupReader(group, held, deadline_s=_LEASE_S)
+        return SlotReader(self._file, held)
+
+    def close(self) -> None:
+        for actor in (*self.trainers, *self.generators):
+            actor.close()
+        self._file.close()
+        os.close(self._meeting)
+
+
+def _device(rank: int) -> str:
+    count = torch.cuda.device_count()
+    return f"cuda:{rank % count}" if count else "cpu"
+
+
+def _settled(transport: Transport | Literal["auto"], devices: Sequence[Sequence[str]]) -> Transport:
+    writers, readers = ([Place("this host", device) for device in side] for side in devices)
+    if transport == "auto":
+        return choose_transport(writers, readers, can_reach=torch.cuda.can_device_access_peer)
+    ranks = [*devices[0], *devices[1]]
+    if transport == "cuda" and "cpu" in ranks:
+        raise InputError("--transport cuda: there is no CUDA device here")
+    if transport == "group" and "cpu" not in ranks and len(set(ranks)) < len(ranks):
+        raise InputError(
+            f"--transport group: NCCL needs a GPU for each of {len(ranks)} ranks; there are {len(set(ranks))}"
+        )
+    return transport
+
+
+def default_model() -> str:
+    return "llama-3.2-1b" if torch.cuda.device_count() else "smollm2-135m"
+
+
+def bench_sync(shape: ModelShape, trainer: Side, generator: Side, case: Case) -> SyncResult:
+    if PRECISIONS[trainer.precision] == FP8:
+        raise InputError("--trainer: a trainer holds fp32, bf16 or fp16; fp8 is what a generator may hold")
+    ends = Ends(shape, trainer, generator, case.transport)
+    try:
+        rounds = [_round(ends, version) for version in range(_WARM_UP + case.rounds)][_WARM_UP:]
+        if PRECISIONS[generator.precision] != FP8:
+            _compare(ends, shape, getattr(torch, PRECISIONS[generator.precision]))
+        num_bytes = rounds[-1].num_bytes
+        copy_s = ends.trainers[0].call("copy_s", num_bytes)
+    finally:
+        ends.close()
+    end_to_end_s = [one.end_to_end_s for one in rounds]
+    median_s = statistics.median(end_to_end_s)
+    return SyncResult(
+        case=case,
+        transport=ends.transport,
+        device=torch.cuda.get_device_name() if torch.cuda.device_count() else f"CPU, {os.cpu_count()} cores",
+        bytes=num_bytes,
+        end_to_end_ms=1e3 * median_s,
+        publish_ms=1e3 * statistics.median(one.publish_s for one in rounds),
+        load_ms=1e3 * statistics.median(one.load_s for one in rounds),
+        slowest_ms=1e3 * max(end_to_end_s),
+        gb_s=num_bytes / median_s / 1e9,
+        copy_ms=1e3 * copy_s,
+    )
+
+
+class Round(Struct, frozen=True):
+    end_to_end_s: float
+    publish_s: float
+    load_s: float
+    num_bytes: int
+
+
+def _round(ends: Ends, version: int) -> Round:
+    published = ends.trainers.call_all("publish", version)
+    loaded = ends.generators.call_all("load", version)
+    begin_s = min(start_s for start_s, _ in published)
+    return Round(
+        end_to_end_s=max(end_s for _, end_s, _ in loaded) - begin_s,
+        publish_s=max(end_s for _, end_s in published) - begin_s,
+        load_s=max(end_s for _, end_s, _ in loaded) - min(start_s for start_s, _, _ in loaded),
+        num_bytes=sum(num_bytes for _, _, num_bytes in loaded),
+    )
+
+
+def _compare(ends: Ends, shape: ModelShape, dtype: torch.dtype) -> None:
+    """What lies at some places of the parameters must be the same at both ends."""
+    random = Random(0)
+    names = random.choices(list(parameter_shapes(shape).items()), k=_PROBES)
+    places = [(name, [random.randrange(extent) for extent in size]) for name, size in names]
+    sent = list(zip(*ends.trainers.call_all("probe", places), strict=True))  # by place, then by rank
+    for found in ends.generators.call_all("probe", places):
+        for (name, at), there, here in zip(places, sent, found, strict=True):
+            held = {torch.tensor(value).to(dtype).item() for value in there if value is not None}
+            if here is not None and here not in held:
+                raise JobFailed(f"bench sync: {name}{at} is {here} at a generator, but {held} at the trainer")
+
+
+def describe_sync(result: SyncResult) -> str:
+    case = result.case
+    return "\n".join(
+        [
+            f"{case.model}, trainer '{case.trainer}' to generator '{case.generator}', {result.device}, {result.transport}",
+            f"  end to end  {result.end_to_end_ms:.2f} ms  (median of {case.rounds}; slowest {result.slowest_ms:.2f} ms)",
+            f"  publish     {result.publish_ms:.2f} ms",
+            f"  load        {result.load_ms:.2f} ms",
+            f"  received    {result.bytes / 1e9:.3f} GB, {result.gb_s:.1f} GB/s",
+            f"  plain copy  {result.copy_ms:.2f} ms for as many bytes",
+        ]
+    )

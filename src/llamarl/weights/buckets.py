@@ -1,0 +1,123 @@
+"""The moves of a plan between one source and one target, packed into messages of a bounded size.
+
+Wider elements come first, so that everything is aligned without a byte of padding. Each bucket begins with its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from llamarl.layout.boxes import Box, relative, shape_of, split_rows, volume
+from llamarl.layout.plan import TransferPlan
+from llamarl.weights.blocks import DIGEST, digest
+from llamarl.weights.memory import copy_tensor
+from llamarl.weights.shards import Shard
+from llamarl.weights.wire import Entry
+
+
+class Packed(Struct, frozen=True):
+    """A part of a parameter, and where it lies in its bucket."""
+
+    source_name: str
+    target_name: str
+    box: Box
+    item_bytes: int
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return volume(self.box) * self.item_bytes
+
+    def view(self, payload: Tensor, dtype: torch.dtype) -> Tensor:
+        return payload[self.offset : self.offset + self.num_bytes].view(dtype).view(shape_of(self.box))
+
+
+class Bucket(Struct, frozen=True):
+    parts: tuple[Packed, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return DIGEST + sum(part.num_bytes for part in self.parts)
+
+
+class Route(NamedTuple):
+    source: int
+    target: int
+
+
+def buckets_of(plan: TransferPlan, bucket_bytes: int) -> dict[Route, list[Bucket]]:
+    """Both ends of a route compute the same buckets, in the order in which they are sent."""
+    routes: dict[Route, list[tuple[int, str, str, Box]]] = {}
+    for kind, moves in zip(plan.kinds, plan.moves, strict=True):
+        for source_name, target_name in kind.names:
+            for move in moves:
+                pieces = split_rows(move.box, -(-volume(move.box) * kind.item_bytes // bucket_bytes) or 1)
+                found = routes.setdefault(Route(move.source, move.target), [])
+                found.extend((kind.item_bytes, source_name, target_name, piece) for piece in pieces)
+    return {route: list(_packed(sorted(found, key=lambda p: -p[0]), bucket_bytes)) for route, found in routes.items()}
+
+
+def _packed(pieces: Iterable[tuple[int, str, str, Box]], bucket_bytes: int) -> Iterable[Bucket]:
+    parts, end = list[Packed](), 0
+    for item_bytes, source_name, target_name, box in pieces:
+        size = volume(box) * item_bytes
+        if parts and end + size > bucket_bytes:
+            yield Bucket(tuple(parts))
+            parts, end = [], 0
+        parts.append(Packed(source_name, target_name, box, item_bytes, end))
+        end += size
+    if parts:
+        yield Bucket(tuple(parts))
+
+
+Copies = Sequence[tuple[Tensor, Tensor]]  # target and source
+
+
+def copies_in(bucket: Bucket, entries: Mapping[str, Entry], slot: Tensor, message: Tensor) -> Copies:
+    """From a slot into a message."""
+    copies = []
+    for part in bucket.parts:
+        entry = entries[part.source_name]
+        view = entry.view(slot)[relative(part.box, entry.box)]
+        copies.append((part.view(message[DIGEST:], view.dtype), view))
+    return copies
+
+
+def copies_out(bucket: Bucket, shards: Mapping[str, Shard], message: Tensor) -> Copies:
+    """From a message into a reader's tensors."""
+    copies = []
+    for part in bucket.parts:
+        shard = shards[part.target_name]
+        target = shard.tensor[relative(part.box, shard.box)]
+        copies.append((target, part.view(message[DIGEST:], target.dtype)))
+    return copies
+
+
+def pack(copies: Copies, message: Tensor) -> None:
+    for target, source in copies:
+        copy_tensor(target, source)
+    message[:DIGEST].copy_(_as_tensor(digest_of(message[DIGEST:])))
+
+
+def is_sound(message: Tensor) -> bool:
+    return bytes(message[:DIGEST].cpu().numpy().tobytes()) == digest_of(message[DIGEST:])
+
+
+def digest_of(data: Tensor) -> bytes:
+    if data.is_cpu:
+        return digest(data.numpy())
+    from llamarl.weights.kernels import sums_of
+
+    words = len(data) // 4 * 4
+    summed = sums_of(data[:words]).cpu().numpy().tobytes() + data[words:].cpu().numpy().tobytes()
+    return hashlib.blake2b(summed, digest_size=DIGEST).digest()
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,135 @@
+"""Device memory that processes share by file descriptor: the CUDA driver's virtual memory calls, through ctypes.
+
+Memory that is exported so lives as long as any process maps it or any descriptor of it is open, so it outlives the process
+that made it. (Memory behind a cudaIpc handle goes with its maker.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from llamarl.errors import LlamaRLError
+
+_PINNED, _POSIX_FD, _DEVICE, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 3, 1
+
+
+class CudaRefused(LlamaRLError):
+    """The driver did not do what it was asked for; says which call and why."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", c_int), ("id", c_int)]
+
+
+class _Flags(ctypes.Structure):
+    _fields_ = [("compression", c_ubyte), ("rdma", c_ubyte), ("usage", c_ushort), ("reserved", c_ubyte * 4)]
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = [
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", _Location),
+        ("win32", c_void_p),
+        ("flags", _Flags),
+    ]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", c_int)]
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaRefused(f"weights: no CUDA driver here ({error})") from None
+
+
+def _call(name: str, *args: object) -> None:
+    code = getattr(_driver(), name)(*args)
+    if code:
+        reason = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, byref(reason))
+        raise CudaRefused(f"weights: {name} failed: {(reason.value or b'unknown error').decode()} ({code})")
+
+
+def _wake(device: int) -> None:
+    """The driver's calls need what torch sets up with its first tensor."""
+    torch.zeros(1, device=torch.device("cuda", device))
+
+
+def _properties(device: int) -> _Properties:
+    return _Properties(_PINNED, _POSIX_FD, _Location(_DEVICE, device), None, _Flags())
+
+
+def allocate(device: int, num_bytes: int) -> int:
+    """New memory on a device, as a descriptor: the memory goes when that is closed and nothing maps it any more."""
+    _wake(device)
+    properties, handle, fd = _properties(device), c_uint64(), c_int(-1)
+    try:
+        _call("cuMemCreate", byref(handle), c_size_t(_rounded(device, num_bytes)), byref(properties), c_uint64(0))
+    except CudaRefused as error:
+        hint = f"{num_bytes / 1e9:.1f} GB for two slots; weights.transport=memfd would take host memory"
+        raise CudaRefused(f"{error}: {hint}") from None
+    try:
+        _call("cuMemExportToShareableHandle", byref(fd), handle, c_int(_POSIX_FD), c_uint64(0))
+    finally:
+        _call("cuMemRelease", handle)
+    return fd.value
+
+
+def _rounded(device: int, num_bytes: int) -> int:
+    step, properties = c_size_t(), _properties(device)
+    _call("cuMemGetAllocationGranularity", byref(step), byref(properties), c_int(_RECOMMENDED))
+    return max(1, -(-num_bytes // step.value)) * step.value
+
+
+class Mapping:
+    """Memory behind a descriptor, in this process's address space. `users` are the devices that may touch it."""
+
+    def __init__(self, fd: int, device: int, num_bytes: int, users: Sequence[int]) -> None:
+        _wake(device)
+        self._size, self.num_bytes = _rounded(device, num_bytes), num_bytes
+        handle, address = c_uint64(), c_uint64()
+        _call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), c_int(_POSIX_FD))
+        try:
+            size, none = c_size_t(self._size), c_uint64(0)
+            _call("cuMemAddressReserve", byref(address), size, c_size_t(0), none, none)
+            _call("cuMemMap", address, size, c_size_t(0), handle, none)
+        finally:
+            _call("cuMemRelease", handle)
+        access = (_Access * len(users))(*(_Access(_Location(_DEVICE, user), _READ_WRITE) for user in users))
+        _call("cuMemSetAccess", address, c_size_t(self._size), access, c_size_t(len(users)))
+        self.address = address.value
+
+    def tensor(self) -> Tensor:
+        """All of it, as bytes. Valid while this object is."""
+        seen: Tensor = torch.as_tensor(_Bytes(self.address, self.num_bytes))
+        return seen
+
+    def close(self) -> None:
+        if self.address:
+            _call("cuMemUnmap", c_uint64(self.address), c_size_t(self._size))
+            _call("cuMemAddressFree", c_uint64(self.address), c_size_t(self._size))
+            self.address = 0
+
+
+class _Bytes:
+    """How torch is told of memory that it did not allocate."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }

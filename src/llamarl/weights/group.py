@@ -1,0 +1,149 @@
+"""A process group of those that publish and those that read, for weights that cannot go through shared memory.
+
+Words and CPU tensors travel over gloo, tensors on GPUs over NCCL. Neither knows who it talks to: on one host they meet in a
+file without a name and talk over loopback; beyond it they need a network that the user trusts.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store, Work
+
+from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.weights.wire import Entry
+
+LOOPBACK = "lo"
+_FOR_EVER = timedelta(days=365)  # gloo closes a connection on which a wait has expired; those that may last have no end
+
+
+class PeerLost(LlamaRLError):
+    """A process of the group died, or did not answer in time."""
+
+
+class Holdings(Struct, frozen=True):
+    """What one rank of the group publishes or wants."""
+
+    entries: tuple[Entry, ...]
+
+
+class Deadline:
+    """One time limit for all the waits of a transfer."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._end_s = time.monotonic() + limit_s
+
+    @property
+    def left(self) -> timedelta:
+        return timedelta(seconds=max(0.001, self._end_s - time.monotonic()))
+
+
+class Group:
+    """Ranks 0 .. num_writers-1 publish, the others read. Tensors are raw bytes or int64."""
+
+    def __init__(
+        self, store: Store, rank: int, num_writers: int, num_readers: int, *, interface: str, device: torch.device
+    ) -> None:
+        self.rank, self.num_writers, self.num_readers = rank, num_writers, num_readers
+        size = num_writers + num_readers
+        self._store = PrefixStore("weights", store)
+        self._words: Any = _gloo(PrefixStore("words", self._store), rank, size, interface)
+        self._payload: Any = self._words
+        if device.type == "cuda":
+            self._payload = _nccl(PrefixStore("payload", self._store), rank, size, interface)
+
+    @classmethod
+    def on_this_host(
+        cls, meeting_fd: int, rank: int, num_writers: int, num_readers: int, device: torch.device | None = None
+    ) -> Group:
+        """They meet in a memfd and talk over loopback."""
+        store = FileStore(f"/proc/self/fd/{meeting_fd}", num_writers + num_readers)
+        return cls(store, rank, num_writers, num_readers, interface=LOOPBACK, device=device or torch.device("cpu"))
+
+    def exchange(self, own: Holdings, limit_s: float) -> list[Holdings]:
+        """What everybody holds, by rank."""
+        self._store.set_timeout(timedelta(seconds=limit_s))
+        self._store.set(str(self.rank), msgspec.msgpack.encode(own))  # type: ignore[arg-type]
+        size = self.num_writers + self.num_readers
+        try:
+            found = [self._store.get(str(rank)) for rank in range(size)]
+        except RuntimeError as error:
+            raise PeerLost(
+                f"weights: not all of {size} ranks came to the meeting within {limit_s:g} s ({error})"
+            ) from None
+        return [msgspec.msgpack.decode(data, type=Holdings) for data in found]
+
+    def say(self, peer: int, words: Sequence[int], tag: int, deadline: Deadline) -> None:
+        self.finish(self._words.send([torch.tensor(words, dtype=torch.int64)], peer, tag), peer, deadline)
+
+    def hear(self, peer: int, num_words: int, tag: int, deadline: Deadline | None = None) -> list[int]:
+        words = torch.empty(num_words, dtype=torch.int64)
+        self.finish(self._words.recv([words], peer, tag), peer, deadline)
+        found: list[int] = words.tolist()
+        return found
+
+    def send(self, peer: int, data: Tensor, tag: int) -> Work:
+        return self._begin(self._payload.send, peer, data, tag)
+
+    def receive(self, peer: int, data: Tensor, tag: int) -> Work:
+        return self._begin(self._payload.recv, peer, data, tag)
+
+    def _begin(self, action: Any, peer: int, data: Tensor, tag: int) -> Work:
+        try:
+            work: Work = action([data], peer, tag)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from None
+        return work
+
+    def finish(self, work: Work, peer: int, deadline: Deadline | None = None) -> None:
+        try:
+            work.wait(deadline.left if deadline else _FOR_EVER)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from None
+
+    def close(self) -> None:
+        """Whoever waits for this rank is told."""
+        self._words.abort()
+        if self._payload is not self._words:
+            self._payload.abort()
+
+    def _lost(self, peer: int, error: RuntimeError) -> PeerLost:
+        reader = peer - self.num_writers
+        who = f"trainer rank {peer}" if reader < 0 else f"generator rank {reader}"
+        return PeerLost(f"{who} was lost: {str(error).split('. ')[0].split('] ', 1)[-1]}")
+
+
+def _gloo(store: Store, rank: int, size: int, interface: str) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(interface=interface)]
+    options._timeout = _FOR_EVER
+    options._threads = 2
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int, interface: str) -> Any:
+    from torch._C import _distributed_c10d
+
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    options = _distributed_c10d.ProcessGroupNCCL.Options()
+    return _distributed_c10d.ProcessGroupNCCL(store, rank, size, options)
+
+
+def interface_for(hosts: Sequence[str], trusted_network: str) -> str:
+    """The interface that weights may use, or a refusal that says what to do."""
+    if len(set(hosts)) <= 1:
+        return LOOPBACK
+    if not trusted_network:
+        raise ConfigError(
+            f"engine.trusted_network: weights would go from {hosts[0]} to {next(h for h in hosts if h != hosts[0])} over "
+            "gloo or NCCL, which neither encrypt nor ask who is there; name the interface of a network that you trust"
+        )
+    return trusted_network
