@@ -84,7 +84,7 @@ class Pretender:
                 part = Path(message.folder) / "trainer"
                 part.mkdir()
                 (part / "state").write_bytes(bytes(10_000))
-                yield StateSaved(message.version, hash_files(Path(message.folder), ("trainer",)))
+                yield StateSaved(message.version, hash_files(Path(message.folder), [part / "state"]))
             case _:
                 raise AssertionError(message)
 

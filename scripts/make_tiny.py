@@ -24,7 +24,7 @@ from llamarl.config import Config
 from llamarl.model.checkpoint import random_model, save_model
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.shapes import ModelShape
-from llamarl.tasks.registry import make_task
+from llamarl.tasks.registry import make_single_task
 from llamarl.types import Problem
 
 SEED = 1
@@ -139,7 +139,7 @@ def main() -> None:
     torch.set_num_threads(2)
     model = random_model(SHAPE, seed=SEED)
     print(f"{SHAPE.num_parameters:,} parameters")
-    Pretraining(model, make_task(Config().task, seed=0).train).run()
+    Pretraining(model, make_single_task(Config().task, seed=0).train).run()
     save_model(model, folder)
     write_tokenizer(folder)
     print(f"written to {folder}")

@@ -203,7 +203,8 @@ def eval_command(
     """Measure how well a model answers a task: accuracy and pass@k, with intervals."""
     from llamarl.tasks.registry import make_task
 
-    config = _task_config(task, [*(overrides or []), f"model.path={model}"])
+    # Nothing is trained, so a group's size must not stand in the way of few slots.
+    config = _task_config(task, [*(overrides or []), f"model.path={model}", "schedule.samples_per_group=2"])
     chosen = choose_problems(make_task(config.task, config.seed), split, problems)
     device_or_refuse(device)
 

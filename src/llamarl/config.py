@@ -76,6 +76,8 @@ class Task(Source, frozen=True):
     def __post_init__(self) -> None:
         if (self.kind == "mixture") != bool(self.parts):
             raise ConfigError("task.parts: a mixture needs parts, and nothing else has any")
+        if self.parts and (self.path or self.test_path or self.template or self.few_shot):
+            raise ConfigError("task.path: a mixture's parts have paths, templates and examples of their own")
         if self.system and not self.chat:
             raise ConfigError("task.system: cannot take effect without task.chat=true")
 
@@ -125,6 +127,8 @@ class Reward(Section, frozen=True):
     def __post_init__(self) -> None:
         if not all(math.isfinite(weight) for weight in self.combine.values()):
             raise ConfigError("reward.combine: weights must be finite numbers")
+        if self.combine and self.scorer != "auto":
+            raise ConfigError("reward.scorer: cannot take effect beside reward.combine; put it in there with a weight")
         if not math.isfinite(self.timeout_s):
             raise ConfigError("reward.timeout_s: must be a finite number")
 

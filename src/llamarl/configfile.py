@@ -84,13 +84,13 @@ def config_to_yaml(config: Config) -> str:
 
 def describe(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """(key, default, meaning) of every setting, in the order of the file."""
-    hints = typing.get_type_hints(section, include_extras=True)
+    hints, defaults = typing.get_type_hints(section, include_extras=True), section()
     for field in msgspec.structs.fields(section):
         hint, key = hints[field.name], prefix + field.name
         if _is_section(hint):
             yield from describe(hint, prefix=f"{key}.")
         else:
-            default = yaml.safe_dump(msgspec.to_builtins(field.default), default_flow_style=True)
+            default = yaml.safe_dump(msgspec.to_builtins(getattr(defaults, field.name)), default_flow_style=True)
             yield key, default.split("\n...")[0].strip(), _meaning(hint)
 
 

@@ -47,8 +47,16 @@ class StaleWeights(LlamaRLError):
     """The requested version is no longer in its slot: a newer one took the place. Not a fault; load the newer one."""
 
 
+class LostWeights(StaleWeights):
+    """Whoever holds the requested version is gone, or does not answer; the reader keeps what it had."""
+
+
 class CorruptWeights(LlamaRLError):
     """The bytes in a slot do not match their checksum; the reader keeps what it had."""
+
+
+class BrokenWeights(LlamaRLError):
+    """A reader took damaged weights and could not go back to those it had: it holds a mixture and must be started anew."""
 
 
 class LeaseTimeout(LlamaRLError):

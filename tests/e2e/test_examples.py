@@ -43,7 +43,7 @@ def test_the_custom_loss_trains_a_job_from_the_command_line(tmp_path: Path) -> N
     assert "held-out accuracy" in out
     updates = [line for line in metrics_of(tmp_path / "run") if "loss" in line]
     assert len(updates) == 2
-    assert all("clipped_share" in line and "effective_sample_size" not in line for line in updates), "AIPO's metrics"
+    assert all("moved_share" in line and "clipped_share" not in line for line in updates), "AIPO's metrics"
     assert llamarl("audit", tmp_path / "run").code == 0
 
 
@@ -76,8 +76,10 @@ def test_the_custom_loss_is_ppos_clip(ppo_clip: Loss) -> None:
     """A token that moved too far in the direction of its advantage stops pulling; in the other direction it does not."""
     policy = torch.zeros(4, requires_grad=True)
     ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
-    tokens = TokenBatch(policy, -ratio.log(), advantages, torch.arange(4), num_tokens=4)
+    tokens = TokenBatch(
+        policy, -ratio.log(), advantages, torch.arange(4), entropy_N=torch.zeros(4), num_tokens=4, num_sequences=4
+    )
     loss, metrics = ppo_clip(tokens, Algo())
     (gradient,) = torch.autograd.grad(loss, policy)
     assert gradient.tolist() == pytest.approx([0.0, 1.5 / 4, -0.5 / 4, 0.0])
-    assert metrics == pytest.approx({"ratio_max": 1.5, "clipped_share": 1.0})
+    assert metrics == pytest.approx({"moved_share": 1.0})

@@ -15,7 +15,7 @@ from llamarl.errors import ConfigError
     ("body", "message"),
     [
         ("def score(completion):\n    return 1.0\n", "fails on the first problem's own answer"),
-        ("def score(completion, answer, prompt):\n    return float('nan')\n", "gives nan"),
+        ("def score(completion, answer, prompt):\n    return float('nan')\n", "gave nan"),
         ("def score(completion, answer, prompt):\n    return 'high'\n", "could not convert string to float"),
     ],
 )

@@ -120,6 +120,16 @@ def test_the_idle_share_is_what_the_timeline_says(record: Record) -> None:
         assert record.summary["idle_share"][executor.partition("/")[0]] == pytest.approx(share, abs=1e-4)
 
 
+def test_what_weights_cost_each_side_is_on_record(record: Record) -> None:
+    for name, executor in (("sync_trainer_s", "trainer/0"), ("sync_generator_s", "generator/0")):
+        rows = [row for row in record.timings if name in row]
+        assert {row["version"] for row in rows} == set(range(UPDATES + 1))
+        for row in rows:
+            assert row["executor"] == executor
+            assert row["gb_s"] == pytest.approx(row["bytes"] / row[name] / 1e9)
+            assert 0 < row[name] < 10
+
+
 def test_every_update_has_one_row_of_metrics_and_one_of_timings(record: Record) -> None:
     rows = record.metrics
     assert [row["update"] for row in rows] == list(range(UPDATES))

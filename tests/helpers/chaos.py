@@ -34,7 +34,7 @@ def scene_of(seed: int) -> Scene:
     deterministic = chance.random() < 0.4
     window = 1 if deterministic else min(chance.randint(1, 4), (staleness + 1) * groups)
     schedule = Schedule(
-        updates=-(-MIN_EVENTS // (2 * groups)) + chance.randint(0, 6),
+        updates=int(MIN_EVENTS / (2.8 * groups)) + chance.randint(1, 3),
         groups_per_update=groups,
         samples_per_group=2,
         max_staleness=staleness,

@@ -56,6 +56,10 @@ class Run:
         start_s = time.monotonic()
         for number, problem in enumerate(problems):
             self._add(number, problem)
+        if not self._asked:
+            raise InputError(
+                f"generator.max_prompt_tokens: no prompt fits into {self._decoder.limits.max_prompt_tokens} tokens; raise it"
+            )
         while not self._decoder.idle:
             for group in self._decoder.step():
                 self._judge_group(group.ordinal, group.prompt.problem, group.completions)
@@ -126,8 +130,7 @@ def evaluate(
         raise ModelError(f"{folder}: names no end token")
     judge = Judge(config.reward, own_scorers(config.task))
     judge.prepare()
-    dtype = torch.bfloat16 if settings.dtype == "bfloat16" or device.startswith("cuda") else torch.float32
-    model = load_model(folder, dtype=dtype, device=device)
+    model = load_model(folder, dtype=_dtype(settings.dtype, device), device=device)
     length = settings.max_prompt_tokens + settings.max_new_tokens
     if length > model.shape.max_positions:
         raise InputError(
@@ -154,11 +157,21 @@ def evaluate(
         judge.close()
 
 
+def _dtype(setting: str, device: str) -> torch.dtype:
+    if setting == "auto":
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    dtype: torch.dtype = getattr(torch, setting)
+    return dtype
+
+
 def describe_evaluation(found: Evaluation) -> str:
     def line(name: str, value: float, interval: Interval) -> str:
         return f"{name:<10} {value:.3f}   95% interval {interval[0]:.3f} to {interval[1]:.3f}"
 
-    asked = f"{found.problems} problems, {found.samples} answer{'s' if found.samples > 1 else ''} each"
+    def count(number: int, what: str) -> str:
+        return f"{number} {what}{'s' if number != 1 else ''}"
+
+    asked = f"{count(found.problems, 'problem')}, {count(found.samples, 'answer')} each"
     lines = [line("accuracy", found.accuracy, found.interval)]
     lines += [line(f"pass@{one.k}", one.value, one.interval) for one in found.pass_at]
     lines.append(f"{asked}; {found.truncated} cut off at the token limit; {found.failed} could not be judged")

@@ -1,29 +1,54 @@
-"""Tasks and scorers by the names that the config uses."""
+"""Tasks by the names that the config uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
-from llamarl.config import Reward
+from llamarl.config import Source
 from llamarl.config import Task as TaskConfig
-from llamarl.errors import ConfigError
-from llamarl.plugins import is_reference, load_function
-from llamarl.tasks.arithmetic import arithmetic_task
-from llamarl.tasks.scorers import SCORERS, Scorer
-from llamarl.tasks.task import Task
-
-TASKS: dict[str, Callable[[TaskConfig, int], Task]] = {"arithmetic": arithmetic_task}
+from llamarl.tasks import arithmetic
+from llamarl.tasks.datasets import KINDS, Example, read_examples
+from llamarl.tasks.mixture import Mixture
+from llamarl.tasks.prompting import Prompting, choose_shots
+from llamarl.tasks.task import Prompter, Task, is_held_out
 
 
-def make_task(settings: TaskConfig, seed: int) -> Task:
-    return TASKS[settings.kind](settings, seed)
+def make_task(settings: TaskConfig, seed: int) -> Prompter:
+    if settings.kind != "mixture":
+        return make_single_task(settings, seed, chat=settings.chat, system=settings.system)
+    parts = [
+        (make_single_task(part, seed + index, chat=settings.chat, system=settings.system), part.weight)
+        for index, part in enumerate(settings.parts)
+    ]
+    return Mixture(parts, seed=seed)
 
 
-def make_scorer(settings: Reward) -> Scorer:
-    if is_reference(settings.scorer):
-        return load_function("reward.scorer", settings.scorer)
-    if settings.scorer not in SCORERS:
-        raise ConfigError(
-            f"reward.scorer: unknown scorer '{settings.scorer}'; known: {', '.join(SCORERS)}, or FILE.py:FUNCTION"
-        )
-    return SCORERS[settings.scorer]
+def make_single_task(settings: Source, seed: int, *, chat: bool = False, system: str = "") -> Task:
+    marked, test = _examples(settings)
+    train, held_out = ([example for example, kept in marked if kept is side] for side in (False, True))
+    shots, train = choose_shots(settings, train)
+    own_template, scorer = _habits(settings.kind)
+    prompting = Prompting(settings.template or own_template, shots, scorer, chat=chat, system=system)
+    split = ([prompting.problem(example) for example in side] for side in (train, held_out, test))
+    train_problems, held_out_problems, test_problems = split
+    return Task(train_problems, held_out_problems, seed=seed, test=test_problems)
+
+
+def own_scorers(settings: TaskConfig) -> tuple[str, ...]:
+    """Who judges the task's problems where reward.scorer is auto; known without reading any data."""
+    kinds = [part.kind for part in settings.parts] or [settings.kind]
+    return tuple(dict.fromkeys(_habits(kind)[1] for kind in kinds))
+
+
+def _habits(kind: str) -> tuple[str, str]:
+    if kind == "arithmetic":
+        return arithmetic.TEMPLATE, arithmetic.SCORER
+    return KINDS[kind].template, KINDS[kind].scorer
+
+
+def _examples(settings: Source) -> tuple[Iterable[tuple[Example, bool]], list[Example]]:
+    """Examples, each with whether it is held out; and the fixed test examples."""
+    if settings.kind == "arithmetic":
+        return list(arithmetic.additions(settings)), []
+    train, test = read_examples(settings)
+    return [(example, is_held_out(example.question, settings.held_out)) for example in train], test

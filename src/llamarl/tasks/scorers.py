@@ -1,4 +1,8 @@
-"""Scorers: score(completion, answer, prompt) -> reward. Pure text in, a number out; nothing of it is ever executed."""
+"""Scorers that are safe in this process: score(completion, answer, prompt) -> reward.
+
+Pure text in, a number out, in time that grows no faster than the text. Nothing of a completion is ever executed, and no
+pattern here can backtrack. Scorers that can hang, or are somebody else's, run in workers: see judge.py.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,18 @@ import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 
+from llamarl.config import Reward
+from llamarl.tasks.extract import after_hashes, boxed, final_answer, gold_answer
+from llamarl.tasks.numbers import read_number
+
 Scorer = Callable[[str, str, str], float]
 
 _NUMBER = re.compile(r"[-+]?(\d{1,40})(\.\d{1,40})?")
+_CHOICE = re.compile(r"(?<![A-Za-z0-9])\(?([A-J])\)?(?![A-Za-z0-9])")
+_SAID = re.compile(
+    r"(?i:answer|choice|option)(?:\s{1,4}(?i:is))?[\s:*=({$]{0,8}(?:\\boxed\{)?\(?([A-J])(?![A-Za-z0-9])"
+)
+_TAIL_CHARS = 4000
 
 
 def exact(completion: str, answer: str, prompt: str) -> float:
@@ -32,4 +45,77 @@ def _number(text: str) -> Decimal | None:
         return None
 
 
+def same_number(given: str, answer: str) -> bool:
+    """Equal numbers, however they are written: 1,000 and $1000.00; 50% is 50 percent and not 0.5."""
+    one, other = read_number(given), read_number(answer)
+    return one is not None and other is not None and one.value == other.value
+
+
+def choice(completion: str, answer: str, prompt: str) -> float:
+    """Multiple choice, A to J: what is boxed, else what is called the answer, else the last letter that stands alone."""
+    return float(chosen_letter(completion) == answer.strip().strip("().").upper())
+
+
+def chosen_letter(text: str) -> str | None:
+    tail = text[-_TAIL_CHARS:]
+    if (box := boxed(tail)) is not None:
+        tail = box
+    for pattern in (_SAID, _CHOICE):
+        if found := pattern.findall(tail):
+            return str(found[-1])
+    return None
+
+
+def has_boxed(text: str) -> bool:
+    return text[-_TAIL_CHARS:].count("\\boxed") == 1 and bool(boxed(text))
+
+
+def has_hashes(text: str) -> bool:
+    """One line that begins with ####, and it is the last."""
+    return text.count("####") == 1 and text.rstrip().rpartition("\n")[2].startswith("####") and bool(after_hashes(text))
+
+
+def has_thought(text: str) -> bool:
+    """<think> some thought </think> and then an answer, each tag once."""
+    if text.count("<think>") != 1 or text.count("</think>") != 1:
+        return False
+    before, _, rest = text.partition("<think>")
+    thought, _, said = rest.partition("</think>")
+    return not before.strip() and bool(thought.strip()) and bool(said.strip())
+
+
+FORMATS: dict[str, Callable[[str], bool]] = {"boxed": has_boxed, "hashes": has_hashes, "think": has_thought}
+
+
+def make_safe_scorer(name: str, settings: Reward) -> Scorer | None:
+    """One of those that may run here; None for a name that is not among them."""
+    return _MAKERS[name](settings) if name in _MAKERS else None
+
+
+def _make_numeric(settings: Reward) -> Scorer:
+    def score(completion: str, answer: str, prompt: str) -> float:
+        given = final_answer(completion, settings.answer_from)
+        return float(given is not None and same_number(given, gold_answer(answer)))
+
+    return numeric if settings.answer_from == "whole" else score
+
+
+def _make_format(settings: Reward) -> Scorer:
+    shape = FORMATS[settings.format]
+    return lambda completion, answer, prompt: float(shape(completion))
+
+
+def _make_length(settings: Reward) -> Scorer:
+    """1 for up to half of `max_chars`, then falling to 0."""
+    half = settings.max_chars / 2
+    return lambda completion, answer, prompt: min(1.0, max(0.0, 2.0 - len(completion) / half))
+
+
+_MAKERS: dict[str, Callable[[Reward], Scorer]] = {
+    "exact": lambda settings: exact,
+    "numeric": _make_numeric,
+    "choice": lambda settings: choice,
+    "format": _make_format,
+    "length": _make_length,
+}
 SCORERS: dict[str, Scorer] = {"exact": exact, "numeric": numeric}

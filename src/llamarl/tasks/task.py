@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,32 +13,48 @@ from llamarl.errors import InputError
 from llamarl.types import Problem
 
 
-class Task:
-    """Problems by ordinal: each pass over them is shuffled anew. The cursor of a job is the next ordinal, nothing else."""
+class Prompter(Protocol):
+    """What a job needs of a task. A problem depends on the seed and the ordinal alone, so the next ordinal is the whole
+    cursor, and a snapshot that knows it knows where the data was."""
 
-    def __init__(self, train: Sequence[Problem], held_out: Sequence[Problem], *, seed: int) -> None:
-        if not train:
+    def problem(self, ordinal: int) -> Problem: ...
+
+    def evaluation(self, count: int, split: str = "held_out") -> Sequence[Problem]: ...
+
+
+class Task:
+    """Problems by ordinal: each pass over them is shuffled anew."""
+
+    def __init__(
+        self, train: Sequence[Problem], held_out: Sequence[Problem], *, seed: int, test: Sequence[Problem] = ()
+    ) -> None:
+        if not train and not test:
             raise InputError("task: no problems are left to train on; lower task.held_out")
-        self.train, self.held_out = train, held_out
+        self.train, self.held_out, self.test = train, held_out, test
         self._seed = seed
         self._pass = -1
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def problem(self, ordinal: int) -> Problem:
+        if not self.train:
+            raise InputError("task.path: holds only test problems, and nothing to train on")
         number, index = divmod(ordinal, len(self.train))
         if number != self._pass:
             self._order = np.random.default_rng([self._seed, number]).permutation(len(self.train))
             self._pass = number
         return self.train[int(self._order[index])]
 
-    def evaluation(self, count: int) -> Sequence[Problem]:
+    def evaluation(self, count: int, split: str = "held_out") -> Sequence[Problem]:
         """The first `count` held-out problems in an order of their own, the same in every job."""
-        if count and not self.held_out:
+        kept = self.test if split == "test" else self.held_out
+        if count and not kept:
             raise InputError(
-                "task: no problems are held out to evaluate on; raise task.held_out or set evaluate.prompts=0"
+                "evaluate.split: the task has no test problems; name a file with task.test_path"
+                if split == "test"
+                else "task: no problems are held out to evaluate on; raise task.held_out or set evaluate.prompts=0"
             )
-        order = np.random.default_rng(0).permutation(len(self.held_out))
-        return [self.held_out[index] for index in order[:count]]
+        order = np.random.default_rng(0).permutation(len(kept))
+        return [kept[index] for index in order[:count]]
 
 
 def is_held_out(text: str, share: float) -> bool:

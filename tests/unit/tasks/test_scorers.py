@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config import Reward
-from llamarl.errors import ConfigError
-from llamarl.tasks.registry import make_scorer
 from llamarl.tasks.scorers import SCORERS, Scorer, exact, numeric
 
 any_scorer = pytest.mark.parametrize("scorer", SCORERS.values(), ids=SCORERS)
@@ -96,31 +91,3 @@ def test_a_huge_completion_costs_next_to_nothing(scorer: Scorer) -> None:
     for text in ("9" * 1_000_000, " " * 1_000_000, "1." * 500_000, "-" * 1_000_000):
         assert scorer(text, "82", "") == 0.0
     assert time.perf_counter() - started_s < 2.0
-
-
-def test_an_unknown_scorer_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown scorer 'vibes'; known: exact, numeric, or FILE"):
-        make_scorer(Reward(scorer="vibes"))
-
-
-def test_a_scorer_of_ones_own_is_loaded_from_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "my scorer.py"
-    file.write_text(
-        "from __future__ import annotations\n"
-        "from dataclasses import dataclass\n"
-        "@dataclass\n"
-        "class Half:\n"
-        "    value: float = 0.5\n"
-        "def score(completion: str, answer: str, prompt: str) -> float:\n"
-        "    return Half().value\n"
-    )
-    score: Callable[[str, str, str], float] = make_scorer(Reward(scorer=f"{file}:score"))
-    assert score("a", "b", "c") == 0.5
-
-
-def test_two_files_of_the_same_name_do_not_take_each_others_place(tmp_path: Path) -> None:
-    for name, value in (("one", 1.0), ("two", 2.0)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "score.py").write_text(f"def score(completion, answer, prompt): return {value}\n")
-    first, second = (make_scorer(Reward(scorer=f"{tmp_path / name / 'score.py'}:score")) for name in ("one", "two"))
-    assert (first("", "", ""), second("", "", "")) == (1.0, 2.0)

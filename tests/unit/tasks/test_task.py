@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from llamarl.config import Task as TaskConfig
 from llamarl.errors import InputError
-from llamarl.tasks.arithmetic import arithmetic_task
-from llamarl.tasks.registry import make_task
+from llamarl.tasks.registry import make_single_task, make_task
 from llamarl.tasks.scorers import SCORERS
 from llamarl.tasks.task import Task, is_held_out
 from llamarl.types import Problem
@@ -54,13 +53,13 @@ def test_another_seed_gives_another_order() -> None:
 
 def test_the_order_is_the_same_in_every_version_of_the_program() -> None:
     """A run can be continued, and results compared, only if these never change."""
-    task = arithmetic_task(TaskConfig(), seed=0)
+    task = make_single_task(TaskConfig(), seed=0)
     assert [task.problem(ordinal).prompt for ordinal in (0, 1, 10_000)] == ["31+33=", "7+38=", "14+95="]
     assert [problem.prompt for problem in task.evaluation(3)] == ["7+70=", "34+7=", "74+10="]
 
 
 def test_held_out_pairs_are_never_trained_on_not_even_the_other_way_round() -> None:
-    task = arithmetic_task(TaskConfig(), seed=0)
+    task = make_single_task(TaskConfig(), seed=0)
     held_out = {frozenset(operands(problem)) for problem in task.held_out}
     trained = {frozenset(operands(problem)) for problem in task.train}
     assert held_out and trained
@@ -68,13 +67,13 @@ def test_held_out_pairs_are_never_trained_on_not_even_the_other_way_round() -> N
 
 
 def test_every_pair_is_there_once() -> None:
-    task = arithmetic_task(TaskConfig(max_operand=30), seed=0)
+    task = make_single_task(TaskConfig(max_operand=30), seed=0)
     found = sorted(operands(problem) for problem in [*task.train, *task.held_out])
     assert found == [(a, b) for a in range(31) for b in range(31)]
 
 
 def test_every_answer_is_the_sum_and_every_scorer_accepts_it() -> None:
-    task = arithmetic_task(TaskConfig(max_operand=20), seed=0)
+    task = make_single_task(TaskConfig(max_operand=20), seed=0)
     for problem in [*task.train, *task.held_out]:
         assert int(problem.answer) == sum(operands(problem))
         assert all(score(problem.answer, problem.answer, problem.prompt) == 1.0 for score in SCORERS.values())
@@ -82,14 +81,14 @@ def test_every_answer_is_the_sum_and_every_scorer_accepts_it() -> None:
 
 def test_what_is_held_out_depends_on_the_problem_alone() -> None:
     """Neither the seed nor the range of the operands moves a problem to the other side."""
-    small, large = arithmetic_task(TaskConfig(max_operand=20), 0), arithmetic_task(TaskConfig(max_operand=40), 99)
+    small, large = make_single_task(TaskConfig(max_operand=20), 0), make_single_task(TaskConfig(max_operand=40), 99)
     inside = {problem.prompt for problem in large.held_out if max(operands(problem)) <= 20}
     assert {problem.prompt for problem in small.held_out} == inside
-    assert list(small.evaluation(5)) == list(arithmetic_task(TaskConfig(max_operand=20), 7).evaluation(5))
+    assert list(small.evaluation(5)) == list(make_single_task(TaskConfig(max_operand=20), 7).evaluation(5))
 
 
 def test_holding_out_more_keeps_what_was_held_out() -> None:
-    few, many = (arithmetic_task(TaskConfig(held_out=share), 0) for share in (0.05, 0.3))
+    few, many = (make_single_task(TaskConfig(held_out=share), 0) for share in (0.05, 0.3))
     assert {problem.prompt for problem in few.held_out} < {problem.prompt for problem in many.held_out}
 
 
@@ -100,7 +99,7 @@ def test_the_share_that_is_held_out_is_the_one_asked_for(share: float) -> None:
 
 
 def test_evaluation_gives_different_problems_up_to_all_there_are() -> None:
-    task = arithmetic_task(TaskConfig(), seed=0)
+    task = make_single_task(TaskConfig(), seed=0)
     asked = task.evaluation(100)
     assert len({problem.prompt for problem in asked}) == 100
     assert set(map(operands, asked)) <= set(map(operands, task.held_out))

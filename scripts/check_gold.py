@@ -1,0 +1,94 @@
+"""Every scorer must accept its own gold answers: runs all of a data folder through them and lists what is refused.
+
+    LLAMARL_DATA=FOLDER python scripts/check_gold.py
+
+FOLDER holds gsm8k/{train,test}.jsonl, math/train.jsonl, math500/test.jsonl and svamp.jsonl (or easy/svamp.jsonl). Each
+answer is given the way a model would: the worked solution itself, and the answer in a box.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from llamarl.config import Reward
+from llamarl.config import Source as SourceConfig
+from llamarl.tasks.datasets import KINDS, Example
+from llamarl.tasks.extract import final_answer
+from llamarl.tasks.judge import Judge
+from llamarl.tasks.rows import read_rows
+from llamarl.types import Problem
+
+FILES = {
+    "gsm8k": ["gsm8k/train.jsonl", "gsm8k/test.jsonl"],
+    "svamp": ["svamp.jsonl", "easy/svamp.jsonl", "svamp/train.jsonl"],
+    "math": ["math/train.jsonl", "math500/test.jsonl"],
+}
+
+
+class Refusal(NamedTuple):
+    kind: str
+    way: str
+    answer: str
+    reason: str
+
+
+class Report(NamedTuple):
+    kind: str
+    file: str
+    way: str
+    num_answers: int
+    refused: list[Refusal]
+
+    @property
+    def share(self) -> float:
+        return 1 - len(self.refused) / self.num_answers
+
+
+def ways(example: Example) -> dict[str, str]:
+    return {"solution": example.solution, "boxed": f"So the answer is $\\boxed{{{example.answer}}}$."}
+
+
+def check(folder: Path) -> Iterator[Report]:
+    for kind, files in FILES.items():
+        judge = Judge(Reward(scorer=KINDS[kind].scorer))
+        judge.prepare()
+        for file in files:
+            if (folder / file).is_file():
+                settings = SourceConfig(kind=kind)  # type: ignore[arg-type]
+                examples = read_rows(folder / file, lambda row: KINDS[kind].read(settings, row))  # noqa: B023, used at once
+                yield from check_file(kind, file, examples, judge)
+        judge.close()
+
+
+def check_file(kind: str, file: str, examples: list[Example], judge: Judge) -> Iterator[Report]:
+    for way in ("solution", "boxed"):
+        for number, example in enumerate(examples):
+            judge.ask(number, ways(example)[way], Problem(example.question, example.answer))
+        refused = []
+        while judge.num_pending:
+            for key, outcome in judge.collect(1.0):
+                if outcome.status != "ok" or outcome.reward != 1.0:
+                    assert isinstance(key, int)
+                    read_as = final_answer(ways(examples[key])[way], "auto", formulas=kind == "math")
+                    refused.append(Refusal(kind, way, examples[key].answer, outcome.reason or f"read as {read_as!r}"))
+        yield Report(kind, file, way, len(examples), refused)
+
+
+def main() -> None:
+    if "LLAMARL_DATA" not in os.environ:
+        sys.exit("LLAMARL_DATA: name the folder with the data")
+    worst = 1.0
+    for report in check(Path(os.environ["LLAMARL_DATA"])):
+        worst = min(worst, report.share)
+        print(f"{report.file:22} as {report.way:8}  {report.num_answers:6} answers  accepted {report.share:.2%}")
+        for refusal in report.refused:
+            print(f"    refused {refusal.answer!r}: {refusal.reason}")
+    sys.exit(worst < 0.995)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Problems from data files: GSM8K, MATH, SVAMP, and any JSON-lines file with prompts and answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from llamarl.config import Source
+from llamarl.errors import ConfigError, InputError
+from llamarl.tasks.rows import BadRow, Row, as_text, read_rows, text_field
+from llamarl.types import Turn
+
+_CALCULATOR = re.compile(r"<<[^<>\n]{0,200}>>")  # GSM8K's own marks in its solutions
+_ROLES = ("system", "user", "assistant")
+
+
+class Example(Struct, frozen=True):
+    """One row: the question, the answer, and how it is worked out."""
+
+    question: str
+    answer: str
+    solution: str
+    turns: tuple[Turn, ...] = ()
+
+
+class Kind(Struct, frozen=True):
+    """What a kind of data brings along: how rows are read, how a prompt looks, who judges."""
+
+    read: Callable[[Source, Row], Example | None]
+    template: str
+    scorer: str
+
+
+def _gsm8k(settings: Source, row: Row) -> Example:
+    solution = text_field(row, "answer")
+    _, found, answer = solution.rpartition("####")
+    if not found or not answer.strip():
+        raise BadRow("'answer' has no final answer after ####")
+    return Example(text_field(row, "question"), answer.strip().replace(",", ""), _CALCULATOR.sub("", solution))
+
+
+def _math(settings: Source, row: Row) -> Example | None:
+    """Two problems of MATH have an empty box for an answer: they cannot be asked."""
+    if row.get("answer") == "":
+        return None
+    return Example(text_field(row, "problem"), text_field(row, "answer"), text_field(row, "solution"))
+
+
+def _svamp(settings: Source, row: Row) -> Example:
+    answer = text_field(row, "answer")
+    return Example(text_field(row, "question"), answer, f"#### {answer}")
+
+
+def _jsonl(settings: Source, row: Row) -> Example:
+    answer = text_field(row, settings.answer_field)
+    solution = text_field(row, settings.solution_field) if settings.solution_field else answer
+    prompt = row.get(settings.prompt_field)
+    if isinstance(prompt, list):
+        turns = tuple(_turn(message, settings.prompt_field) for message in prompt)
+        if not turns or turns[-1].role != "user":
+            raise BadRow(f"'{settings.prompt_field}' must end with a message of the user")
+        return Example(turns[-1].content, answer, solution, turns)
+    return Example(text_field(row, settings.prompt_field), answer, solution)
+
+
+def _turn(message: Any, field: str) -> Turn:
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise BadRow(f"'{field}' must be text or a list of {{role, content}} with roles {', '.join(_ROLES)}")
+    return Turn(message["role"], as_text(message.get("content"), f"{field}.content"))
+
+
+_WORD_PROBLEM = "Question: {prompt}\nWork it out step by step and end with a line #### and the number.\nAnswer:"
+_COMPETITION = "Problem: {prompt}\nWork it out step by step and put the final answer in \\boxed{}.\nSolution:"
+KINDS: dict[str, Kind] = {
+    "gsm8k": Kind(_gsm8k, _WORD_PROBLEM, "numeric"),
+    "math": Kind(_math, _COMPETITION, "math"),
+    "svamp": Kind(_svamp, _WORD_PROBLEM, "numeric"),
+    "jsonl": Kind(_jsonl, "{prompt}", "exact"),
+}
+
+
+def read_examples(settings: Source) -> tuple[list[Example], list[Example]]:
+    """(training, test): problems of the fixed test file are never trained on, even if the other file holds them too."""
+    train_path, test_path = _files(settings)
+    kind = KINDS[settings.kind]
+    test = read_rows(test_path, lambda row: kind.read(settings, row)) if test_path else []
+    tested = {example.question for example in test}
+    rows = read_rows(train_path, lambda row: kind.read(settings, row)) if train_path else []
+    return [row for row in rows if row.question not in tested], test
+
+
+def _files(settings: Source) -> tuple[Path | None, Path | None]:
+    if not settings.path:
+        raise ConfigError(
+            f"task.path: name the file, or the folder with train.jsonl, that {settings.kind} is read from; "
+            "nothing is downloaded"
+        )
+    path = Path(settings.path).expanduser()
+    if not path.exists():
+        raise InputError(f"task.path: no file or folder {path}")
+    train = path if path.is_file() else path / "train.jsonl"
+    test = Path(settings.test_path).expanduser() if settings.test_path else train.with_name("test.jsonl")
+    if settings.test_path and not test.is_file():
+        raise InputError(f"task.test_path: no file {test}")
+    found = tuple(file if file.is_file() else None for file in (train, test))
+    if found == (None, None):
+        raise InputError(f"task.path: {path} holds neither train.jsonl nor test.jsonl")
+    return (found[0], None) if train == test else (found[0], found[1])

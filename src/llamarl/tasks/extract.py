@@ -1,0 +1,134 @@
+r"""Where a completion says its final answer: in \boxed{}, after ####, in its last formula, or as its last number.
+
+Everything here looks at a bounded part of the text and walks over it a fixed number of times: no completion, however
+long or odd, can make it slow.
+"""
+
+from __future__ import annotations
+
+import re
+
+_TAIL_CHARS = 4000  # a final answer stands at the end
+_MAX_BOXES = 8
+_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,4}\{")
+_BARE_BOX = re.compile(r"\\boxed\s{1,4}([A-Za-z0-9.,+-]{1,40})")
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]}])-|(?<![A-Za-z0-9]))"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,20}(?![0-9])|[0-9]{1,400})(?:\.[0-9]{1,400})?|\.[0-9]{1,400})(?:/[0-9]{1,60})?"
+)
+_JOINT = re.compile(r"(?:[\s,.;$]|\\[()\[\]]|\\q?quad|\\text\{[^{}]{0,40}\}|and|or){0,60}")
+_MAX_JOINT = 80
+_MAX_BARE = 200
+_COMMAND = re.compile(r"\\[a-zA-Z]{1,30}")
+_WORD = re.compile(r"[A-Za-z]{3}")
+
+
+def final_answer(text: str, source: str, *, formulas: bool = False) -> str | None:
+    """The answer as `reward.answer_from` asks for it; None where there is none. With `auto`, the clearest sign wins."""
+    if source == "whole":
+        return text.strip()
+    if source == "boxed":
+        return boxed(text)
+    if source == "hashes":
+        return after_hashes(text)
+    if source == "last_number":
+        return last_number(text)
+    for find in (boxed, after_hashes, bare_formula, last_formula_or_number) if formulas else (boxed, after_hashes):
+        if (found := find(text)) is not None:
+            return found
+    return None if formulas else last_number(text)
+
+
+def gold_answer(text: str) -> str:
+    """The answer that is held against: a data file may give it alone, or as a worked solution that ends with it."""
+    box = boxed(text) if text.count("\\boxed") == 1 else None
+    return box or after_hashes(text) or text.strip()
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last whole box holds; of several that belong together, as \boxed{1} and \boxed{2}, all of them. A box
+    that is never closed, as in a text that was cut off, is none."""
+    tail = text[-_TAIL_CHARS:]
+    boxes = [(match.start(), match.end()) for match in _BOX.finditer(tail)][-_MAX_BOXES:]
+    found: list[str] = []
+    next_start = -1
+    for start, inside in reversed(boxes):
+        content = _braced(tail, inside)
+        if content is None:
+            continue
+        end = inside + len(content) + 1
+        if found and not (next_start - end <= _MAX_JOINT and _JOINT.fullmatch(tail, end, next_start)):
+            break
+        found.append(content.strip())
+        next_start = start
+    if not found and (bare := _BARE_BOX.findall(tail)):
+        return str(bare[-1]).strip(".,")
+    return ", ".join(reversed(found)) if found else None
+
+
+def _braced(text: str, start: int) -> str | None:
+    """From just behind an opening brace to just before the one that closes it."""
+    depth, at = 1, start
+    while at < len(text):
+        char = text[at]
+        if char == "\\":
+            at += 1  # \{ and \} are not braces
+        elif char == "{":
+            depth += 1
+        elif char == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start:at]
+        at += 1
+    return None
+
+
+def after_hashes(text: str) -> str | None:
+    """The rest of the line after the last ####, as GSM8K's own solutions end."""
+    tail = text[-_TAIL_CHARS:]
+    _, found, rest = tail.rpartition("####")
+    line = rest.strip().partition("\n")[0].strip()
+    return line if found and line else None
+
+
+def bare_formula(text: str) -> str | None:
+    """The whole text, where it is short and has no words in it."""
+    whole = text.strip()
+    if not whole or len(whole) > _MAX_BARE or "$" in whole or _WORD.search(_COMMAND.sub("", whole)):
+        return None
+    return whole
+
+
+def last_formula_or_number(text: str) -> str | None:
+    """Whichever ends the text."""
+    formula, number = _last_formula(text[-_TAIL_CHARS:]), _last_number(text[-_TAIL_CHARS:])
+    if formula and number:
+        return formula[1] if formula[0] >= number[0] else number[1]
+    found = formula or number
+    return found[1] if found else None
+
+
+def _last_formula(tail: str) -> tuple[int, str] | None:
+    r"""Where it ends, and what stands between the last $...$, $$...$$, \(...\) or \[...\]."""
+    end, opening = max((tail.rfind(close), open_) for open_, close in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")))
+    if end < 0:
+        return None
+    closed = end
+    start = tail.rfind(opening, 0, end)
+    if opening == "$" and 0 < start == end - 1:  # $$ closes what $$ opened
+        end, start = start, tail.rfind(opening, 0, start)
+    content = tail[start + len(opening) : end].strip() if start >= 0 else ""
+    return (closed, content) if content else None
+
+
+def last_number(text: str) -> str | None:
+    """The last plain number, as it is written; a minus counts where it cannot mean a subtraction."""
+    found = _last_number(text[-_TAIL_CHARS:])
+    return found[1] if found else None
+
+
+def _last_number(tail: str) -> tuple[int, str] | None:
+    found = None
+    for found in _NUMBER.finditer(tail):  # noqa: B007, only the last is wanted
+        pass
+    return None if found is None else (found.end(), found.group())

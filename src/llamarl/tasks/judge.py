@@ -1,0 +1,217 @@
+"""The judge: from a completion to a verdict, by one scorer or several, here or in a worker.
+
+Safe scorers are asked on the spot. Symbolic ones, patterns and a user's own functions go to a pool of workers. A verdict is
+a number or a failure; a failure is tried again and then reported as such, never as a wrong answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from llamarl.config import Reward
+from llamarl.errors import ConfigError
+from llamarl.plugins import is_reference
+from llamarl.tasks.extract import final_answer, gold_answer
+from llamarl.tasks.mathematics import quick_verdict
+from llamarl.tasks.scorers import Scorer, make_safe_scorer
+from llamarl.tasks.workers.pool import Pool
+from llamarl.tasks.workers.wire import Ask, Item, Setup, Status, Verdict, pack_text
+from llamarl.types import Problem
+
+NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length")
+_IN_WORKERS = ("regex", "math")
+_MAX_REMEMBERED = 10_000
+FALLBACK = "exact"  # for a task that names none
+
+
+class Outcome(Struct, frozen=True):
+    """What became of one answer. `reward` counts only where the status is ok."""
+
+    status: Status
+    reward: float = 0.0
+    reason: str = ""
+    seconds: float = 0.0
+
+
+class Counts(Struct):
+    """Attempts at judging that failed, since the last time somebody took them."""
+
+    failures: int = 0
+    timeouts: int = 0
+
+    def add(self, status: Status) -> None:
+        self.failures += status == "error"
+        self.timeouts += status == "timeout"
+
+
+@dataclass
+class _Case:
+    """An answer that waits for a worker: what is known of its reward, and the weights of what is not."""
+
+    key: Hashable
+    ask: Ask
+    known: float
+    weights: tuple[float, ...]
+    seconds: float  # spent on it so far, without waiting for a worker
+    tries_left: int
+
+
+class Judge:
+    """`own` names the scorers that suit the task's problems, for reward.scorer=auto."""
+
+    def __init__(self, settings: Reward, own: Sequence[str] = (FALLBACK,)) -> None:
+        self._settings = settings
+        self.counts = Counts()
+        self.peak_mb = 0.0  # the most that judging one answer has taken in a worker
+        self._safe: dict[str, Scorer] = {}
+        self._pool: Pool | None = None
+        self._pooled: tuple[str, ...] = ()
+        self._cases: dict[int, _Case] = {}
+        self._equal: dict[tuple[bytes, bytes], float] = {}  # what algebra has found out about (answer, completion)
+        self._next_ticket = 0
+        self._done: list[tuple[Hashable, Outcome]] = []
+        alone = own if settings.scorer == "auto" else [settings.scorer]
+        for name in settings.combine or dict.fromkeys(alone):
+            self._load(name)
+        if "regex" in self._pooled and not settings.pattern:
+            raise ConfigError("reward.pattern: the regex scorer needs one")
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._cases) + len(self._done)
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers that are with a worker, or wait for one."""
+        return len(self._cases)
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        return self._pool.pids if self._pool else ()
+
+    def prepare(self) -> None:
+        """Start the workers, if any are needed, so that what cannot be loaded shows now."""
+        if self._pooled:
+            self._open_pool().wait_until_up()
+
+    def ask(self, key: Hashable, completion: str, problem: Problem) -> None:
+        """The outcome comes out of `collect` under this key."""
+        start_s, known = time.monotonic(), 0.0
+        items: list[Item] = []
+        weights: list[float] = []
+        for name, weight in self._plan(problem).items():
+            settled = self._settle(name, completion, problem)
+            if isinstance(settled, Item):
+                items.append(settled)
+                weights.append(weight)
+            else:
+                known += weight * settled
+        spent_s = time.monotonic() - start_s
+        case = _Case(key, Ask(tuple(items)), known, tuple(weights), spent_s, self._settings.retries)
+        if items:
+            self._submit(case)
+        else:
+            self._finish(case, Verdict("ok"))
+
+    def collect(self, wait_s: float = 0.0) -> list[tuple[Hashable, Outcome]]:
+        """Outcomes so far, waiting at most this long for one."""
+        if self._cases and self._pool:
+            for ticket, verdict in self._pool.collect(0.0 if self._done else wait_s):
+                self._hear(self._cases.pop(ticket), verdict)
+        done, self._done = self._done, []
+        return done
+
+    def score(self, completion: str, problem: Problem) -> Outcome:
+        """One answer, waited for. Not to be mixed with answers under way."""
+        self.ask(None, completion, problem)
+        while not (done := self.collect(1.0)):
+            pass
+        return done[0][1]
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.close()
+
+    def _plan(self, problem: Problem) -> dict[str, float]:
+        if self._settings.combine:
+            return self._settings.combine
+        name = self._settings.scorer
+        return {(problem.scorer or FALLBACK) if name == "auto" else name: 1.0}
+
+    def _settle(self, name: str, completion: str, problem: Problem) -> float | Item:
+        if name in self._safe:
+            return self._safe[name](completion, problem.answer, problem.prompt)
+        if name == "math":
+            return self._settle_math(completion, problem.answer)
+        return Item(name, pack_text(completion), pack_text(problem.answer), pack_text(problem.prompt))
+
+    def _settle_math(self, completion: str, answer: str) -> float | Item:
+        """Only the two answers go to the worker, and only where they must."""
+        given, gold = final_answer(completion, self._settings.answer_from, formulas=True), gold_answer(answer)
+        if given is None:
+            return 0.0
+        verdict = quick_verdict(given, gold)
+        if verdict is not None:
+            return verdict
+        item = Item("math", pack_text(given), pack_text(gold), b"")
+        return self._equal.get((item.answer, item.completion), item)
+
+    def _load(self, name: str) -> None:
+        scorer = make_safe_scorer(name, self._settings)
+        if scorer is not None:
+            self._safe[name] = scorer
+        elif name in _IN_WORKERS or is_reference(name):
+            self._pooled = (*self._pooled, name)
+        else:
+            raise ConfigError(f"reward.scorer: unknown scorer '{name}'; known: {', '.join(NAMES)}, or FILE.py:FUNCTION")
+
+    def _open_pool(self) -> Pool:
+        if self._pool is None:
+            settings = self._settings
+            setup = Setup(self._pooled, settings.pattern, settings.timeout_s, settings.memory_mb)
+            self._pool = Pool(setup, settings.workers)
+        return self._pool
+
+    def _submit(self, case: _Case) -> None:
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        self._cases[ticket] = case
+        self._open_pool().submit(ticket, case.ask)
+
+    def _hear(self, case: _Case, verdict: Verdict) -> None:
+        self.counts.add(verdict.status)
+        self.peak_mb = max(self.peak_mb, verdict.peak_mb)
+        case.seconds += verdict.seconds
+        if verdict.status == "ok":
+            self._remember(case.ask.items, verdict.rewards)
+        if verdict.status != "ok" and case.tries_left:
+            case.tries_left -= 1
+            self._submit(case)
+        else:
+            self._finish(case, verdict)
+
+    def _remember(self, items: Sequence[Item], rewards: Sequence[float]) -> None:
+        """Samples of one prompt often agree. Only mathematics, whose verdict depends on nothing else, and only from a
+        child that ran no foreign code."""
+        if any(is_reference(item.scorer) for item in items):
+            return
+        if len(self._equal) >= _MAX_REMEMBERED:
+            self._equal.clear()
+        for item, reward in zip(items, rewards, strict=True):
+            if item.scorer == "math":
+                self._equal[item.answer, item.completion] = reward
+
+    def _finish(self, case: _Case, verdict: Verdict) -> None:
+        if verdict.status != "ok":
+            self._done.append((case.key, Outcome(verdict.status, 0.0, verdict.reason, case.seconds)))
+            return
+        judged = sum(weight * reward for weight, reward in zip(case.weights, verdict.rewards, strict=True))
+        reward = case.known + judged
+        if math.isfinite(reward):
+            self._done.append((case.key, Outcome("ok", reward, "", case.seconds)))
+        else:
+            self._done.append((case.key, Outcome("error", 0.0, f"scorer gave {reward}", case.seconds)))

@@ -1,0 +1,57 @@
+"""Several tasks in one, each with its share of the prompts.
+
+Which part an ordinal takes, and which of its problems, follow from seed and ordinal alone: ordinals are dealt in blocks, a
+block holds every part exactly as often as its weight says, and is shuffled by the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamarl.errors import ConfigError
+from llamarl.tasks.task import Task
+from llamarl.types import Problem
+
+_BLOCK = 1000
+
+
+class Mixture:
+    def __init__(self, parts: Sequence[tuple[Task, float]], *, seed: int) -> None:
+        self._tasks = [task for task, _ in parts]
+        self._counts = shares([weight for _, weight in parts])
+        self._seed = seed
+        self._number = -1
+        self._block: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+    def problem(self, ordinal: int) -> Problem:
+        number, index = divmod(ordinal, _BLOCK)
+        if number != self._number:
+            dealt = np.repeat(np.arange(len(self._tasks)), self._counts)
+            self._block = np.random.default_rng([self._seed, number, 1]).permutation(dealt)
+            self._number = number
+        part = int(self._block[index])
+        earlier = int(np.count_nonzero(self._block[:index] == part))
+        return self._tasks[part].problem(number * self._counts[part] + earlier)
+
+    def evaluation(self, count: int, split: str = "held_out") -> Sequence[Problem]:
+        """Taken from the parts in turn."""
+        each = [task.evaluation(count, split) for task in self._tasks]
+        dealt = [problem for row in zip_longest(*each) for problem in row if problem is not None]
+        return dealt[:count]
+
+
+def shares(weights: Sequence[float]) -> list[int]:
+    """How often each part comes in a block: whole numbers that sum to it, as near to the weights as can be."""
+    ideal = np.asarray(weights) / sum(weights) * _BLOCK
+    counts = np.floor(ideal).astype(int)
+    for index in np.argsort(counts - ideal, kind="stable")[: _BLOCK - int(counts.sum())]:
+        counts[index] += 1
+    if not counts.all():
+        raise ConfigError(
+            f"task.parts: a weight below 1/{_BLOCK} of all would never be asked; raise it or leave it out"
+        )
+    return [int(count) for count in counts]

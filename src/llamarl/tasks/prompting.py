@@ -1,0 +1,56 @@
+"""From an example to a problem: the template, solved examples before it, and the chat it may be asked in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from llamarl.config import Source
+from llamarl.errors import ConfigError
+from llamarl.tasks.datasets import Example
+from llamarl.types import Problem, Turn
+
+_MARK = "{prompt}"
+
+
+class Prompting:
+    """`shots` are solved examples to show; they are the same for every problem."""
+
+    def __init__(self, template: str, shots: Sequence[Example], scorer: str, *, chat: bool, system: str) -> None:
+        if _MARK not in template:
+            raise ConfigError(f"task.template: must hold {_MARK} where the problem goes")
+        self._template, self._shots, self._scorer = template, shots, scorer
+        self._chat, self._system = chat, system
+
+    def problem(self, example: Example) -> Problem:
+        if example.turns or self._chat:
+            return Problem(example.question, example.answer, self._turns(example), self._scorer)
+        asked = [f"{self._fill(shot.question)} {shot.solution}" for shot in self._shots]
+        return Problem("\n\n".join([*asked, self._fill(example.question)]), example.answer, (), self._scorer)
+
+    def _turns(self, example: Example) -> tuple[Turn, ...]:
+        own = example.turns or (Turn("user", self._fill(example.question)),)
+        system = (Turn("system", self._system),) if self._system and own[0].role != "system" else ()
+        head, rest = (own[:1], own[1:]) if own[0].role == "system" else (system, own)
+        shown = [
+            turn
+            for shot in self._shots
+            for turn in (Turn("user", self._fill(shot.question)), Turn("assistant", shot.solution))
+        ]
+        return (*head, *shown, *rest)
+
+    def _fill(self, question: str) -> str:
+        return self._template.replace(_MARK, question)
+
+
+def choose_shots(settings: Source, train: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+    """(shots, the rest): always the same ones, and never asked as problems."""
+    if not settings.few_shot:
+        return [], list(train)
+    if len(train) <= settings.few_shot:
+        raise ConfigError(f"task.few_shot: only {len(train)} problems are there to take examples from")
+    order = np.random.default_rng(0).permutation(len(train))
+    chosen = {int(index) for index in order[: settings.few_shot]}
+    rest = [example for index, example in enumerate(train) if index not in chosen]
+    return [train[int(index)] for index in order[: settings.few_shot]], rest

@@ -1,0 +1,71 @@
+"""Data files: JSON lines, read whole and checked line by line. What cannot be used is refused with its line number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from llamarl.errors import InputError
+
+Row = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class BadRow(Exception):
+    """What is wrong with a row."""
+
+
+def read_rows(path: Path, convert: Callable[[Row], T | None]) -> list[T]:
+    """What `convert` makes of each row; rows it makes nothing of are left out."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"task.path: {path} cannot be read: {error.strerror}") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                item = convert(_object(line))
+            except BadRow as error:
+                raise InputError(f"{path}:{number}: {error}") from None
+            if item is not None:
+                found.append(item)
+    if not found:
+        raise InputError(f"{path}: no rows")
+    return found
+
+
+def _object(line: bytes) -> Row:
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadRow(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise BadRow("not a JSON object")
+    return row
+
+
+def text_field(row: Row, field: str) -> str:
+    """A text, or a number written as one."""
+    if field not in row:
+        raise BadRow(f"no field '{field}'; there are: {', '.join(map(repr, row)) or 'none'}")
+    return as_text(row[field], field)
+
+
+def as_text(value: Any, field: str) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise BadRow(f"'{field}' must be text or a number, is {type(value).__name__}")
+    if not value.strip():
+        raise BadRow(f"'{field}' is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"'{field}' holds half of a character (a lone surrogate)") from None
+    return value

@@ -1,0 +1,118 @@
+"""`llamarl score`: completions in as JSON lines, verdicts out as JSON lines, one for one and in order."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import BinaryIO, TextIO, cast
+
+from llamarl.tasks.judge import Judge, Outcome
+from llamarl.types import Problem
+
+_LINES_AHEAD = 16  # each may be 10 MB
+_PATIENCE_S = 0.05
+
+# What is told of one line: an outcome, or why the line could not be judged.
+Told = Outcome | str
+
+
+def score_lines(source: BinaryIO, target: TextIO, notes: TextIO, judge: Judge, scorer: str) -> None:
+    _Session(target, notes, judge, scorer).run(source)
+
+
+class _Session:
+    """Reads ahead, so that several answers are judged at once; each verdict is written as soon as its turn has come."""
+
+    def __init__(self, target: TextIO, notes: TextIO, judge: Judge, scorer: str) -> None:
+        self._target, self._notes, self._judge, self._scorer = target, notes, judge, scorer
+        self._told: dict[int, Told] = {}  # verdicts whose turn has not come
+        self._num_read = self._num_written = 0
+
+    def run(self, source: BinaryIO) -> None:
+        lines: queue.Queue[bytes | None] = queue.Queue(_LINES_AHEAD)
+        threading.Thread(target=_feed, args=(source, lines), daemon=True).start()
+        more = True
+        while more or self._num_underway:
+            if more and self._num_underway < _LINES_AHEAD:
+                more = self._take(lines)
+            self._give()
+
+    @property
+    def _num_underway(self) -> int:
+        return self._num_read - self._num_written
+
+    def _take(self, lines: queue.Queue[bytes | None]) -> bool:
+        """Lines that are there, or, if there is nothing else to do, the next one. False after the last."""
+        for line in _arrived(lines, wait=not self._num_underway):
+            if line is None:
+                return False
+            number, self._num_read = self._num_read, self._num_read + 1
+            try:
+                completion, problem = read_line(line, self._scorer)
+            except ValueError as error:
+                self._told[number] = str(error)
+            else:
+                self._judge.ask(number, completion, problem)
+        return True
+
+    def _give(self) -> None:
+        for key, outcome in self._judge.collect(0.0 if self._told else _PATIENCE_S):
+            self._told[cast(int, key)] = outcome
+        while self._num_written in self._told:
+            told = self._told.pop(self._num_written)
+            self._num_written += 1
+            _write(self._target, self._notes, self._num_written, told)
+
+
+def _feed(source: BinaryIO, lines: queue.Queue[bytes | None]) -> None:
+    try:
+        for line in source:
+            lines.put(line)
+    finally:
+        lines.put(None)
+
+
+def _arrived(lines: queue.Queue[bytes | None], *, wait: bool) -> Iterator[bytes | None]:
+    """One line, waited for if nothing else is to be done, and then what lies there already."""
+    if wait:
+        yield lines.get()
+    with suppress(queue.Empty):
+        for _ in range(_LINES_AHEAD):
+            yield lines.get_nowait()
+
+
+def read_line(line: bytes, scorer: str) -> tuple[str, Problem]:
+    """Raises ValueError for what is no question. Lone surrogates are let through: models write them."""
+    try:
+        row = json.loads(line.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {str(error)[:100]}") from None
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    return _text(row, "completion"), Problem(_text(row, "prompt", ""), _text(row, "answer"), scorer=scorer)
+
+
+def _text(row: dict[str, object], field: str, default: object = None) -> str:
+    value = row.get(field, default)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"'{field}' must be text")
+    return value
+
+
+def _write(target: TextIO, notes: TextIO, number: int, told: Told) -> None:
+    """Why something was not judged goes to the notes, since the line itself has three fields and no more."""
+    if isinstance(told, str):
+        row: dict[str, object] = {"reward": None, "status": "bad input", "seconds": 0.0}
+        reason = told
+    else:
+        reward = told.reward if told.status == "ok" else None
+        row = {"reward": reward, "status": told.status, "seconds": round(told.seconds, 6)}
+        reason = told.reason
+    if reason:
+        print(f"line {number}: {ascii(reason)[1:-1]}", file=notes)
+    print(json.dumps(row), file=target, flush=True)

@@ -1,0 +1,171 @@
+"""A pool of workers that never shrinks: whoever dies or does not answer is replaced at once, and its answer is a failure."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+from llamarl.errors import ConfigError, JobFailed
+from llamarl.tasks.workers.wire import Ask, Inbox, NotReady, Ready, Setup, Verdict, decode_reply, send
+
+# A worker kills its child itself; one that has not answered after so many times the limit, and this on top, is stuck.
+_PATIENCE = 5
+_GRACE_S = 3.0
+_START_S = 120.0
+_SEND_S = 30.0
+_MAX_FAILED_STARTS = 3
+Finished = tuple[int, Verdict]
+
+
+class Worker:
+    """The pool's side of one worker process."""
+
+    def __init__(self, setup: Setup) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "llamarl.tasks.workers.worker", str(theirs.fileno()), str(os.getpid())]
+        self.process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
+            process_group=0,
+        )
+        theirs.close()
+        ours.settimeout(_SEND_S)
+        self.connection, self.inbox = ours, Inbox(ours)
+        self.up = False
+        self.ticket: int | None = None
+        self.deadline_s = time.monotonic() + _START_S
+        send(ours, setup)
+
+    @property
+    def free(self) -> bool:
+        return self.up and self.ticket is None
+
+    def take(self, ticket: int, ask: Ask, timeout_s: float) -> None:
+        self.ticket, self.deadline_s = ticket, time.monotonic() + _PATIENCE * timeout_s + _GRACE_S
+        send(self.connection, ask)
+
+    def end(self) -> None:
+        self.connection.close()
+        _end_process(self.process)
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+
+
+def _end_all(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.end()
+    workers.clear()
+
+
+class Pool:
+    def __init__(self, setup: Setup, count: int) -> None:
+        self._setup = setup
+        self._workers: list[Worker] = []
+        weakref.finalize(self, _end_all, self._workers)
+        self._queue: deque[tuple[int, Ask]] = deque()
+        self._lost: list[Finished] = []
+        self._failed_starts = 0
+        self._workers.extend(Worker(setup) for _ in range(count))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(worker.process.pid for worker in self._workers)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue) + len(self._lost) + sum(worker.ticket is not None for worker in self._workers)
+
+    def wait_until_up(self) -> None:
+        """Raises ConfigError if the scorers cannot be loaded."""
+        while not all(worker.up for worker in self._workers):
+            self._listen(1.0)
+
+    def submit(self, ticket: int, ask: Ask) -> None:
+        """The verdict comes out of `collect` under this ticket, sooner or later, whatever happens."""
+        self._queue.append((ticket, ask))
+        self._hand_out()
+
+    def collect(self, wait_s: float) -> list[Finished]:
+        """What is finished; waits for something at most so long."""
+        self._hand_out()
+        finished = self._listen(0.0 if self._lost else wait_s)
+        self._hand_out()
+        lost, self._lost = self._lost, []
+        return lost + finished
+
+    def close(self) -> None:
+        _end_all(self._workers)
+
+    def _hand_out(self) -> None:
+        for worker in list(self._workers):
+            if self._queue and worker.free:
+                ticket, ask = self._queue.popleft()
+                try:
+                    worker.take(ticket, ask, self._setup.timeout_s)
+                except OSError as error:
+                    self._replace(worker, Verdict("error", reason=f"its worker could not be reached: {error}"))
+
+    def _listen(self, wait_s: float) -> list[Finished]:
+        poll = select.poll()
+        by_fd = {worker.connection.fileno(): worker for worker in self._workers}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        soonest_s = min((w.deadline_s for w in self._workers if not w.free), default=time.monotonic() + wait_s)
+        patience_s = max(0.0, min(wait_s, soonest_s - time.monotonic()))
+        finished: list[Finished] = []
+        for fd, _ in poll.poll(patience_s * 1000):
+            finished += self._hear(by_fd[fd])
+        self._replace_late()
+        return finished
+
+    def _hear(self, worker: Worker) -> Sequence[Finished]:
+        try:
+            message = worker.inbox.receive()
+            reply = decode_reply(message) if message is not None else None
+        except (EOFError, OSError, msgspec.MsgspecError):
+            self._replace(worker, Verdict("error", reason="its worker died"))
+            return ()
+        match reply:
+            case Ready():
+                worker.up, self._failed_starts = True, 0
+            case NotReady():
+                raise ConfigError(reply.reason)
+            case Verdict() if worker.ticket is not None:
+                ticket, worker.ticket = worker.ticket, None
+                return [(ticket, reply)]
+        return ()
+
+    def _replace_late(self) -> None:
+        now_s = time.monotonic()
+        for worker in list(self._workers):
+            if not worker.free and worker.deadline_s < now_s:
+                self._replace(worker, Verdict("timeout", reason="its worker did not answer and was replaced"))
+
+    def _replace(self, worker: Worker, verdict: Verdict) -> None:
+        if worker.ticket is not None:
+            self._lost.append((worker.ticket, verdict))
+        worker.end()
+        if not worker.up:
+            self._failed_starts += 1
+            if self._failed_starts >= _MAX_FAILED_STARTS:
+                raise JobFailed(f"a scorer's worker did not come up {self._failed_starts} times in a row")
+        self._workers[self._workers.index(worker)] = Worker(self._setup)

@@ -1,0 +1,112 @@
+"""What the pool and its workers tell each other: MessagePack behind a length, over a socket pair nobody else holds."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+_LENGTH = struct.Struct("<Q")
+_READ_BYTES = 1 << 20
+MAX_BYTES = 1 << 30
+
+Status = Literal["ok", "error", "timeout"]
+
+
+class Setup(Struct, frozen=True):
+    """The first word to a worker: which scorers to load, and the limits of judging one answer."""
+
+    scorers: tuple[str, ...]
+    pattern: str
+    timeout_s: float
+    memory_mb: int
+
+
+class Ready(Struct, frozen=True, tag=True):
+    pass
+
+
+class NotReady(Struct, frozen=True, tag=True):
+    reason: str
+
+
+class Item(Struct, frozen=True, array_like=True):
+    """One scorer's view of an answer. Texts are UTF-8 in which lone surrogates are let through, as models write them."""
+
+    scorer: str
+    completion: bytes
+    answer: bytes
+    prompt: bytes
+
+
+class Ask(Struct, frozen=True):
+    items: tuple[Item, ...]
+
+
+class Verdict(Struct, frozen=True, tag=True):
+    """`rewards` in the order of the items; none when judging failed, which is not the same as a wrong answer."""
+
+    status: Status
+    rewards: tuple[float, ...] = ()
+    reason: str = ""
+    seconds: float = 0.0
+    peak_mb: float = 0.0
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_setup = msgspec.msgpack.Decoder(Setup).decode
+decode_ask = msgspec.msgpack.Decoder(Ask).decode
+decode_reply = msgspec.msgpack.Decoder(Ready | NotReady | Verdict).decode
+decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
+
+
+def pack_text(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def unpack_text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def send(connection: socket.socket, message: Struct) -> None:
+    payload = encode(message)
+    connection.sendall(_LENGTH.pack(len(payload)))
+    connection.sendall(payload)
+
+
+class Inbox:
+    """Cuts what arrives into messages."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = bytearray()
+
+    def receive(self) -> bytes | None:
+        """One read, then the next whole message if there is one. Raises EOFError when the peer is gone."""
+        data = self._connection.recv(_READ_BYTES)
+        if not data:
+            raise EOFError
+        self._buffer += data
+        return self._cut()
+
+    def wait(self) -> bytes:
+        """The next message, however long it takes."""
+        while (message := self.receive()) is None:
+            pass
+        return message
+
+    def _cut(self) -> bytes | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > MAX_BYTES:
+            raise EOFError
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        message = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return message

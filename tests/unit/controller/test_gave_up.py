@@ -1,0 +1,22 @@
+"""An executor that gives up ends the job at once, with its reason in the ledger; words of the dead do not."""
+
+from __future__ import annotations
+
+from llamarl.config import Config, Evaluate, Schedule
+from llamarl.controller import events as ev
+from llamarl.controller.controller import Controller
+from llamarl.controller.ledger import Closed
+from llamarl.job import default_line
+
+
+def test_giving_up_ends_the_job_with_the_reason() -> None:
+    controller = Controller(default_line(Config()), Schedule(), Evaluate())
+    controller.handle(ev.Began())
+    assert controller.handle(ev.GaveUp("reward/0", 7, "not mine")) == []
+    commands = controller.handle(ev.GaveUp("reward/0", 0, "the scorer is broken"))
+    assert commands == [
+        ev.Write(Closed("stopped: the scorer is broken")),
+        ev.Sync(),
+        ev.Abort("the scorer is broken"),
+    ]
+    assert controller.finished
