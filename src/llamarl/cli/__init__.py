@@ -14,6 +14,8 @@ import msgspec
 import typer
 from rich.console import Console
 
+from llamarl.cli.bench import bench, device_or_refuse
+from llamarl.cli.transfer import plan_transfer_command
 from llamarl.config import Config
 from llamarl.configfile import describe, load_config
 from llamarl.controller.ledger import Audit, audit, read_ledger
@@ -40,12 +42,6 @@ class Split(StrEnum):
     test = "test"
 
 
-class Recompute(StrEnum):
-    none = "none"
-    selective = "selective"
-    full = "full"
-
-
 app = typer.Typer(
     name="llamarl",
     help="Asynchronous reinforcement learning for language models.",
@@ -54,26 +50,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-bench = typer.Typer(help="Measure the parts on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
-
-
-class TransportChoice(StrEnum):
-    auto = "auto"
-    memfd = "memfd"
-    cuda = "cuda"
-    group = "group"
-
-
-ModelOption = Annotated[str, typer.Option(metavar="SHAPE", help="a model shape by name")]
-TrainerOption = Annotated[str, typer.Option(metavar="MESH", help="such as fsdp=4,tp=2 (or replicas=2,precision=fp32)")]
-GeneratorOption = Annotated[str, typer.Option(metavar="MESH", help="such as tp=2,replicas=2,precision=fp8")]
-
-
-class Precision(StrEnum):
-    bf16 = "bf16"
-    fp32 = "fp32"
 
 
 @app.command()
@@ -305,129 +282,7 @@ def config_command() -> None:
         print(f"{indent}{name}: {default}".ljust(36) + f"  # {meaning}")
 
 
-@bench.command("train")
-def bench_train_command(
-    model: Annotated[str, typer.Option(metavar="SHAPE", help="a shape by name, such as llama-3.2-1b")] = "smollm2-135m",
-    tokens: Annotated[int, typer.Option(min=64, help="tokens of one update")] = 16_384,
-    length: Annotated[int, typer.Option(min=2, help="tokens of each document")] = 1024,
-    lognormal: Annotated[bool, typer.Option("--lognormal", help="log-normal lengths from 64 to 2048 instead")] = False,
-    padded: Annotated[
-        bool, typer.Option("--padded", help="fill documents up to the longest, as without packing")
-    ] = False,
-    tokens_per_pack: Annotated[int, typer.Option(min=0, help="tokens of one pass; 0: all")] = 0,
-    recompute: Annotated[Recompute, typer.Option(help="activations made again in the backward pass")] = Recompute.none,
-    offload: Annotated[bool, typer.Option("--offload", help="optimizer state in host memory")] = False,
-    eager: Annotated[bool, typer.Option("--eager", help="do not compile")] = False,
-    updates: Annotated[int, typer.Option(min=1, help="updates that are timed")] = 10,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cuda",
-    profile: Annotated[bool, typer.Option("--profile", help="also show the longest kernels of one update")] = False,
-    json: Annotated[bool, typer.Option("--json", help="figures as JSON")] = False,
-) -> None:
-    """How fast a model of this shape trains: whole updates, random weights and tokens."""
-    device_or_refuse(device)
-    from llamarl.bench.train import TrainBench, run
-
-    bench = TrainBench(
-        model=model,
-        tokens=tokens,
-        length=length,
-        lengths="lognormal" if lognormal else "equal",
-        padded=padded,
-        tokens_per_pack=tokens_per_pack,
-        recompute=recompute.value,
-        offload=offload,
-        compile=not eager,
-        updates=updates,
-        device=device,
-    )
-    run(bench, as_json=json, profiled=profile)
-
-
-@bench.command("decode")
-def bench_decode_command(
-    model: Annotated[str, typer.Option(help="a shape by name, with random weights")] = "llama-3.2-1b",
-    batch: Annotated[int, typer.Option(min=1, help="sequences at once")] = 256,
-    prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 128,
-    new: Annotated[int, typer.Option(min=16, help="tokens to sample for each")] = 256,
-    samples: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 8,
-    precision: Annotated[Precision, typer.Option(help="of weights and cache")] = Precision.bf16,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cuda",
-    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
-) -> None:
-    """How quickly completions are sampled, against what the machine allows."""
-    from llamarl.shapes import shape_named
-
-    shape = shape_named(model)
-    if prompt + new > shape.max_positions:
-        raise InputError(f"--new: {prompt} + {new} tokens exceed the {shape.max_positions} positions of {model}")
-    from llamarl.bench.decode import Case, bench_decode, describe_decode
-
-    case = Case(model, batch, prompt, new, samples, precision.value, device_or_refuse(device))
-    result = bench_decode(shape, case)
-    print(msgspec.json.encode(result).decode() if as_json else describe_decode(result))
-
-
-@bench.command("sync")
-def bench_sync_command(
-    model: ModelOption = "",
-    trainer: TrainerOption = "",
-    generator: GeneratorOption = "",
-    rounds: Annotated[int, typer.Option(min=1, help="the median of so many is printed")] = 50,
-    transport: Annotated[
-        TransportChoice, typer.Option(help="auto: as a job would choose on this machine")
-    ] = TransportChoice.auto,
-    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
-) -> None:
-    """How long weights take from trainer to generator, between real processes on this machine."""
-    from llamarl.layout.mesh import parse_side
-    from llamarl.shapes import shape_named
-
-    sides = parse_side("--trainer", trainer, "bf16"), parse_side("--generator", generator, "bf16")
-    named = shape_named(model) if model else None
-
-    from llamarl.bench.sync import Case, bench_sync, default_model, describe_sync
-
-    model = model or default_model()
-    case = Case(model, trainer, generator, rounds, transport.value)
-    result = bench_sync(named or shape_named(model), *sides, case)
-    print(msgspec.json.encode(result).decode() if as_json else describe_sync(result))
-
-
-@app.command("plan-transfer")
-def plan_transfer_command(
-    model: ModelOption = "llama-3.1-8b",
-    trainer: TrainerOption = "fsdp=8",
-    generator: GeneratorOption = "replicas=8",
-    nvlink: Annotated[float, typer.Option(min=0.001, help="GB/s of each GPU and direction inside a host")] = 450.0,
-    nic: Annotated[float, typer.Option(min=0.001, help="GB/s of each GPU and direction between hosts")] = 50.0,
-    gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs of one host")] = 8,
-    together: Annotated[
-        bool,
-        typer.Option("--together", help="generators follow on the trainers' hosts instead of on hosts of their own"),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
-) -> None:
-    """What goes where when weights are published, and how long it would take, for any number of GPUs."""
-    from llamarl.layout.cost import Links, describe, predict
-    from llamarl.layout.mesh import parse_side
-    from llamarl.layout.model import model_plan
-    from llamarl.shapes import shape_named
-
-    sides = parse_side("--trainer", trainer, "bf16"), parse_side("--generator", generator, "bf16")
-    plan = model_plan(shape_named(model), *sides)
-    links = Links(nvlink_gb_s=nvlink, nic_gb_s=nic, gpus_per_host=gpus_per_host, together=together)
-    found = predict(plan, links)
-    print(msgspec.json.encode(found).decode() if as_json else describe(plan, found))
-
-
-def device_or_refuse(device: str) -> str:
-    import torch
-
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {device}: cannot be used here ({str(error).splitlines()[0]})") from None
-    return device
+app.command("plan-transfer")(plan_transfer_command)
 
 
 def _describe_audit(found: Audit) -> str:
@@ -455,7 +310,3 @@ def main() -> None:
     except LlamaRLError as error:
         print(f"llamarl: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,83 @@
+"""Do generator and trainer agree on the log-probs of what was sampled, with the same weights?
+
+    python benchmarks/logprob_gap.py MODEL [--dtype bfloat16] [--device cuda] [--samples 16] [--new 128]
+
+Answers to six prompts are sampled at T = 1 by the generator as it runs in a job (on a GPU: graphs and kernels), then read by
+the trainer's passes. What differs is arithmetic alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llamarl.algo.batch import document_of
+from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.model.checkpoint import load_model
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.train.policy import Computing, load_policy
+from llamarl.types import CompletionGroup, Problem, PromptGroup, Sampling, tokens_to_bytes
+
+PROMPTS = (
+    "Q: Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
+    "How many clips did Natalia sell altogether?\nA:",
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a small village",
+    "In 1905, Albert Einstein",
+    "Question: What is 17 + 25?\nAnswer:",
+)
+
+
+def sample(folder: Path, sampling: Sampling, dtype: torch.dtype, device: torch.device) -> list[CompletionGroup]:
+    tokenizer = Tokenizer.load(folder)
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    limits = Limits(
+        slots=sampling.samples * len(prompts),
+        max_prompt_tokens=max(map(len, prompts)),
+        max_new_tokens=sampling.max_new_tokens,
+    )
+    model = load_model(folder, dtype=dtype, device=device)
+    decoder = ContinuousDecoder(model, limits, eos_ids=tokenizer.eos_ids, seed=0)
+    decoder.version = 0
+    for ordinal, tokens in enumerate(prompts):
+        decoder.add(PromptGroup(ordinal, Problem(PROMPTS[ordinal], ""), tokens_to_bytes(tokens), sampling))
+    done: list[CompletionGroup] = []
+    while not decoder.idle:
+        done += decoder.step()
+    return done
+
+
+def gaps(folder: Path, groups: Sequence[CompletionGroup], computing: Computing) -> Tensor:
+    policy = load_policy(folder, computing)
+    documents = [document_of(group.prompt, one, version=0) for group in groups for one in group.completions]
+    packs = policy.packs(documents, same_everywhere=True)
+    return torch.cat([(policy.logprobs(pack).cpu() - pack.behavior_logprobs_N.cpu()).abs() for pack in packs])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--new", type=int, default=128)
+    args = parser.parse_args()
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    sampling = Sampling(samples=args.samples, max_new_tokens=args.new, temperature=1.0)
+    groups = sample(args.model, sampling, dtype, device)
+    for compiled in (False, True) if device.type == "cuda" else (False,):
+        found = gaps(args.model, groups, Computing(device, dtype, compiled=compiled))
+        print(
+            f"{args.dtype} on {device}, trainer {'compiled' if compiled else 'plain'}: mean |difference| "
+            f"{found.mean():.2e}, largest {found.max():.2e}, over {len(found):,} tokens",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
