@@ -64,7 +64,8 @@ def main() -> None:
     settings = [*ROBUST, "evaluate.prompts=0", *args.settings]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        updates = args.updates or updates_for(args.kills * args.every, folder / "trial", settings)
+        # A little longer than the kills take, so that the last of them falls within the run.
+        updates = args.updates or updates_for((args.kills + 2) * args.every, folder / "trial", settings)
         settings.append(f"schedule.updates={updates}")
         disturber = Disturber(args.seed, args.every, controller_share=0.0, stop_share=0.0)
         without_s = wall_s(folder / "undisturbed", settings)
