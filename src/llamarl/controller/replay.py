@@ -20,7 +20,7 @@ from llamarl.controller.line import Channel, Line, Role
 from llamarl.errors import InputError
 
 
-class Setting(Struct, frozen=True):
+class Setting(Struct, frozen=True, tag=True, tag_field="event"):
     """All that a controller is made of."""
 
     roles: tuple[Role, ...]
