@@ -1,13 +1,7 @@
-"""What holds for every test: one thread for torch, and no time limit on a single Hypothesis example."""
+"""One thread in the process that runs the tests: some of them fork, and a pool of threads does not survive that."""
 
 from __future__ import annotations
 
-import os
+import torch
 
-from hypothesis import settings
-
-# Before torch is imported by anybody: tiny products are slower on several threads, and waiting threads spin.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-settings.register_profile("llamarl", deadline=None)  # shared machines pause at will
-settings.load_profile("llamarl")
+torch.set_num_threads(1)
