@@ -1,7 +1,13 @@
-"""One thread in the process that runs the tests: some of them fork, and a pool of threads does not survive that."""
+"""What holds for every test: one thread for torch, and no time limit on a single Hypothesis example."""
 
 from __future__ import annotations
 
-import torch
+import os
 
-torch.set_num_threads(1)
+from hypothesis import settings
+
+# Before torch is imported by anybody: tiny products are slower on several threads, and waiting threads spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("llamarl", deadline=None)  # shared machines pause at will
+settings.load_profile("llamarl")
