@@ -275,7 +275,7 @@ def test_ctrl_c_and_kill_9_leave_no_process_no_shared_memory_and_no_file(
     os.killpg(interrupted.pid, signal.SIGINT)
     os.kill(killed.pid, signal.SIGKILL)
     for name in ("interrupted", "killed"):
-        assert all_gone(f"{MARK}={tmp_path / name}", within_s=3)
+        assert all_gone(f"{MARK}={tmp_path / name}", within_s=10)  # a busy machine is slow to end them
         assert not list((tmp_path / name / "tmp").iterdir())
     assert wait_until(lambda: set(os.listdir("/dev/shm")) <= running["shared_memory"], 3)
     run = tmp_path / "interrupted" / "run"
