@@ -56,7 +56,6 @@ class Controller:
         self._unseen_snapshots: set[int] = set()  # whole, but of versions that are not visible yet
         # Per group role, a heap of (rank, ordinal): groups that need an executor, in the order in which they get one.
         self.waiting: list[list[tuple[int, int]]] = [[] for _ in self.pools]
-        self.ungenerated: set[int] = set()  # handed to the first role, and not yet answered
         self._dropped: set[int] = set()
         self._commands: list[ev.AnyCommand] = []
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
@@ -140,7 +139,7 @@ class Controller:
     def _on_group_done(self, event: ev.GroupDone) -> None:
         if (executor := self._holder(event)) is None:
             return
-        self._take_back(executor, event.ordinal)
+        executor.give(event.ordinal)
         if is_evaluation(event.ordinal):
             self.evaluation.passed(event.ordinal, executor)
         elif not is_probe(event.ordinal):
@@ -154,7 +153,7 @@ class Controller:
     def _on_group_failed(self, event: ev.GroupFailed) -> None:
         if (executor := self._holder(event)) is None:
             return
-        self._take_back(executor, event.ordinal)
+        executor.give(event.ordinal)
         if is_evaluation(event.ordinal):
             self.evaluation.passed(event.ordinal, executor)
             self._move_on(event.ordinal, len(self.pools))
@@ -163,11 +162,6 @@ class Controller:
         else:
             self._drop(event.ordinal, event.reason)
         self._make_available(executor)
-
-    def _take_back(self, executor: Executor, ordinal: int) -> None:
-        executor.give(ordinal)
-        if executor.position == 0:
-            self.ungenerated.discard(ordinal)
 
     def _give_up_probe(self, ordinal: int) -> None:
         self.probes.failed(ordinal)
@@ -329,8 +323,6 @@ class Controller:
     def _assign(self, executor: Executor, ordinal: int, num_completions: int) -> None:
         executor.take(ordinal, num_completions)
         self.pools[executor.position].touch(executor)
-        if executor.position == 0:
-            self.ungenerated.add(ordinal)
         if executor.position == 0 and ordinal >= 0:
             self._write(ledger.Issued(ordinal, executor.name, executor.version))
         self._say(ev.RunGroup(executor.name, executor.incarnation, ordinal))

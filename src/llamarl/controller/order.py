@@ -103,7 +103,8 @@ class ExactOrder:
 
     def may_publish(self, version: int) -> bool:
         controller = self._controller
-        ungenerated = [*controller.ungenerated, *(ordinal for _, ordinal in controller.waiting[0])]
+        ungenerated = [ordinal for executor in controller.pools[0].executors for ordinal in executor.groups]
+        ungenerated += (ordinal for _, ordinal in controller.waiting[0])
         if controller.next_ordinal < self._schedule.num_groups:
             ungenerated.append(controller.next_ordinal)
         needed = [self.version_for(ordinal) for ordinal in ungenerated if not is_evaluation(ordinal)]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llamarl.config import Schedule
 from llamarl.controller import events as ev
+from llamarl.controller.probe import is_probe
 
 
 def schedule(staleness: int, groups: int = 3, attempts: int = 99) -> Schedule:
@@ -88,3 +89,14 @@ def test_a_group_that_keeps_killing_its_executor_stops_the_job_instead_of_being_
             world.complete(0)
     assert isinstance(world.end, ev.Abort)
     assert "its executor died 2 times" in world.end.reason
+
+
+def test_a_probe_that_keeps_killing_its_executor_is_done_without_and_holds_up_nothing() -> None:
+    world = World(standard_line(capacity=2), schedule(1, attempts=3))  # one group at a time: no other dies with it
+    while world.end is None:
+        assert world.outstanding, "deadlock"
+        if any(is_probe(ordinal) for ordinal in world.held_groups.get("generator/0", ())):
+            world.kill("generator/0")
+        else:
+            world.complete(0)
+    world.check_end()
