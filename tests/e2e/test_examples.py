@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.brief import BRIEF, ROOT, TINY
 from helpers.cli import llamarl
 
 from llamarl import Job
@@ -16,17 +17,6 @@ from llamarl.config import Algo
 from llamarl.plugins import load_function
 from llamarl.tasks.scorers import Scorer
 
-ROOT = Path(__file__).parents[2]
-BRIEF = [
-    "engine=inline",
-    "schedule.updates=2",
-    "schedule.groups_per_update=4",
-    "schedule.samples_per_group=4",
-    "generator.slots=32",
-    "evaluate.prompts=8",
-    "trainer.warmup_updates=0",
-]
-
 
 @pytest.fixture(autouse=True)
 def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +25,13 @@ def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_smollm2_arithmetic_trains_with_the_tiny_model(tmp_path: Path) -> None:
+    settings = [*BRIEF, *TINY, "evaluate.every=1"]
+    code, _, err = llamarl("train", "examples/smollm2_arithmetic.yaml", *settings, "--run", tmp_path / "run")
+    assert (code, err) == (0, "")
+    assert llamarl("audit", tmp_path / "run").code == 0
 
 
 def test_the_custom_loss_trains_a_job_from_the_command_line(tmp_path: Path) -> None:

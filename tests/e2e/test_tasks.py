@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.brief import BRIEF, ROOT, TINY
 from helpers.cli import llamarl
 
 from llamarl import Job
@@ -22,25 +23,7 @@ from llamarl.errors import InputError, JobFailed
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.types import bytes_to_tokens
 
-ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
-BRIEF = [
-    "engine=inline",
-    "schedule.updates=2",
-    "schedule.groups_per_update=4",
-    "schedule.samples_per_group=4",
-    "generator.slots=32",
-    "evaluate.prompts=8",
-    "trainer.warmup_updates=0",
-]
-# The tiny model knows digits and 256 positions: it cannot solve these, but everything around it is real.
-TINY = [
-    "model.path=tiny",
-    "task.chat=false",
-    "task.template='{prompt}'",
-    "generator.max_prompt_tokens=128",
-    "generator.max_new_tokens=8",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +45,7 @@ def test_arithmetic_trains_from_its_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["inline", "local"])
 def test_gsm8k_trains_from_its_yaml(tmp_path: Path, engine: str) -> None:
     settings = [*BRIEF, *TINY, f"engine={engine}", f"task.path={DATA / 'gsm8k'}", "task.held_out=0.2"]
-    code, _, err = llamarl("train", "examples/gsm8k.yaml", *settings, "--run", tmp_path / "run")
+    code, _, err = llamarl("train", "examples/gsm8k_qwen.yaml", *settings, "--run", tmp_path / "run")
     assert (code, err) == (0, "")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["outcome"], summary["groups_trained"], summary["groups_dropped"]) == ("finished", 8, 0)
@@ -264,9 +247,3 @@ def test_every_gold_answer_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {report.kind for report in reports} == {"gsm8k", "svamp", "math"}
     for report in reports:
         assert report.share >= 0.995, report.refused
-
-
-def test_the_example_of_gsm8k_is_a_valid_config() -> None:
-    raw = yaml.safe_load((ROOT / "examples" / "gsm8k.yaml").read_text())
-    raw["trainer"]["lr"] = float(raw["trainer"]["lr"])
-    assert isinstance(parse_config(raw), Config)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.training import make_test_documents, naive_gradients
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import Algo
@@ -71,6 +72,17 @@ def test_packed_bf16_passes_agree_with_one_document_at_a_time_in_fp32(
         mine, wanted = grad.float().flatten().cpu(), expected[1][name].flatten()
         assert torch.nn.functional.cosine_similarity(mine, wanted, dim=0) > 0.99, name
         assert (mine - wanted).norm() / wanted.norm() < 0.1, name
+
+
+def test_packs_of_all_sizes_share_the_graphs_of_the_first_update() -> None:
+    """A graph made anew in the middle of a run costs seconds."""
+    torch._dynamo.reset()
+    learner = gpu_learner(compiled=True, tokens_per_pack=500)
+    learner.accumulate(DOCUMENTS)
+    made = counters["stats"]["unique_graphs"]
+    for count in (2, 19, 47, 200):
+        learner.accumulate(make_test_documents(count))
+    assert counters["stats"]["unique_graphs"] == made
 
 
 def test_fp32_on_a_gpu_equals_fp32_on_a_cpu(expected: tuple[float, dict[str, Tensor]]) -> None:

@@ -20,6 +20,7 @@ class Summary(Struct, kw_only=True):
     reward_first: float
     reward_last: float
     idle_share: dict[str, float]
+    started_at: float = 0.0  # unix time; seconds in the other files of the run folder count from then
     wall_s: float
     train_s: float  # wall without start-up and the evaluations before and after
     tokens_generated: int

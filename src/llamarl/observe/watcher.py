@@ -26,7 +26,7 @@ class Watcher:
         self._first_role, self._last_role = first_role, last_role
         self._board = make_board(config.observe, folder.path)
         self.tally, self.timeline = tally, Timeline()
-        self._start_s = time.monotonic()
+        self._start_s, self._started_at = time.monotonic(), time.time()
         self._training_s: tuple[float, float] | None = None  # when the first group was done, and the last update
         self._last_update_s = self._start_s
         self._unjudged = {"score_failures": 0, "score_timeouts": 0}  # since the last update
@@ -135,6 +135,7 @@ class Watcher:
             reward_first=_mean(rewards[: max(1, len(rewards) // 10)]),
             reward_last=_mean(rewards[-max(1, len(rewards) // 10) :]),
             idle_share=self.timeline.idle_share(start_s, stop_s),
+            started_at=self._started_at,
             wall_s=end_s - self._start_s,
             train_s=stop_s - start_s,
             tokens_generated=tally.tokens_generated,

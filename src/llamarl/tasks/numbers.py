@@ -17,6 +17,11 @@ _RATIO = re.compile(
 )
 _SPACES = re.compile(r"\\[,;:!]|[\s~]")
 _SEPARATORS = re.compile(r"[^0-9]")
+_WORDS = r"[A-Za-z][A-Za-z .]{0,39}"
+_UNIT = re.compile(
+    rf"(?:[ ~]|\\[,;:! ]){{0,4}}(?:\\(?:text|mathrm|textnormal)\{{ ?({_WORDS})\}}|(?<![A-Za-z\\])({_WORDS}))$"
+)
+_FACTORS = frozenset(("hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "half", "k"))
 
 
 class Number(NamedTuple):
@@ -39,6 +44,14 @@ def read_number(text: str) -> Number | None:
         return Number(value, "." not in bare, percent)
     value = _ratio(_SPACES.sub("", bare))
     return None if value is None else Number(value, True, percent)
+
+
+def without_unit(text: str) -> str:
+    """A number may be followed by what it counts: 18 dollars, 3\\text{ cm}. Words that change its value stay."""
+    found = _UNIT.search(text.strip()) if len(text) <= _MAX_CHARS else None
+    if not found or _FACTORS & set((found[1] or found[2]).lower().replace(".", " ").split()):
+        return text
+    return text.strip()[: found.start()]
 
 
 def _plain(text: str) -> Fraction | None:

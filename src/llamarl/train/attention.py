@@ -50,13 +50,11 @@ class FlashDocuments:
     def __init__(self, pack: Pack) -> None:
         width = pack.tokens_RT.numel()
         lengths = [*pack.lengths, width - sum(pack.lengths)]  # the tail is a document that nobody looks at
-        # Filled up with empty documents to a power of two, so that compiled blocks meet few different shapes.
-        slots = 1 << max(4, (len(lengths) - 1).bit_length())
-        starts_D = torch.zeros(slots + 1, dtype=torch.int32)
-        starts_D[1 : len(lengths) + 1] = torch.tensor(lengths).cumsum(0)
-        starts_D[len(lengths) + 1 :] = width
+        starts_D = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
         self.starts_D = starts_D.to(pack.tokens_RT.device, non_blocking=True)
-        self.longest = 1 << max(7, (max(lengths) - 1).bit_length())
+        torch._dynamo.maybe_mark_dynamic(self.starts_D, 0)  # packs hold any number of documents
+        # A power of two that most packs have in common: compiled blocks are made anew for each other one.
+        self.longest = 1 << max(10, (max(lengths) - 1).bit_length())
 
     def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
         out_THD: Tensor = torch.ops.aten._flash_attention_forward(

@@ -5,7 +5,7 @@ Nothing is wrapped: parameters keep their Hugging Face names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from llamarl.model.ops import Rope
 from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import Mesh
 
@@ -91,7 +92,18 @@ def _compile(model: Transformer) -> None:
         block.self_attn.layer = (
             0  # the trainer's attention asks for no layer; different numbers would be different graphs
         )
-        block.forward = torch.compile(block.forward)
+        block.forward = _for_any_length(torch.compile(block.forward))
+
+
+def _for_any_length(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Told beforehand that rows come in all lengths, torch makes one graph for them, instead of another at the second."""
+
+    def call(x_RTC: Tensor, rope: Rope, *args: Any, **kwargs: Any) -> Tensor:
+        for tensor in (x_RTC, *rope):
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        return forward(x_RTC, rope, *args, **kwargs)
+
+    return call
 
 
 def _shard(model: Transformer, mesh: Mesh, compute_dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ import pytest
 from llamarl.tasks.extract import after_hashes, boxed, final_answer, gold_answer, last_number
 from llamarl.tasks.mathematics import canonical, is_readable, quick_verdict
 from llamarl.tasks.numbers import read_number
+from llamarl.tasks.scorers import same_number
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,33 @@ def test_each_setting_looks_in_its_own_place_only() -> None:
 def test_the_same_number_however_it_is_written(one: str, other: str) -> None:
     first, second = read_number(one), read_number(other)
     assert first and second and first.value == second.value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["18 dollars", r"18\text{ dollars}", r"18 \text{eggs per day}", r"\$18\ \mathrm{USD}", "18 a.m.", "$18$ cm", "18"],
+)
+def test_a_number_may_be_followed_by_what_it_counts(text: str) -> None:
+    assert same_number(text, "18")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "18 million",
+        "18 dozen",
+        "18 to 20",
+        "18 or 19",
+        "x18",
+        "dollars 18",
+        "18 dollars 5",
+        r"18\pi",
+        "18x2",
+        "dollars",
+    ],
+)
+def test_words_that_change_the_value_are_no_units(text: str) -> None:
+    assert not same_number(text, "18")
 
 
 NO_NUMBERS = ["", "x", "1,22", "1,2,3", "1e5", "0x10", "1/0", "--1", "1 2", "½", "９", "1" * 300, "$", "."]  # noqa: RUF001

@@ -1,0 +1,195 @@
+"""Runs that claims are read from. One that has been made is not made again, so claims share runs and a broken-off series
+of them goes on with the next.
+
+    arm = Arm("async")                          # examples/gsm8k_qwen.yaml as it stands
+    record = made(arm, options)                 # runs `llamarl train`, the GPU watched beside it
+
+`options` come from the command line of a claim (`read_options`): where runs and results lie, and KEY=VALUE settings for
+every arm, such as the folders of model and data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu import GpuWatch, gpu_name
+
+ROOT = Path(__file__).parents[2]
+GSM8K = ROOT / "examples" / "gsm8k_qwen.yaml"
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    settings: tuple[str, ...] = ()
+    config: Path = GSM8K
+
+
+ASYNC = Arm("async")
+SYNC = Arm(
+    "sync",
+    (
+        "placement=colocated",
+        "schedule.max_staleness=0",
+        "schedule.updates=20",
+        "evaluate.prompts=0",
+        "evaluate.every=0",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    runs: Path
+    results: Path
+    settings: tuple[str, ...]
+
+
+def read_options(description: str | None) -> Options:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("runs/claims"), help="folder of the runs")
+    parser.add_argument(
+        "--results", type=Path, default=Path(__file__).parent / "results", help="where JSON and plot go"
+    )
+    parser.add_argument(
+        "settings", nargs="*", metavar="KEY=VALUE", help="settings for every run, such as model.path=..."
+    )
+    args = parser.parse_args()
+    args.results.mkdir(parents=True, exist_ok=True)
+    return Options(args.runs, args.results, tuple(args.settings))
+
+
+@dataclass(frozen=True)
+class Window:
+    """Updates from `first` to `last`, and the seconds of the run in which they were made."""
+
+    first: int
+    last: int
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def update_s(self) -> float:
+        return self.seconds / (self.last - self.first + 1)
+
+
+class Record:
+    """The run folder of an arm, read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        timings = _rows(folder / "timings.jsonl")
+        self.updates = {row["update"]: row for row in timings if "update" in row}
+        self.metrics = {row["update"]: row for row in _rows(folder / "metrics.jsonl") if row["role"] == "trainer"}
+        self.accuracy = {row["version"]: row["accuracy"] for row in _rows(folder / "evaluations.jsonl")}
+        self.transfers = [row for row in timings if "version" in row]
+
+    def window(self, first: int, last: int) -> Window:
+        return Window(first, last, self.updates[first - 1]["at_s"], self.updates[last]["at_s"])
+
+    def minutes(self, version: int) -> float:
+        """Of training, until this version was made."""
+        start_s = self.updates[0]["at_s"] - self.updates[0]["update_s"]
+        return (self.updates[version - 1]["at_s"] - start_s) / 60 if version else 0.0
+
+    def answer_tokens(self, window: Window) -> float:
+        """Generated for one update, on average."""
+        rows = [self.metrics[update] for update in range(window.first, window.last + 1)]
+        return sum(row["answer_tokens"] * row["completions"] for row in rows) / len(rows)
+
+    def waiting(self, executor: str, window: Window) -> float:
+        """The share of the window in which the executor had nothing to do, from the run's timeline."""
+        rows = json.loads((self.folder / "timeline.json").read_text())["traceEvents"]
+        track = next(row["tid"] for row in rows if row["ph"] == "M" and row["args"]["name"] == executor)
+        waits = [row for row in rows if row["ph"] == "X" and row["tid"] == track and row["cat"] == "wait"]
+        spans = ((row["ts"] / 1e6, (row["ts"] + row["dur"]) / 1e6) for row in waits)
+        idle_s = sum(max(0.0, min(end, window.end_s) - max(start, window.start_s)) for start, end in spans)
+        return idle_s / window.seconds
+
+    def gpu_idle(self, window: Window) -> float | None:
+        """The share of the window in which no kernel ran, by the driver's own count; None without a GPU."""
+        samples = GpuWatch.read(_watch_file(self.folder))
+        begun = self.summary["started_at"]
+        within = [busy for at, busy in samples if window.start_s < at - begun < window.end_s]
+        return 1.0 - sum(within) / len(within) if within else None
+
+
+def made(arm: Arm, options: Options) -> Record:
+    folder = options.runs / arm.name
+    settings = [*arm.settings, *options.settings]
+    if folder.exists():
+        _check(folder, settings)
+    else:
+        _run(arm, folder, settings)
+    return Record(folder)
+
+
+def _check(folder: Path, settings: Sequence[str]) -> None:
+    """A run is taken for this arm only if it was made with the same settings, in one go: its clock starts once."""
+    made_with = _settings_file(folder)
+    if not made_with.exists() or json.loads(made_with.read_text()) != list(settings):
+        sys.exit(f"{folder}: was made with other settings; remove it, or name another folder with --runs")
+    if not (folder / "summary.json").exists() or Record(folder).summary["outcome"] != "finished":
+        sys.exit(f"{folder}: this run was broken off; remove it, and the same command runs it anew")
+
+
+def _run(arm: Arm, folder: Path, settings: Sequence[str]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _settings_file(folder).write_text(json.dumps(list(settings)))
+    train = ["train", str(arm.config), *settings, "--run", str(folder)]
+    print(f"== {arm.name}: llamarl {' '.join(train)}", flush=True)
+    with GpuWatch(_watch_file(folder)):
+        ended = subprocess.run([sys.executable, "-m", "llamarl.cli", *train], check=False)
+    if ended.returncode:
+        sys.exit(f"{arm.name}: the run failed; its logs lie in {folder / 'logs'}")
+
+
+def _settings_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.settings.json")
+
+
+def keep(name: str, options: Options, figures: dict[str, Any], plot: str) -> None:
+    """JSON and plot of a claim, with what it was measured on and by which command."""
+    command = " ".join(["python", str(Path(sys.argv[0])), *options.settings])
+    where = {"date": date.today().isoformat(), "gpu": gpu_name(), "versions": _versions(), "command": command}
+    (options.results / f"{name}.json").write_text(json.dumps({**where, **figures}, indent=2) + "\n")
+    (options.results / f"{name}.svg").write_text(plot)
+
+
+def as_figures(window: Window) -> dict[str, Any]:
+    return {**asdict(window), "update_s": window.update_s}
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for package in ("llamarl", "torch", "triton"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _watch_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.gpu.jsonl")
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
