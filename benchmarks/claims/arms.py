@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gpu import GpuWatch, gpu_name
+from watch import GpuWatch, gpu_name
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT / "examples" / "gsm8k_qwen.yaml"
@@ -110,7 +110,7 @@ class Record:
     def answer_tokens(self, window: Window) -> float:
         """Generated for one update, on average."""
         rows = [self.metrics[update] for update in range(window.first, window.last + 1)]
-        return sum(row["answer_tokens"] * row["completions"] for row in rows) / len(rows)
+        return float(sum(row["answer_tokens"] * row["completions"] for row in rows) / len(rows))
 
     def waiting(self, executor: str, window: Window) -> float:
         """The share of the window in which the executor had nothing to do, from the run's timeline."""
@@ -119,7 +119,7 @@ class Record:
         waits = [row for row in rows if row["ph"] == "X" and row["tid"] == track and row["cat"] == "wait"]
         spans = ((row["ts"] / 1e6, (row["ts"] + row["dur"]) / 1e6) for row in waits)
         idle_s = sum(max(0.0, min(end, window.end_s) - max(start, window.start_s)) for start, end in spans)
-        return idle_s / window.seconds
+        return float(idle_s / window.seconds)
 
     def gpu_idle(self, window: Window) -> float | None:
         """The share of the window in which no kernel ran, by the driver's own count; None without a GPU."""

@@ -58,7 +58,7 @@ def test_a_run_that_was_broken_off_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("values", [[(0.0, 1.0)], [(0.0, 0.0), (0.0, 0.0)], [(-3.0, 1e6), (7.0, -1e-6)]])
 def test_plots_take_any_numbers(values: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
-    import plot  # type: ignore[import-not-found]
+    import plot
 
     ElementTree.fromstring(plot.lines("a < b", "x", "y", {"one & two": values}))
     ElementTree.fromstring(plot.bars("a < b", "y", {f"<{number}>": value for number, (_, value) in enumerate(values)}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from pathlib import Path
@@ -10,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cli import llamarl
+from helpers.fingerprint import fingerprint
 from helpers.jitter import jittery_generator, jittery_reward, jittery_trainer
 from helpers.killing import TINY, KillAt, Killed
 from helpers.outside import RunningJob
 
 from llamarl import Job
 from llamarl.configfile import load_config
-from llamarl.controller.ledger import audit, canonical, read_ledger
+from llamarl.controller.ledger import canonical, read_ledger
 from llamarl.controller.replay import replay
 from llamarl.errors import ConfigError
 
@@ -40,19 +40,6 @@ def settings(staleness: int, *more: str) -> list[str]:
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def fingerprint(folder: Path) -> dict[str, object]:
-    """Everything a seed determines: weights, optimizer state, metrics, evaluations, canonical ledger."""
-    snapshot = folder / "snapshots" / str(UPDATES)
-    files = [snapshot / "policy" / "model.safetensors", *sorted((snapshot / "trainer").iterdir())]
-    assert audit(read_ledger(folder / "ledger")).clean
-    return {
-        "state": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
-        "metrics": (folder / "metrics.jsonl").read_bytes(),
-        "evaluations": (folder / "evaluations.jsonl").read_bytes(),
-        "ledger": canonical(read_ledger(folder / "ledger")),
-    }
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["S=1", "S=2"])
@@ -79,7 +66,7 @@ def test_timing_engine_and_replicas_change_no_byte(straight: tuple[int, Path], r
     jittery = {"generator": jittery_generator, "reward": jittery_reward, "trainer": jittery_trainer}
     config = load_config(None, settings(staleness, "engine=local", f"generator.replicas={replicas}"))
     Job(config, builders=jittery).run(tmp_path / "run")
-    assert fingerprint(tmp_path / "run") == fingerprint(folder)
+    assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(folder, UPDATES)
 
 
 @pytest.mark.parametrize("cut", range(1, 11))
@@ -90,7 +77,7 @@ def test_killed_and_resumed_equals_never_killed(straight: tuple[int, Path], cut:
             tmp_path / "run"
         )
     Job.resume(tmp_path / "run")
-    assert fingerprint(tmp_path / "run") == fingerprint(folder)
+    assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(folder, UPDATES)
 
 
 @pytest.mark.parametrize(("seconds", "replicas"), [(0.4, 1), (1.2, 2)])
@@ -109,7 +96,7 @@ def test_a_job_killed_from_outside_and_resumed_equals_never_killed(
     finally:
         job.end()
     Job.resume(tmp_path / "run", overrides=[f"generator.replicas={replicas}"])
-    assert fingerprint(tmp_path / "run") == fingerprint(folder)
+    assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(folder, UPDATES)
 
 
 def test_the_recorded_events_replay_the_run_and_its_resumption(straight: tuple[int, Path], tmp_path: Path) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.fingerprint import fingerprint
 from helpers.killing import TINY, KillAt, Killed
 from helpers.notes import Notes
 
 from llamarl import Job
 from llamarl.configfile import load_config
-from llamarl.controller.ledger import audit, canonical, read_ledger
+from llamarl.controller.ledger import audit, read_ledger
 from llamarl.errors import ConfigError, InputError
 
 UPDATES = 20
@@ -44,23 +44,11 @@ def run_until_killed(folder: Path, update: int) -> None:
         Job(load_config(None, SETTINGS), builders={"trainer": KillAt(update)}).run(folder)
 
 
-def fingerprint(folder: Path) -> dict[str, object]:
-    """Everything a seed determines: weights, optimizer state, metrics, canonical ledger."""
-    snapshot = folder / "snapshots" / str(UPDATES)
-    files = [snapshot / "policy" / "model.safetensors", *sorted((snapshot / "trainer").iterdir())]
-    return {
-        "state": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
-        "metrics": (folder / "metrics.jsonl").read_bytes(),
-        "evaluations": (folder / "evaluations.jsonl").read_bytes(),
-        "ledger": canonical(read_ledger(folder / "ledger")),
-    }
-
-
 @pytest.mark.parametrize("cut", range(UPDATES))
 def test_killed_at_any_update_and_resumed_equals_never_killed(cut: int, straight: Path, tmp_path: Path) -> None:
     run_until_killed(tmp_path / "run", cut)
     summary = Job.resume(tmp_path / "run")
-    assert fingerprint(tmp_path / "run") == fingerprint(straight)
+    assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(straight, UPDATES)
     assert summary.updates == UPDATES
     assert audit(read_ledger(tmp_path / "run" / "ledger")).clean
 
@@ -75,7 +63,7 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(straight: Path, 
     Job.resume(tmp_path / "run", display=notes)
     assert any("snapshot 6" in note and "model.safetensors" in note for note in notes.seen)
     assert any("version 3" in note for note in notes.seen)
-    assert fingerprint(tmp_path / "run") == fingerprint(straight)
+    assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(straight, UPDATES)
 
 
 def test_settings_that_would_make_it_another_run_are_refused_by_name(tmp_path: Path) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 POLICY = "policy"
 OPTIMIZER = "trainer"
 _HASH_BYTES = 1 << 20
+_MAX_HASHED_AT_ONCE = 8
 
 
 def hash_files(folder: Path, files: Iterable[Path]) -> dict[str, str]:
-    """By path inside `folder`."""
-    return {str(path.relative_to(folder)): hash_file(path) for path in sorted(files)}
+    """By path inside `folder`. Several at a time: one core would take longer to hash a large state than to write it."""
+    paths = sorted(files)
+    with ThreadPoolExecutor(min(_MAX_HASHED_AT_ONCE, os.cpu_count() or 1)) as pool:
+        return dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(hash_file, paths), strict=True))
 
 
 def hash_file(path: Path) -> str:

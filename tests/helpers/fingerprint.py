@@ -1,0 +1,22 @@
+"""Everything of a run that a seed determines: weights, optimizer state, metrics, evaluations, canonical ledger."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from llamarl.controller.ledger import audit, canonical, read_ledger
+
+
+def fingerprint(run: Path, version: int) -> dict[str, object]:
+    """Of the state that the snapshot of `version` holds; the run's audit must be clean."""
+    ledger = read_ledger(run / "ledger")
+    assert audit(ledger).clean
+    snapshot = run / "snapshots" / str(version)
+    files = [snapshot / "policy" / "model.safetensors", *sorted((snapshot / "trainer").iterdir())]
+    return {
+        "state": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
+        "metrics": (run / "metrics.jsonl").read_bytes(),
+        "evaluations": (run / "evaluations.jsonl").read_bytes(),
+        "ledger": canonical(ledger),
+    }
