@@ -145,6 +145,18 @@ def test_evaluation_says_how_sure_it_is() -> None:
     assert all(one["interval"][0] <= one["value"] <= one["interval"][1] for one in found["pass_at"])
 
 
+def test_evaluation_writes_its_answers_down(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    command = ["eval", "tiny", "arithmetic", "--problems", "6", "--samples", "3", "--json", "--answers", file]
+    found = json.loads(llamarl(*command).out)
+    rows = rows_of(file)
+    assert sorted((row["problem"], row["sample"]) for row in rows) == [(p, n) for p in range(6) for n in range(3)]
+    assert sum(row["reward"] for row in rows) / 18 == pytest.approx(found["accuracy"])
+    assert all((row["completion"] == row["gold"]) == (row["reward"] == 1.0) for row in rows)
+    code, _, err = llamarl(*command)
+    assert (code, "--answers" in err, err.count("\n")) == (2, True, 1), "a file that is there was written over"
+
+
 def test_evaluation_measures_what_training_measures(tmp_path: Path) -> None:
     """The same held-out problems, greedily: the two ways must agree to the last answer."""
     settings = [*BRIEF, "evaluate.prompts=100000", "evaluate.every=0", "schedule.updates=1"]

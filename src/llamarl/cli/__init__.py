@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -175,6 +175,9 @@ def eval_command(
         float, typer.Option(min=-1.0, help="default: 0 for one answer, else generator.temperature")
     ] = -1.0,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
+    answers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write every answer and its reward here, as JSON lines")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Measure how well a model answers a task: accuracy and pass@k, with intervals."""
@@ -189,10 +192,35 @@ def eval_command(
 
     if temperature < 0:
         temperature = 0.0 if samples == 1 else config.generator.temperature
-    found = evaluate(
-        config, chosen, samples=samples, temperature=temperature, device=device, progress=_progress_on_stderr()
-    )
+    with _answer_file(answers) as tell:
+        found = evaluate(
+            config,
+            chosen,
+            samples=samples,
+            temperature=temperature,
+            device=device,
+            progress=_progress_on_stderr(),
+            tell=tell,
+        )
     print(msgspec.json.encode(found).decode() if as_json else describe_evaluation(found))
+
+
+@contextmanager
+def _answer_file(path: Path | None) -> Iterator[Callable[[msgspec.Struct], None]]:
+    """A function that appends a line to a new file, or does nothing."""
+    if path is None:
+        yield lambda answer: None
+        return
+    try:
+        file = path.open("xb")
+    except OSError as error:
+        raise InputError(f"--answers {path}: cannot be made: {error.strerror}") from None
+
+    def append(answer: msgspec.Struct) -> None:
+        file.write(msgspec.json.encode(answer) + b"\n")
+
+    with file:
+        yield append
 
 
 def choose_problems(task: Prompter, split: Split, count: int) -> Sequence[Problem]:

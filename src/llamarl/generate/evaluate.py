@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llamarl.config import Config
 from llamarl.errors import InputError, ModelError
@@ -44,11 +45,31 @@ class Evaluation(Struct, frozen=True):
     seconds: float
 
 
+class Answer(Struct, frozen=True):
+    """One answer and what it was worth; `reward` is None where it could not be judged, for which `reason` is why."""
+
+    problem: int  # its number in this evaluation; the same in every evaluation of the same problems
+    sample: int
+    prompt: str
+    gold: str
+    completion: str
+    truncated: bool
+    reward: float | None = None
+    reason: str = ""
+
+
+Tell = Callable[[Answer], None]
+
+
 class Run:
     """One evaluation: every problem is asked `sampling.samples` times; answers are judged while others are written."""
 
-    def __init__(self, decoder: ContinuousDecoder, tokenizer: Tokenizer, judge: Judge, sampling: Sampling) -> None:
+    def __init__(
+        self, decoder: ContinuousDecoder, tokenizer: Tokenizer, judge: Judge, sampling: Sampling, tell: Tell
+    ) -> None:
         self._decoder, self._tokenizer, self._judge, self._sampling = decoder, tokenizer, judge, sampling
+        self._tell = tell
+        self._unjudged: dict[tuple[int, int], Answer] = {}
         self._rewards: dict[int, list[float]] = {}
         self._asked = self._judged = self._failed = self._truncated = self._too_long = self._tokens = 0
 
@@ -77,19 +98,25 @@ class Run:
             self._too_long += 1
 
     def _judge_group(self, number: int, problem: Problem, completions: Sequence[Completion]) -> None:
-        for completion in completions:
+        for sample, completion in enumerate(completions):
             tokens = bytes_to_tokens(completion.tokens)
             self._tokens += len(tokens)
             self._truncated += completion.truncated
-            self._judge.ask(number, self._tokenizer.decode(tokens.tolist()), problem)
+            text = self._tokenizer.decode(tokens.tolist())
+            answer = Answer(number, sample, problem.prompt, problem.answer, text, completion.truncated)
+            self._unjudged[number, sample] = answer
+            self._judge.ask((number, sample), text, problem)
 
     def _collect(self, wait_s: float, progress: Progress) -> None:
         for key, outcome in self._judge.collect(wait_s):
             self._judged += 1
+            answer = self._unjudged.pop(cast(tuple[int, int], key))
             if outcome.status == "ok":
-                self._rewards.setdefault(cast(int, key), []).append(outcome.reward)
+                self._rewards.setdefault(answer.problem, []).append(outcome.reward)
+                self._tell(replace(answer, reward=outcome.reward))
             else:
                 self._failed += 1
+                self._tell(replace(answer, reason=outcome.reason))
             progress(self._judged, self._asked)
 
     def _result(self, seconds: float) -> Evaluation:
@@ -122,8 +149,16 @@ def _pass_at(rewards: Sequence[Sequence[float]], k: int) -> PassAtK:
 
 
 def evaluate(
-    config: Config, problems: Sequence[Problem], *, samples: int, temperature: float, device: str, progress: Progress
+    config: Config,
+    problems: Sequence[Problem],
+    *,
+    samples: int,
+    temperature: float,
+    device: str,
+    progress: Progress,
+    tell: Tell = lambda answer: None,
 ) -> Evaluation:
+    """`tell` is given every answer as soon as it is judged."""
     folder, settings = config.model_folder, config.generator
     tokenizer = Tokenizer.load(folder)
     if not tokenizer.eos_ids:
@@ -152,7 +187,7 @@ def evaluate(
     )
     decoder = ContinuousDecoder(model, limits, eos_ids=tokenizer.eos_ids, seed=config.seed)
     try:
-        return Run(decoder, tokenizer, judge, sampling).run(problems, progress)
+        return Run(decoder, tokenizer, judge, sampling, tell).run(problems, progress)
     finally:
         judge.close()
 
