@@ -26,6 +26,7 @@ from watch import GpuWatch, gpu_name
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT / "examples" / "gsm8k_qwen.yaml"
+MATH = ROOT / "examples" / "math_qwen.yaml"
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,19 @@ SYNC = Arm(
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Options:
     runs: Path
     results: Path
     settings: tuple[str, ...]
+    at_most: int  # runs that may still be made
+    math: Path  # folder of MATH, with MATH-500 as its test.jsonl
+
+    def begin(self, what: str) -> None:
+        """Called before anything long, so that a series of runs can be spread over several commands."""
+        if not self.at_most:
+            sys.exit(f"{what}: is the next to be made; the same command goes on with it")
+        self.at_most -= 1
 
 
 def read_options(description: str | None) -> Options:
@@ -62,11 +71,17 @@ def read_options(description: str | None) -> Options:
         "--results", type=Path, default=Path(__file__).parent / "results", help="where JSON and plot go"
     )
     parser.add_argument(
+        "--math", type=Path, default=Path("data/math"), help="folder of MATH, for claims that ask MATH-500 too"
+    )
+    parser.add_argument(
+        "--at-most", type=int, default=10_000, metavar="N", help="stop after N runs; the same command goes on"
+    )
+    parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings for every run, such as model.path=..."
     )
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
-    return Options(args.runs, args.results, tuple(args.settings))
+    return Options(args.runs, args.results, tuple(args.settings), args.at_most, args.math)
 
 
 @dataclass(frozen=True)
@@ -135,6 +150,7 @@ def made(arm: Arm, options: Options) -> Record:
     if folder.exists():
         _check(folder, settings)
     else:
+        options.begin(arm.name)
         _run(arm, folder, settings)
     return Record(folder)
 

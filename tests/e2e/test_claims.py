@@ -55,6 +55,12 @@ def test_a_run_that_was_broken_off_is_not_read(tmp_path: Path) -> None:
     assert "broken off" in ended.stderr
 
 
+def test_a_series_of_runs_can_be_spread_over_commands(tmp_path: Path) -> None:
+    ended = claim("long_tails", tmp_path, "--at-most", "0")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "long_sync: is the next to be made; the same command goes on with it\n"
+
+
 @pytest.mark.parametrize("values", [[(0.0, 1.0)], [(0.0, 0.0), (0.0, 0.0)], [(-3.0, 1e6), (7.0, -1e-6)]])
 def test_plots_take_any_numbers(values: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))

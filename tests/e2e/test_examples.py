@@ -34,6 +34,13 @@ def test_smollm2_arithmetic_trains_with_the_tiny_model(tmp_path: Path) -> None:
     assert llamarl("audit", tmp_path / "run").code == 0
 
 
+def test_math_trains_with_the_tiny_model_and_is_judged_by_workers(tmp_path: Path) -> None:
+    data = ["task.path=tests/data/math", "task.held_out=0.2", "evaluate.split=held_out", "evaluate.every=0"]
+    code, _, err = llamarl("train", "examples/math_qwen.yaml", *BRIEF, *TINY, *data, "--run", tmp_path / "run")
+    assert (code, err) == (0, "")
+    assert llamarl("audit", tmp_path / "run").code == 0
+
+
 def test_the_custom_loss_trains_a_job_from_the_command_line(tmp_path: Path) -> None:
     code, out, err = llamarl("train", "examples/custom_loss.yaml", *BRIEF, "--run", tmp_path / "run")
     assert (code, err) == (0, "")

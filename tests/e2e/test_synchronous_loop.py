@@ -19,7 +19,7 @@ from llamarl.generate.cache import DecodeAttention, PagedCache, PrefillAttention
 from llamarl.generate.sampling import Knobs, sample_tokens, uniform_draws
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.model.transformer import Transformer, causal_attention, fuse
+from llamarl.model.transformer import Transformer, causal_attention, fuse, rope_up_to
 from llamarl.tasks.registry import make_task
 from llamarl.tasks.scorers import exact
 from llamarl.train.attention import MaskedDocuments
@@ -114,7 +114,7 @@ def generate(
     page, width = config.generator.page_tokens, -(-(config.generator.max_prompt_tokens + limit) // 16)
     cache = PagedCache(model.shape, len(prompts) * width, page, dtype=torch.float32, device="cpu")
     table_BP = 1 + torch.arange(len(prompts) * width).view(-1, width)
-    slots_B = torch.arange(len(prompts))
+    slots_B, rope = torch.arange(len(prompts)), rope_up_to(model.shape, width * page, "cpu")
     for row, prompt in enumerate(prompts):  # each by itself: nothing is shared here
         read_RT, pages_RT = torch.zeros(2, 16, 16, dtype=torch.int64)
         read_RT[0, : len(prompt) - 1] = torch.tensor(prompt[:-1])
@@ -127,7 +127,7 @@ def generate(
     for position in range(limit):
         positions_B = torch.tensor([len(prompt) - 1 + position for prompt in prompts])
         draws_B = uniform_draws(config.seed, ordinals_B, samples_B, torch.full_like(samples_B, position))
-        attend = DecodeAttention(cache, table_BP, slots_B, positions_B)
+        attend = DecodeAttention(cache, table_BP, slots_B, positions_B, rope)
         hidden_B1C = model(tokens_B[:, None], positions_B[:, None], attend)
         tokens_B, logprobs_B = sample_tokens(model.logits(hidden_B1C[:, 0]), draws_B, Knobs(temperatures_B))
         for row, completion in enumerate(completions):
