@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from helpers.failing import OF_LONG_RUNS, all_failpoints, run_and_resume
+from helpers.failing import all_failpoints, run_and_resume
 
 Case = tuple[str, str, int]
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--side-by-side", type=int, default=2)
     args = parser.parse_args()
-    names = [name for name in all_failpoints() if name not in OF_LONG_RUNS]
+    names = all_failpoints()
     cases: list[Case] = [(name, action, nth) for name in names for action in ("kill", "stop") for nth in (1, 2)]
     wrong = 0
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.side_by_side) as pool:

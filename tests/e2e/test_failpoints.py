@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.failing import OF_LONG_RUNS, SMALL, all_failpoints, run_and_resume
+from helpers.failing import SEGMENT_BYTES, SMALL, all_failpoints, run_and_resume
 
 from llamarl import Job
 from llamarl.configfile import load_config
@@ -31,7 +31,7 @@ def test_an_error_or_a_delay_anywhere_loses_nothing(
     name: str, action: Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr("llamarl.segments.MAX_SEGMENT_BYTES", 600)
+    monkeypatch.setattr("llamarl.segments.MAX_SEGMENT_BYTES", SEGMENT_BYTES)
     config, run, flag = load_config(None, ["engine=inline", *SMALL]), tmp_path / "run", tmp_path / "reached"
     with arm(name, action, flag, nth=2):
         try:
@@ -47,7 +47,7 @@ def test_an_error_or_a_delay_anywhere_loses_nothing(
 
 def some_deaths() -> list[tuple[str, str, int]]:
     chance = random.Random(SEED)
-    cases = [(name, action) for name in NAMES if name not in OF_LONG_RUNS for action in ("kill", "stop")]
+    cases = [(name, action) for name in NAMES for action in ("kill", "stop")]
     return [(*case, chance.randint(1, 2)) for case in chance.sample(cases, 20)]
 
 

@@ -24,9 +24,11 @@ SMALL = (
     "schedule.max_restarts=9",
     "schedule.max_attempts=99",
 )
-OF_LONG_RUNS = {
-    "segment.remove"
-}  # a segment is many megabytes: only a job in the same process can be given smaller ones
+SEGMENT_BYTES = 600  # many megabytes otherwise, of which a short run would not fill one
+_SMALL_SEGMENTS = (
+    "-c",
+    f"import llamarl.segments as s; s.MAX_SEGMENT_BYTES = {SEGMENT_BYTES}; import llamarl.cli as c; c.main()",
+)
 _RUN_S = 120.0
 
 
@@ -45,7 +47,7 @@ def run_and_resume(folder: Path, name: str, action: str, nth: int) -> Audit:
     """`llamarl train` with the failpoint armed; when that ends or stops the job itself, it is resumed without."""
     flag = folder / "reached"
     armed = {VARIABLE: f"{name}:{action}:{nth}:{flag}"}
-    job = RunningJob(folder / "run", ["engine=local", *SMALL], environment=armed)
+    job = RunningJob(folder / "run", ["engine=local", *SMALL], environment=armed, program=_SMALL_SEGMENTS)
     try:
         deadline_s = time.monotonic() + _RUN_S
         while job.running and process_state(job.pid) != "T":

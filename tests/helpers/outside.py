@@ -43,13 +43,20 @@ def executors(controller: int) -> dict[str, int]:
 class RunningJob:
     """`llamarl train` as a process; killed, it is resumed."""
 
-    def __init__(self, folder: Path, settings: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` is added to this process's, for the first start only."""
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        settings: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "llamarl.cli"),
+    ) -> None:
+        """`environment` is added to this process's, for the first start only; `program` is what Python is told to run."""
+        self.folder, self._program = folder, program
         self._process = self._start(*settings, environment=environment)
 
     def _start(self, *args: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "llamarl.cli", "train", "--run", str(self.folder), "--quiet", *args]
+        command = [sys.executable, *self._program, "train", "--run", str(self.folder), "--quiet", *args]
         return subprocess.Popen(command, env={**os.environ, **(environment or {})})
 
     @property
