@@ -1,6 +1,8 @@
 """Do generator and trainer agree on the log-probs of what was sampled, with the same weights?
 
     python benchmarks/logprob_gap.py MODEL [--dtype bfloat16] [--device cuda] [--samples 16] [--new 128]
+    python benchmarks/logprob_gap.py MODEL --generator bfloat16 --trainer float32      # what each side contributes
+    python benchmarks/logprob_gap.py src/llamarl/assets/tiny --prompt 31+33= --prompt 7+38= --samples 64 --new 8
 
 Answers to six prompts are sampled at T = 1 by the generator as it runs in a job (on a GPU: graphs and kernels), then read by
 the trainer's passes. What differs is arithmetic alone.
@@ -32,20 +34,25 @@ PROMPTS = (
     "Question: What is 17 + 25?\nAnswer:",
 )
 
+DTYPES = ("bfloat16", "float16", "float32")
 
-def sample(folder: Path, sampling: Sampling, dtype: torch.dtype, device: torch.device) -> list[CompletionGroup]:
+
+def sample(
+    folder: Path, texts: Sequence[str], sampling: Sampling, dtype: torch.dtype, device: torch.device
+) -> list[CompletionGroup]:
     tokenizer = Tokenizer.load(folder)
-    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    prompts = [tokenizer.encode(text) for text in texts]
     limits = Limits(
         slots=sampling.samples * len(prompts),
         max_prompt_tokens=max(map(len, prompts)),
         max_new_tokens=sampling.max_new_tokens,
     )
-    model = load_model(folder, dtype=dtype, device=device)
+    published = torch.bfloat16 if dtype == torch.float16 else dtype  # as a trainer of that precision holds its weights
+    model = load_model(folder, dtype=published, device=device).to(dtype)
     decoder = ContinuousDecoder(model, limits, eos_ids=tokenizer.eos_ids, seed=0)
     decoder.version = 0
     for ordinal, tokens in enumerate(prompts):
-        decoder.add(PromptGroup(ordinal, Problem(PROMPTS[ordinal], ""), tokens_to_bytes(tokens), sampling))
+        decoder.add(PromptGroup(ordinal, Problem(texts[ordinal], ""), tokens_to_bytes(tokens), sampling))
     done: list[CompletionGroup] = []
     while not decoder.idle:
         done += decoder.step()
@@ -62,18 +69,23 @@ def gaps(folder: Path, groups: Sequence[CompletionGroup], computing: Computing) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    for side in ("dtype", "generator", "trainer"):
+        parser.add_argument(
+            f"--{side}", choices=DTYPES, help="of both sides" if side == "dtype" else "of this side alone"
+        )
+    parser.add_argument("--prompt", action="append", help="instead of the six; may be given several times")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--new", type=int, default=128)
     args = parser.parse_args()
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    device, names = torch.device(args.device), [args.generator or args.dtype, args.trainer or args.dtype]
+    generator, trainer = (getattr(torch, name or "bfloat16") for name in names)
     sampling = Sampling(samples=args.samples, max_new_tokens=args.new, temperature=1.0)
-    groups = sample(args.model, sampling, dtype, device)
+    groups = sample(args.model, args.prompt or PROMPTS, sampling, generator, device)
     for compiled in (False, True) if device.type == "cuda" else (False,):
-        found = gaps(args.model, groups, Computing(device, dtype, compiled=compiled))
+        found = gaps(args.model, groups, Computing(device, trainer, compiled=compiled))
         print(
-            f"{args.dtype} on {device}, trainer {'compiled' if compiled else 'plain'}: mean |difference| "
+            f"{generator} and {trainer} on {device}, trainer {'compiled' if compiled else 'plain'}: mean |difference| "
             f"{found.mean():.2e}, largest {found.max():.2e}, over {len(found):,} tokens",
             flush=True,
         )

@@ -22,7 +22,7 @@ from llamarl.executors.generator import Generator
 from llamarl.executors.reference import Reference
 from llamarl.executors.reward import Reward
 from llamarl.executors.trainer import Trainer
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.messages import ReaderStuck, Report
 from llamarl.model.checkpoint import load_model
@@ -76,6 +76,7 @@ def build_generator(site: Site) -> Executor:
         seed=config.seed,
         recompute=settings.kv_on_new_weights == "recompute",
         tensor_ranks=part.count,
+        precision=Precision(weights=settings.quantise, kv_cache=settings.kv_cache),
     )
     sizes = parameter_shapes(model.shape)
     held = {name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()}
@@ -148,9 +149,10 @@ def weight_writer(site: Site, policy: Policy) -> SlotWriter:
 
 
 def wire_precision(config: Config) -> str:
-    """Weights travel as the generators hold them: half the bytes where those are narrower."""
+    """Weights travel as the generators hold them: half the bytes where those are narrower. What fp16 generators hold are the
+    trainer's own bf16 numbers."""
     device = device_of("generator.device", config.generator.device)
-    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype_of(config.generator.dtype, device)]
+    return "fp32" if dtype_of(config.generator.dtype, device) == torch.float32 else "bf16"
 
 
 def largest_of_all(flags: torch.Tensor) -> None:

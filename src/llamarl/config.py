@@ -139,8 +139,19 @@ class Generator(Section, frozen=True):
         int, Meta(ge=1, description="ranks of one replica, which share every product (tensor parallel)")
     ] = 1
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Meta(description="of weights and KV cache; auto: bfloat16 on a GPU, float32 elsewhere"),
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(
+            description="of weights and KV cache; auto: bfloat16 on a GPU, float32 elsewhere; float16: see trainer.dtype"
+        ),
+    ] = "auto"
+    quantise: Annotated[
+        Literal["none", "fp8", "int8"],
+        Meta(
+            description="narrow copies of the blocks' matrices, made of each new version; fp8 also narrows their inputs"
+        ),
+    ] = "none"
+    kv_cache: Annotated[
+        Literal["auto", "fp8"], Meta(description="precision of keys and values; auto: that of dtype")
     ] = "auto"
     slots: Annotated[int, Meta(ge=1, description="completions decoded at once by one replica")] = 768
     max_prompt_tokens: Annotated[int, Meta(ge=1, description="a longer prompt is dropped, with the reason")] = 32
@@ -184,8 +195,11 @@ class Trainer(Section, frozen=True):
         int, Meta(ge=1, description="ranks that share every product (tensor parallel); data * tensor processes in all")
     ] = 1
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Meta(description="of the passes; master weights and moments are float32; auto: bfloat16 on a GPU"),
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(
+            description="of the passes; master weights and moments are float32; auto: bfloat16 on a GPU; float16: forward "
+            "products take float16, all else is as with bfloat16, and a float16 generator's log-probs are nearer"
+        ),
     ] = "auto"
     tokens_per_pack: Annotated[
         int, Meta(ge=16, description="most tokens of one forward and backward pass; a longer sequence goes alone")
@@ -420,6 +434,8 @@ class Config(Section, frozen=True):
             raise ConfigError(
                 "engine: inline runs everything in one process; generator.tensor, trainer.data and so on need local"
             )
+        if self.trainer.dtype == "float16" and self.trainer.tensor > 1:
+            raise ConfigError("trainer.dtype: float16 products are not shared over ranks; set trainer.tensor to 1")
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
 

@@ -43,6 +43,9 @@ def test_two_ranks_sample_what_one_samples(tmp_path: Path) -> None:
             for (tokens, logprobs), (my_tokens, my_logprobs) in zip(completions, found[ordinal], strict=True):
                 assert my_tokens == tokens
                 assert my_logprobs == pytest.approx(logprobs, abs=1e-5)
+    # Each rank quantises its own part, with scales of its own, but all must draw the same.
+    first, second = (json.loads((tmp_path / f"quantised-{rank}.json").read_text()) for rank in range(2))
+    assert first == second != json.loads(json.dumps(alone))
 
 
 def test_a_job_whose_generator_has_two_ranks_and_whose_probes_agree(tmp_path: Path) -> None:

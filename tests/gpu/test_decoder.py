@@ -129,6 +129,25 @@ def test_graphs_paging_refill_and_bursts_change_nothing(settings: dict[str, obje
     assert agreement(found, expected) >= 0.98
 
 
+@pytest.mark.parametrize("slots", [256, 300])
+def test_reading_shared_prompts_once_changes_nothing(
+    slots: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [
+        prompt_group([1 + (7 * i + j) % 290 for j in range(40)], ordinal=i, samples=3 + i % 12, max_new_tokens=20)
+        for i in range(40)
+    ]
+    model = model_on(device)
+    monkeypatch.setattr("llamarl.generate.device._SHARING_BYTES", 1)
+    together = decoder_of(model, slots=slots)
+    found = finish(together, groups)
+    assert any(key[-1] for key in together._device._graphs._captured if key[0] == "decode"), "nothing was shared"  # type: ignore[index]
+    monkeypatch.setattr("llamarl.generate.device._SHARING_BYTES", 10**12)
+    alone = decoder_of(model, slots=slots)
+    assert agreement(found, finish(alone, groups)) >= 0.98
+    assert not any(key[-1] for key in alone._device._graphs._captured if key[0] == "decode")  # type: ignore[index]
+
+
 def test_weights_change_in_flight_without_new_graphs(device: torch.device) -> None:
     """Versions are recorded where they changed, and what is sampled afterwards comes from the new weights."""
     old, new = model_on(device, 0), model_on(device, 1)
@@ -164,7 +183,8 @@ def logprobs_under(model: Transformer, prompt: list[int], answer: list[int], tem
     return scores.gather(1, torch.tensor(answer, device=device)[:, None])[:, 0]
 
 
-def test_bf16_logprobs_agree_with_a_recomputation(device: torch.device) -> None:
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.01), (torch.float16, 0.002)])
+def test_narrow_logprobs_agree_with_a_recomputation(dtype: torch.dtype, most: float, device: torch.device) -> None:
     shape = ModelShape(
         vocab_size=4000,
         hidden_size=1024,
@@ -175,7 +195,7 @@ def test_bf16_logprobs_agree_with_a_recomputation(device: torch.device) -> None:
         head_dim=64,
         max_positions=512,
     )
-    model = random_model(shape, dtype=torch.bfloat16, device=device)
+    model = random_model(shape, dtype=dtype, device=device)
     decoder = ContinuousDecoder(
         model, Limits(slots=32, max_prompt_tokens=64, max_new_tokens=128), eos_ids=(), seed=SEED
     )
@@ -190,8 +210,8 @@ def test_bf16_logprobs_agree_with_a_recomputation(device: torch.device) -> None:
         for one in done.completions
     ]
     gap = torch.cat(gaps).abs().mean().item()
-    print(f"mean |difference| of log-probs in bf16: {gap:.5f}")
-    assert gap < 0.01
+    print(f"mean |difference| of log-probs in {dtype}: {gap:.5f}")
+    assert gap < most
 
 
 @pytest.mark.parametrize(
@@ -241,3 +261,22 @@ def test_small_operations(dtype: torch.dtype, device: torch.device) -> None:
     rope = (angles.cos().to(dtype), angles.sin().to(dtype))
     same(kernels.rotate(heads, rope), ops.rotate(heads, rope))
     same(kernels.silu_times(wide), ops.silu_times(wide))
+
+
+@pytest.mark.parametrize(
+    ("rows", "outer", "inner", "parts"), [(64, 256, 8192, 4), (300, 4096, 4096, 1), (256, 4096, 4096, 2)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_added_to_the_residual_also_in_parts(
+    rows: int, outer: int, inner: int, parts: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from llamarl.model import kernels
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert kernels.parts_of_product(rows, outer, inner) == parts
+    generator = torch.Generator(device=device).manual_seed(0)
+    x, weight = (torch.randn(size, inner, generator=generator, device=device).to(dtype) for size in (rows, outer))
+    residual = torch.randn(rows, outer, generator=generator, device=device)
+    expected = residual.double() + x.double() @ weight.double().t()
+    kernels.add_product(residual, x, weight)
+    assert (residual - expected).norm() / expected.norm() < 1e-5

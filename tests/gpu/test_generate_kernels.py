@@ -6,23 +6,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.generate.cache import attend_pages
+from llamarl.generate.cache import PagedCache, Pages, Readings, attend_pages, members_of_reading
 from llamarl.generate.sampling import Knobs, least_kept, sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import Opening, SlotState
+from llamarl.model import ops
+from llamarl.model.quantise import FP8
+from llamarl.model.transformer import rope_up_to
+from llamarl.shapes import ModelShape
 
 pytestmark = pytest.mark.gpu
 SEED = 3
 
 
+@pytest.mark.parametrize(
+    ("narrow", "sharing"), [(False, False), (False, True), (True, False)], ids=["", "sharing", "fp8"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "size"),
-    [(5, 4, 2, 8), (1, 8, 8, 64), (300, 8, 2, 64), (40, 14, 2, 64), (9, 32, 8, 128)],
+    [(5, 4, 2, 8), (1, 8, 8, 64), (300, 8, 2, 64), (40, 14, 2, 64), (9, 32, 8, 128), (48, 12, 2, 128)],
 )
 def test_attention_over_pages(
-    rows: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    dtype: torch.dtype,
+    narrow: bool,
+    sharing: bool,
+    device: torch.device,
 ) -> None:
-    from llamarl.generate import kernels
+    """Query and key are turned, key and value written, and everything up to there attended to. With sharing, every three rows
+    (the last may be alone) begin with the same nine pages, which is more than one block."""
+    from llamarl.generate import attention_kernels
 
     generator = torch.Generator(device=device).manual_seed(0)
 
@@ -30,29 +46,85 @@ def test_attention_over_pages(
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     page, width = 16, 21
-    keys, values = normal(kv_heads, rows * width + 1, page, size), normal(kv_heads, rows * width + 1, page, size)
+    num_pages = rows * width + 1
+    ours, twin = (
+        PagedCache(shape_of(heads, kv_heads, size), num_pages, page, dtype=FP8 if narrow else dtype, device=device)
+        for _ in range(2)
+    )
+    everywhere = torch.arange(num_pages * page, device=device)
+    filled = normal(len(everywhere), kv_heads, size)
+    for cache in (ours, twin):
+        cache.keys(0).put(everywhere // page, everywhere % page, filled)
+        cache.values(0).put(everywhere // page, everywhere % page, filled.flip(0))
     slots_B = torch.randperm(rows, device=device, generator=generator)
     order = torch.randperm(rows * width, device=device, generator=generator) + 1
     table_SP = order.view(rows, width).to(torch.int32)
-    positions_B = torch.randint(0, page * width, (rows,), device=device, generator=generator)
-    positions_B[0] = 0
-    positions_B[-1] = page * width - 1
+    positions_S = torch.randint(0, page * width, (rows,), device=device, generator=generator)
+    positions_S[0] = 0
+    positions_S[-1] = page * width - 1
+    readings = None
+    if sharing:
+        readings = share(slots_B, table_SP, positions_S, min(3, members_of_reading(heads // kv_heads)), 9, page)
     qkv = normal(rows, 1, (heads + 2 * kv_heads) * size)
-    q, k, v = (
-        part.view(rows, 1, -1, size)
-        for part in torch.split(qkv, [heads * size, kv_heads * size, kv_heads * size], dim=-1)
-    )
-    table_BP = table_SP[slots_B].long()
+    sizes = [heads * size, kv_heads * size, kv_heads * size]
+    q, k, v = (part.view(rows, 1, -1, size) for part in torch.split(qkv, sizes, dim=-1))
+    rope = rope_up_to(shape_of(heads, kv_heads, size), page * width, device)
+
+    positions_B, table_BP = positions_S[slots_B], table_SP[slots_B].long()
+    at = tuple(part[positions_B][:, None] for part in rope)
     pages_B, within_B = table_BP.gather(1, positions_B[:, None] // page)[:, 0], positions_B % page
-    expected_keys, expected_values = keys.clone(), values.clone()
-    expected_keys[:, pages_B, within_B] = k[:, 0].transpose(0, 1)
-    expected_values[:, pages_B, within_B] = v[:, 0].transpose(0, 1)
+    twin.keys(0).put(pages_B, within_B, ops.rotate(k, at)[:, 0])  # type: ignore[arg-type]
+    twin.values(0).put(pages_B, within_B, v[:, 0])
     mask = (torch.arange(page * width, device=device)[None] <= positions_B[:, None])[:, None, None]
-    expected = attend_pages(q.float(), expected_keys.float(), expected_values.float(), table_BP, mask)
-    found = kernels.attend_pages(q, k, v, keys, values, table_SP, slots_B, positions_B)
-    assert torch.equal(keys, expected_keys)
-    assert torch.equal(values, expected_values)
+    turned = ops.rotate(q, at).float()  # type: ignore[arg-type]
+    expected = attend_pages(turned, _wide(twin.keys(0)), _wide(twin.values(0)), table_BP, mask)
+    found = attention_kernels.attend_pages(
+        (q, k, v), ours.keys(0), ours.values(0), table_SP, slots_B, positions_S, rope, readings
+    )
+
+    for mine, theirs in ((ours.keys(0), twin.keys(0)), (ours.values(0), twin.values(0))):
+        everything = torch.arange(num_pages, device=device)[None]
+        torch.testing.assert_close(
+            mine.read(everything, torch.float32).float(),
+            theirs.read(everything, torch.float32).float(),
+            atol=1e-6,
+            rtol=2e-2,
+        )
     torch.testing.assert_close(found.float(), expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+
+
+def share(
+    slots_B: Tensor, table_SP: Tensor, positions_S: Tensor, members: int, num_pages: int, page_tokens: int
+) -> Readings:
+    """Let neighbouring rows begin with the same pages, in place."""
+    rows = len(slots_B)
+    firsts, counts, skips = torch.zeros(3, rows, dtype=torch.int64, device=slots_B.device)
+    positions_S.clamp_(min=num_pages * page_tokens)
+    starts = range(0, rows - 1, members)
+    for reading, first in enumerate(starts):
+        count = min(members, rows - first)
+        table_SP[slots_B[first : first + count], :num_pages] = table_SP[slots_B[first], :num_pages].clone()
+        if count > 1:
+            firsts[reading], counts[reading] = first, count
+            skips[first : first + count] = num_pages * page_tokens
+    return Readings(firsts, counts, skips)
+
+
+def _wide(pages: Pages) -> Pages:
+    return pages if pages.narrow else Pages(pages.values_KPTD.float(), None)
+
+
+def shape_of(heads: int, kv_heads: int, size: int) -> ModelShape:
+    return ModelShape(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        max_positions=512,
+    )
 
 
 def open_slots(rows: int, device: torch.device, temperatures: list[float], filters: bool) -> SlotState:
@@ -82,7 +154,7 @@ def open_slots(rows: int, device: torch.device, temperatures: list[float], filte
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("vocabulary", [17, 4096, 5001, 128_256])
 def test_sampling_and_the_bookkeeping_of_slots(vocabulary: int, filtered: bool, device: torch.device) -> None:
-    from llamarl.generate import kernels
+    from llamarl.generate import sampling_kernels as kernels
 
     rows, temperatures = 64, [0.0, 0.7, 1.0, 1.3]
     logits_BV = 3 * torch.randn(
@@ -104,7 +176,7 @@ def test_sampling_and_the_bookkeeping_of_slots(vocabulary: int, filtered: bool, 
 
 @pytest.mark.parametrize("vocabulary", [17, 5001, 32_000])
 def test_what_the_filters_leave(vocabulary: int, device: torch.device) -> None:
-    from llamarl.generate import kernels
+    from llamarl.generate import sampling_kernels as kernels
 
     rows = 24
     state = open_slots(rows, device, [0.6, 1.0, 1.5], True)
@@ -122,3 +194,22 @@ def test_what_the_filters_leave(vocabulary: int, device: torch.device) -> None:
     kept, expected = scaled_BV >= found_B[:, None], scaled_BV >= expected_B[:, None]
     assert (kept.sum(1) - expected.sum(1)).abs().max() <= 1  # a border of top-p, where sums round
     assert (kept == expected).all(dim=1).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_are_written_to_their_pages(dtype: torch.dtype, device: torch.device) -> None:
+    from llamarl.generate.page_kernels import write_pages
+
+    rows, tokens, page, kv_heads, size = 3, 32, 4, 2, 24
+    ours, twin = (PagedCache(shape_of(4, kv_heads, size), 40, page, dtype=dtype, device=device) for _ in range(2))
+    generator = torch.Generator(device=device).manual_seed(0)
+    qkv = torch.randn(rows, tokens, 8 * size, generator=generator, device=device).to(dtype)
+    k, v = (part.view(rows, tokens, kv_heads, size) for part in (qkv[..., -96:-48], qkv[..., -48:]))
+    pages = (1 + torch.randperm(24, generator=generator, device=device)).view(rows, 8).repeat_interleave(page, dim=1)
+    write_pages(k, v, ours.keys(0), ours.values(0), pages.flatten())
+    within = (torch.arange(tokens, device=device) % page).repeat(rows)
+    twin.keys(0).put(pages.flatten(), within, k.flatten(0, 1))
+    twin.values(0).put(pages.flatten(), within, v.flatten(0, 1))
+    for mine, theirs in zip(ours._parts, twin._parts, strict=True):
+        assert theirs.abs().max() > 0
+        assert torch.equal(mine, theirs)

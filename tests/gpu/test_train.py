@@ -48,7 +48,7 @@ def calm_model() -> Transformer:
 
 def gpu_learner(dtype: torch.dtype = torch.bfloat16, *, offload: bool = False, **how: object) -> Learner:
     computing = Computing(GPU, dtype, **how)  # type: ignore[arg-type]
-    model = calm_model().to(GPU, dtype)
+    model = calm_model().to(GPU, computing.weight_dtype)
     parallelize_for(model, computing)
     settings = TrainerConfig(lr=1e-3, warmup_updates=0, offload=offload)
     return Learner(Policy(model, computing), aipo_loss, settings=settings, algo=Algo(), updates=10)
@@ -59,13 +59,14 @@ def expected() -> tuple[float, dict[str, Tensor]]:
     return naive_gradients(calm_model(), DOCUMENTS)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("tokens_per_pack", [16_384, 200])
-def test_packed_bf16_passes_agree_with_one_document_at_a_time_in_fp32(
-    expected: tuple[float, dict[str, Tensor]], compiled: bool, recompute: str, tokens_per_pack: int
+def test_packed_narrow_passes_agree_with_one_document_at_a_time_in_fp32(
+    expected: tuple[float, dict[str, Tensor]], compiled: bool, recompute: str, tokens_per_pack: int, dtype: torch.dtype
 ) -> None:
-    learner = gpu_learner(compiled=compiled, recompute=recompute, tokens_per_pack=tokens_per_pack)
+    learner = gpu_learner(dtype, compiled=compiled, recompute=recompute, tokens_per_pack=tokens_per_pack)
     seen = learner.accumulate(DOCUMENTS)
     assert seen.loss() == pytest.approx(expected[0], rel=0.05, abs=0.02)
     for name, grad in learner.optimizer.gradients().items():

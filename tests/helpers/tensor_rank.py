@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from helpers.groups import prompt_group
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.model.checkpoint import load_model
 from llamarl.types import PromptGroup, bytes_to_floats, bytes_to_tokens
@@ -29,11 +29,13 @@ def groups() -> list[PromptGroup]:
     ]
 
 
-def decode(folder: Path, part: TensorRank) -> dict[str, list[tuple[list[int], list[float]]]]:
+def decode(
+    folder: Path, part: TensorRank, precision: Precision = AS_THE_MODEL
+) -> dict[str, list[tuple[list[int], list[float]]]]:
     model = load_model(folder, shard=part.box)
     split_over_ranks(model, part)
     limits = Limits(slots=SLOTS, max_prompt_tokens=16, max_new_tokens=NEW, page_tokens=4, num_pages=24)
-    decoder = ContinuousDecoder(model, limits, eos_ids=(0,), seed=3, tensor_ranks=part.count)
+    decoder = ContinuousDecoder(model, limits, eos_ids=(0,), seed=3, tensor_ranks=part.count, precision=precision)
     decoder.version = 0
     for group in groups():
         decoder.add(group)
@@ -52,8 +54,10 @@ def main() -> None:
     torch.set_num_threads(1)
     store = FileStore(str(folder / "meeting"), count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
-    found = decode(folder / "model", TensorRank(rank, count))
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    quantised = Precision(weights="fp8", kv_cache="fp8")
+    for name, precision in (("found", AS_THE_MODEL), ("quantised", quantised)):
+        found = decode(folder / "model", TensorRank(rank, count), precision)
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -5,21 +5,32 @@ from __future__ import annotations
 import math
 import random
 import time
+from typing import Literal
 
 import torch
 from msgspec import Struct
 
-from llamarl.bench.machine import Ceilings, measure_ceilings, peak_memory_bytes, process_age_s, synchronize
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.bench.machine import (
+    Ceilings,
+    kernel_times,
+    measure_ceilings,
+    peak_memory_bytes,
+    process_age_s,
+    synchronize,
+)
+from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.model.checkpoint import random_model
+from llamarl.model.quantise import FP8, Quantisation
 from llamarl.model.transformer import Transformer
 from llamarl.shapes import ModelShape
 from llamarl.types import Problem, PromptGroup, Sampling, tokens_to_bytes
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}  # of the blocks' matrices
+_OPERANDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.bfloat16}  # of their products
 _LONGEST = 10  # heavy tail: the longest answer, in medians
 _SPREAD = 0.8  # of the logarithm of the lengths
 _ROUNDS = 6  # heavy tail: sequences per slot
+_PROFILED_STEPS = 24
 
 
 class Case(Struct, frozen=True):
@@ -30,6 +41,18 @@ class Case(Struct, frozen=True):
     samples: int  # completions that share a prompt
     precision: str
     device: str
+    kv_cache: Literal["auto", "fp8"] = "auto"
+    burst: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters, and of all that is not quantised."""
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
+
+    @property
+    def narrow(self) -> Precision:
+        weights: Quantisation = "fp8" if self.precision == "fp8" else "int8" if self.precision == "int8" else "none"
+        return Precision(weights=weights, kv_cache=self.kv_cache)
 
     @property
     def median(self) -> int:
@@ -52,13 +75,24 @@ class DecodeResult(Struct, frozen=True):
     ceilings: Ceilings
 
 
-def bench_decode(shape: ModelShape, case: Case) -> DecodeResult:
-    device = torch.device(case.device)
-    model = random_model(shape, dtype=PRECISIONS[case.precision], device=device)
+def profile_decode(shape: ModelShape, case: Case) -> str:
+    """Where the time of a few bursts goes."""
+    bench = _Bench(_decoder_of(shape, case), shape, case, torch.device(case.device))
+    bench.run([case.new] * case.batch)
+    return kernel_times(lambda: bench.run([_PROFILED_STEPS] * case.batch))
+
+
+def _decoder_of(shape: ModelShape, case: Case) -> ContinuousDecoder:
+    model = random_model(shape, dtype=case.dtype, device=torch.device(case.device))
     longest = max(case.new, _LONGEST * case.median)
-    limits = Limits(slots=case.batch, max_prompt_tokens=case.prompt, max_new_tokens=longest)
-    decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=0)
+    limits = Limits(slots=case.batch, max_prompt_tokens=case.prompt, max_new_tokens=longest, burst=case.burst)
+    decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=0, precision=case.narrow)
     decoder.version = 0
+    return decoder
+
+
+def bench_decode(shape: ModelShape, case: Case) -> DecodeResult:
+    device, decoder = torch.device(case.device), _decoder_of(shape, case)
     bench = _Bench(decoder, shape, case, device)
     bench.run([1] * case.samples)
     first_token_s = process_age_s()
@@ -68,7 +102,7 @@ def bench_decode(shape: ModelShape, case: Case) -> DecodeResult:
     changed_s, _ = bench.run(steady, change_weights=True)
     rate = case.batch * (case.new - decoder.burst_steps) / busy_s
     heavy = bench.heavy_tailed()
-    ceilings = measure_ceilings(device, PRECISIONS[case.precision])
+    ceilings = measure_ceilings(device, _OPERANDS[case.precision] if device.type == "cuda" else case.dtype)
     floor = case.batch / floor_s(shape, case, ceilings)
     return DecodeResult(
         case=case,
@@ -147,10 +181,11 @@ def _clone(model: Transformer) -> list[torch.Tensor]:
 
 def floor_s(shape: ModelShape, case: Case, ceilings: Ceilings) -> float:
     """One decode step can take no less: every product by its work or its bytes, then keys and values, then scores."""
-    width = PRECISIONS[case.precision].itemsize
+    width, operand = PRECISIONS[case.precision].itemsize, _OPERANDS[case.precision].itemsize
+    plain = case.dtype.itemsize
 
-    def product_s(outputs: int, inputs: int, out_width: int = width) -> float:
-        moved = (outputs + case.batch) * inputs * width + case.batch * outputs * out_width
+    def product_s(outputs: int, inputs: int) -> float:
+        moved = outputs * inputs * width + case.batch * (inputs * operand + outputs * plain)
         return max(2 * case.batch * outputs * inputs / ceilings.flops, moved / ceilings.bytes)
 
     layer_s = (
@@ -159,11 +194,20 @@ def floor_s(shape: ModelShape, case: Case, ceilings: Ceilings) -> float:
         + product_s(2 * shape.intermediate_size, shape.hidden_size)
         + product_s(shape.hidden_size, shape.intermediate_size)
     )
-    context = case.prompt + case.new / 2
-    cache_bytes = case.batch * context * 2 * shape.num_layers * shape.kv_size * width
-    read_scores_bytes = case.batch * shape.vocab_size * 4  # written by the product, read by the sampling
-    head_s = product_s(shape.vocab_size, shape.hidden_size, 4)
-    return shape.num_layers * layer_s + head_s + (cache_bytes + read_scores_bytes) / ceilings.bytes
+    context, kv_width = case.prompt + case.new / 2, 1 if case.kv_cache == "fp8" else plain
+    cache_bytes = case.batch * context * 2 * shape.num_layers * shape.kv_size * kv_width
+    return shape.num_layers * layer_s + _head_s(shape, case, ceilings) + cache_bytes / ceilings.bytes
+
+
+def _head_s(shape: ModelShape, case: Case, ceilings: Ceilings) -> float:
+    """Never quantised; its scores are written by the product in fp32 and read by the sampling."""
+    weight_bytes = (shape.vocab_size + case.batch) * shape.hidden_size * case.dtype.itemsize
+    scores_bytes = case.batch * shape.vocab_size * 4
+    flops = ceilings.flops / (
+        case.dtype.itemsize // _OPERANDS[case.precision].itemsize
+    )  # fp8 is measured: twice as fast
+    work_s = 2 * case.batch * shape.vocab_size * shape.hidden_size / flops
+    return max(work_s, (weight_bytes + scores_bytes) / ceilings.bytes) + scores_bytes / ceilings.bytes
 
 
 def describe_decode(result: DecodeResult) -> str:
@@ -180,5 +224,6 @@ def describe_decode(result: DecodeResult) -> str:
         ("first token", f"{result.first_token_s:.1f} s after the start of the process"),
         ("peak memory", f"{result.peak_memory_bytes / 2**30:.1f} GiB"),
     ]
-    title = f"{case.model}, {case.precision}, {case.batch} x ({case.prompt} + {case.new}) tokens on {case.device}"
+    kv = f" ({case.kv_cache} KV)" if case.kv_cache != "auto" else ""
+    title = f"{case.model}, {case.precision}{kv}, {case.batch} x ({case.prompt} + {case.new}) tokens on {case.device}"
     return "\n".join([title, *(f"  {name:<18} {text}" for name, text in rows)])

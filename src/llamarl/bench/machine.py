@@ -20,11 +20,36 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """On random numbers: a product or copy of zeros is quicker than real work."""
     size, length = (8192, 1 << 30) if device.type == "cuda" else (1024, 1 << 26)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product_s = best_s(lambda: torch.mm(left, right), device)
+    product_s = best_s(lambda: _product(left, right), device)
     source = torch.randint(0, 255, (length,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = best_s(lambda: target.copy_(source), device)
     return Ceilings(flops=2 * size**3 / product_s, bytes=2 * length / copy_s)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    if left.dtype != torch.float8_e4m3fn:
+        return torch.mm(left, right)
+    one = torch.ones((), device=left.device)
+    return torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def kernel_times(action: Callable[[], object], rows: int = 30) -> str:
+    """Which kernels the device spends its time in while the action runs, and how much."""
+    on_gpu = torch.cuda.is_available()
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        action()
+    events = [(event.key, _device_us(event), event.count) for event in profiler.key_averages()]
+    total_us = sum(spent_us for _, spent_us, _ in events)
+    longest = sorted(events, key=lambda event: -event[1])[:rows]
+    lines = [f"{spent / 1e3:9.2f} ms {spent / total_us:6.1%} {count:5}x  {key[:110]}" for key, spent, count in longest]
+    return "\n".join([*lines, f"{total_us / 1e3:9.2f} ms in all kernels"])
+
+
+def _device_us(event: object) -> float:
+    on_device = float(getattr(event, "self_device_time_total", 0.0))
+    return on_device or float(getattr(event, "self_cpu_time_total", 0.0))
 
 
 def best_s(action: Callable[[], object], device: torch.device, times: int = 10) -> float:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import aipo_loss
+from llamarl.bench.machine import kernel_times
 from llamarl.config import Algo, Trainer
 from llamarl.errors import InputError
 from llamarl.shapes import ModelShape, shape_named
@@ -45,6 +46,7 @@ class TrainBench(Struct, frozen=True, kw_only=True):
     tokens_per_pack: int = 0  # 0: an update is one pass
     updates: int = 10
     device: str = "cuda"
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"  # of the passes on a GPU
 
 
 class TrainFigures(Struct, frozen=True, kw_only=True):
@@ -77,7 +79,7 @@ def prepare(bench: TrainBench) -> tuple[Learner, list[Document]]:
     documents = make_documents(shape, bench)
     computing = Computing(
         device,
-        torch.bfloat16 if device.type == "cuda" else torch.float32,
+        getattr(torch, bench.dtype) if device.type == "cuda" else torch.float32,
         recompute=bench.recompute,
         compiled=bench.compile,
         tokens_per_pack=bench.tokens_per_pack or sum(len(document.tokens) for document in documents),
@@ -164,25 +166,9 @@ def _figures(
     )
 
 
-def profile(learner: Learner, documents: Sequence[Document], rows: int = 30) -> str:
-    """Where the time of one update goes: the kernels that take most of it, in milliseconds."""
-    on_gpu = learner.policy.computing.device.type == "cuda"
-    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as profiler:
-        time_update(learner, documents, WARM_UP)
-    return _table([(event.key, _device_us(event), event.count) for event in profiler.key_averages()], rows)
-
-
-def _device_us(event: object) -> float:
-    on_device = float(getattr(event, "self_device_time_total", 0.0))
-    return on_device or float(getattr(event, "self_cpu_time_total", 0.0))
-
-
-def _table(events: list[tuple[str, float, int]], rows: int) -> str:
-    total = sum(spent_us for _, spent_us, _ in events)
-    longest = sorted(events, key=lambda event: -event[1])[:rows]
-    lines = [f"{spent / 1e3:9.2f} ms {spent / total:6.1%} {count:5}x  {key[:110]}" for key, spent, count in longest]
-    return "\n".join([*lines, f"{total / 1e3:9.2f} ms in all kernels"])
+def profile(learner: Learner, documents: Sequence[Document]) -> str:
+    """Where the time of one update goes."""
+    return kernel_times(lambda: time_update(learner, documents, WARM_UP))
 
 
 def describe(found: TrainFigures) -> str:

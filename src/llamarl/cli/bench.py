@@ -30,6 +30,18 @@ class TransportChoice(StrEnum):
 class Precision(StrEnum):
     bf16 = "bf16"
     fp32 = "fp32"
+    fp8 = "fp8"
+    int8 = "int8"
+
+
+class Passes(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class KVCache(StrEnum):
+    auto = "auto"
+    fp8 = "fp8"
 
 
 @bench.command("train")
@@ -44,6 +56,7 @@ def bench_train_command(
     tokens_per_pack: Annotated[int, typer.Option(min=0, help="tokens of one pass; 0: all")] = 0,
     recompute: Annotated[Recompute, typer.Option(help="activations made again in the backward pass")] = Recompute.none,
     offload: Annotated[bool, typer.Option("--offload", help="optimizer state in host memory")] = False,
+    dtype: Annotated[Passes, typer.Option(help="of the passes on a GPU")] = Passes.bfloat16,
     eager: Annotated[bool, typer.Option("--eager", help="do not compile")] = False,
     updates: Annotated[int, typer.Option(min=1, help="updates that are timed")] = 10,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cuda",
@@ -66,6 +79,7 @@ def bench_train_command(
         compile=not eager,
         updates=updates,
         device=device,
+        dtype=dtype.value,
     )
     run(bench, as_json=json, profiled=profile)
 
@@ -77,9 +91,14 @@ def bench_decode_command(
     prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 128,
     new: Annotated[int, typer.Option(min=16, help="tokens to sample for each")] = 256,
     samples: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 8,
-    precision: Annotated[Precision, typer.Option(help="of weights and cache")] = Precision.bf16,
+    precision: Annotated[Precision, typer.Option(help="of the weights; fp8 and int8 quantise bf16")] = Precision.bf16,
+    kv_cache: Annotated[
+        KVCache, typer.Option(help="precision of keys and values; auto: the weights', or bf16")
+    ] = KVCache.auto,
+    burst: Annotated[int, typer.Option(min=0, help="decode steps per visit of the host; 0: as a job would")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+    profile: Annotated[bool, typer.Option(help="instead of figures: where the time of a few bursts goes")] = False,
 ) -> None:
     """How quickly completions are sampled, against what the machine allows."""
     from llamarl.shapes import shape_named
@@ -87,9 +106,12 @@ def bench_decode_command(
     shape = shape_named(model)
     if prompt + new > shape.max_positions:
         raise InputError(f"--new: {prompt} + {new} tokens exceed the {shape.max_positions} positions of {model}")
-    from llamarl.bench.decode import Case, bench_decode, describe_decode
+    from llamarl.bench.decode import Case, bench_decode, describe_decode, profile_decode
 
-    case = Case(model, batch, prompt, new, samples, precision.value, device_or_refuse(device))
+    case = Case(model, batch, prompt, new, samples, precision.value, device_or_refuse(device), kv_cache.value, burst)
+    if profile:
+        print(profile_decode(shape, case))
+        return
     result = bench_decode(shape, case)
     print(msgspec.json.encode(result).decode() if as_json else describe_decode(result))
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
 import torch
 
 from llamarl.errors import ConfigError
-from llamarl.generate.cache import PagedCache, page_bytes
+from llamarl.generate.cache import PagedCache, members_of_reading, page_bytes
 from llamarl.generate.device import Burst, DeviceSide
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
-from llamarl.generate.scheduler import GroupUnderway, Running, Sampled, Scheduler
+from llamarl.generate.scheduler import GroupUnderway, Running, Sampled, Scheduler, make_batch
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.generate.step import Steps, bucket_of
+from llamarl.model.quantise import FP8, Quantisation, quantise
 from llamarl.model.transformer import Transformer, fuse
 from llamarl.types import (
     Completion,
@@ -54,6 +56,20 @@ class Limits:
         return pages_for(self.length, self.page_tokens)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What is narrower than the model's own parameters."""
+
+    weights: Quantisation = "none"
+    kv_cache: Literal["auto", "fp8"] = "auto"  # auto: as the parameters
+
+    def cache_dtype(self, model: Transformer) -> torch.dtype:
+        return FP8 if self.kv_cache == "fp8" else model.lm_head.weight.dtype
+
+
+AS_THE_MODEL = Precision()
+
+
 class ContinuousDecoder:
     def __init__(
         self,
@@ -65,17 +81,19 @@ class ContinuousDecoder:
         recompute: bool = False,
         graphs: bool = True,
         tensor_ranks: int = 1,
+        precision: Precision = AS_THE_MODEL,
     ) -> None:
         """With `recompute`, sequences under way are read again after a change of weights; else they keep what they have."""
         check_stops(eos_ids, model.shape.vocab_size)
         fuse(model)
-        weight = model.lm_head.weight
-        num_pages = choose_num_pages(limits, model, tensor_ranks)
+        self._narrow_weights = quantise(model, precision.weights)
+        weight, cache_dtype = model.lm_head.weight, precision.cache_dtype(model)
+        num_pages = choose_num_pages(limits, model, cache_dtype, tensor_ranks)
         cache = PagedCache(
             model.shape,
             num_pages,
             limits.page_tokens,
-            dtype=weight.dtype,
+            dtype=cache_dtype,
             device=weight.device,
             tensor_ranks=tensor_ranks,
         )
@@ -87,6 +105,7 @@ class ContinuousDecoder:
         self.model, self.limits, self._recompute, self._version = model, limits, recompute, -1
         self._device = DeviceSide(steps, graphs=graphs)
         self._schedule = Scheduler(limits.slots, PagePool(num_pages), limits.page_tokens)
+        self._members = members_of_reading(model.shape.num_heads // model.shape.num_kv_heads)
         self._eos_ids = frozenset(eos_ids)
         on_gpu = weight.is_cuda
         self.burst_steps = limits.burst or (_GPU_BURST if on_gpu else 1)
@@ -118,6 +137,8 @@ class ContinuousDecoder:
         """The weights are now those of `version`; to be set between two steps."""
         changed, self._version = version != self._version, version
         self._device.set_version(version)
+        for narrow in self._narrow_weights if changed else ():
+            narrow.refresh()
         if changed and self._recompute:
             self._read_again()
 
@@ -175,8 +196,8 @@ class ContinuousDecoder:
         if not runners:
             return False
         filtered = any(running.sequence.group.prompt.sampling.filtered for running in runners)
-        slots = [running.slot for running in runners]
-        self._in_flight.append(self._device.launch(slots, self.burst_steps, filtered=filtered))
+        batch = make_batch(runners, self._members, self.limits.page_tokens)
+        self._in_flight.append(self._device.launch(batch, self.burst_steps, filtered=filtered))
         for running in runners:
             running.max_count += self.burst_steps
         return True
@@ -249,7 +270,7 @@ def check_stops(eos_ids: tuple[int, ...], vocab_size: int) -> None:
             )
 
 
-def choose_num_pages(limits: Limits, model: Transformer, tensor_ranks: int) -> int:
+def choose_num_pages(limits: Limits, model: Transformer, cache_dtype: torch.dtype, tensor_ranks: int) -> int:
     """As many as asked for, or enough for all slots; on a GPU no more than its free memory holds."""
     least = pages_for(limits.length - 1, limits.page_tokens) + 1
     enough = limits.slots * limits.pages_per_slot + pages_for(limits.max_prompt_tokens, limits.page_tokens)
@@ -257,7 +278,7 @@ def choose_num_pages(limits: Limits, model: Transformer, tensor_ranks: int) -> i
     weight = model.lm_head.weight
     if weight.is_cuda and not limits.num_pages:
         free_bytes, _ = torch.cuda.mem_get_info(weight.device)
-        each = page_bytes(model.shape, limits.page_tokens, weight.dtype, tensor_ranks)
+        each = page_bytes(model.shape, limits.page_tokens, cache_dtype, tensor_ranks)
         num_pages = min(enough, int(free_bytes * _MEMORY_SHARE) // each)
     if num_pages < least:
         raise ConfigError(

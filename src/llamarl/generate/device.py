@@ -16,12 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llamarl.generate.cache import Readings
 from llamarl.generate.graphs import Body, Graphs
 from llamarl.generate.pages import NO_PAGE
-from llamarl.generate.scheduler import Fill, Sampled
+from llamarl.generate.scheduler import Batch, Fill, Sampled
 from llamarl.generate.slots import Opening, upload
 from llamarl.generate.step import Steps, bucket_of
 
+_SHARING_PROGRAMS = 512  # fewer cannot keep a GPU busy without cutting sequences into parts
+_SHARING_BYTES = 128 << 20  # of a layer; measured on an H200: 58 MB are a loss, 350 MB a gain
+NOBODY = Batch([], [], [], [])
 PREFILL_ROWS = 16  # on a CPU always so many: products of fewer rows may round differently
 
 
@@ -48,7 +52,8 @@ class DeviceSide:
         self._side = torch.cuda.Stream() if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._table = np.full(steps.table_SP.shape, NO_PAGE, dtype=np.int32)
         self._table_changed = False
-        self._lanes = torch.arange(self._state.num_slots, device=self._device)
+        self._batch = torch.zeros(4, self._state.num_slots, dtype=torch.int64, device=self._device)  # as `Batch` has it
+        self._batch[0] = torch.arange(self._state.num_slots)
         self._prefill_inputs: dict[tuple[int, int], Tensor] = {}
         self.num_bursts = 0
 
@@ -109,30 +114,47 @@ class DeviceSide:
 
     # The burst
 
-    def launch(self, slots: Sequence[int], steps: int, *, filtered: bool) -> Burst:
+    def launch(self, batch: Batch, steps: int, *, filtered: bool) -> Burst:
         if self._table_changed:
             self._steps.table_SP.copy_(upload(torch.from_numpy(self._table.copy()), self._device), non_blocking=True)
             self._table_changed = False
-        run = self._decode_of(slots, filtered)
-        for _ in range(steps):
-            run()
+        self._decode_of(batch, steps, filtered)()
         self.num_bursts += 1
         return self._look()
 
-    def _decode_of(self, slots: Sequence[int], filtered: bool) -> Body:
+    def _decode_of(self, batch: Batch, steps: int, filtered: bool) -> Body:
         """On a CPU all slots take part, always: a row's rounding must not depend on how many there are."""
         if not self._on_gpu:
-            return lambda: self._steps.decode(self._lanes, filtered=filtered)
-        width = min(1 << (len(slots) - 1).bit_length(), self._state.num_slots)
-        lanes_B = self._lanes[:width]
+            return lambda: self._decode(self._batch, steps, filtered, shared=False)
+        width = min(1 << (len(batch.slots) - 1).bit_length(), self._state.num_slots)
+        shared = self._pays(batch, width)
+        kept_4B = self._batch[:, :width]
         run = self._graphs.of(
-            ("decode", width, filtered),
-            lambda: self._steps.decode(lanes_B, filtered=filtered),
-            lambda: self._lanes.fill_(self._state.nobody),
+            ("decode", width, steps, filtered, shared),
+            lambda: self._decode(kept_4B, steps, filtered, shared=shared),
+            lambda: self._batch.copy_(self._rows(NOBODY, self._state.num_slots)),
         )
-        padded = [*slots, *[self._state.nobody] * (width - len(slots))]
-        lanes_B.copy_(upload(torch.tensor(padded), self._device), non_blocking=True)
+        kept_4B.copy_(upload(self._rows(batch, width), self._device), non_blocking=True)
         return run
+
+    def _pays(self, batch: Batch, width: int) -> bool:
+        """Whether reading shared pages once saves more than one more kernel costs: enough rows, and enough to save."""
+        cache = self._steps.cache
+        enough_rows = width * cache.num_kv_heads >= _SHARING_PROGRAMS
+        return enough_rows and not cache.narrow and batch.saved_tokens * cache.token_bytes >= _SHARING_BYTES
+
+    def _rows(self, batch: Batch, width: int) -> Tensor:
+        """Rows without a sequence point to nobody's slot."""
+        rows = np.zeros((4, width), dtype=np.int64)
+        rows[0] = self._state.nobody
+        for row, values in zip(rows, (batch.slots, batch.firsts, batch.counts, batch.skips), strict=True):
+            row[: len(values)] = values
+        return torch.from_numpy(rows)
+
+    def _decode(self, batch_4B: Tensor, steps: int, filtered: bool, *, shared: bool) -> None:
+        readings = Readings(*batch_4B[1:]) if shared else None
+        for _ in range(steps):
+            self._steps.decode(batch_4B[0], filtered=filtered, readings=readings)
 
     def _look(self) -> Burst:
         number = self.num_bursts - 1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from llamarl.errors import ConfigError
-from llamarl.model.transformer import MLP, Attention, Transformer
+from llamarl.model.transformer import MLP, Attention, ProductLinear, Transformer
 from llamarl.shapes import ModelShape
 
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
@@ -49,12 +49,8 @@ class TensorRank:
         return slice(min(length, self.rank * each), min(length, (self.rank + 1) * each))
 
 
-class SummedLinear(nn.Linear):
+class SummedLinear(ProductLinear):
     """Each rank multiplies its columns; the sum over ranks is the product."""
-
-    def __init__(self, part: nn.Linear) -> None:
-        super().__init__(1, 1, bias=False, device="meta")
-        self.weight = part.weight
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)

@@ -1,4 +1,4 @@
-"""One sampling step, as a pure function of logits and counters. `kernels.py` holds the twins that run on a GPU.
+"""One sampling step, as a pure function of logits and counters. `sampling_kernels.py` holds the twins that run on a GPU.
 
 Random numbers come from (seed, ordinal, sample, position) alone, so a completion does not depend on what else is in the
 batch, on which replica drew it, or on how often it was interrupted.

@@ -7,7 +7,8 @@ youngest sequence is paused: it gives up slot and pages, waits in front of all o
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ class Running:
     pages: list[int]
     max_count: int
     since: int  # the burst that it takes part in first
+    shared_pages: int = 0  # of its pages, the first ones, which others of its group may hold too
 
     def tokens_after(self, steps: int) -> int:
         """Tokens that may be in its pages after so many more steps."""
@@ -89,6 +91,40 @@ class Admission:
     fills: list[Fill] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # page -> page
     started: list[Running] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Slots in the order of their rows, those that share pages side by side: reading i serves `counts[i]` rows from
+    `firsts[i]` on, and row b has its first `skips[b]` tokens from there."""
+
+    slots: list[int]
+    firsts: list[int]
+    counts: list[int]
+    skips: list[int]
+
+    @property
+    def saved_tokens(self) -> int:
+        """Of the cache, that need not be read."""
+        return sum((count - 1) * self.skips[first] for first, count in zip(self.firsts, self.counts, strict=True))
+
+
+def make_batch(running: Iterable[Running], members: int, page_tokens: int) -> Batch:
+    """At most `members` rows for one reading."""
+    together: dict[int, list[Running]] = defaultdict(list)
+    for one in running:
+        together[one.pages[0] if one.shared_pages else -1 - one.slot].append(one)
+    batch = Batch([], [], [], [])
+    for alike in together.values():
+        for start in range(0, len(alike), members):
+            some = alike[start : start + members]
+            skip = some[0].shared_pages * page_tokens if len(some) > 1 else 0
+            if skip:
+                batch.firsts.append(len(batch.slots))
+                batch.counts.append(len(some))
+            batch.skips.extend([skip] * len(some))
+            batch.slots.extend(one.slot for one in some)
+    return batch
 
 
 class Scheduler:
@@ -157,6 +193,7 @@ class Scheduler:
         assert group.prompt_pages is not None
         full = self._full_pages(group)
         running.pages = group.prompt_pages[:full] + self.pool.take(own)
+        running.shared_pages = full
         self.pool.share(group.prompt_pages[:full])
         if len(group.prompt_pages) > full:
             admission.copies.append((group.prompt_pages[full], running.pages[full]))

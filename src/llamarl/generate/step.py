@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llamarl.generate.cache import DecodeAttention, PagedCache, PrefillAttention
+from llamarl.generate.cache import DecodeAttention, PagedCache, PrefillAttention, Readings
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import SlotState
 from llamarl.model.ops import Rope
-from llamarl.model.transformer import Transformer, rope_table
+from llamarl.model.transformer import Transformer, rope_up_to
 
 MIN_BUCKET = 16
 
@@ -26,9 +26,7 @@ class Steps:
         self, model: Transformer, cache: PagedCache, state: SlotState, table_SP: Tensor, *, seed: int, length: int
     ) -> None:
         self.model, self.cache, self.state, self.table_SP, self._seed = model, cache, state, table_SP, seed
-        positions_1T = torch.arange(length, device=state.device)[None]
-        cos, sin = rope_table(model.shape, positions_1T, model.lm_head.weight.dtype)
-        self._rope = (cos[0], sin[0])
+        self._rope = rope_up_to(model.shape, length, state.device)
 
     @torch.inference_mode()
     def prefill(self, tokens_RT: Tensor, pages_RT: Tensor) -> None:
@@ -38,15 +36,15 @@ class Steps:
         self.model(tokens_RT, positions_RT, PrefillAttention(self.cache, pages_RT), self._rope_at(positions_RT))
 
     @torch.inference_mode()
-    def decode(self, slots_B: Tensor, *, filtered: bool) -> None:
+    def decode(self, slots_B: Tensor, *, filtered: bool, readings: Readings | None = None) -> None:
         """One more token for each of these slots; those that are inactive stay as they are."""
         state = self.state
         tokens_B1, positions_B1 = state.tokens[slots_B][:, None], state.positions[slots_B][:, None]
-        attend = DecodeAttention(self.cache, self.table_SP, slots_B, positions_B1[:, 0])
-        hidden_B1C = self.model(tokens_B1, positions_B1, attend, self._rope_at(positions_B1))
+        attend = DecodeAttention(self.cache, self.table_SP, slots_B, state.positions, self._rope, readings)
+        hidden_B1C = self.model(tokens_B1, positions_B1, attend)
         logits_BV = self.model.logits(hidden_B1C[:, 0])
         if logits_BV.is_cuda:
-            from llamarl.generate.kernels import sample_and_advance
+            from llamarl.generate.sampling_kernels import sample_and_advance
 
             sample_and_advance(logits_BV, slots_B, state, seed_state(self._seed), filtered=filtered)
             return

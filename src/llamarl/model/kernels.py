@@ -8,6 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 _MAX_BLOCK = 1024
+_TILE = 128  # rows and columns of a product that one multiprocessor makes
+_BUSY_TILES = 132
+_LONG_SUM = 4096
+
+
+@triton.jit
+def _narrowed(x, dtype: tl.constexpr):
+    """`ops.narrowed`."""
+    if dtype == tl.float16:
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -16,18 +27,17 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, inner, outer_stride, inner_stride, siz
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     at = x_ptr + (row // inner) * outer_stride + (row % inner) * inner_stride
-    x = tl.load(at + columns, mask=inside, other=0.0)
-    wide = x.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-    tl.store(out_ptr + row * size + columns, weight * normed.to(x.dtype), mask=inside)
+    x = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + columns, _narrowed(weight * normed, out_ptr.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Rows may be heads inside wider rows (Qwen3 norms queries and keys so); the result is contiguous."""
     size, inner = x.shape[-1], x.shape[-2] if x.dim() == 4 else 1
     rows = x.reshape(-1, inner, size)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     _rms_norm[(len(rows) * inner,)](
         rows, weight, out, inner, rows.stride(0), rows.stride(1), size, eps, BLOCK=block, num_warps=_warps(block)
@@ -53,14 +63,14 @@ def _rotate(
     pair = tl.arange(0, HALF_PAD)[None, :]
     inside = (head < heads) & (pair < HALF)
     at = x_ptr + row * row_stride + head * head_stride + pair
-    left = tl.load(at, mask=inside, other=0.0)
-    right = tl.load(at + HALF, mask=inside, other=0.0)
+    left = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     angle = row * (2 * HALF) + pair
     cos = tl.load(cos_ptr + angle, mask=pair < HALF, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=pair < HALF, other=0.0)
     to = out_ptr + row * heads * (2 * HALF) + head * (2 * HALF) + pair
-    tl.store(to, left * cos - right * sin, mask=inside)
-    tl.store(to + HALF, right * cos + left * sin, mask=inside)
+    tl.store(to, (left * cos - right * sin).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(to + HALF, (right * cos + left * sin).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def rotate(x_BTHD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -91,11 +101,11 @@ def _silu_times(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     at = x_ptr + row * 2 * size + columns
-    gate = tl.load(at, mask=inside, other=0.0)
-    up = tl.load(at + size, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = (wide * tl.sigmoid(wide)).to(gate.dtype)
-    tl.store(out_ptr + row * size + columns, silu * up, mask=inside)
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
+    tl.store(
+        out_ptr + row * size + columns, _narrowed(gate * tl.sigmoid(gate) * up, out_ptr.dtype.element_ty), mask=inside
+    )
 
 
 def silu_times(gate_up: Tensor) -> Tensor:
@@ -105,6 +115,68 @@ def silu_times(gate_up: Tensor) -> Tensor:
     block = min(_MAX_BLOCK, triton.next_power_of_2(size))
     _silu_times[(out.numel() // size, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4)
     return out
+
+
+@triton.jit
+def _add_parts(
+    residual_ptr,
+    parts_ptr,
+    row_scales_ptr,
+    column_scales_ptr,
+    size,
+    part_stride,
+    PARTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    at = row * size + columns
+    total = tl.load(parts_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts_ptr + part * part_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        total *= tl.load(row_scales_ptr + row) * tl.load(column_scales_ptr + columns, mask=inside, other=0.0)
+    tl.store(residual_ptr + at, tl.load(residual_ptr + at, mask=inside, other=0.0) + total, mask=inside)
+
+
+def add_parts(residual_MN: Tensor, parts_PMN: Tensor, scales: tuple[Tensor, Tensor] | None = None) -> None:
+    """residual += the sum of the parts, which may still have to be multiplied by a scale for each row and each column."""
+    num_parts, rows, size = parts_PMN.shape
+    block = min(_MAX_BLOCK, triton.next_power_of_2(size))
+    _add_parts[(rows, triton.cdiv(size, block))](
+        residual_MN,
+        parts_PMN,
+        *(scales or (residual_MN, residual_MN)),
+        size,
+        rows * size,
+        PARTS=num_parts,
+        SCALED=scales is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def add_product(residual_MN: Tensor, x_MK: Tensor, weight_NK: Tensor) -> None:
+    """residual += x @ weight.t(), summed in fp32."""
+    (rows, inner), outer = x_MK.shape, len(weight_NK)
+    num_parts = parts_of_product(rows, outer, inner) if x_MK.dtype != torch.float32 else 1
+    if num_parts > 1:
+        x_PMk = x_MK.view(rows, num_parts, -1).transpose(0, 1)
+        weight_PkN = weight_NK.view(outer, num_parts, -1).permute(1, 2, 0)
+        add_parts(residual_MN, torch.bmm(x_PMk, weight_PkN, out_dtype=torch.float32))
+    elif x_MK.dtype == torch.float32:
+        torch.addmm(residual_MN, x_MK, weight_NK.t(), out=residual_MN)
+    else:
+        torch.addmm(residual_MN, x_MK, weight_NK.t(), out_dtype=torch.float32, out=residual_MN)
+
+
+def parts_of_product(rows: int, outer: int, inner: int) -> int:
+    """A long sum over few tiles leaves most of a GPU idle: cut into parts, it is there sooner."""
+    tiles = triton.cdiv(rows, _TILE) * triton.cdiv(outer, _TILE)
+    possible = [parts for parts in (2, 4) if parts * tiles <= _BUSY_TILES and inner % (parts * _TILE) == 0]
+    return max(possible, default=1) if inner >= _LONG_SUM else 1
 
 
 def _warps(block: int) -> int:

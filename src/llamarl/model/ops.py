@@ -2,15 +2,21 @@
 
 Each function here is what the kernel of the same name must compute: a CPU runs it, autograd differentiates it, and a GPU
 test holds the kernel against it.
+
+Precision, the same for trainer and generator so that their log-probs agree: the residual stream is fp32 and only products
+take narrow operands. What lies between two products is computed in fp32 and rounded once, to the precision of the weights.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Rope = tuple[Tensor, Tensor]  # cos and sin, [B, T, 1, D]
+LARGEST_HALF = 65504.0
+Rope = tuple[Tensor, Tensor]  # cos and sin in fp32, [B, T, 1, D]
 
 
 def fused(x: Tensor) -> bool:
@@ -19,13 +25,14 @@ def fused(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In the precision of the weight, whatever that of x."""
     if fused(x):
         from llamarl.model import kernels
 
         return kernels.rms_norm(x, weight, eps)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return narrowed(weight * normed, weight.dtype)
 
 
 def rotate(x_BTHD: Tensor, rope: Rope) -> Tensor:
@@ -35,8 +42,9 @@ def rotate(x_BTHD: Tensor, rope: Rope) -> Tensor:
 
         return kernels.rotate(x_BTHD, rope)
     cos, sin = rope
-    left, right = x_BTHD.chunk(2, dim=-1)
-    return x_BTHD * cos + torch.cat((-right, left), dim=-1) * sin
+    wide = x_BTHD.float()
+    left, right = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-right, left), dim=-1) * sin).to(x_BTHD.dtype)
 
 
 def silu_times(gate_up: Tensor) -> Tensor:
@@ -45,16 +53,55 @@ def silu_times(gate_up: Tensor) -> Tensor:
         from llamarl.model import kernels
 
         return kernels.silu_times(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return gated(*gate_up.chunk(2, dim=-1))
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return narrowed(F.silu(gate.float()) * up.float(), gate.dtype)
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is beyond the range of fp16 becomes its largest number; bf16 has the range of fp32."""
+    return x.clamp(-LARGEST_HALF, LARGEST_HALF).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
 def add_projection(residual: Tensor, linear: nn.Linear, x: Tensor) -> Tensor:
-    """residual + linear(x); in inference on a GPU the sum is part of the product. A parallel layer has more to do."""
-    if fused(x) and type(linear) is nn.Linear:
-        return torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), linear.weight.t()).view(residual.shape)
+    """residual + linear(x) in fp32; in inference on a GPU the sum is part of the product and overwrites the residual.
+    A parallel layer has more to do, and a quantised one (`quantise.QuantisedLinear`) its own way."""
+    add_to: Any = getattr(linear, "add_to", None)
+    if fused(x) and add_to:
+        add_to(residual, x)
+        return residual
+    plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
+    if plain and fused(x):
+        from llamarl.model import kernels
+
+        kernels.add_product(residual.flatten(0, -2), x.flatten(0, -2), linear.weight)
+        return residual
+    if plain and x.is_cuda and x.dtype != torch.float32:
+        return residual + wide_product(x, linear.weight)
     out: Tensor = residual + linear(x)
     return out
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.t() of narrow operands, in fp32; differentiable."""
+    out: Tensor = _WideProduct.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _WideProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients meet the weights in the precision of the weights, as those of any other product."""
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to(x.dtype)
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def scores(hidden: Tensor, weight: Tensor) -> Tensor:

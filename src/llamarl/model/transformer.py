@@ -10,16 +10,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from llamarl.model.ops import Rope, add_projection, rms_norm, rotate, scores, silu_times
+from llamarl.model.ops import Rope, add_projection, gated, rms_norm, rotate, scores, silu_times
 from llamarl.shapes import ModelShape
 
-# attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads serving H query heads.
+# attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads serving H query heads. Queries and keys have been
+# turned to their positions, unless `attend.rotates` says that it does so itself.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Product = Callable[[Any], Tensor]  # x @ weight.t() + bias, however that is computed and x is held
+
+
+class Joined:
+    """Layers that read the same input, as one product."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ProductLinear(nn.Linear):
+    """In the place of a layer and with its parameter, for those who compute the product in another way."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(1, 1, bias=False, device="meta")
+        self.weight = layer.weight
+        self.product: Product = Joined(layer.weight, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
 
 
 class RMSNorm(nn.Module):
@@ -44,18 +69,20 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
 
-        self.fused: tuple[Tensor, Tensor | None] | None = None  # weight and bias of all three; see `fuse`
+        self.fused: Product | None = None  # with all three; see `fuse`
 
-    def forward(self, x_BTC: Tensor, rope: Rope, attend: Attend, residual: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, rope: Rope | None, attend: Attend, residual: Tensor) -> Tensor:
         q, k, v_BTKD = (part.view(*part.shape[:2], -1, self.head_dim) for part in self._project(x_BTC))
-        q_BTHD, k_BTKD = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        q_BTHD, k_BTKD = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q_BTHD, k_BTKD = rotate(q_BTHD, rope), rotate(k_BTKD, rope)
         return add_projection(residual, self.o_proj, attend(self.layer, q_BTHD, k_BTKD, v_BTKD).flatten(2))
 
     def _project(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
         if self.fused is None:
             return self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC)
         sizes = [len(part.weight) for part in (self.q_proj, self.k_proj, self.v_proj)]
-        return torch.split(F.linear(x_BTC, *self.fused), sizes, dim=-1)
+        return torch.split(self.fused(x_BTC), sizes, dim=-1)
 
 
 class MLP(nn.Module):
@@ -64,13 +91,13 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-        self.fused: tuple[Tensor, Tensor | None] | None = None  # gate above up; see `fuse`
+        self.fused: Product | None = None  # with gate above up; see `fuse`
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         if self.fused is None:
-            inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
+            inner = gated(self.gate_proj(x), self.up_proj(x))
         else:
-            inner = silu_times(F.linear(x, *self.fused))
+            inner = silu_times(self.fused(x))
         return add_projection(residual, self.down_proj, inner)
 
 
@@ -82,7 +109,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
         x = self.self_attn(self.input_layernorm(x), rope, attend, residual=x)
         out: Tensor = self.mlp(self.post_attention_layernorm(x), residual=x)
         return out
@@ -115,8 +142,9 @@ class Transformer(nn.Module):
 
         `rope` is for callers that keep the table of all positions; it must be that of these.
         """
-        x_BTC: Tensor = self.model.embed_tokens(tokens_BT)
-        rope = rope or rope_table(self.shape, positions_BT, x_BTC.dtype)
+        x_BTC: Tensor = self.model.embed_tokens(tokens_BT).float()
+        if not getattr(attend, "rotates", False):
+            rope = rope or rope_table(self.shape, positions_BT)
         for block in self.model.layers:
             x_BTC = block(x_BTC, rope, attend)
         hidden: Tensor = self.model.norm(x_BTC)
@@ -139,8 +167,8 @@ def fuse(model: Transformer) -> None:
             part.fused = _join([part.gate_proj, part.up_proj])
 
 
-def _join(layers: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    return _join_named("weight", layers), None if layers[0].bias is None else _join_named("bias", layers)
+def _join(layers: list[nn.Linear]) -> Joined:
+    return Joined(_join_named("weight", layers), None if layers[0].bias is None else _join_named("bias", layers))
 
 
 def _join_named(name: str, layers: list[nn.Linear]) -> Tensor:
@@ -166,11 +194,17 @@ def rope_frequencies(shape: ModelShape, device: torch.device | None = None) -> T
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
-def rope_table(shape: ModelShape, positions_BT: Tensor, dtype: torch.dtype) -> Rope:
-    """cos and sin for every position, [B, T, 1, D], computed in fp32."""
+def rope_table(shape: ModelShape, positions_BT: Tensor) -> Rope:
+    """cos and sin for every position, [B, T, 1, D], in fp32."""
     angles = positions_BT[..., None].float() * rope_frequencies(shape, positions_BT.device)
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return angles.cos(), angles.sin()
+
+
+def rope_up_to(shape: ModelShape, length: int, device: torch.device | str) -> Rope:
+    """Of all positions below `length`, [T, 1, D]: for those who look up what they need."""
+    cos_1T1D, sin_1T1D = rope_table(shape, torch.arange(length, device=device)[None])
+    return cos_1T1D[0], sin_1T1D[0]
 
 
 def causal_attention(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:

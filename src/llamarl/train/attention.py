@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llamarl.model.transformer import Attend
+from llamarl.train.half import HalfFlash
 from llamarl.train.packing import Pack
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -57,6 +58,9 @@ class FlashDocuments:
         self.longest = 1 << max(10, (max(lengths) - 1).bit_length())
 
     def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
+        if q_RTHD.dtype == torch.float32:  # the blocks take fp16 operands
+            half_THD: Tensor = HalfFlash.apply(q_RTHD[0], k_RTKD[0], v_RTKD[0], self.starts_D, self.longest)  # type: ignore[no-untyped-call]
+            return half_THD[None]
         out_THD: Tensor = torch.ops.aten._flash_attention_forward(
             q_RTHD[0], k_RTKD[0], v_RTKD[0], self.starts_D, self.starts_D, self.longest, self.longest, 0.0, True, False
         )[0]

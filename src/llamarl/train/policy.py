@@ -15,6 +15,7 @@ from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, ra
 from llamarl.model.transformer import Transformer
 from llamarl.shapes import ModelShape
 from llamarl.train.attention import document_attention, uses_long_rows
+from llamarl.train.half import take_half_operands
 from llamarl.train.head import Head, Vocabulary, chunked_logprobs
 from llamarl.train.mesh import LONE_RANK, Mesh
 from llamarl.train.packing import Pack, make_packs
@@ -27,12 +28,16 @@ class Computing:
     """How passes are made on this rank."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of what enters products; with float16, weights and gradients are bfloat16 (see `half.py`)
     mesh: Mesh = LONE_RANK
     recompute: str = "none"
     compiled: bool = False
     tokens_per_pack: int = 16_384
     temperature: float = 1.0
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == torch.float16 else self.dtype
 
     @property
     def long_rows(self) -> bool:
@@ -79,7 +84,7 @@ def _vocabulary_of(model: Transformer, mesh: Mesh) -> Vocabulary:
 def load_policy(folder: Path, computing: Computing) -> Policy:
     """The folder's model; with several ranks, each reads its own part and nothing else."""
     if computing.mesh.size == 1:
-        model = load_model(folder, dtype=computing.dtype, device=computing.device)
+        model = load_model(folder, dtype=computing.weight_dtype, device=computing.device)
         parallelize_for(model, computing)
         return Policy(model, computing)
     checkpoint = open_checkpoint(folder)
@@ -107,14 +112,16 @@ def sharded_model(shape: ModelShape, computing: Computing) -> Transformer:
 
 def parameter_dtype(computing: Computing) -> torch.dtype:
     """FSDP keeps fp32 masters as the parameters and casts what it gathers; without it the parameters are what computes."""
-    return torch.float32 if computing.mesh.data > 1 else computing.dtype
+    return torch.float32 if computing.mesh.data > 1 else computing.weight_dtype
 
 
 def parallelize_for(model: Transformer, computing: Computing) -> None:
+    if computing.dtype == torch.float16:
+        take_half_operands(model)
     parallelize(
         model,
         computing.mesh,
         recompute=computing.recompute,
         compiled=computing.compiled,
-        compute_dtype=computing.dtype,
+        compute_dtype=computing.weight_dtype,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llamarl.generate.cache import DecodeAttention, PagedCache, PrefillAttention
 from llamarl.model.checkpoint import random_model
-from llamarl.model.transformer import Transformer
+from llamarl.model.transformer import Transformer, rope_up_to
 from llamarl.shapes import ModelShape
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
@@ -137,9 +137,9 @@ def _cached_logits(model: Transformer, prompts: list[list[int]], choose: Choose,
     hidden_BTC = model(padded_BT, torch.arange(longest).expand_as(padded_BT), PrefillAttention(cache, pages_BT))
     positions_B, slots_B = torch.tensor([len(prompt) for prompt in prompts]), torch.arange(len(prompts))
     logits_BV = model.logits(hidden_BTC[slots_B, positions_B - 1])
-    steps = [logits_BV]
+    steps, rope = [logits_BV], rope_up_to(model.shape, longest + count, "cpu")
     for step in range(count - 1):
-        attend = DecodeAttention(cache, table_SP, slots_B, positions_B)
+        attend = DecodeAttention(cache, table_SP, slots_B, positions_B, rope)
         hidden_B1C = model(choose(step, steps[-1])[:, None], positions_B[:, None], attend)
         steps.append(model.logits(hidden_B1C[:, 0]))
         positions_B = positions_B + 1

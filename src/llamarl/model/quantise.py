@@ -1,0 +1,163 @@
+"""Products with quantised weights, for inference: fp8 (weights and what they multiply) or int8 (weights alone).
+
+A model's parameters stay as they are: that is where new weights arrive. `quantise` puts a narrow copy beside every matrix of
+the blocks, and `refresh` fills these copies again, in place, so that graphs captured over them stay valid. Every output of a
+product has its own scale, and in fp8 every row of its input too. Embedding, norms and head are not quantised.
+
+What a GPU computes with `quantise_kernels.py` and `torch._scaled_mm` stands here in plain PyTorch as well: a CPU runs it, and
+a GPU test holds one against the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from llamarl.errors import ConfigError
+from llamarl.model.ops import fused
+from llamarl.model.transformer import MLP, Attention, Joined, ProductLinear, RMSNorm, Transformer
+
+Quantisation = Literal["none", "fp8", "int8"]
+
+FP8 = torch.float8_e4m3fn
+_LARGEST = {FP8: 448.0, torch.int8: 127.0}
+_SMALLEST_SCALE = 1e-12  # of a row of zeros
+_FP8_TILE = 16  # sizes of an fp8 product on a GPU are multiples of it
+
+
+Rows = tuple[Tensor, Tensor]  # quantised values, and a scale for every row
+
+
+def quantise_rows(x: Tensor, dtype: torch.dtype) -> Rows:
+    """Each row divided by its scale, and the scales in fp32: the largest value of a row becomes the largest there is."""
+    if fused(x):
+        from llamarl.model import quantise_kernels
+
+        return quantise_kernels.quantise_rows(x, dtype)
+    wide = x.float()
+    scales = (wide.abs().amax(-1) / _LARGEST[dtype]).clamp(min=_SMALLEST_SCALE)
+    scaled = (wide / scales[..., None]).clamp(-_LARGEST[dtype], _LARGEST[dtype])
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
+
+
+def fp8_product(x: Rows, weight: Rows, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    """x @ weight.t() + bias of quantised rows, [M, K] and [N, K]."""
+    (x_MK, x_scales_M), (weight_NK, scales_N) = x, weight
+    if x_MK.is_cuda:
+        return torch._scaled_mm(
+            x_MK, weight_NK.t(), x_scales_M[:, None], scales_N[None], bias=bias, out_dtype=out, use_fast_accum=True
+        )
+    product_MN = (x_MK.float() @ weight_NK.float().t()) * x_scales_M[:, None] * scales_N
+    return (product_MN if bias is None else product_MN + bias).to(out)
+
+
+def int8_product(x_MK: Tensor, weight: Rows, bias: Tensor | None) -> Tensor:
+    """x @ weight.t() + bias in the precision of x; the weights are whole numbers, which bf16 holds exactly."""
+    if fused(x_MK):
+        from llamarl.model import quantise_kernels
+
+        return quantise_kernels.int8_product(x_MK, *weight, bias)
+    weight_NK, scales_N = weight
+    product_MN = (x_MK.float() @ weight_NK.float().t()) * scales_N
+    return (product_MN if bias is None else product_MN + bias).to(x_MK.dtype)
+
+
+class QuantisedWeight:
+    """A narrow copy of a weight, and products with it."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, kind: Quantisation) -> None:
+        self._dtype = FP8 if kind == "fp8" else torch.int8
+        _check(weight_NK, kind)
+        self._weight_NK, self._bias_N = weight_NK, bias_N
+        self._values_NK = torch.empty_like(weight_NK, dtype=self._dtype)
+        self._scales_N = torch.empty(len(weight_NK), dtype=torch.float32, device=weight_NK.device)
+        self._one = torch.ones((), dtype=torch.float32, device=weight_NK.device)
+        self.refresh()
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        values_NK, scales_N = quantise_rows(self._weight_NK, self._dtype)
+        self._values_NK.copy_(values_NK)
+        self._scales_N.copy_(scales_N)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """residual += the product, on a GPU: in fp8 the scales wait until the sum, since without them products are faster."""
+        from llamarl.model import kernels
+
+        total_MN, flat_MK = residual.flatten(0, -2), x.flatten(0, -2)
+        if self._dtype != FP8:
+            kernels.add_parts(total_MN, self(flat_MK)[None])
+            return
+        values_MK, scales_M = quantise_rows(flat_MK, FP8)
+        out_MN = torch._scaled_mm(
+            values_MK, self._values_NK.t(), self._one, self._one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        kernels.add_parts(total_MN, out_MN[None], (scales_M, self._scales_N))
+
+    def __call__(self, x: Tensor | Rows) -> Tensor:
+        weight = (self._values_NK, self._scales_N)
+        if self._dtype == FP8:
+            values, scales = x if isinstance(x, tuple) else quantise_rows(x, FP8)
+            flat = (values.flatten(0, -2), scales.flatten())
+            return fp8_product(flat, weight, self._bias_N, self._weight_NK.dtype).view(*values.shape[:-1], -1)
+        assert isinstance(x, Tensor)
+        return int8_product(x.flatten(0, -2), weight, self._bias_N).view(*x.shape[:-1], -1)
+
+
+def _check(weight_NK: Tensor, kind: Quantisation) -> None:
+    if not weight_NK.is_cuda:
+        return
+    if weight_NK.dtype != torch.bfloat16:
+        raise ConfigError(f"generator.quantise: {kind} on a GPU needs generator.dtype bfloat16")
+    if kind == "fp8" and any(size % _FP8_TILE for size in weight_NK.shape):
+        raise ConfigError(
+            f"generator.quantise: fp8 products on a GPU need sizes that are multiples of {_FP8_TILE}; "
+            f"this model has one of {tuple(weight_NK.shape)}"
+        )
+
+
+class NarrowNorm(RMSNorm):
+    """For products that take fp8: the norm and its quantising are one pass on a GPU."""
+
+    def forward(self, x: Tensor) -> Rows:  # type: ignore[override]
+        if fused(x):
+            from llamarl.model import quantise_kernels
+
+            return quantise_kernels.norm_rows(x, self.weight, self.eps)
+        return quantise_rows(super().forward(x), FP8)
+
+
+class QuantisedLinear(ProductLinear):
+    def __init__(self, layer: nn.Linear, narrow: QuantisedWeight) -> None:
+        super().__init__(layer)
+        self.product, self.add_to = narrow, narrow.add_to
+
+
+def quantise(model: Transformer, kind: Quantisation) -> list[QuantisedWeight]:
+    """Of a model that is already fused. Returns what must be refreshed whenever the weights have changed."""
+    if kind == "none":
+        return []
+    if kind == "fp8":
+        for block in model.model.layers:
+            for norm in (block.input_layernorm, block.post_attention_layernorm):
+                norm.__class__ = NarrowNorm
+    return [narrow for part in list(model.modules()) for narrow in _quantise_part(part, kind)]
+
+
+def _quantise_part(part: nn.Module, kind: Quantisation) -> Iterator[QuantisedWeight]:
+    if not isinstance(part, Attention | MLP):
+        return
+    assert isinstance(part.fused, Joined), "fuse the model first"
+    part.fused = QuantisedWeight(part.fused.weight, part.fused.bias, kind)
+    yield part.fused
+    name = "o_proj" if isinstance(part, Attention) else "down_proj"
+    layer = getattr(part, name)
+    narrow = QuantisedWeight(layer.weight, None, kind)
+    if isinstance(layer, ProductLinear):  # it is split over ranks, and sums over them
+        layer.product = narrow
+    else:
+        setattr(part, name, QuantisedLinear(layer, narrow))
+    yield narrow
