@@ -70,6 +70,17 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return self.num_layers * layer + self.hidden_size + embedding * (1 if self.tied_head else 2)
 
 
+def block_parameters(shape: ModelShape) -> int:
+    """Weights of all layers' matrices."""
+    attention = shape.hidden_size * (2 * shape.q_size + 2 * shape.kv_size)
+    return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+
+
+def matrix_parameters(shape: ModelShape) -> int:
+    """Weights that every token is multiplied with: all matrices, the head among them, but not the embedding's lookup."""
+    return block_parameters(shape) + shape.vocab_size * shape.hidden_size
+
+
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every parameter under its Hugging Face name, in the model's order. A tied head appears once, as the embedding."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size)}

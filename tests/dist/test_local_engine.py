@@ -33,7 +33,7 @@ from llamarl.engine.local.frames import BadFrame, FrameReader, encode_frame
 from llamarl.engine.local.nursery import READY
 from llamarl.engine.local.wire import Obituary, encode
 from llamarl.errors import JobFailed
-from llamarl.job import default_line
+from llamarl.controller.default_line import default_line
 from llamarl.messages import PublishWeights, Up
 from llamarl.observe.summary import Summary
 

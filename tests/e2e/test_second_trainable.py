@@ -10,9 +10,9 @@ from helpers.critic import build_critic
 
 from llamarl import Job
 from llamarl.configfile import load_config
+from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import audit, read_ledger
 from llamarl.controller.line import Channel, Line, Role
-from llamarl.job import default_line
 
 TINY = [
     "schedule.updates=4",

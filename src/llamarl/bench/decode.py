@@ -22,6 +22,7 @@ from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.model.checkpoint import random_model
 from llamarl.model.quantise import FP8, Quantisation
 from llamarl.model.transformer import Transformer
+from llamarl.plan.terms import decode_terms
 from llamarl.shapes import ModelShape
 from llamarl.types import Problem, PromptGroup, Sampling, tokens_to_bytes
 
@@ -120,9 +121,15 @@ def bench_decode(shape: ModelShape, case: Case) -> DecodeResult:
     )
 
 
-class _Bench:
-    def __init__(self, decoder: ContinuousDecoder, shape: ModelShape, case: Case, device: torch.device) -> None:
-        self._decoder, self._shape, self._case, self._device = decoder, shape, case, device
+class DecodeBench:
+    """A decoder with random weights that is given work of known length. `longest`: of its slots; 0: as the case says."""
+
+    def __init__(self, shape: ModelShape, case: Case, longest: int = 0) -> None:
+        self._shape, self._case, self._device = shape, case, torch.device(case.device)
+        model = random_model(shape, dtype=PRECISIONS[case.precision], device=self._device)
+        limits = Limits(slots=case.batch, max_prompt_tokens=case.prompt, max_new_tokens=longest or case.new)
+        self.decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=0)
+        self.decoder.version = 0
         self._ordinal, self._chance = 0, random.Random(0)
         self.peak_bytes = 0
 
@@ -133,20 +140,20 @@ class _Bench:
             some = lengths[start : start + case.samples]
             prompt = [self._chance.randrange(self._shape.vocab_size) for _ in range(case.prompt)]
             sampling = Sampling(samples=len(some), max_new_tokens=some[0], temperature=1.0)
-            self._decoder.add(PromptGroup(self._ordinal, Problem("", ""), tokens_to_bytes(prompt), sampling))
+            self.decoder.add(PromptGroup(self._ordinal, Problem("", ""), tokens_to_bytes(prompt), sampling))
             self._ordinal += 1
 
     def run(self, lengths: list[int], *, change_weights: bool = False) -> tuple[float, float]:
         """Seconds in all, and from the end of the first burst."""
         self._add(lengths)
-        new_weights = _clone(self._decoder.model) if change_weights else []
+        new_weights = _clone(self.decoder.model) if change_weights else []
         synchronize(self._device)
         start_s = time.perf_counter()
         steps, first_s = 0, start_s
-        while not self._decoder.idle:
-            self._decoder.step()
+        while not self.decoder.idle:
+            self.decoder.step()
             steps += 1
-            if steps == 1 + self._decoder.lookahead:
+            if steps == 1 + self.decoder.lookahead:
                 first_s = time.perf_counter()
             if change_weights and steps == 10:
                 self._change(new_weights)
@@ -156,8 +163,8 @@ class _Bench:
 
     @torch.no_grad()
     def _change(self, weights: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(list(self._decoder.model.parameters()), weights)
-        self._decoder.version += 1
+        torch._foreach_copy_(list(self.decoder.model.parameters()), weights)
+        self.decoder.version += 1
 
     def heavy_tailed(self) -> float:
         """Tokens per second from start until nothing waits any more: as in training, there is always a next prompt."""
@@ -166,12 +173,12 @@ class _Bench:
             drawn = round(case.median * math.exp(self._chance.gauss(0, _SPREAD)))
             lengths += [min(max(1, drawn), _LONGEST * case.median)] * case.samples
         self._add(lengths)
-        before, start_s = self._decoder.tokens_sampled, time.perf_counter()
-        while self._decoder.num_waiting:
-            self._decoder.step()
-        tokens, seconds = self._decoder.tokens_sampled - before, time.perf_counter() - start_s
-        while not self._decoder.idle:
-            self._decoder.step()
+        before, start_s = self.decoder.tokens_sampled, time.perf_counter()
+        while self.decoder.num_waiting:
+            self.decoder.step()
+        tokens, seconds = self.decoder.tokens_sampled - before, time.perf_counter() - start_s
+        while not self.decoder.idle:
+            self.decoder.step()
         return tokens / seconds
 
 

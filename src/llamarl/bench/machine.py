@@ -10,10 +10,23 @@ from pathlib import Path
 import torch
 from msgspec import Struct
 
+from llamarl.plan.gpus import Gpu, Rates
+
 
 class Ceilings(Struct, frozen=True):
     flops: float  # of a large matrix product, per second
     bytes: float  # read and written by a large copy, per second
+
+    def as_gpu(self, name: str, precision: str) -> Gpu:
+        """Such a machine, as the cost model describes one."""
+        return Gpu(
+            name=name,
+            memory_gib=0.0,
+            tflops=Rates(**{precision: self.flops / 1e12}),
+            memory_gb_s=self.bytes / 1e9,
+            product_share=1.0,
+            memory_share=1.0,
+        )
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

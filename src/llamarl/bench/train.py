@@ -74,8 +74,9 @@ def measure(bench: TrainBench, learner: Learner, documents: Sequence[Document]) 
     return _figures(bench, learner, documents, times)
 
 
-def prepare(bench: TrainBench) -> tuple[Learner, list[Document]]:
-    shape, device = shape_named(bench.model), torch.device(bench.device)
+def prepare(bench: TrainBench, shape: ModelShape | None = None) -> tuple[Learner, list[Document]]:
+    """Of a shape by name, unless one is given."""
+    shape, device = shape or shape_named(bench.model), torch.device(bench.device)
     documents = make_documents(shape, bench)
     computing = Computing(
         device,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -11,7 +13,7 @@ import typer
 from llamarl.cli.transfer import GeneratorOption, ModelOption, TrainerOption
 from llamarl.errors import InputError
 
-bench = typer.Typer(help="Measure the parts on this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(help="Measure the parts on this machine.", rich_markup_mode=None, invoke_without_command=True)
 
 
 class Recompute(StrEnum):
@@ -42,6 +44,46 @@ class Passes(StrEnum):
 class KVCache(StrEnum):
     auto = "auto"
     fp8 = "fp8"
+
+
+@bench.callback()
+def bench_itself(
+    context: typer.Context,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="describe this machine, for `llamarl plan` and `simulate` --gpu FILE")
+    ] = False,
+    device: Annotated[str, typer.Option(help="--calibrate: cpu, cuda or cuda:N; default: a GPU if there is one")] = "",
+    threads: Annotated[int, typer.Option(min=0, help="--calibrate: CPU threads of an executor; 0: all cores")] = 0,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="--calibrate: where the description goes; default: stdout")
+    ] = None,
+) -> None:
+    if context.invoked_subcommand is None:
+        if not calibrate:
+            print(context.get_help())
+            return
+        _calibrate(device, threads, json)
+    elif calibrate:
+        raise InputError("--calibrate: stands alone; leave out the command behind it")
+
+
+def _calibrate(device: str, threads: int, file: Path | None) -> None:
+    if file is not None and not file.parent.is_dir():
+        raise InputError(f"--json {file}: there is no folder {file.parent}")
+    import torch
+
+    from llamarl.bench.calibrate import calibrate, describe_calibration
+    from llamarl.plan.gpus import gpu_to_json
+
+    settled = torch.device(device_or_refuse(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    torch.set_num_threads(threads or os.cpu_count() or 1)
+    found = calibrate(settled, torch.get_num_threads())
+    described = gpu_to_json(found.gpu)
+    if file is None:
+        print(described.decode(), end="")
+        return
+    file.write_bytes(described)
+    print("\n".join([*describe_calibration(found), f"written to {file}"]))
 
 
 @bench.command("train")

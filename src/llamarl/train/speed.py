@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from llamarl.shapes import ModelShape
+from llamarl.shapes import ModelShape, matrix_parameters
 
 # Dense bf16 rates from the vendors' datasheets, TFLOP/s, by a part of the device's name; the longest match counts.
 DATASHEET_TFLOPS = {
@@ -23,13 +23,6 @@ DATASHEET_TFLOPS = {
     "A10": 125.0,
 }
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
-
-
-def matrix_parameters(shape: ModelShape) -> int:
-    """Weights that every token is multiplied with: all matrices, the head among them, but not the embedding's lookup."""
-    attention = shape.hidden_size * (2 * shape.q_size + 2 * shape.kv_size)
-    mlp = 3 * shape.hidden_size * shape.intermediate_size
-    return shape.num_layers * (attention + mlp) + shape.vocab_size * shape.hidden_size
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:

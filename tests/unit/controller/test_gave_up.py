@@ -5,8 +5,8 @@ from __future__ import annotations
 from llamarl.config import Config, Evaluate, Schedule
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
+from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import Closed
-from llamarl.job import default_line
 
 
 def test_giving_up_ends_the_job_with_the_reason() -> None:

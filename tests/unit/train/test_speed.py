@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.shapes import ModelShape, shape_named
-from llamarl.train.speed import matrix_parameters, speed_of, training_flops
+from llamarl.shapes import ModelShape, matrix_parameters, shape_named
+from llamarl.train.speed import speed_of, training_flops
 
 SHAPE = ModelShape(
     vocab_size=100,

@@ -1,0 +1,202 @@
+"""`llamarl bench --calibrate`: measure this machine, and write the description that plan and simulate read.
+
+First what the hardware does at best: a large product, a large copy. Then our own generator and trainer on a few small models
+of random weights: from those times the factors are fitted that say how much of the hardware they reach. Under a minute.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+
+from llamarl.bench.decode import PRECISIONS, Case, DecodeBench
+from llamarl.bench.machine import Ceilings, measure_ceilings
+from llamarl.bench.train import TrainBench, prepare, time_update
+from llamarl.config import Generator
+from llamarl.plan.fit import Measured, fit_factors
+from llamarl.plan.generator import cached_on_cpu
+from llamarl.plan.gpus import GIB, GPUS, DecodeFactors, EngineFactors, Gpu, TrainFactors
+from llamarl.plan.terms import decode_terms, total_s, train_terms
+from llamarl.plan.trainer import packed
+from llamarl.shapes import ModelShape, shape_named
+
+_REPEATS = 3  # the best counts: whatever disturbs a measurement makes it longer
+
+
+class DecodePoint(Struct, frozen=True):
+    shape: ModelShape
+    rows: int
+    prompt: int
+    new: int
+
+
+class TrainPoint(Struct, frozen=True):
+    shape: ModelShape
+    documents: int
+    length: int
+
+
+class Row(Struct, frozen=True):
+    """One measurement, and what the fitted description says of it."""
+
+    what: str
+    measured_s: float
+    described_s: float
+
+    @property
+    def error(self) -> float:
+        return self.described_s / self.measured_s - 1
+
+
+class Calibration(Struct, frozen=True):
+    gpu: Gpu
+    rows: tuple[Row, ...]
+
+
+def _small(hidden: int, layers: int, vocab: int) -> ModelShape:
+    """Shapes that a CPU trains in a blink."""
+    return ModelShape(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=hidden * 13 // 4,
+        num_layers=layers,
+        num_heads=hidden // 32,
+        num_kv_heads=hidden // 64,
+        head_dim=32,
+        max_positions=4096,
+        tied_head=True,
+    )
+
+
+def _decode_points(on_gpu: bool) -> list[DecodePoint]:
+    if on_gpu:
+        one, half = shape_named("llama-3.2-1b"), shape_named("qwen2.5-0.5b")
+        return [
+            DecodePoint(one, 32, 64, 96),
+            DecodePoint(one, 256, 64, 96),
+            DecodePoint(one, 256, 768, 96),
+            DecodePoint(half, 64, 64, 96),
+            DecodePoint(half, 512, 64, 96),
+            DecodePoint(half, 512, 512, 96),
+        ]
+    small, wide = _small(128, 5, 17), _small(384, 8, 2048)
+    return [
+        DecodePoint(small, 768, 32, 8),
+        DecodePoint(small, 64, 32, 24),
+        DecodePoint(small, 128, 32, 96),
+        DecodePoint(wide, 64, 32, 16),
+        DecodePoint(wide, 16, 32, 96),
+    ]
+
+
+def _train_points(on_gpu: bool) -> list[TrainPoint]:
+    if on_gpu:
+        one, half = shape_named("llama-3.2-1b"), shape_named("qwen2.5-0.5b")
+        return [TrainPoint(half, 32, 512), TrainPoint(one, 16, 1024)]  # compiling takes most of the time
+    small, wide = _small(128, 5, 17), _small(384, 8, 2048)
+    return [
+        TrainPoint(small, 768, 10),
+        TrainPoint(small, 64, 10),
+        TrainPoint(small, 48, 128),
+        TrainPoint(wide, 64, 16),
+        TrainPoint(wide, 8, 128),
+    ]
+
+
+def calibrate(device: torch.device, threads: int) -> Calibration:
+    """Whoever calls has set the number of threads."""
+    on_gpu = device.type == "cuda"
+    precision = "bf16" if on_gpu else "fp32"
+    bare = _bare(device, threads, precision, measure_ceilings(device, PRECISIONS[precision]))
+    decode = [_measure_decode(bare, precision, device, point) for point in _decode_points(on_gpu)]
+    if on_gpu:
+        torch.cuda.empty_cache()
+    train = [_measure_train(bare, precision, device, point) for point in _train_points(on_gpu)]
+    fitted = (fit_factors(bare.decode, decode), fit_factors(bare.train, train))
+    rows = [_row(one, fitted[0]) for one in decode] + [_row(one, fitted[1]) for one in train]
+    return Calibration(_with(bare, *fitted), tuple(rows))
+
+
+def _row(one: Measured, factors: DecodeFactors | TrainFactors) -> Row:
+    return Row(one.what, one.seconds, total_s(factors, one.terms))
+
+
+def _with(gpu: Gpu, decode: DecodeFactors, train: TrainFactors) -> Gpu:
+    return replace(gpu, decode=decode, train=train, source="measured")
+
+
+def _bare(device: torch.device, threads: int, precision: str, found: Ceilings) -> Gpu:
+    """What the hardware does, with factors as they are stated; links as in the datasheet of the same kind of GPU."""
+    if device.type == "cpu":
+        cores = os.cpu_count() or 1
+        return replace(
+            found.as_gpu(f"CPU with {cores} cores", precision),
+            memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
+            cores=cores,
+            threads=threads,
+            decode=DecodeFactors(layer_s=400e-6, step_s=1e-3),
+            train=TrainFactors(layer_s=1e-3),
+            engine=EngineFactors(copy=1.4, copy_s=1e-3),
+        )
+    name = torch.cuda.get_device_name(device)
+    sheet = next((gpu for gpu in GPUS.values() if gpu.name in name.lower()), GPUS["h100"])
+    return replace(
+        found.as_gpu(name, precision),
+        memory_gib=torch.cuda.get_device_properties(device).total_memory / GIB,
+        nvlink_gb_s=sheet.nvlink_gb_s,
+        nic_gb_s=sheet.nic_gb_s,
+    )
+
+
+def _measure_decode(gpu: Gpu, precision: str, device: torch.device, point: DecodePoint) -> Measured:
+    """One step, all slots busy; the cache is half full of what it will hold."""
+    case = Case("", point.rows, point.prompt, point.new, 8, precision, str(device))
+    bench = DecodeBench(point.shape, case)
+    steady = [point.new] * point.rows
+    bench.run(steady)  # captures graphs, compiles kernels
+    seconds = min(bench.run(steady)[1] for _ in range(_REPEATS)) / (point.new - bench.decoder.burst_steps)
+    cached = point.rows * (point.prompt + point.new / 2)
+    if gpu.is_cpu:
+        cached = cached_on_cpu(point.rows, point.prompt + point.new, Generator().page_tokens)
+    terms = decode_terms(point.shape, gpu, precision, point.rows, cached)
+    what = f"decode step, {_name(point.shape)}, {point.rows} x ({point.prompt} + {point.new})"
+    return Measured(what, seconds, terms)
+
+
+def _measure_train(gpu: Gpu, precision: str, device: torch.device, point: TrainPoint) -> Measured:
+    bench = TrainBench(
+        model="", tokens=point.documents * point.length, length=point.length, compile=not gpu.is_cpu, device=str(device)
+    )
+    learner, documents = prepare(bench, point.shape)
+    times = [time_update(learner, documents, number) for number in range(2 + _REPEATS)][2:]
+    shaped = packed(gpu, [point.length] * point.documents, answer_share=1 - 1 / point.length)
+    terms = train_terms(
+        point.shape,
+        gpu,
+        precision,
+        tokens=shaped.tokens,
+        answer_tokens=shaped.answer_tokens,
+        squares=shaped.squares,
+        passes=1,
+    )
+    return Measured(f"update, {_name(point.shape)}, {point.documents} x {point.length}", min(times), terms)
+
+
+def _name(shape: ModelShape) -> str:
+    return f"{shape.num_layers} layers of {shape.hidden_size}"
+
+
+def describe_calibration(found: Calibration) -> Iterator[str]:
+    gpu = found.gpu
+    rate = ", ".join(f"{precision} {gpu.flops(precision) / 1e12:,.4g} TFLOP/s" for precision in gpu.precisions)
+    yield f"{gpu.name}: {gpu.memory_gib:.1f} GiB, {rate}, {gpu.memory_gb_s:,.0f} GB/s"
+    for row in found.rows:
+        shown = f"{row.measured_s * 1e3:10.2f} ms, described as {row.described_s * 1e3:.2f} ({row.error:+.0%})"
+        yield f"  {row.what:<54} {shown}"
+    for side, factors in (("decode", gpu.decode), ("train", gpu.train)):
+        shown = ", ".join(f"{name} {getattr(factors, name):.3g}" for name in factors.__struct_fields__)
+        yield f"  {side}: {shown}"

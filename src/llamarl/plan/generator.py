@@ -1,0 +1,113 @@
+"""How long one replica of the generator takes: a step, a prompt, a batch that drains, and what it makes in a steady state."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from msgspec import Struct
+
+from llamarl.plan.gpus import Gpu
+from llamarl.plan.lengths import Lengths
+from llamarl.plan.terms import (
+    CPU_PREFILL_ROWS,
+    MIN_BUCKET,
+    decode_exchange_s,
+    decode_terms,
+    kv_bytes_per_token,
+    prefill_s,
+    total_s,
+)
+from llamarl.shapes import ModelShape
+
+GPU_BURST = 8  # decode steps between two looks at the results, one burst late (generate/decoder.py)
+
+
+def cached_on_cpu(slots: int, length: int, page_tokens: int = 16) -> int:
+    """A CPU reads all pages of all slots, whatever they hold (generate/cache.py)."""
+    return slots * -(-length // page_tokens) * page_tokens
+
+
+class Replica(Struct, frozen=True, dict=True):
+    """One copy of the policy that generates: `tp` ranks, `slots` answers at once."""
+
+    shape: ModelShape
+    gpu: Gpu
+    precision: str
+    tp: int
+    slots: int
+    prompt: int
+    longest: int  # an answer's, in tokens
+
+    def rows(self, active: float) -> int:
+        """What a step is computed for: all slots on a CPU, the next power of two on a GPU."""
+        if self.gpu.is_cpu:
+            return self.slots
+        return min(1 << max(0, (int(active) - 1).bit_length()), self.slots)
+
+    @cached_property
+    def cached_token_s(self) -> float:
+        """What a token in the cache adds to a step."""
+        if self.gpu.is_cpu:
+            return 0.0
+        return self.gpu.decode.cache * kv_bytes_per_token(self.shape, self.precision, self.tp) / self.gpu.bytes_per_s
+
+    def step_s(self, active: float, cached_tokens: float) -> float:
+        rows = self.rows(active)
+        if rows not in self._row_steps_s:
+            self._row_steps_s[rows] = self._row_step_s(rows)
+        return self._row_steps_s[rows] + self.cached_token_s * cached_tokens
+
+    @cached_property
+    def _row_steps_s(self) -> dict[int, float]:
+        return {}
+
+    def _row_step_s(self, rows: int) -> float:
+        """A step without what depends on the cache."""
+        cached = cached_on_cpu(self.slots, self.prompt + self.longest) if self.gpu.is_cpu else 0
+        terms = decode_terms(self.shape, self.gpu, self.precision, rows, cached, self.tp)
+        return total_s(self.gpu.decode, terms) + decode_exchange_s(self.shape, self.gpu, rows, self.tp)
+
+    def prefill_s(self, groups: int) -> float:
+        """Prompts of so many groups that arrive together."""
+        if groups not in self._prefills_s:
+            self._prefills_s[groups] = self._prefill_s(groups)
+        return self._prefills_s[groups]
+
+    @cached_property
+    def _prefills_s(self) -> dict[int, float]:
+        return {}
+
+    def _prefill_s(self, groups: int) -> float:
+        bucket = max(MIN_BUCKET, 1 << max(0, self.prompt - 2).bit_length())
+        if self.gpu.is_cpu:
+            calls = -(-groups // CPU_PREFILL_ROWS)
+            return calls * prefill_s(self.shape, self.gpu, self.precision, CPU_PREFILL_ROWS, bucket, self.tp)
+        return prefill_s(self.shape, self.gpu, self.precision, groups, bucket, self.tp)
+
+    @property
+    def late_steps(self) -> float:
+        """For so many steps, on average, a slot stays taken after its answer has ended: the rest of the burst, and the one
+        that runs while the host looks."""
+        return 0.0 if self.gpu.is_cpu else 1.5 * GPU_BURST
+
+    # Whole batches
+
+    def steady_step_s(self, active: float, answers: Lengths) -> float:
+        return self.step_s(active, active * (self.prompt + answers.mean_under_way))
+
+    def drain_s(self, count: float, total: float, samples: int, answers: Lengths) -> float:
+        """`count` answers that start together, until the last of `total` (over all replicas) has ended. Where there are
+        more than slots, the others follow as slots become free."""
+        slots = min(self.slots, count)
+        waiting_s = (count - slots) / slots * answers.mean * self.steady_step_s(slots, answers)
+        return self.prefill_s(max(1, round(count / samples))) + waiting_s + self._ending_s(slots, total, answers)
+
+    def _ending_s(self, count: float, total: float, answers: Lengths) -> float:
+        """Fewer and fewer run: steps become shorter as the batch shrinks."""
+        last, at, spent_s = answers.longest_of(total), 0.0, 0.0
+        for share, length in zip(answers.edges[:-1].tolist(), answers.values.tolist(), strict=True):
+            active, end = max(1.0, count * (1 - share)), min(length, last)
+            if end > at:
+                spent_s += (end - at) * self.step_s(active, active * (self.prompt + (at + end) / 2))
+                at = end
+        return spent_s + (last - at) * self.step_s(1, self.prompt + last) + self.late_steps * self.step_s(1, 0)

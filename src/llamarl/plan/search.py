@@ -1,0 +1,259 @@
+"""The best co-located synchronous and the best asynchronous plan for a model on so many GPUs, by searching all of them.
+
+The trainer's side and the generators' side are priced apart and only then put together, and what cannot become the best is
+not priced to the end; the answer is that of trying everything (a test compares both). Times are closed forms; the
+simulation of the chosen plan, with the real controller, says how far they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Literal
+
+from msgspec import Struct
+
+from llamarl.plan.generator import Replica
+from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, sync_s, weight_bytes
+from llamarl.plan.trainer import TrainerRanks
+from llamarl.plan.workload import Question
+
+RECOMPUTE = ("none", "selective", "full")
+PACKS = (4096, 8192, 16_384, 32_768, 65_536)
+STALENESS_PRICE = 0.01  # a version more of staleness must make a step faster by this share
+_HALVINGS = 30
+
+Limit = Literal["training", "generation", "the longest answers", "training and generation in turn"]
+
+
+class Trainers(Struct, frozen=True):
+    """A trainer's layout, its time for an update, its memory."""
+
+    ranks: TrainerRanks
+    update_s: float
+    memory_bytes: float
+
+
+class Generators(Struct, frozen=True, dict=True):
+    """Replicas of one kind. `replicas` may be a fraction, to see what one GPU more would bring."""
+
+    replica: Replica
+    replicas: float
+    memory_bytes: float
+
+
+class Plan(Struct, frozen=True):
+    """A whole answer to the question."""
+
+    trainers: Trainers
+    generators: Generators
+    colocated: bool
+    max_staleness: int
+    step_s: float
+    limit: Limit
+
+    @property
+    def price(self) -> float:
+        return self.step_s * (1 + STALENESS_PRICE * self.max_staleness)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of the fullest GPU."""
+        if self.colocated:
+            return self.trainers.memory_bytes + self.generators.memory_bytes - WORKSPACE_BYTES
+        return max(self.trainers.memory_bytes, self.generators.memory_bytes)
+
+
+class Space:
+    """All that may be chosen for one question, each side with its prices."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self._batch = question.work.batch(question.gpu)
+
+    # What there is to choose from
+
+    @cached_property
+    def splits(self) -> list[int]:
+        """GPUs that train. On many hosts whole hosts train or generate; on few, any number."""
+        question = self.question
+        grain = question.gpu.gpus_per_host if question.gpus >= 8 * question.gpu.gpus_per_host else 1
+        return list(range(grain, question.gpus, grain))
+
+    def trainers(self, gpus: int) -> Iterator[Trainers]:
+        question = self.question
+        for tp in question.tensor_sizes():
+            for recompute in RECOMPUTE if gpus % tp == 0 else ():
+                for pack in self._packs:
+                    precision = "fp32" if question.gpu.is_cpu else "bf16"
+                    ranks = TrainerRanks(question.shape, question.gpu, precision, gpus // tp, tp, recompute, pack)
+                    yield Trainers(ranks, ranks.update_s(self._batch), ranks.memory_bytes)
+
+    @cached_property
+    def _packs(self) -> Sequence[int]:
+        """A pack must hold the longest document."""
+        longest = self.question.work.longest_document
+        return [pack for pack in PACKS if pack >= longest] or [longest]
+
+    def generators(self, gpus: int, max_staleness: int) -> Iterator[Generators]:
+        """More slots than answers that can be under way would stay empty."""
+        question, work = self.question, self.question.work
+        for tp in question.tensor_sizes():
+            replicas = gpus // tp
+            if gpus % tp or replicas > (max_staleness + 1) * work.groups:
+                continue
+            wanted = -(-(max_staleness + 1) * work.groups // replicas) * work.samples
+            for precision in question.precisions:
+                for slots in _slot_choices(wanted, work.samples):
+                    yield self._generators(tp, replicas, precision, slots)
+
+    def _generators(self, tp: int, replicas: float, precision: str, slots: int) -> Generators:
+        question, work = self.question, self.question.work
+        shape = question.shape
+        replica = Replica(shape, question.gpu, precision, tp, slots, work.prompt, work.answers.longest)
+        cached = slots * (work.prompt / work.samples + work.answers.mean_under_way)
+        memory = generator_bytes(shape, precision, tp, cached) + WORKSPACE_BYTES
+        return Generators(replica, replicas, memory)
+
+    # Prices
+
+    def fits(self, memory_bytes: float) -> bool:
+        return memory_bytes <= self.question.memory_bytes
+
+    def sync_plan(self, trainers: Trainers, generators: Generators) -> Plan:
+        """Everybody on all GPUs, in turn: generate until the last answer has ended, train, copy the weights."""
+        work, gpu = self.question.work, self.question.gpu
+        count = work.answers_per_update / generators.replicas
+        generate_s = generators.replica.drain_s(count, work.answers_per_update, work.samples, work.answers)
+        weights_s = 2 * copy_s(
+            gpu, weight_bytes(self.question.shape, generators.replica.precision) / generators.replica.tp
+        )
+        step_s = generate_s + trainers.update_s + weights_s + self._overhead_s()
+        return Plan(trainers, generators, True, 0, step_s, "training and generation in turn")
+
+    def async_plan(self, trainers: Trainers, generators: Generators, max_staleness: int) -> Plan:
+        """The slowest of three: training, generating with full slots, and the way of a batch from its admission until its
+        version is published, of which S + 1 may be under way at a time."""
+        train_s = trainers.update_s + self._overhead_s()
+        full_s = self.full_s(generators, max_staleness)
+        least_s = max(train_s, full_s)
+        step_s = self._with_longest_s(generators, max_staleness, trainers, least_s)
+        limit: Limit = "training" if train_s >= full_s else "generation"
+        return Plan(
+            trainers,
+            generators,
+            False,
+            max_staleness,
+            step_s,
+            limit if step_s <= 1.001 * least_s else "the longest answers",
+        )
+
+    def full_s(self, generators: Generators, max_staleness: int) -> float:
+        """For the answers of an update, with as many under way all the time as places and slots allow."""
+        work, replica = self.question.work, generators.replica
+        active = min(replica.slots, (max_staleness + 1) * work.answers_per_update / generators.replicas)
+        return self._lasting_s(generators, active)
+
+    def _lasting_s(self, generators: Generators, active: float) -> float:
+        work, replica = self.question.work, generators.replica
+        tokens = work.answers_per_update / generators.replicas * (work.answers.mean + replica.late_steps)
+        prefill_s = replica.prefill_s(max(1, round(work.groups / generators.replicas)))
+        return tokens / active * replica.steady_step_s(active, work.answers) + prefill_s
+
+    def _with_longest_s(self, generators: Generators, max_staleness: int, trainers: Trainers, least_s: float) -> float:
+        """The shortest step in which the longest answer of a batch can still be finished in time. A longer step has fewer
+        answers under way, which makes decode steps shorter."""
+        after_s = trainers.update_s + self._weights_s(trainers, generators) + self._overhead_s()
+        longest = self.question.work.answers.longest_of(self.question.work.answers_per_update)
+
+        def in_time(step_s: float) -> bool:
+            decode_s = longest * self._decode_step_s(generators, max_staleness, step_s)
+            return (max_staleness + 1) * step_s >= decode_s + after_s
+
+        if in_time(least_s):
+            return least_s
+        low_s, high_s = least_s, 2 * least_s
+        while not in_time(high_s):
+            low_s, high_s = high_s, 2 * high_s
+        for _ in range(_HALVINGS):
+            middle_s = (low_s + high_s) / 2
+            low_s, high_s = (low_s, middle_s) if in_time(middle_s) else (middle_s, high_s)
+        return high_s
+
+    def _decode_step_s(self, generators: Generators, max_staleness: int, step_s: float) -> float:
+        """With as many answers under way as it takes to make those of an update in `step_s`."""
+        replica, work = generators.replica, self.question.work
+        most = min(replica.slots, (max_staleness + 1) * work.answers_per_update / generators.replicas)
+        active, least = most, 1.0
+        for _ in range(12):
+            if self._lasting_s(generators, active) < step_s and active > least:
+                active = max(least, active / 1.5)
+            else:
+                break
+        return replica.steady_step_s(active, work.answers)
+
+    def _weights_s(self, trainers: Trainers, generators: Generators) -> float:
+        replica = generators.replica
+        targets = max(1, round(generators.replicas * replica.tp))
+        return sync_s(
+            self.question.shape, self.question.gpu, replica.precision, trainers.ranks.ranks, targets, replica.tp
+        )
+
+    def _overhead_s(self) -> float:
+        """Messages, the record on the disk, and the last group's scores."""
+        engine = self.question.gpu.engine
+        return engine.update_s + 4 * engine.message_s + self.question.work.samples * engine.score_s
+
+
+def _slot_choices(wanted: int, samples: int) -> list[int]:
+    """Whole groups: all that are wanted, or half of them, a quarter ..."""
+    choices, groups = [], wanted // samples
+    while groups >= 1:
+        choices.append(groups * samples)
+        groups //= 2
+    return choices
+
+
+def best(plans: Iterable[Plan]) -> Plan | None:
+    """The lowest price; among equals the one that needs least memory, then the first."""
+    return min(plans, key=lambda plan: (plan.price, plan.memory_bytes), default=None)
+
+
+def best_sync(question: Question) -> Plan | None:
+    """Without the cheapest trainer beside it, no generator can be the best: so trainers are tried cheapest first."""
+    space, found = Space(question), None
+    trainers = sorted(space.trainers(question.gpus), key=lambda one: (one.update_s, one.memory_bytes))
+    for generators in space.generators(question.gpus, 0):
+        for one in trainers:
+            if found is not None and one.update_s >= found.step_s:
+                break
+            together = one.memory_bytes + generators.memory_bytes - WORKSPACE_BYTES
+            if space.fits(together):
+                found = best([*([found] if found else []), space.sync_plan(one, generators)])
+                break
+    return found
+
+
+def best_async(question: Question) -> Plan | None:
+    space, found = Space(question), None
+    for trainer_gpus in space.splits:
+        fitting = [one for one in space.trainers(trainer_gpus) if space.fits(one.memory_bytes)]
+        trainers = min(fitting, key=lambda one: (one.update_s, one.memory_bytes), default=None)
+        if trainers is None:
+            continue
+        for max_staleness in range(1, question.max_staleness + 1):
+            for generators in space.generators(question.gpus - trainer_gpus, max_staleness):
+                if not space.fits(generators.memory_bytes) or _hopeless(
+                    space, found, trainers, generators, max_staleness
+                ):
+                    continue
+                found = best([*([found] if found else []), space.async_plan(trainers, generators, max_staleness)])
+    return found
+
+
+def _hopeless(space: Space, found: Plan | None, trainers: Trainers, generators: Generators, max_staleness: int) -> bool:
+    """Two of the three terms alone cost more than what was found."""
+    if found is None:
+        return False
+    least_s = max(trainers.update_s, space.full_s(generators, max_staleness))
+    return least_s * (1 + STALENESS_PRICE * max_staleness) > found.price

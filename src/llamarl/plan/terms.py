@@ -1,0 +1,237 @@
+"""The terms that times and memory are made of, each a short pure function of a model's shape, a GPU and a layout.
+
+Where nothing else is said, a term is the time that the hardware needs at best (its roofline); what our programs need is that
+times a factor of the GPU's description (`gpus.py`). docs/theory.md lists every formula. `tp` is the number of ranks that
+share every product, `rows` the number of tokens that a product is applied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import log2
+
+from llamarl.plan.gpus import Factors, Gpu
+from llamarl.shapes import ModelShape, block_parameters
+
+WIDTH = {"fp32": 4, "bf16": 2, "fp8": 1}  # bytes of a weight
+CPU_PREFILL_ROWS = 16  # prompts that a CPU always reads at once (generate/device.py)
+MIN_BUCKET = 16  # tokens; prompts are padded to the next power of two (generate/step.py)
+
+Terms = Mapping[str, float]
+
+
+def total_s(factors: Factors, terms: Terms) -> float:
+    return float(sum(getattr(factors, name) * value for name, value in terms.items()))
+
+
+def activation_width(precision: str) -> int:
+    """Activations, keys and values stay bf16 where weights are narrower."""
+    return max(2, WIDTH[precision])
+
+
+# Products
+
+
+def layer_products(shape: ModelShape, tp: int) -> Iterator[tuple[float, float]]:
+    """(outputs, inputs) of a layer's four products on one rank. Key-value heads are held twice rather than cut."""
+    q, kv = shape.q_size / tp, shape.kv_size / min(tp, shape.num_kv_heads)
+    ffn, hidden = shape.intermediate_size / tp, shape.hidden_size
+    return iter(((q + 2 * kv, hidden), (hidden, q), (2 * ffn, hidden), (hidden, ffn)))
+
+
+def product_s(gpu: Gpu, precision: str, rows: float, outputs: float, inputs: float, out_width: int = 2) -> float:
+    """max(2 * rows * outputs * inputs / FLOP rate, bytes of weights, input and output / memory rate)."""
+    moved = outputs * inputs * WIDTH[precision]
+    moved += rows * (inputs * activation_width(precision) + outputs * max(out_width, activation_width(precision)))
+    return max(2 * rows * outputs * inputs / gpu.flops(precision), moved / gpu.bytes_per_s)
+
+
+def block_products_s(shape: ModelShape, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
+    """All products of all layers, forward."""
+    each = (product_s(gpu, precision, rows, *sizes) for sizes in layer_products(shape, tp))
+    return shape.num_layers * sum(each)
+
+
+def head_s(shape: ModelShape, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
+    """The head's product, whose fp32 scores are written; the head stays bf16 where the rest is narrower."""
+    wide = "bf16" if precision == "fp8" else precision
+    return product_s(gpu, wide, rows, shape.vocab_size / tp, shape.hidden_size, out_width=4)
+
+
+# Generating
+
+
+def kv_bytes_per_token(shape: ModelShape, precision: str, tp: int = 1) -> float:
+    """On one rank."""
+    heads = shape.num_kv_heads / min(tp, shape.num_kv_heads)
+    return 2 * shape.num_layers * heads * shape.head_dim * activation_width(precision)
+
+
+def decode_terms(
+    shape: ModelShape, gpu: Gpu, precision: str, rows: float, cached_tokens: float, tp: int = 1
+) -> dict[str, float]:
+    """One decode step: `rows` sequences with `cached_tokens` tokens in all of them together."""
+    return {
+        "products": block_products_s(shape, gpu, precision, rows, tp) + head_s(shape, gpu, precision, rows, tp),
+        "cache": cached_tokens * kv_bytes_per_token(shape, precision, tp) / gpu.bytes_per_s,
+        "scores": rows * shape.vocab_size / tp * 4 / gpu.bytes_per_s,
+        "layer_s": shape.num_layers,
+        "step_s": 1.0,
+    }
+
+
+def decode_exchange_s(shape: ModelShape, gpu: Gpu, rows: float, tp: int, width: int = 2) -> float:
+    """Two sums over the ranks in every layer, one for the embedding, and the scores' maxima."""
+    if tp == 1:
+        return 0.0
+    return (2 * shape.num_layers + 2) * all_reduce_s(gpu, rows * shape.hidden_size * width, tp)
+
+
+def prefill_s(shape: ModelShape, gpu: Gpu, precision: str, prompts: int, tokens: float, tp: int = 1) -> float:
+    """Reading prompts of `tokens` tokens: products, causal attention, launches. No head: nothing is sampled yet."""
+    rows = prompts * tokens
+    attention_s = 2 * shape.num_layers * shape.q_size / tp * prompts * tokens**2 / gpu.flops(_products_in(precision))
+    exchange_s = 0.0 if tp == 1 else 2 * shape.num_layers * all_reduce_s(gpu, rows * shape.hidden_size * 2, tp)
+    return (
+        gpu.decode.products * block_products_s(shape, gpu, precision, rows, tp)
+        + gpu.train.attention * attention_s
+        + gpu.decode.layer_s * shape.num_layers
+        + exchange_s
+    )
+
+
+def _products_in(precision: str) -> str:
+    """Attention is computed in bf16 where weights are narrower."""
+    return "bf16" if precision == "fp8" else precision
+
+
+# Training
+
+
+def recomputed_parameters(shape: ModelShape, recompute: str) -> int:
+    """Weights whose product is made once more in the backward pass."""
+    mlps = shape.num_layers * 3 * shape.hidden_size * shape.intermediate_size
+    return {"none": 0, "selective": mlps, "full": block_parameters(shape)}[recompute]
+
+
+def train_terms(
+    shape: ModelShape,
+    gpu: Gpu,
+    precision: str,
+    *,
+    tokens: float,
+    answer_tokens: float,
+    squares: float,
+    passes: float,
+    recompute: str = "none",
+    tp: int = 1,
+    data: int = 1,
+) -> dict[str, float]:
+    """One update on one of data * tp ranks. `tokens`, `answer_tokens` and `squares` (the sum of the squared lengths of the
+    documents) are those of the whole update; `passes` is what one rank makes."""
+    ranks, rate = tp * data, gpu.flops(precision)
+    blocks = (6 * block_parameters(shape) + 2 * recomputed_parameters(shape, recompute)) * tokens
+    head = 6 * shape.vocab_size * shape.hidden_size * answer_tokens
+    attention = 6 * shape.num_layers * shape.q_size * squares * (1 + (recompute == "full") / 3)
+    traffic = activation_traffic(shape, precision) * tokens + 3 * 4 * shape.vocab_size * answer_tokens
+    return {
+        "products": (blocks + head) / ranks / rate,
+        "attention": attention / ranks / rate,
+        "traffic": traffic / ranks / gpu.bytes_per_s,
+        "optimizer": 26 * shape.num_parameters / ranks / gpu.bytes_per_s,
+        "layer_s": shape.num_layers * passes,
+        "update_s": 1.0,
+    }
+
+
+def activation_traffic(shape: ModelShape, precision: str) -> float:
+    """Bytes per token that norms, rotations, residuals and silu read and write, forward and backward."""
+    each = 40 * shape.hidden_size + 8 * shape.intermediate_size
+    return shape.num_layers * each * activation_width(precision)
+
+
+def shard_exchange_s(shape: ModelShape, gpu: Gpu, tp: int, data: int, passes: float) -> float:
+    """FSDP: every pass gathers the weights twice (forward, backward) and reduces the gradients once, all in bf16."""
+    if data == 1:
+        return 0.0
+    each = shape.num_parameters / tp * 2 * (data - 1) / data
+    return passes * 3 * each / (link_gb_s(gpu, tp * data) * 1e9)
+
+
+def tensor_exchange_s(shape: ModelShape, gpu: Gpu, tp: int, tokens_per_rank: float, passes: float) -> float:
+    """Tensor parallelism: four sums over the ranks in every layer, two forward and two backward."""
+    if tp == 1 or not passes:
+        return 0.0
+    each_bytes = tokens_per_rank / passes * shape.hidden_size * 2
+    return passes * 4 * shape.num_layers * all_reduce_s(gpu, each_bytes, tp)
+
+
+# Links
+
+HOP_S = 4e-6  # one step of a collective between GPUs of a host
+HOST_HOP_S = 12e-6  # the same between hosts
+COLLECTIVE_S = 8e-6  # what any collective costs
+
+
+def link_gb_s(gpu: Gpu, ranks: int) -> float:
+    """Of the slowest link in a group of so many neighbours."""
+    return gpu.links.nvlink_gb_s if ranks <= gpu.gpus_per_host else gpu.nic_gb_s
+
+
+def all_reduce_s(gpu: Gpu, num_bytes: float, ranks: int) -> float:
+    """A sum over the ranks, known to all: inside the hosts first, then between them, each GPU with its share of the bytes,
+    and back. 2 (n-1)/n of the bytes over each kind of link; the number of steps grows with the logarithm of the ranks."""
+    local = min(ranks, gpu.gpus_per_host)
+    hosts = -(-ranks // gpu.gpus_per_host)
+    inside_s = 2 * (local - 1) / local * num_bytes / (gpu.links.nvlink_gb_s * 1e9)
+    between_s = 2 * (hosts - 1) / hosts * num_bytes / local / (gpu.nic_gb_s * 1e9)
+    hops_s = 2 * (log2(local) * HOP_S + log2(hosts) * HOST_HOP_S)
+    return COLLECTIVE_S + inside_s + between_s + hops_s if ranks > 1 else 0.0
+
+
+def sync_s(shape: ModelShape, gpu: Gpu, precision: str, sources: int, targets: int, tp: int) -> float:
+    """Weights from `sources` ranks to `targets`, each of which takes 1/tp of them, by the slower of both ends' links. A
+    TransferPlan says the same more exactly."""
+    wanted = weight_bytes(shape, precision) / tp
+    return max(wanted, wanted * targets / sources) / (gpu.nic_gb_s * 1e9)
+
+
+def copy_s(gpu: Gpu, num_bytes: float) -> float:
+    """A publication or a load of so many bytes within one device's memory: read and written once."""
+    return gpu.engine.copy * 2 * num_bytes / gpu.bytes_per_s + gpu.engine.copy_s
+
+
+# Memory, per rank
+
+HEAD_CHUNK_BYTES = 2 << 30  # scores of a chunk of tokens, and their gradient (train/head.py)
+WORKSPACE_BYTES = 3 << 30  # CUDA's context, graphs, fragmentation
+MEMORY_SHARE = 0.94  # of a GPU that may be planned with
+
+
+def weight_bytes(shape: ModelShape, precision: str) -> float:
+    """Of all weights as a generator holds them: embedding, head and norms are bf16 at least."""
+    blocks = block_parameters(shape)
+    return blocks * WIDTH[precision] + (shape.num_parameters - blocks) * activation_width(precision)
+
+
+def training_state_bytes(shape: ModelShape, tp: int, data: int) -> float:
+    """Masters, moments and gradients, 16 bytes per parameter, sharded over all ranks; with FSDP also two gathered layers
+    and the embedding. On one data rank: 12 bytes and a bf16 gradient (fp32, where an update has several passes)."""
+    if data == 1:
+        return 16 * shape.num_parameters / tp
+    gathered = 2 * block_parameters(shape) / shape.num_layers + 2 * shape.vocab_size * shape.hidden_size
+    return 16 * shape.num_parameters / (tp * data) + 2 * gathered / tp
+
+
+def activation_bytes(shape: ModelShape, tokens: float, recompute: str, tp: int) -> float:
+    """That one pass of `tokens` tokens keeps for its backward pass."""
+    block_input = shape.hidden_size
+    attention = shape.hidden_size + (2 * shape.q_size + 2 * shape.kv_size) / tp
+    mlp = 3 * shape.intermediate_size / tp
+    kept = {"none": block_input + attention + mlp, "selective": block_input + attention, "full": block_input}
+    return tokens * shape.num_layers * 2 * kept[recompute] + HEAD_CHUNK_BYTES
+
+
+def generator_bytes(shape: ModelShape, precision: str, tp: int, cached_tokens: float) -> float:
+    """Weights and cache of one rank."""
+    return weight_bytes(shape, precision) / tp + cached_tokens * kv_bytes_per_token(shape, precision, tp)

@@ -1,0 +1,92 @@
+"""How long the trainer takes for an update, and how much memory one of its ranks needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from llamarl.plan.gpus import Gpu
+from llamarl.plan.terms import (
+    WORKSPACE_BYTES,
+    activation_bytes,
+    shard_exchange_s,
+    tensor_exchange_s,
+    total_s,
+    train_terms,
+    training_state_bytes,
+)
+from llamarl.shapes import ModelShape
+
+CPU_ROW = 64  # tokens; a CPU's rows are as short as the longest document allows, but not shorter (train/packing.py)
+ACCUMULATE_BYTES = 12  # per parameter and pass, where gradients of several passes are summed: read two, write one
+
+
+class Batch(Struct, frozen=True):
+    """What one update is trained on, as the passes see it: with padding, where there is any."""
+
+    tokens: float
+    answer_tokens: float
+    squares: float
+
+
+def packed(gpu: Gpu, lengths: Sequence[float], answer_share: float) -> Batch:
+    """Documents of these lengths, answer and prompt. On a GPU attention skips what is outside of a document, and half of
+    the rest, since it is causal; on a CPU it computes whole rows."""
+    tokens = sum(lengths)
+    if not gpu.is_cpu:
+        return Batch(tokens, tokens * answer_share, sum(length * length for length in lengths))
+    width = max(CPU_ROW, max(lengths, default=1))
+    rows = -(-len(lengths) // max(1, int(width * len(lengths) / max(1, tokens))))
+    return Batch(rows * width, tokens * answer_share, 2 * rows * width * width)
+
+
+class TrainerRanks(Struct, frozen=True):
+    """data * tp ranks: FSDP over `data`, tensor parallel over `tp`."""
+
+    shape: ModelShape
+    gpu: Gpu
+    precision: str
+    data: int
+    tp: int
+    recompute: str
+    tokens_per_pack: int
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tp
+
+    def passes(self, tokens: float) -> float:
+        return max(1.0, -(-tokens // (self.tokens_per_pack * self.data)))
+
+    def update_s(self, batch: Batch) -> float:
+        """Passes, with what FSDP sends hidden behind them as far as it fits; sums of tensor parallelism are not hidden."""
+        passes = self.passes(batch.tokens)
+        terms = train_terms(
+            self.shape,
+            self.gpu,
+            self.precision,
+            tokens=batch.tokens,
+            answer_tokens=batch.answer_tokens,
+            squares=batch.squares,
+            passes=passes,
+            recompute=self.recompute,
+            tp=self.tp,
+            data=self.data,
+        )
+        computing_s = total_s(self.gpu.train, terms) + self._accumulate_s(passes)
+        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, passes)
+        tensor_s = tensor_exchange_s(self.shape, self.gpu, self.tp, batch.tokens / self.data, passes)
+        return max(computing_s + tensor_s, sharding_s)
+
+    def _accumulate_s(self, passes: float) -> float:
+        if passes == 1:
+            return 0.0
+        return passes * ACCUMULATE_BYTES * self.shape.num_parameters / self.ranks / self.gpu.bytes_per_s
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of one rank."""
+        state = training_state_bytes(self.shape, self.tp, self.data)
+        passing = activation_bytes(self.shape, self.tokens_per_pack, self.recompute, self.tp)
+        return state + passing + WORKSPACE_BYTES

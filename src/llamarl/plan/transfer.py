@@ -1,0 +1,38 @@
+"""How long weights take from the trainer's ranks to the generators': from the TransferPlan of both layouts."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import gcd
+
+from msgspec.structs import replace
+
+from llamarl.layout.cost import Links, predict
+from llamarl.layout.mesh import Mesh, Side
+from llamarl.layout.model import model_plan
+from llamarl.plan.generator import Replica
+from llamarl.plan.gpus import Gpu
+from llamarl.plan.trainer import TrainerRanks
+from llamarl.shapes import ModelShape
+
+
+def transfer_s(trainer: TrainerRanks, replica: Replica, replicas: int) -> float:
+    total = trainer.ranks + replica.tp * replicas
+    links = _links(trainer.gpu, total)
+    return _transfer_s(trainer.shape, trainer.data, trainer.tp, replica.tp, replicas, replica.precision, links)
+
+
+def _links(gpu: Gpu, total: int) -> Links:
+    """On one host everything goes over NVLink."""
+    return replace(gpu.links, together=total <= gpu.gpus_per_host)
+
+
+@lru_cache(maxsize=64)
+def _transfer_s(
+    shape: ModelShape, data: int, trainer_tp: int, generator_tp: int, replicas: int, precision: str, links: Links
+) -> float:
+    """Of a cluster that is smaller by a common divisor: every rank sends and receives as many bytes there."""
+    smaller = gcd(data, replicas)
+    trainer = Side(Mesh((("fsdp", data // smaller), ("tp", trainer_tp))), "bf16")
+    generator = Side(Mesh((("replicas", replicas // smaller), ("tp", generator_tp))), precision)
+    return predict(model_plan(shape, trainer, generator), links).predicted_s

@@ -1,0 +1,73 @@
+"""What is asked of a job, and of which GPUs: the planner's question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from llamarl.errors import InputError
+from llamarl.plan.gpus import Gpu
+from llamarl.plan.lengths import Lengths
+from llamarl.plan.terms import MEMORY_SHARE
+from llamarl.plan.trainer import Batch, packed
+from llamarl.shapes import ModelShape
+
+
+class Workload(Struct, frozen=True, kw_only=True):
+    groups: int  # prompts of one update
+    samples: int  # answers to each
+    prompt: int  # tokens
+    answers: Lengths
+
+    @property
+    def answers_per_update(self) -> int:
+        return self.groups * self.samples
+
+    @property
+    def longest_document(self) -> int:
+        return self.prompt + self.answers.longest
+
+    def batch(self, gpu: Gpu) -> Batch:
+        """A typical update."""
+        count, answers = self.answers_per_update, self.answers
+        if gpu.is_cpu:
+            typical = [self.prompt + answers.quantile((at + 0.5) / 64) for at in range(64)]
+            one = packed(gpu, typical, answers.mean / (self.prompt + answers.mean))
+            return Batch(*(getattr(one, name) * count / 64 for name in Batch.__struct_fields__))
+        tokens = count * (self.prompt + answers.mean)
+        squares = count * (self.prompt**2 + 2 * self.prompt * answers.mean + answers.mean_square)
+        return Batch(tokens, count * answers.mean, squares)
+
+
+class Question(Struct, frozen=True, kw_only=True):
+    """`precisions` may generators hold their weights in."""
+
+    shape: ModelShape
+    gpu: Gpu
+    gpus: int
+    work: Workload
+    max_staleness: int = 1
+    precisions: tuple[str, ...] = ("bf16",)
+
+    def __post_init__(self) -> None:
+        if self.work.longest_document > self.shape.max_positions:
+            raise InputError(
+                f"--answer: prompt and answer may take {self.work.longest_document} tokens, but the model has "
+                f"{self.shape.max_positions} positions"
+            )
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of one GPU, that may be planned with."""
+        return self.gpu.memory_bytes * MEMORY_SHARE
+
+    def tensor_sizes(self) -> Sequence[int]:
+        """Ranks that can share the model's products evenly, inside a host."""
+        shape = self.shape
+        return [
+            size
+            for size in (1, 2, 4, 8, 16)
+            if size <= self.gpu.gpus_per_host
+            and not (shape.num_kv_heads % size or shape.num_heads % size or shape.intermediate_size % size)
+        ]

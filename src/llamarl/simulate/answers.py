@@ -1,0 +1,44 @@
+"""How long every answer of the simulated job is: drawn by seed and ordinal, so the same whatever happens to its group."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+
+from llamarl.plan.gpus import Gpu
+from llamarl.plan.lengths import Lengths
+from llamarl.plan.trainer import Batch, packed
+
+_BLOCK = 256  # groups that are drawn together
+_KEPT = 64  # blocks
+
+
+class Answers:
+    def __init__(self, lengths: Lengths, *, samples: int, prompt: int, seed: int, skipped: float = 0.0) -> None:
+        """`skipped`: the share of groups whose rewards are all equal, so that nothing is trained on them."""
+        self._lengths, self._samples, self._prompt, self._seed, self._skipped = lengths, samples, prompt, seed, skipped
+        self._blocks: dict[int, list[list[int]]] = {}
+
+    def of(self, ordinal: int) -> list[int]:
+        """Tokens of each answer of the group."""
+        block, at = divmod(ordinal, _BLOCK)
+        if block not in self._blocks:
+            if len(self._blocks) >= _KEPT:
+                self._blocks.pop(next(iter(self._blocks)))
+            random = np.random.default_rng([self._seed, block % (1 << 63)])
+            self._blocks[block] = self._lengths.draw(random, _BLOCK * self._samples).reshape(_BLOCK, -1).tolist()
+        return self._blocks[block][at]
+
+    def tokens(self, ordinal: int) -> int:
+        return sum(self.of(ordinal))
+
+    def batch(self, gpu: Gpu, ordinals: tuple[int, ...]) -> Batch:
+        """What is trained of these groups."""
+        kept = [ordinal for ordinal in ordinals if not self._is_skipped(ordinal)]
+        answers = [length for ordinal in kept for length in self.of(ordinal)]
+        documents = [self._prompt + length for length in answers]
+        return packed(gpu, documents, sum(answers) / max(1, sum(documents)))
+
+    def _is_skipped(self, ordinal: int) -> bool:
+        return self._skipped > 0 and Random(self._seed * 1_000_003 + ordinal).random() < self._skipped

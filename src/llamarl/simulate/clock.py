@@ -1,0 +1,140 @@
+"""Virtual time: workers on devices, shared or their own, and who has something to say next.
+
+A device that several kinds of executors use at the same time gives each an equal part: two processes on one GPU take turns.
+The cores of a CPU are given out by threads.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from llamarl.controller import events as ev
+from llamarl.controller.line import role_of
+from llamarl.observe.timeline import Span, SpanKind, Timeline
+from llamarl.simulate.workers import Worker
+
+_KINDS: dict[str, SpanKind] = {"load": "weights", "publish": "weights", "save": "save"}
+
+
+@dataclass(eq=False)
+class Device:
+    """Where some workers live. `cores` 0: a set of GPUs, on which all replicas of a role work side by side."""
+
+    cores: int = 0
+    seats: list[Seat] = field(default_factory=list)
+    speed: float = 1.0
+
+    def speed_now(self) -> float:
+        busy = [seat for seat in self.seats if seat.worker.doing]
+        if self.cores:
+            return min(1.0, self.cores / max(1, sum(seat.threads for seat in busy)))
+        return 1.0 / max(1, len({role_of(seat.worker.name) for seat in busy}))
+
+
+@dataclass(eq=False)
+class Seat:
+    """A worker on its device, and since when it has been doing what it does."""
+
+    worker: Worker
+    device: Device
+    threads: int = 1
+    at_s: float = 0.0  # up to here its work is counted
+    doing: str = ""
+    since_s: float = 0.0
+    turn: int = 0  # what was foreseen in an earlier turn does not count any more
+
+
+class Clock:
+    def __init__(self, timeline: Timeline) -> None:
+        self.now_s = 0.0
+        self._timeline = timeline
+        self._due: list[tuple[float, int, Seat | None, int, Callable[[], None] | None]] = []
+        self._number = count()
+        self.seats: dict[str, Seat] = {}
+        self._said: list[ev.AnyEvent] = []  # and not yet heard
+
+    def seat(self, worker: Worker, device: Device, threads: int = 1) -> None:
+        seat = Seat(worker, device, threads)
+        device.seats.append(seat)
+        self.seats[worker.name] = seat
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (self.now_s + delay_s, next(self._number), None, 0, action))
+
+    def send(self, executor: str, command: ev.ToExecutor) -> Seat:
+        """`look` must follow, once all that happens at this moment has been sent."""
+        seat = self.seats[executor]
+        self._settle(seat)
+        seat.worker.handle(command)
+        return seat
+
+    def fall(self, executor: str) -> None:
+        seat = self.seats[executor]
+        self._settle(seat)
+        seat.worker.fall()
+        self.look([seat])
+
+    def look(self, seats: Sequence[Seat]) -> None:
+        """Something has changed for these: foresee anew when they will have something to say."""
+        for seat in dict.fromkeys(seats):
+            if seat.worker.doing != seat.doing:
+                self._note(seat)
+                speed = seat.device.speed_now()
+                if speed != seat.device.speed:
+                    self._change_speed(seat.device, speed)
+            self._foresee(seat)
+
+    def next(self) -> list[ev.AnyEvent] | None:
+        """Go on to the next thing that happens; None when nothing will."""
+        if self._said:
+            return self._hear()
+        while self._due:
+            at_s, _, seat, turn, action = heapq.heappop(self._due)
+            if action is not None:
+                self.now_s = at_s
+                action()
+                return self._hear()
+            if seat is not None and turn == seat.turn:
+                self.now_s = max(self.now_s, at_s)
+                self._settle(seat)
+                self.look([seat])
+                return self._hear()
+        return None
+
+    def _hear(self) -> list[ev.AnyEvent]:
+        said, self._said = self._said, []
+        return said
+
+    def close(self) -> None:
+        """Whatever is under way ends here, for the timeline."""
+        for seat in self.seats.values():
+            self._note(seat)
+
+    def _settle(self, seat: Seat) -> None:
+        """Count its work up to now. What falls due at this very moment is heard next."""
+        worked_s, seat.at_s = (self.now_s - seat.at_s) * seat.device.speed, self.now_s
+        if seat.doing:
+            self._said += seat.worker.advance(worked_s)
+
+    def _change_speed(self, device: Device, speed: float) -> None:
+        for seat in device.seats:
+            self._settle(seat)
+        device.speed = speed
+        for seat in device.seats:
+            self._foresee(seat)
+
+    def _foresee(self, seat: Seat) -> None:
+        seat.turn += 1
+        due_s = seat.worker.due_s()
+        if due_s < float("inf"):
+            at_s = self.now_s + due_s / seat.device.speed
+            heapq.heappush(self._due, (at_s, next(self._number), seat, seat.turn, None))
+
+    def _note(self, seat: Seat) -> None:
+        if seat.doing and self.now_s > seat.since_s:
+            kind = _KINDS.get(seat.doing, "work")
+            self._timeline.add(seat.worker.name, [Span(kind, seat.doing, seat.since_s, self.now_s)])
+        seat.doing, seat.since_s = seat.worker.doing, self.now_s

@@ -1,0 +1,27 @@
+"""What a simulation is told as: a few lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llamarl.simulate.simulation import Outcome
+
+
+def describe_outcome(found: Outcome, useful_share: float | None) -> Iterator[str]:
+    yield f"update         {found.update_s:,.3f} s (mean of {found.updates}, once the line is full)"
+    yield f"whole run      {_long(found.wall_s)}"
+    idle = ", ".join(f"{role} {share:.0%}" for role, share in sorted(found.idle_share.items()))
+    yield f"waiting        {idle}"
+    ages = ", ".join(f"{age}: {share:.0%}" for age, share in found.staleness.items())
+    yield f"staleness      {ages} of the groups"
+    if useful_share is not None:
+        yield (
+            f"useful time    {useful_share:.1%}, with {found.deaths} deaths and {found.redone_updates} updates made twice"
+        )
+    each_us = 1e6 * found.controller_s / max(1, found.groups)
+    yield f"rehearsed      {found.events:,} events; the controller took {each_us:,.0f} us for each group"
+
+
+def _long(seconds: float) -> str:
+    hours, rest = divmod(seconds, 3600)
+    return f"{int(hours)} h {int(rest // 60)} min" if hours else f"{int(rest // 60)} min {rest % 60:.0f} s"

@@ -1,0 +1,230 @@
+"""From a job's config, a machine and the length of answers to a simulation that can be run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from llamarl.config import Config
+from llamarl.controller import events as ev
+from llamarl.controller.controller import Controller
+from llamarl.controller.default_line import default_line
+from llamarl.controller.ledger import Record
+from llamarl.controller.line import Line, executor_names
+from llamarl.errors import InputError
+from llamarl.model.hf_config import read_shape
+from llamarl.observe.timeline import Timeline
+from llamarl.plan.generator import Replica
+from llamarl.plan.gpus import Gpu
+from llamarl.plan.lengths import Lengths
+from llamarl.plan.terms import copy_s, weight_bytes
+from llamarl.plan.trainer import TrainerRanks
+from llamarl.plan.transfer import transfer_s
+from llamarl.shapes import SHAPES, ModelShape, shape_named
+from llamarl.simulate.answers import Answers
+from llamarl.simulate.clock import Clock, Device
+from llamarl.simulate.decoding import Decoding
+from llamarl.simulate.simulation import Faults, Simulation
+from llamarl.simulate.workers import GeneratorWorker, Piece, QueueWorker
+from llamarl.types import GroupFacts
+
+_NOTHING = GroupFacts()
+STATE_BYTES = 12  # per parameter, of a snapshot: master and two moments
+DISK_BYTES_PER_S = 1e9
+
+
+class Scene(Struct, frozen=True, kw_only=True):
+    """`gpus`: devices that there are; 0: one for each rank. `skipped`: share of groups whose rewards are all equal."""
+
+    config: Config
+    shape: ModelShape
+    gpu: Gpu
+    answers: Lengths
+    prompt: int
+    gpus: int = 0
+    skipped: float = 0.0
+    faults: Faults = Faults()
+    max_s: float = float("inf")
+
+    @property
+    def precision(self) -> str:
+        named = {"float32": "fp32", "bfloat16": "bf16"}
+        return named.get(self.config.generator.dtype, "fp32" if self.gpu.is_cpu else "bf16")
+
+    @property
+    def replica(self) -> Replica:
+        settings = self.config.generator
+        return Replica(
+            self.shape,
+            self.gpu,
+            self.precision,
+            settings.tensor,
+            settings.slots,
+            self.prompt,
+            settings.max_new_tokens,
+        )
+
+    @property
+    def trainer(self) -> TrainerRanks:
+        settings, precision = self.config.trainer, "fp32" if self.gpu.is_cpu else "bf16"
+        return TrainerRanks(
+            self.shape,
+            self.gpu,
+            precision,
+            settings.data,
+            settings.tensor,
+            settings.recompute,
+            settings.tokens_per_pack,
+        )
+
+    @property
+    def generator_ranks(self) -> int:
+        return self.config.generator.replicas * self.config.generator.tensor
+
+    @property
+    def takes_turns(self) -> bool:
+        """Trainer and generators are on the same devices."""
+        return self.config.placement == "colocated" or 0 < self.gpus < self.trainer.ranks + self.generator_ranks
+
+    @property
+    def load_s(self) -> float:
+        """What a replica loses when it takes new weights: a copy within a device, or a transfer over the network."""
+        if self.takes_turns or self.gpu.is_cpu:
+            return copy_s(self.gpu, weight_bytes(self.shape, self.precision) / self.config.generator.tensor)
+        return transfer_s(self.trainer, self.replica, self.config.generator.replicas)
+
+
+def make_simulation(scene: Scene, hear: Callable[[Record], None] = lambda record: None) -> Simulation:
+    config, line, timeline = scene.config, default_line(scene.config), Timeline()
+    clock, answers = Clock(timeline), _answers(scene)
+    _seat(scene, line, clock, answers)
+    return Simulation(
+        Controller(line, config.schedule, config.evaluate, config.snapshots),
+        clock,
+        timeline,
+        ranks=_ranks(line, scene.gpu),
+        background=lambda command: STATE_BYTES * scene.shape.num_parameters / scene.trainer.ranks / DISK_BYTES_PER_S,
+        faults=scene.faults,
+        hear=hear,
+        max_s=scene.max_s,
+    )
+
+
+def _answers(scene: Scene) -> Answers:
+    schedule = scene.config.schedule
+    limit = scene.config.generator.max_new_tokens
+    if scene.answers.longest > limit:
+        raise InputError(
+            f"--answer {scene.answers.spec}: answers of {scene.answers.longest} tokens, but "
+            f"generator.max_new_tokens={limit}"
+        )
+    return Answers(
+        scene.answers,
+        samples=schedule.samples_per_group,
+        prompt=scene.prompt,
+        seed=scene.config.seed,
+        skipped=scene.skipped if scene.config.algo.zero_variance == "skip" else 0.0,
+    )
+
+
+def _ranks(line: Line, gpu: Gpu) -> dict[str, int]:
+    """GPUs whose failure ends an executor; the reward has none, and lives long."""
+    roles = [role for role in line.roles if role.name != "reward" or gpu.is_cpu]
+    return {name: role.ranks for role in roles for name in executor_names(role)}
+
+
+def _seat(scene: Scene, line: Line, clock: Clock, answers: Answers) -> None:
+    trainer_device, generator_device, reward_device = _devices(scene)
+    config, gpu = scene.config, scene.gpu
+    decoding_s = scene.load_s
+    for role in line.roles:
+        for name in executor_names(role):
+            if role.name == "generator":
+                worker = GeneratorWorker(name, Decoding(scene.replica), answers, gpu.engine, decoding_s)
+                clock.seat(worker, generator_device, _threads(scene, config.generator.threads, "generator"))
+            elif role.unit == "batch":
+                plan = _trainer_plan(scene, answers) if role.name == "trainer" else _reference_plan(scene, answers)
+                threads = _threads(scene, config.trainer.threads, "trainer")
+                clock.seat(QueueWorker(name, plan), trainer_device, threads)
+            else:
+                clock.seat(QueueWorker(name, _reward_plan(scene)), reward_device)
+
+
+def _devices(scene: Scene) -> tuple[Device, Device, Device]:
+    """Of the trainer, the generators and the reward."""
+    if scene.gpu.is_cpu:
+        cores = Device(cores=scene.gpu.cores)
+        return cores, cores, cores
+    trainer = Device()
+    return trainer, trainer if scene.takes_turns else Device(), Device()
+
+
+def _threads(scene: Scene, setting: int, section: str) -> int:
+    if not scene.gpu.is_cpu:
+        return 1
+    threads = setting or scene.gpu.cores
+    if threads != scene.gpu.threads:
+        raise InputError(
+            f"{section}.threads: {threads} threads, but --gpu {scene.gpu.name} was measured with {scene.gpu.threads}; "
+            f"calibrate with --threads {threads}"
+        )
+    return threads
+
+
+def _trainer_plan(scene: Scene, answers: Answers) -> Callable[[ev.ToExecutor], Piece]:
+    engine, trainer = scene.gpu.engine, scene.trainer
+    publish_s = copy_s(scene.gpu, weight_bytes(scene.shape, scene.precision) / trainer.ranks)
+    save_s = copy_s(scene.gpu, STATE_BYTES * scene.shape.num_parameters / trainer.ranks)
+
+    def plan(command: ev.ToExecutor) -> Piece:
+        match command:
+            case ev.RunBatch():
+                batch = answers.batch(scene.gpu, command.ordinals)
+                spent_s = trainer.update_s(batch) if batch.tokens else 0.0
+                done = ev.BatchDone(command.executor, command.incarnation, command.update)
+                return Piece(spent_s + engine.message_s + engine.update_s, "update", done)
+            case ev.Publish():
+                published = ev.Published(command.executor, command.incarnation, command.version)
+                return Piece(publish_s + engine.message_s, "publish", published)
+            case ev.Save():
+                return Piece(save_s, "save")
+            case _:
+                raise AssertionError(f"a trainer is not told {command}")
+
+    return plan
+
+
+def _reference_plan(scene: Scene, answers: Answers) -> Callable[[ev.ToExecutor], Piece]:
+    """A forward pass over the batch: a third of an update."""
+    update = _trainer_plan(scene, answers)
+
+    def plan(command: ev.ToExecutor) -> Piece:
+        piece = update(command)
+        return piece._replace(left_s=piece.left_s / 3, name="reference") if isinstance(command, ev.RunBatch) else piece
+
+    return plan
+
+
+def _reward_plan(scene: Scene) -> Callable[[ev.ToExecutor], Piece]:
+    engine, samples = scene.gpu.engine, scene.config.schedule.samples_per_group
+
+    def plan(command: ev.ToExecutor) -> Piece:
+        if not isinstance(command, ev.RunGroup):
+            raise AssertionError(f"a reward is not told {command}")
+        done = ev.GroupDone(command.executor, command.incarnation, command.ordinal, _NOTHING)
+        return Piece(samples * engine.score_s, "score", done)
+
+    return plan
+
+
+def shape_of_job(config: Config, name: str) -> ModelShape:
+    """Of the shape that was named, else of the job's model folder, else of a known shape that the folder is named after."""
+    folder = config.model_folder
+    if name:
+        return shape_named(name)
+    if (folder / "config.json").is_file():
+        return read_shape(folder)
+    if folder.name in SHAPES:
+        return SHAPES[folder.name]
+    raise InputError(f"model.path: no folder {config.model.path} here; name the model's shape with --model")
