@@ -7,7 +7,8 @@ of random weights: from those times the factors are fitted that say how much of 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import median
 
 import torch
 from msgspec import Struct
@@ -18,13 +19,14 @@ from llamarl.bench.machine import Ceilings, measure_ceilings
 from llamarl.bench.train import TrainBench, prepare, time_update
 from llamarl.config import Generator
 from llamarl.plan.fit import Measured, fit_factors
-from llamarl.plan.generator import cached_on_cpu
+from llamarl.plan.generator import Replica, cached_on_cpu
 from llamarl.plan.gpus import GIB, GPUS, DecodeFactors, EngineFactors, Gpu, TrainFactors
 from llamarl.plan.terms import decode_terms, total_s, train_terms
 from llamarl.plan.trainer import packed
 from llamarl.shapes import ModelShape, shape_named
 
-_REPEATS = 3  # the best counts: whatever disturbs a measurement makes it longer
+_REPEATS = 3  # the median counts: jobs are disturbed as much as measurements
+_SAMPLES = 8  # answers to each prompt
 
 
 class DecodePoint(Struct, frozen=True):
@@ -86,10 +88,10 @@ def _decode_points(on_gpu: bool) -> list[DecodePoint]:
     small, wide = _small(128, 5, 17), _small(384, 8, 2048)
     return [
         DecodePoint(small, 768, 32, 8),
-        DecodePoint(small, 64, 32, 24),
-        DecodePoint(small, 128, 32, 96),
+        DecodePoint(small, 64, 32, 16),
+        DecodePoint(small, 128, 112, 16),
         DecodePoint(wide, 64, 32, 16),
-        DecodePoint(wide, 16, 32, 96),
+        DecodePoint(wide, 16, 112, 16),
     ]
 
 
@@ -102,8 +104,8 @@ def _train_points(on_gpu: bool) -> list[TrainPoint]:
         TrainPoint(small, 768, 10),
         TrainPoint(small, 64, 10),
         TrainPoint(small, 48, 128),
-        TrainPoint(wide, 64, 16),
-        TrainPoint(wide, 8, 128),
+        TrainPoint(wide, 32, 16),
+        TrainPoint(wide, 4, 128),
     ]
 
 
@@ -112,21 +114,21 @@ def calibrate(device: torch.device, threads: int) -> Calibration:
     on_gpu = device.type == "cuda"
     precision = "bf16" if on_gpu else "fp32"
     bare = _bare(device, threads, precision, measure_ceilings(device, PRECISIONS[precision]))
-    decode = [_measure_decode(bare, precision, device, point) for point in _decode_points(on_gpu)]
+    points = _decode_points(on_gpu)
+    measured = [_measure_decode(bare, precision, device, point) for point in points]
+    decode = [step for step, _ in measured]
     if on_gpu:
         torch.cuda.empty_cache()
     train = [_measure_train(bare, precision, device, point) for point in _train_points(on_gpu)]
     fitted = (fit_factors(bare.decode, decode), fit_factors(bare.train, train))
     rows = [_row(one, fitted[0]) for one in decode] + [_row(one, fitted[1]) for one in train]
-    return Calibration(_with(bare, *fitted), tuple(rows))
+    gpu = replace(bare, decode=fitted[0], train=fitted[1], source="measured")
+    prefill = _prefill_factor(gpu, precision, points, [read_s for _, read_s in measured])
+    return Calibration(replace(gpu, decode=replace(fitted[0], prefill=prefill)), tuple(rows))
 
 
 def _row(one: Measured, factors: DecodeFactors | TrainFactors) -> Row:
     return Row(one.what, one.seconds, total_s(factors, one.terms))
-
-
-def _with(gpu: Gpu, decode: DecodeFactors, train: TrainFactors) -> Gpu:
-    return replace(gpu, decode=decode, train=train, source="measured")
 
 
 def _bare(device: torch.device, threads: int, precision: str, found: Ceilings) -> Gpu:
@@ -152,19 +154,31 @@ def _bare(device: torch.device, threads: int, precision: str, found: Ceilings) -
     )
 
 
-def _measure_decode(gpu: Gpu, precision: str, device: torch.device, point: DecodePoint) -> Measured:
-    """One step, all slots busy; the cache is half full of what it will hold."""
-    case = Case("", point.rows, point.prompt, point.new, 8, precision, str(device))
+def _measure_decode(gpu: Gpu, precision: str, device: torch.device, point: DecodePoint) -> tuple[Measured, float]:
+    """One step with all slots busy and the cache half full of what it will hold; and the reading of all prompts."""
+    case = Case("", point.rows, point.prompt, point.new, _SAMPLES, precision, str(device))
     bench = DecodeBench(point.shape, case)
     steady = [point.new] * point.rows
     bench.run(steady)  # captures graphs, compiles kernels
-    seconds = min(bench.run(steady)[1] for _ in range(_REPEATS)) / (point.new - bench.decoder.burst_steps)
+    runs = [bench.run(steady) for _ in range(_REPEATS)]
+    burst = bench.decoder.burst_steps
+    step_s = median(busy_s for _, busy_s in runs) / (point.new - burst)
+    read_s = median(whole_s - busy_s for whole_s, busy_s in runs) - burst * step_s  # till the first burst is over
     cached = point.rows * (point.prompt + point.new / 2)
     if gpu.is_cpu:
         cached = cached_on_cpu(point.rows, point.prompt + point.new, Generator().page_tokens)
     terms = decode_terms(point.shape, gpu, precision, point.rows, cached)
     what = f"decode step, {_name(point.shape)}, {point.rows} x ({point.prompt} + {point.new})"
-    return Measured(what, seconds, terms)
+    return Measured(what, step_s, terms), read_s
+
+
+def _prefill_factor(gpu: Gpu, precision: str, points: Sequence[DecodePoint], read_s: Sequence[float]) -> float:
+    """How much longer than its terms say reading prompts takes, over all points."""
+    described_s = 0.0
+    for point in points:
+        replica = Replica(point.shape, gpu, precision, 1, point.rows, point.prompt, point.prompt + point.new)
+        described_s += replica.prefill_s(point.rows // _SAMPLES)
+    return min(10.0, max(0.1, sum(read_s) / described_s))
 
 
 def _measure_train(gpu: Gpu, precision: str, device: torch.device, point: TrainPoint) -> Measured:
@@ -183,7 +197,7 @@ def _measure_train(gpu: Gpu, precision: str, device: torch.device, point: TrainP
         squares=shaped.squares,
         passes=1,
     )
-    return Measured(f"update, {_name(point.shape)}, {point.documents} x {point.length}", min(times), terms)
+    return Measured(f"update, {_name(point.shape)}, {point.documents} x {point.length}", median(times), terms)
 
 
 def _name(shape: ModelShape) -> str:

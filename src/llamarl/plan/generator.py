@@ -36,7 +36,7 @@ class Replica(Struct, frozen=True, dict=True):
     tp: int
     slots: int
     prompt: int
-    longest: int  # an answer's, in tokens
+    length: int  # tokens that a slot has room for, prompt and answer
 
     def rows(self, active: float) -> int:
         """What a step is computed for: all slots on a CPU, the next power of two on a GPU."""
@@ -63,7 +63,7 @@ class Replica(Struct, frozen=True, dict=True):
 
     def _row_step_s(self, rows: int) -> float:
         """A step without what depends on the cache."""
-        cached = cached_on_cpu(self.slots, self.prompt + self.longest) if self.gpu.is_cpu else 0
+        cached = cached_on_cpu(self.slots, self.length) if self.gpu.is_cpu else 0
         terms = decode_terms(self.shape, self.gpu, self.precision, rows, cached, self.tp)
         return total_s(self.gpu.decode, terms) + decode_exchange_s(self.shape, self.gpu, rows, self.tp)
 
@@ -86,9 +86,9 @@ class Replica(Struct, frozen=True, dict=True):
 
     @property
     def late_steps(self) -> float:
-        """For so many steps, on average, a slot stays taken after its answer has ended: the rest of the burst, and the one
-        that runs while the host looks."""
-        return 0.0 if self.gpu.is_cpu else 1.5 * GPU_BURST
+        """For so many steps more than it has tokens an answer takes, on average. On a GPU: the rest of a burst, and the one
+        that runs while the host looks. On a CPU: a step that has begun when it arrives."""
+        return 1.0 if self.gpu.is_cpu else 1.5 * GPU_BURST
 
     # Whole batches
 

@@ -29,9 +29,11 @@ class DecodeFactors(Factors, frozen=True):
 
     products: float = 1.15
     cache: float = 1.15
+    traffic: float = 1.2
     scores: float = 1.5
-    layer_s: float = 40e-6  # for each layer: what the many small kernels of a CUDA graph take at least
+    layer_s: float = 30e-6  # for each layer: what the many small kernels of a CUDA graph take at least
     step_s: float = 100e-6
+    prefill: float = 1.0  # of reading prompts, whose terms are those of a step and of training's attention
 
 
 class TrainFactors(Factors, frozen=True):

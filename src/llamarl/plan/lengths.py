@@ -168,3 +168,18 @@ def _settings(spec: str, text: str, names: tuple[str, ...]) -> dict[str, float]:
     if missing := [name for name in names if name not in found]:
         raise InputError(f"--answer {spec}: {missing[0]} is missing; write {FORMS}")
     return found
+
+
+def lognormal_with(mean: float, truncated_share: float, limit: int) -> Lengths:
+    """The log-normal of which this share reaches the limit, and whose mean, cut off there, is `mean`."""
+    if not 0 < mean < limit:
+        raise InputError(f"lengths: no answers below {limit} tokens have a mean of {mean:g}")
+    reach = NormalDist().inv_cdf(1 - min(0.999, max(1e-4, truncated_share)))
+    low, high = 1e-3, 5.0  # of sigma; the wider, the lower the mean, since the share at the limit stays
+    if reach <= 0:
+        raise InputError(f"lengths: {truncated_share:.0%} of the answers reach the limit; more than half tell nothing")
+    for _ in range(40):
+        sigma = (low + high) / 2
+        found = Lengths(f"lognormal:median={limit * math.exp(-sigma * reach):.6g},sigma={sigma:.6g},max={limit}")
+        low, high = (sigma, high) if found.mean > mean else (low, sigma)
+    return found

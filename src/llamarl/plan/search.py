@@ -110,7 +110,7 @@ class Space:
     def _generators(self, tp: int, replicas: float, precision: str, slots: int) -> Generators:
         question, work = self.question, self.question.work
         shape = question.shape
-        replica = Replica(shape, question.gpu, precision, tp, slots, work.prompt, work.answers.longest)
+        replica = Replica(shape, question.gpu, precision, tp, slots, work.prompt, work.longest_document)
         cached = slots * (work.prompt / work.samples + work.answers.mean_under_way)
         memory = generator_bytes(shape, precision, tp, cached) + WORKSPACE_BYTES
         return Generators(replica, replicas, memory)

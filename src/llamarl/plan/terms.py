@@ -74,10 +74,17 @@ def decode_terms(
     return {
         "products": block_products_s(shape, gpu, precision, rows, tp) + head_s(shape, gpu, precision, rows, tp),
         "cache": cached_tokens * kv_bytes_per_token(shape, precision, tp) / gpu.bytes_per_s,
+        "traffic": rows * forward_traffic(shape, precision, tp) / gpu.bytes_per_s,
         "scores": rows * shape.vocab_size / tp * 4 / gpu.bytes_per_s,
         "layer_s": shape.num_layers,
         "step_s": 1.0,
     }
+
+
+def forward_traffic(shape: ModelShape, precision: str, tp: int) -> float:
+    """Bytes per token that norms, rotations, residuals and silu read and write in a forward pass."""
+    each = 13 * shape.hidden_size + 4 * shape.intermediate_size / tp
+    return shape.num_layers * each * activation_width(precision)
 
 
 def decode_exchange_s(shape: ModelShape, gpu: Gpu, rows: float, tp: int, width: int = 2) -> float:
@@ -92,9 +99,10 @@ def prefill_s(shape: ModelShape, gpu: Gpu, precision: str, prompts: int, tokens:
     rows = prompts * tokens
     attention_s = 2 * shape.num_layers * shape.q_size / tp * prompts * tokens**2 / gpu.flops(_products_in(precision))
     exchange_s = 0.0 if tp == 1 else 2 * shape.num_layers * all_reduce_s(gpu, rows * shape.hidden_size * 2, tp)
-    return (
+    return gpu.decode.prefill * (
         gpu.decode.products * block_products_s(shape, gpu, precision, rows, tp)
         + gpu.train.attention * attention_s
+        + gpu.decode.traffic * rows * forward_traffic(shape, precision, tp) / gpu.bytes_per_s
         + gpu.decode.layer_s * shape.num_layers
         + exchange_s
     )

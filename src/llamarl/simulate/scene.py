@@ -62,7 +62,7 @@ class Scene(Struct, frozen=True, kw_only=True):
             settings.tensor,
             settings.slots,
             self.prompt,
-            settings.max_new_tokens,
+            settings.max_prompt_tokens + settings.max_new_tokens,
         )
 
     @property
