@@ -60,7 +60,7 @@ for _tag, _pattern in _NUMBERS.items():
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The settings of a job: defaults, then the file, then the overrides."""
-    raw = _read_file(path) if path else {}
+    raw = read_settings(path) if path else {}
     for override in overrides:
         _apply_override(raw, override)
     return parse_config(raw, source=str(path) if path else "")
@@ -101,7 +101,8 @@ def _meaning(hint: Any) -> str:
     return f"{description} ({' | '.join(choices)})" if len(choices) > 1 else description
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a YAML file says, unchecked."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from llamarl.cli.bench import bench, device_or_refuse
-from llamarl.cli.plan import simulate_command
+from llamarl.cli.plan import plan_command, simulate_command
 from llamarl.cli.transfer import plan_transfer_command
 from llamarl.config import Config
 from llamarl.configfile import describe, load_config
@@ -311,6 +311,7 @@ def config_command() -> None:
         print(f"{indent}{name}: {default}".ljust(36) + f"  # {meaning}")
 
 
+app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("plan-transfer")(plan_transfer_command)
 

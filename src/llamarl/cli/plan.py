@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from llamarl.errors import InputError
+from llamarl.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from llamarl.plan.search import Plan
+    from llamarl.plan.workload import Question
 
 GpuOption = Annotated[
     str, typer.Option(metavar="NAME", help="a100, h100, h200, b200, l40s, or a .json file of `bench --calibrate`")
@@ -22,6 +26,88 @@ AnswerOption = Annotated[
     ),
 ]
 PromptOption = Annotated[int, typer.Option(min=0, help="tokens of a prompt; 0: as many as it may have")]
+
+
+def plan_command(
+    model: Annotated[str, typer.Option(metavar="SHAPE", help="a model shape by name, such as llama-3.1-70b")],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs in all")],
+    gpu: GpuOption = "h100",
+    groups: Annotated[int, typer.Option(min=1, help="prompts of one update")] = 256,
+    samples: Annotated[int, typer.Option(min=2, help="answers to each prompt")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of a prompt")] = 512,
+    answer: AnswerOption = "lognormal:median=800,sigma=1,max=8192",
+    max_staleness: Annotated[int, typer.Option(min=1, help="versions a trained group may lag behind")] = 1,
+    precision: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="of the generators: bf16, fp8; may be given twice")
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="a job whose other settings are kept")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="write the asynchronous plan's job here")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """Split GPUs between trainer and generators: the best synchronous and the best asynchronous plan, side by side."""
+    from llamarl.plan.advice import why_nothing_fits
+    from llamarl.plan.gpus import gpu_named
+    from llamarl.plan.lengths import Lengths
+    from llamarl.plan.report import figures, table
+    from llamarl.plan.search import best_async, best_sync
+    from llamarl.plan.workload import Question, Workload
+    from llamarl.shapes import shape_named
+    from llamarl.simulate.rehearse import rehearse
+
+    settled = gpu_named(gpu)
+    question = Question(
+        shape=shape_named(model),
+        gpu=settled,
+        gpus=gpus,
+        work=Workload(groups=groups, samples=samples, prompt=prompt, answers=Lengths(answer)),
+        max_staleness=max_staleness,
+        precisions=tuple(precision or ["fp32" if settled.is_cpu else "bf16"]),
+    )
+    plans = best_sync(question), best_async(question)
+    if plans == (None, None):
+        raise InputError(why_nothing_fits(question))
+    sync, split = (rehearse(plan, question) if plan else None for plan in plans)
+    gain = sync.step_s / split.step_s if sync and split else None
+    text = job_text(model, base, plans[1] or plans[0], question)
+    if out is not None:
+        _write(out, text)
+    if as_json:
+        print(msgspec.json.encode({"sync": figures(sync), "async": figures(split), "gain": gain}).decode())
+        return
+    print("\n".join(table(question, [("synchronous, co-located", sync), ("asynchronous", split)])))
+    print(f"gain               {gain:.2f}x" if gain else f"no gain: {_missing(sync is None)}")
+    print(f"job written to {out}: llamarl train {out}" if out else f"\n{text}", end="\n" if out else "")
+
+
+def _missing(no_sync: bool) -> str:
+    return "the synchronous plan does not fit" if no_sync else "there are too few GPUs for an asynchronous plan"
+
+
+def job_text(model: str, base: Path | None, plan: Plan | None, question: Question) -> str:
+    """The YAML of a plan, which the config loader accepts."""
+    from llamarl.configfile import parse_config, read_settings
+    from llamarl.plan.jobfile import job_settings, job_yaml, merged
+
+    assert plan is not None
+    settings = merged(
+        read_settings(base) if base else {"model": {"path": f"models/{model}"}}, job_settings(plan, question)
+    )
+    kind = "co-located" if plan.colocated else "split"
+    head = f"{model} on {question.gpus} {question.gpu.name}, {kind}: about {plan.step_s:.1f} s an update"
+    try:
+        parse_config(settings)
+    except ConfigError as error:
+        return f"# This plan cannot be run as a job yet: {error}\n{job_yaml(settings, head)}"
+    return job_yaml(settings, head)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--out {path}: cannot be written: {error.strerror}") from None
 
 
 def simulate_command(

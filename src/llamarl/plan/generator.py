@@ -97,9 +97,9 @@ class Replica(Struct, frozen=True, dict=True):
 
     def drain_s(self, count: float, total: float, samples: int, answers: Lengths) -> float:
         """`count` answers that start together, until the last of `total` (over all replicas) has ended. Where there are
-        more than slots, the others follow as slots become free."""
-        slots = min(self.slots, count)
-        waiting_s = (count - slots) / slots * answers.mean * self.steady_step_s(slots, answers)
+        more than slots, the others follow as groups become whole."""
+        slots, held = min(self.slots, count), answers.longest_of(samples)
+        waiting_s = (count - slots) / slots * held * self.steady_step_s(slots * answers.mean / held, answers)
         return self.prefill_s(max(1, round(count / samples))) + waiting_s + self._ending_s(slots, total, answers)
 
     def _ending_s(self, count: float, total: float, answers: Lengths) -> float:

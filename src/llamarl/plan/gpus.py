@@ -74,6 +74,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nvlink_gb_s: float = 0.0  # of each GPU and direction, inside a host
     nic_gb_s: float = 50.0  # the same between hosts
     gpus_per_host: int = 8
+    host_hops: float = 1.0  # how many times longer than stated a collective's step between hosts takes
     product_share: float = 0.79  # of `tflops` that a large product really reaches
     memory_share: float = 0.87  # of `memory_gb_s` that a large copy really reaches
     cores: int = 0  # of a CPU, which executors share; 0: it is a GPU

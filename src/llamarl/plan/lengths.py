@@ -63,6 +63,10 @@ class Lengths:
         """Of the tokens that an answer has so far, seen at any time: long answers are under way more often."""
         return self.mean_square / (2 * self.mean)
 
+    def share_above(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of the answers, that are longer than each of these."""
+        return 1 - self.edges[np.searchsorted(self.values, lengths, side="right")]
+
     def longest_of(self, count: float) -> float:
         """Expected length of the longest of so many."""
         return float(self.values @ np.diff(self.edges ** max(1.0, count)))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
 from msgspec import Struct
 
 from llamarl.plan.generator import Replica
@@ -21,7 +22,8 @@ from llamarl.plan.workload import Question
 RECOMPUTE = ("none", "selective", "full")
 PACKS = (4096, 8192, 16_384, 32_768, 65_536)
 STALENESS_PRICE = 0.01  # a version more of staleness must make a step faster by this share
-_HALVINGS = 30
+_ROUNDS = 3  # of a fixed point that is near after one
+_MIDDLES = (np.arange(24) + 0.5) / 24
 
 Limit = Literal["training", "generation", "the longest answers", "training and generation in turn"]
 
@@ -81,19 +83,25 @@ class Space:
         return list(range(grain, question.gpus, grain))
 
     def trainers(self, gpus: int) -> Iterator[Trainers]:
+        for ranks in self._trainer_ranks(gpus):
+            yield Trainers(ranks, ranks.update_s(self._batch), ranks.memory_bytes)
+
+    def _trainer_ranks(self, gpus: int) -> Iterator[TrainerRanks]:
         question = self.question
+        precision = "fp32" if question.gpu.is_cpu else "bf16"
         for tp in question.tensor_sizes():
             for recompute in RECOMPUTE if gpus % tp == 0 else ():
                 for pack in self._packs:
-                    precision = "fp32" if question.gpu.is_cpu else "bf16"
-                    ranks = TrainerRanks(question.shape, question.gpu, precision, gpus // tp, tp, recompute, pack)
-                    yield Trainers(ranks, ranks.update_s(self._batch), ranks.memory_bytes)
+                    yield TrainerRanks(question.shape, question.gpu, precision, gpus // tp, tp, recompute, pack)
+
+    def least_trainer_bytes(self, gpus: int) -> float:
+        return min(ranks.memory_bytes for ranks in self._trainer_ranks(gpus))
 
     @cached_property
     def _packs(self) -> Sequence[int]:
         """A pack must hold the longest document."""
-        longest = self.question.work.longest_document
-        return [pack for pack in PACKS if pack >= longest] or [longest]
+        longest = -(-self.question.work.longest_document // 128) * 128
+        return [longest, *(pack for pack in PACKS if pack > longest)]
 
     def generators(self, gpus: int, max_staleness: int) -> Iterator[Generators]:
         """More slots than answers that can be under way would stay empty."""
@@ -115,6 +123,12 @@ class Space:
         memory = generator_bytes(shape, precision, tp, cached) + WORKSPACE_BYTES
         return Generators(replica, replicas, memory)
 
+    def least_generator_bytes(self, gpus: int) -> float:
+        """With room for one group."""
+        question, samples = self.question, self.question.work.samples
+        sizes = [tp for tp in question.tensor_sizes() if gpus % tp == 0]
+        return min(self._generators(tp, 1, name, samples).memory_bytes for tp in sizes for name in question.precisions)
+
     # Prices
 
     def fits(self, memory_bytes: float) -> bool:
@@ -134,63 +148,59 @@ class Space:
     def async_plan(self, trainers: Trainers, generators: Generators, max_staleness: int) -> Plan:
         """The slowest of three: training, generating with full slots, and the way of a batch from its admission until its
         version is published, of which S + 1 may be under way at a time."""
-        train_s = trainers.update_s + self._overhead_s()
-        full_s = self.full_s(generators, max_staleness)
-        least_s = max(train_s, full_s)
-        step_s = self._with_longest_s(generators, max_staleness, trainers, least_s)
-        limit: Limit = "training" if train_s >= full_s else "generation"
-        return Plan(
-            trainers,
-            generators,
-            False,
-            max_staleness,
-            step_s,
-            limit if step_s <= 1.001 * least_s else "the longest answers",
-        )
+        after_s = trainers.update_s + self._overhead_s()
+        terms: dict[Limit, float] = {
+            "training": after_s,
+            "generation": self.full_s(generators, max_staleness),
+            "the longest answers": self._cohorts_s(
+                generators, max_staleness, after_s + self._weights_s(trainers, generators)
+            ),
+        }
+        limit = max(terms, key=lambda name: terms[name])
+        return Plan(trainers, generators, False, max_staleness, terms[limit], limit)
 
     def full_s(self, generators: Generators, max_staleness: int) -> float:
-        """For the answers of an update, with as many under way all the time as places and slots allow."""
+        """For the answers of an update, with as many groups under way all the time as places and slots allow. A group
+        holds its slots until its longest answer has ended."""
         work, replica = self.question.work, generators.replica
-        active = min(replica.slots, (max_staleness + 1) * work.answers_per_update / generators.replicas)
-        return self._lasting_s(generators, active)
+        each, held = work.groups / generators.replicas, work.answers.longest_of(work.samples)
+        groups = min(replica.slots / work.samples, (max_staleness + 1) * each)
+        active = groups * work.samples * work.answers.mean / held
+        step_s = replica.steady_step_s(max(1.0, active), work.answers)
+        return each / groups * (held + replica.late_steps) * step_s + replica.prefill_s(max(1, round(each)))
 
-    def _lasting_s(self, generators: Generators, active: float) -> float:
+    def _cohorts_s(self, generators: Generators, max_staleness: int, after_s: float) -> float:
+        """An update's answers are admitted together, and S + 1 such cohorts are under way at a time, each K decode steps
+        younger than the one before: waiting for slots, the longest answer, and what comes after it must take no more than
+        (S + 1) K."""
+        answers, cohorts = self.question.work.answers, max_staleness + 1
+        longest = answers.longest_of(self.question.work.answers_per_update) + generators.replica.late_steps
+        steps = longest / cohorts
+        for _ in range(_ROUNDS):
+            step_s = self._period_s(generators, steps, cohorts) / steps
+            steps = (self._queued_steps(generators, steps, cohorts) + longest + after_s / step_s) / cohorts
+        return self._period_s(generators, steps, cohorts)
+
+    def _queued_steps(self, generators: Generators, steps: float, cohorts: int) -> float:
+        """How long the last group of a cohort waits for its slots, which groups of older cohorts still hold."""
+        work = self.question.work
+        room = generators.replica.slots / work.samples
+        alive = 1 - (1 - work.answers.share_above(np.arange(cohorts, dtype=np.float64) * steps)) ** work.samples
+        wanted = float(alive.sum()) * work.groups / generators.replicas
+        return max(0.0, wanted / room - 1) * work.answers.longest_of(work.samples)
+
+    def _period_s(self, generators: Generators, steps: float, cohorts: int) -> float:
+        """That many decode steps, from one admission to the next, while answers of all cohorts end."""
         work, replica = self.question.work, generators.replica
-        tokens = work.answers_per_update / generators.replicas * (work.answers.mean + replica.late_steps)
-        prefill_s = replica.prefill_s(max(1, round(work.groups / generators.replicas)))
-        return tokens / active * replica.steady_step_s(active, work.answers) + prefill_s
-
-    def _with_longest_s(self, generators: Generators, max_staleness: int, trainers: Trainers, least_s: float) -> float:
-        """The shortest step in which the longest answer of a batch can still be finished in time. A longer step has fewer
-        answers under way, which makes decode steps shorter."""
-        after_s = trainers.update_s + self._weights_s(trainers, generators) + self._overhead_s()
-        longest = self.question.work.answers.longest_of(self.question.work.answers_per_update)
-
-        def in_time(step_s: float) -> bool:
-            decode_s = longest * self._decode_step_s(generators, max_staleness, step_s)
-            return (max_staleness + 1) * step_s >= decode_s + after_s
-
-        if in_time(least_s):
-            return least_s
-        low_s, high_s = least_s, 2 * least_s
-        while not in_time(high_s):
-            low_s, high_s = high_s, 2 * high_s
-        for _ in range(_HALVINGS):
-            middle_s = (low_s + high_s) / 2
-            low_s, high_s = (low_s, middle_s) if in_time(middle_s) else (middle_s, high_s)
-        return high_s
-
-    def _decode_step_s(self, generators: Generators, max_staleness: int, step_s: float) -> float:
-        """With as many answers under way as it takes to make those of an update in `step_s`."""
-        replica, work = generators.replica, self.question.work
-        most = min(replica.slots, (max_staleness + 1) * work.answers_per_update / generators.replicas)
-        active, least = most, 1.0
-        for _ in range(12):
-            if self._lasting_s(generators, active) < step_s and active > least:
-                active = max(least, active / 1.5)
-            else:
-                break
-        return replica.steady_step_s(active, work.answers)
+        each = work.answers_per_update / generators.replicas
+        ages = (_MIDDLES[:, None] + np.arange(cohorts)) * steps
+        alive = work.answers.share_above(ages) * each
+        active, cached = alive.sum(axis=1), (alive * (work.prompt + ages)).sum(axis=1)
+        each_s = [
+            replica.step_s(min(replica.slots, max(1.0, rows)), tokens)
+            for rows, tokens in zip(active.tolist(), cached.tolist(), strict=True)
+        ]
+        return steps * sum(each_s) / len(each_s) + replica.prefill_s(max(1, round(work.groups / generators.replicas)))
 
     def _weights_s(self, trainers: Trainers, generators: Generators) -> float:
         replica = generators.replica
@@ -249,6 +259,17 @@ def best_async(question: Question) -> Plan | None:
                     continue
                 found = best([*([found] if found else []), space.async_plan(trainers, generators, max_staleness)])
     return found
+
+
+def with_one_more(question: Question, plan: Plan) -> float:
+    """Seconds that a step would be shorter with one GPU more, given to whoever makes the most of it."""
+    space, ranks, generators = Space(question), plan.trainers.ranks, plan.generators
+    more_t = Trainers(ranks, plan.trainers.update_s * ranks.ranks / (ranks.ranks + 1), plan.trainers.memory_bytes)
+    more_g = Generators(generators.replica, generators.replicas + 1 / generators.replica.tp, generators.memory_bytes)
+    if plan.colocated:
+        return plan.step_s - space.sync_plan(more_t, more_g).step_s
+    either = [(more_t, generators), (plan.trainers, more_g)]
+    return max(0.0, plan.step_s - min(space.async_plan(*one, plan.max_staleness).step_s for one in either))
 
 
 def _hopeless(space: Space, found: Plan | None, trainers: Trainers, generators: Generators, max_staleness: int) -> bool:

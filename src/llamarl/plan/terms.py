@@ -193,7 +193,7 @@ def all_reduce_s(gpu: Gpu, num_bytes: float, ranks: int) -> float:
     hosts = -(-ranks // gpu.gpus_per_host)
     inside_s = 2 * (local - 1) / local * num_bytes / (gpu.links.nvlink_gb_s * 1e9)
     between_s = 2 * (hosts - 1) / hosts * num_bytes / local / (gpu.nic_gb_s * 1e9)
-    hops_s = 2 * (log2(local) * HOP_S + log2(hosts) * HOST_HOP_S)
+    hops_s = 2 * (log2(local) * HOP_S + log2(hosts) * HOST_HOP_S * gpu.host_hops)
     return COLLECTIVE_S + inside_s + between_s + hops_s if ranks > 1 else 0.0
 
 

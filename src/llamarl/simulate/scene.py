@@ -43,14 +43,15 @@ class Scene(Struct, frozen=True, kw_only=True):
     answers: Lengths
     prompt: int
     gpus: int = 0
+    precision: str = ""  # of the generators; empty: what the config says
     skipped: float = 0.0
     faults: Faults = Faults()
     max_s: float = float("inf")
 
     @property
-    def precision(self) -> str:
+    def generator_precision(self) -> str:
         named = {"float32": "fp32", "bfloat16": "bf16"}
-        return named.get(self.config.generator.dtype, "fp32" if self.gpu.is_cpu else "bf16")
+        return self.precision or named.get(self.config.generator.dtype, "fp32" if self.gpu.is_cpu else "bf16")
 
     @property
     def replica(self) -> Replica:
@@ -58,7 +59,7 @@ class Scene(Struct, frozen=True, kw_only=True):
         return Replica(
             self.shape,
             self.gpu,
-            self.precision,
+            self.generator_precision,
             settings.tensor,
             settings.slots,
             self.prompt,
@@ -91,7 +92,7 @@ class Scene(Struct, frozen=True, kw_only=True):
     def load_s(self) -> float:
         """What a replica loses when it takes new weights: a copy within a device, or a transfer over the network."""
         if self.takes_turns or self.gpu.is_cpu:
-            return copy_s(self.gpu, weight_bytes(self.shape, self.precision) / self.config.generator.tensor)
+            return copy_s(self.gpu, weight_bytes(self.shape, self.generator_precision) / self.config.generator.tensor)
         return transfer_s(self.trainer, self.replica, self.config.generator.replicas)
 
 
@@ -174,7 +175,7 @@ def _threads(scene: Scene, setting: int, section: str) -> int:
 
 def _trainer_plan(scene: Scene, answers: Answers) -> Callable[[ev.ToExecutor], Piece]:
     engine, trainer = scene.gpu.engine, scene.trainer
-    publish_s = copy_s(scene.gpu, weight_bytes(scene.shape, scene.precision) / trainer.ranks)
+    publish_s = copy_s(scene.gpu, weight_bytes(scene.shape, scene.generator_precision) / trainer.ranks)
     save_s = copy_s(scene.gpu, STATE_BYTES * scene.shape.num_parameters / trainer.ranks)
 
     def plan(command: ev.ToExecutor) -> Piece:

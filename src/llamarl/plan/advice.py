@@ -1,0 +1,60 @@
+"""What to say when nothing fits: how much is missing, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from llamarl.plan.gpus import GIB, GPUS
+from llamarl.plan.search import Space
+from llamarl.plan.terms import WORKSPACE_BYTES
+from llamarl.plan.workload import Question
+
+_MORE = (2, 4, 8, 16, 32)
+
+
+def why_nothing_fits(question: Question) -> str:
+    """One line: the least that each side would need, and what would do."""
+    room = question.memory_bytes / GIB
+    return (
+        f"nothing fits: of {room:.0f} GiB on each of {question.gpus} {question.gpu.name}, {_least(question)}. "
+        f"{_what_would(question)}"
+    )
+
+
+def _least(question: Question) -> str:
+    train, generate = (min(found) for found in zip(*_needs(question), strict=True))
+    return f"training needs at least {train / GIB:.0f} GiB and generating {generate / GIB:.0f} GiB"
+
+
+def _needs(question: Question) -> Iterator[tuple[float, float]]:
+    """Bytes that a trainer and a generator need at least, for every split; both on all GPUs first."""
+    space = Space(question)
+    for trainer_gpus, generator_gpus in [
+        (question.gpus, question.gpus),
+        *((n, question.gpus - n) for n in space.splits),
+    ]:
+        yield space.least_trainer_bytes(trainer_gpus), space.least_generator_bytes(generator_gpus)
+
+
+def _fits(question: Question) -> bool:
+    (train, generate), *split = _needs(question)
+    room = question.memory_bytes
+    return train + generate - WORKSPACE_BYTES <= room or any(max(both) <= room for both in split)
+
+
+def _what_would(question: Question) -> str:
+    found = [name for name, other in _changes(question) if _fits(other)]
+    return f"Would fit: {'; '.join(found[:3])}" if found else "Shorter answers, or a smaller model, might fit"
+
+
+def _changes(question: Question) -> list[tuple[str, Question]]:
+    narrower = [("generators in fp8 (--precision fp8)", replace(question, precisions=("fp8",)))]
+    more = [(f"{question.gpus * times} GPUs", replace(question, gpus=question.gpus * times)) for times in _MORE]
+    larger = [
+        (f"{question.gpus} {gpu.name}", replace(question, gpu=gpu))
+        for gpu in sorted(GPUS.values(), key=lambda one: one.memory_gib)
+        if gpu.memory_gib > question.gpu.memory_gib and not question.gpu.is_cpu
+    ]
+    return [*(narrower if question.gpu.tflops.fp8 and "fp8" not in question.precisions else []), *more, *larger]

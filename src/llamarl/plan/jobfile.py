@@ -1,0 +1,53 @@
+"""A plan as the settings of a job: what `llamarl train` and `llamarl simulate` read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from llamarl.plan.search import Plan
+from llamarl.plan.workload import Question
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
+    """Only what the plan decides; everything else is the user's."""
+    work, trainer, replica = question.work, plan.trainers.ranks, plan.generators.replica
+    return {
+        "placement": "colocated" if plan.colocated else "split",
+        "generator": {
+            "replicas": int(plan.generators.replicas),
+            "tensor": replica.tp,
+            "dtype": DTYPES.get(replica.precision, replica.precision),
+            "slots": replica.slots,
+            "max_prompt_tokens": work.prompt,
+            "max_new_tokens": work.answers.longest,
+        },
+        "trainer": {
+            "data": trainer.data,
+            "tensor": trainer.tp,
+            "dtype": DTYPES[trainer.precision],
+            "recompute": trainer.recompute,
+            "tokens_per_pack": trainer.tokens_per_pack,
+        },
+        "schedule": {
+            "groups_per_update": work.groups,
+            "samples_per_group": work.samples,
+            "max_staleness": plan.max_staleness,
+        },
+    }
+
+
+def merged(base: dict[str, Any], planned: dict[str, Any]) -> dict[str, Any]:
+    """The plan's settings over the user's, section by section."""
+    sections = {
+        name: {**base.get(name, {}), **value} if isinstance(value, dict) else value for name, value in planned.items()
+    }
+    return {**base, **sections}
+
+
+def job_yaml(settings: dict[str, Any], head: str) -> str:
+    comment = "".join(f"# {line}\n" for line in head.splitlines())
+    return comment + yaml.safe_dump(settings, sort_keys=False)

@@ -1,0 +1,171 @@
+"""The paper's table, predicted: what is not published about the workload is fitted on the 8B row, the other two rows follow.
+
+Synchronous is the paper's baseline as its theorem describes it: one layout of m GPUs for training and generation, which
+holds weights, gradients, optimizer and cache together; all answers start together, and the step waits for the longest.
+Asynchronous is LlamaRL: each role with the layout that suits it, on its share of the GPUs; unfinished answers are carried
+over, so that nobody waits for the longest and as many answers as an update has are under way all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from llamarl.errors import InputError
+from llamarl.plan.generator import Replica
+from llamarl.plan.gpus import GPUS, DecodeFactors, Gpu, TrainFactors
+from llamarl.plan.lengths import Lengths
+from llamarl.plan.search import Space
+from llamarl.plan.terms import MEMORY_SHARE, copy_s, kv_bytes_per_token, sync_s, weight_bytes
+from llamarl.plan.workload import Question, Workload
+from llamarl.shapes import SHAPES, ModelShape
+
+_HALVINGS = 14
+_SPLITS = 16  # of the GPUs between trainer and generators
+_MEDIANS, _SIGMAS = (20.0, 20_000.0), (0.05, 2.0)
+
+
+class Row(Struct, frozen=True):
+    model: str
+    gpus: int
+    sync_s: float
+    async_s: float
+    weights_s: float
+
+    @property
+    def shape(self) -> ModelShape:
+        return SHAPES[self.model]
+
+    @property
+    def gain(self) -> float:
+        return self.sync_s / self.async_s
+
+
+PUBLISHED = (
+    Row("llama-3.1-8b", 256, 22.45, 8.90, 0.04),
+    Row("llama-3.1-70b", 256, 82.32, 20.67, 1.15),
+    Row("llama-3.1-405b", 1024, 635.8, 59.5, 2.31),
+)
+
+
+class Assumed(Struct, frozen=True, kw_only=True):
+    """What the paper does not publish and is not fitted. The sensitivity table changes one at a time."""
+
+    answers: int = 2048  # of an update
+    samples: int = 8  # to each prompt
+    prompt: int = 512
+    limit: int = 8192  # longest answer, in tokens
+    state_bytes: float = 16.0  # per parameter: what the baseline holds for training, on the m GPUs of a copy
+    eager_layer_s: float = 0.0  # more than with CUDA graphs, for each layer of a baseline's decode step
+    train_factor: float = 1.0  # of the time of training, against our own trainer
+    host_factor: float = 1.0  # of the baseline's time for sums between hosts
+    precision: str = "bf16"  # of generators; the asynchronous ones take fp8 where that does not fit a host
+    gpu: Gpu = GPUS["h100"]
+
+
+class Predicted(Struct, frozen=True):
+    row: Row
+    sync_s: float
+    async_s: float
+    m: int  # GPUs of the baseline's copy
+    theta: float  # share of the GPUs that train
+    generator: str
+
+    @property
+    def gain(self) -> float:
+        return self.sync_s / self.async_s
+
+
+def predict_row(row: Row, answers: Lengths, assumed: Assumed) -> Predicted:
+    sync, m = min(_sync_options(row, answers, assumed))
+    split_s, theta, generator = min(_async_options(row, answers, assumed))
+    return Predicted(row, sync, split_s, m, theta, generator)
+
+
+def _question(row: Row, answers: Lengths, assumed: Assumed) -> Question:
+    groups = assumed.answers // assumed.samples
+    shape = replace(row.shape, max_positions=1 << 20)
+    train = assumed.gpu.train
+    slower: TrainFactors = replace(train, products=train.products * assumed.train_factor)
+    work = Workload(groups=groups, samples=assumed.samples, prompt=assumed.prompt, answers=answers)
+    return Question(shape=shape, gpu=replace(assumed.gpu, train=slower), gpus=row.gpus, work=work)
+
+
+def _sync_options(row: Row, answers: Lengths, assumed: Assumed) -> Iterator[tuple[float, int]]:
+    """(seconds, m) for every m that fits. Training is as fast as our own trainer on all GPUs would be."""
+    question = _question(row, answers, assumed)
+    train_s = _train_s(question, row.gpus)
+    gpu = _baseline_gpu(assumed)
+    for m in (2**power for power in range(11) if 2**power <= row.gpus):
+        count = assumed.answers * m / row.gpus
+        shape, slots = question.shape, max(1, round(count))
+        cache = count * kv_bytes_per_token(shape, assumed.precision) * (assumed.prompt / assumed.samples + answers.mean)
+        held = assumed.state_bytes * shape.num_parameters + weight_bytes(shape, assumed.precision) + cache
+        if held / m > gpu.memory_bytes * MEMORY_SHARE:
+            continue
+        replica = Replica(shape, gpu, assumed.precision, m, slots, assumed.prompt, assumed.prompt + answers.longest)
+        generate_s = replica.drain_s(count, assumed.answers, assumed.samples, answers)
+        yield generate_s + train_s + 2 * copy_s(gpu, weight_bytes(shape, assumed.precision) / m), m
+
+
+def _baseline_gpu(assumed: Assumed) -> Gpu:
+    decode: DecodeFactors = assumed.gpu.decode
+    slower = replace(decode, layer_s=decode.layer_s + assumed.eager_layer_s)
+    return replace(assumed.gpu, decode=slower, host_hops=assumed.host_factor)
+
+
+def _async_options(row: Row, answers: Lengths, assumed: Assumed) -> Iterator[tuple[float, float, str]]:
+    """(seconds, theta, how generators are laid out) for every split of the GPUs."""
+    question = _question(row, answers, assumed)
+    for train_gpus in range(row.gpus // _SPLITS, row.gpus, row.gpus // _SPLITS):
+        generate_gpus = row.gpus - train_gpus
+        train_s = _train_s(question, train_gpus)
+        for tp in question.tensor_sizes():
+            if (precision := _precision(question, tp, assumed)) and generate_gpus >= tp:
+                replicas = generate_gpus // tp
+                active = assumed.answers / replicas
+                replica = Replica(
+                    question.shape, assumed.gpu, precision, tp, max(1, round(active)), assumed.prompt, answers.longest
+                )
+                generate_s = (answers.mean + replica.late_steps) * replica.steady_step_s(active, answers)
+                weights_s = sync_s(question.shape, assumed.gpu, precision, train_gpus, replicas * tp, tp)
+                yield max(train_s, generate_s) + weights_s, train_gpus / row.gpus, f"TP {tp} {precision}"
+
+
+def _precision(question: Question, tp: int, assumed: Assumed) -> str:
+    """The widest in which the weights leave half of a GPU's memory for the cache; empty: none."""
+    room = question.memory_bytes * 0.75 * tp
+    return next((name for name in (assumed.precision, "fp8") if weight_bytes(question.shape, name) <= room), "")
+
+
+def _train_s(question: Question, gpus: int) -> float:
+    """Of the quickest layout whose memory suffices, states sharded over all ranks."""
+    space = Space(question)
+    fitting = [one.update_s for one in space.trainers(gpus) if space.fits(one.memory_bytes)]
+    return min(fitting, default=float("inf"))
+
+
+def fit_answers(assumed: Assumed) -> Lengths:
+    """Median and spread of the answers' lengths at which both times of the 8B row come out as published."""
+    row = PUBLISHED[0]
+    low, high = _SIGMAS
+    for _ in range(_HALVINGS):
+        sigma = (low + high) / 2
+        answers = _with_async_s(row, sigma, assumed)
+        sync, _ = min(_sync_options(row, answers, assumed))
+        low, high = (sigma, high) if sync < row.sync_s else (low, sigma)
+    if min(high - _SIGMAS[0], _SIGMAS[1] - low) < 1e-3:
+        raise InputError("paper: no spread of lengths explains the 8B row under these assumptions")
+    return answers
+
+
+def _with_async_s(row: Row, sigma: float, assumed: Assumed) -> Lengths:
+    low, high = _MEDIANS
+    for _ in range(_HALVINGS):
+        median = (low * high) ** 0.5
+        answers = Lengths(f"lognormal:median={median:.5g},sigma={sigma:.5g},max={assumed.limit}")
+        found_s = min(_async_options(row, answers, assumed))[0]
+        low, high = (median, high) if found_s < row.async_s else (low, median)
+    return answers

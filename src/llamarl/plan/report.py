@@ -1,0 +1,97 @@
+"""A plan in words and in figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from llamarl.plan.gpus import GIB
+from llamarl.plan.search import Plan
+from llamarl.plan.workload import Question
+
+
+class Rehearsed(Struct, frozen=True):
+    """A plan, and what its simulation showed."""
+
+    plan: Plan
+    step_s: float
+    idle_share: dict[str, float]
+    one_more_s: float
+    weights_s: float
+
+
+def figures(found: Rehearsed | None) -> dict[str, Any] | None:
+    """For --json."""
+    if found is None:
+        return None
+    plan = found.plan
+    return {
+        "step_s": found.step_s,
+        "formula_s": plan.step_s,
+        "idle_share": {role: found.idle_share[role] for role in ("trainer", "generator")},
+        "memory_gib": plan.memory_bytes / GIB,
+        "layout": layout(plan),
+        "max_staleness": plan.max_staleness,
+        "limit": plan.limit,
+        "one_more_gpu_s": found.one_more_s,
+        "weights_s": found.weights_s,
+    }
+
+
+def layout(plan: Plan) -> dict[str, Any]:
+    trainer, replica = plan.trainers.ranks, plan.generators.replica
+    return {
+        "placement": "colocated" if plan.colocated else "split",
+        "trainer": {
+            "gpus": trainer.ranks,
+            "data": trainer.data,
+            "tensor": trainer.tp,
+            "recompute": trainer.recompute,
+            "tokens_per_pack": trainer.tokens_per_pack,
+            "precision": trainer.precision,
+            "memory_gib": plan.trainers.memory_bytes / GIB,
+        },
+        "generator": {
+            "gpus": int(plan.generators.replicas) * replica.tp,
+            "replicas": int(plan.generators.replicas),
+            "tensor": replica.tp,
+            "slots": replica.slots,
+            "precision": replica.precision,
+            "memory_gib": plan.generators.memory_bytes / GIB,
+        },
+    }
+
+
+def table(question: Question, plans: Sequence[tuple[str, Rehearsed | None]]) -> list[str]:
+    """Side by side, one column for each plan."""
+    columns = [(name, _column(found)) for name, found in plans if found is not None]
+    rows = [("", [name for name, _ in columns])]
+    rows += [(label, [column[label] for _, column in columns]) for label in (columns[0][1] if columns else ())]
+    work = question.work
+    title = (
+        f"{question.gpus} x {question.gpu.name} ({question.gpu.source}), {work.groups} x {work.samples} answers an update, "
+        f"prompt {work.prompt}, answers {work.answers.spec} (mean {work.answers.mean:.0f})"
+    )
+    return [title, *(f"  {label:<18}" + "".join(f"{cell:<40}" for cell in cells).rstrip() for label, cells in rows)]
+
+
+def _column(found: Rehearsed) -> dict[str, str]:
+    plan = found.plan
+    trainer, replica = plan.trainers.ranks, plan.generators.replica
+    packs = f"{trainer.tokens_per_pack} tokens a pass, recompute {trainer.recompute}"
+    return {
+        "step": f"{found.step_s:.2f} s (closed form {plan.step_s:.2f})",
+        "trainer": f"{trainer.ranks} GPUs: FSDP {trainer.data} x TP {trainer.tp}",
+        "": packs,
+        "generators": f"{int(plan.generators.replicas)} x TP {replica.tp}, {replica.precision}",
+        "slots": f"{replica.slots} of each replica",
+        "training": f"{plan.trainers.update_s:.2f} s an update",
+        "weights": f"{found.weights_s:.3f} s from trainer to generators",
+        "waiting": ", ".join(f"{role} {found.idle_share[role]:.0%}" for role in ("trainer", "generator")),
+        "memory": f"{plan.memory_bytes / GIB:.1f} GiB on the fullest GPU",
+        "staleness": f"at most {plan.max_staleness}",
+        "limited by": plan.limit,
+        "one GPU more": f"{found.one_more_s:.3f} s less",
+    }

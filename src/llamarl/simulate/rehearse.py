@@ -1,0 +1,46 @@
+"""A plan tried out before it is shown: some updates of it, by the simulation."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from llamarl.config import Config, Evaluate, Schedule, Snapshots
+from llamarl.configfile import parse_config
+from llamarl.plan.jobfile import job_settings
+from llamarl.plan.report import Rehearsed
+from llamarl.plan.search import Plan, with_one_more
+from llamarl.plan.workload import Question
+from llamarl.simulate.scene import Scene, make_simulation
+
+_GROUPS = 4000  # about as many are rehearsed
+_UPDATES = (8, 24)  # at least, at most
+
+
+def rehearse(plan: Plan, question: Question) -> Rehearsed:
+    scene = scene_of(plan, question)
+    found = make_simulation(scene).run()
+    return Rehearsed(plan, found.update_s, found.idle_share, with_one_more(question, plan), scene.load_s)
+
+
+def scene_of(plan: Plan, question: Question) -> Scene:
+    work = question.work
+    updates = min(_UPDATES[1], max(_UPDATES[0], _GROUPS // work.groups))
+    return Scene(
+        config=_without_extras(plan, question, updates),
+        shape=question.shape,
+        gpu=question.gpu,
+        answers=work.answers,
+        prompt=work.prompt,
+        precision=plan.generators.replica.precision,
+    )
+
+
+def _without_extras(plan: Plan, question: Question, updates: int) -> Config:
+    """No evaluations, no snapshots, no probes: the bare loop."""
+    settings = job_settings(plan, question)
+    settings["generator"].pop("dtype")  # said apart: it may be one that jobs cannot run yet
+    if question.gpu.is_cpu:
+        settings["generator"]["threads"] = settings["trainer"]["threads"] = question.gpu.threads
+    config = parse_config(settings)
+    schedule: Schedule = replace(config.schedule, updates=updates, probe_every=0)
+    return replace(config, schedule=schedule, evaluate=Evaluate(prompts=0), snapshots=Snapshots(every=0))
