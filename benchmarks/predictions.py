@@ -1,27 +1,68 @@
-"""Is an update as long as it was predicted to be? Runs that were made, held against their rehearsal by `llamarl simulate`.
+"""Is an update as long as it was predicted to be? Runs held against their rehearsal by `llamarl simulate`.
 
-    llamarl bench --calibrate --json machine.json
-    llamarl train job.yaml --run runs/a
-    python benchmarks/predictions.py --gpu machine.json [--gpus 1] runs/a [runs/b ...] [--json result.json]
+    python benchmarks/predictions.py [--rounds 3] [--updates 12] [--json result.json]
+    python benchmarks/predictions.py --gpu machine.json [--gpus 1] [--model SHAPE] RUN [RUN ...]
+
+Without RUNs, four small jobs of very different shapes on this CPU. Each round calibrates (`llamarl bench --calibrate
+--threads 1`), runs the jobs, all of which do real work (generate, score, train, publish), and compares. The median over the
+rounds counts, since the speed of a shared machine changes from one minute to the next. Exits with 1 when one is off by more
+than 15%.
+
+With RUNs, runs that were made elsewhere, on a machine that `llamarl bench --calibrate` described; needs no torch.
 
 Of a run only what is no time is read: its settings, how many tokens prompts and answers had, how many answers were cut off
-and how many groups had equal rewards. From these, and from the machine's description, the simulation predicts the time of an
-update, which is compared with the run's own (mean from a tenth of the run on). Needs no GPU and no torch.
+and how many groups had equal rewards. From these and the machine's description the simulation predicts the time of an
+update, which is compared with the run's own (mean from a tenth of the run on).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
+from llamarl.config import Config
 from llamarl.configfile import load_config
+from llamarl.model.hf_config import read_shape
 from llamarl.observe.run_folder import CONFIG, METRICS, SUMMARY, TIMINGS, read_rows
 from llamarl.plan.gpus import gpu_named
 from llamarl.plan.lengths import Lengths, lognormal_with
+from llamarl.shapes import ModelShape
 from llamarl.simulate.scene import Scene, make_simulation, shape_of_job
+
+PROMISED = 0.15
+COMMON = [
+    "generator.threads=1",
+    "trainer.threads=1",
+    "evaluate.prompts=0",
+    "snapshots.every=0",
+    "schedule.probe_every=0",
+    "algo.zero_variance=keep",
+]
+SYNC = ["schedule.max_staleness=0", "placement=colocated"]
+LONG = [
+    "schedule.groups_per_update=16",
+    "schedule.samples_per_group=4",
+    "generator.slots=128",
+    "generator.max_new_tokens=96",
+]
+WIDE = [
+    "schedule.groups_per_update=8",
+    "schedule.samples_per_group=4",
+    "generator.slots=64",
+    "generator.max_new_tokens=16",
+]
+JOBS: dict[str, list[str]] = {
+    "default job, synchronous": SYNC,
+    "default job, S = 1": [],
+    "few long answers, S = 1": ["model.path=LONG", *LONG],
+    "wide model, few short answers, synchronous": ["model.path=WIDE", *WIDE, *SYNC],
+}
 
 
 def measured(run: Path) -> dict[str, float]:
@@ -88,18 +129,93 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def make_model(folder: Path, hidden: int, layers: int) -> None:
+    """Untrained, with the shipped model's vocabulary: answers end by chance, after 17 tokens on average."""
+    from llamarl.model.checkpoint import random_model, save_model
+
+    tiny = Config().model_folder
+    before = read_shape(tiny)
+    shape = ModelShape(
+        vocab_size=before.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=hidden * 13 // 4,
+        num_layers=layers,
+        num_heads=hidden // 32,
+        num_kv_heads=hidden // 64,
+        head_dim=32,
+        max_positions=256,
+        tied_head=True,
+    )
+    save_model(random_model(shape), folder, carry_from=tiny)
+
+
+def llamarl(*args: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "llamarl.cli", *args], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"llamarl {' '.join(args)}: {done.stderr}")
+
+
+def one_round(folder: Path, models: Path, updates: int) -> dict[str, tuple[float, float]]:
+    """By job: seconds measured and predicted."""
+    machine = folder / "machine.json"
+    llamarl("bench", "--calibrate", "--device", "cpu", "--threads", "1", "--json", str(machine))
+    found = {}
+    for number, (name, settings) in enumerate(JOBS.items()):
+        run = folder / f"run{number}"
+        placed = [
+            one.replace("=LONG", f"={models / 'long'}").replace("=WIDE", f"={models / 'wide'}") for one in settings
+        ]
+        llamarl("train", f"schedule.updates={updates}", *COMMON, *placed, "--quiet", "--run", str(run))
+        row = compare(run, str(machine), 0, "")
+        found[name] = (row["measured"]["update_s"], row["predicted"]["update_s"])
+        print(f"{name}: measured {found[name][0]:.3f} s, predicted {found[name][1]:.3f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def print_rounds(rounds: list[dict[str, tuple[float, float]]]) -> float:
+    print("| job | update measured, s | predicted, s | error, median | each round |\n|---|---:|---:|---:|---|")
+    worst = 0.0
+    for name in JOBS:
+        errors = [one[name][1] / one[name][0] - 1 for one in rounds]
+        worst = max(worst, abs(median(errors)))
+        shown = ", ".join(f"{value:+.0%}" for value in errors)
+        times = [median(one[name][side] for one in rounds) for side in (0, 1)]
+        print(f"| {name} | {times[0]:.3f} | {times[1]:.3f} | {median(errors):+.1%} | {shown} |")
+    return worst
+
+
+def run_jobs(num_rounds: int, updates: int) -> list[dict[str, tuple[float, float]]]:
+    with tempfile.TemporaryDirectory() as temporary:
+        models = Path(temporary) / "models"
+        models.mkdir()
+        make_model(models / "long", 128, 5)
+        make_model(models / "wide", 384, 8)
+        folders = [Path(temporary) / f"round{number}" for number in range(num_rounds)]
+        for folder in folders:
+            folder.mkdir()
+        return [one_round(folder, models, updates) for folder in folders]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    parser.add_argument("--gpu", required=True, help="the machine's description, by `llamarl bench --calibrate`")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN")
+    parser.add_argument("--gpu", default="", help="the machine's description, by `llamarl bench --calibrate`")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs there were; 0: one for each rank")
     parser.add_argument("--model", default="", help="a shape by name, where the model folder is not here")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = [compare(run, args.gpu, args.gpus, args.model) for run in args.runs]
-    print_table(rows)
+    worst, found = 0.0, []
+    if args.runs:
+        found = [compare(run, args.gpu, args.gpus, args.model) for run in args.runs]
+        print_table(found)
+    else:
+        found = run_jobs(args.rounds, args.updates)
+        worst = print_rounds(found)
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    sys.exit(worst > PROMISED)
 
 
 if __name__ == "__main__":

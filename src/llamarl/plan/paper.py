@@ -61,7 +61,8 @@ class Assumed(Struct, frozen=True, kw_only=True):
     eager_layer_s: float = 0.0  # more than with CUDA graphs, for each layer of a baseline's decode step
     train_factor: float = 1.0  # of the time of training, against our own trainer
     host_factor: float = 1.0  # of the baseline's time for sums between hosts
-    precision: str = "bf16"  # of generators; the asynchronous ones take fp8 where that does not fit a host
+    precision: str = "bf16"  # of the baseline's weights when it generates
+    async_precision: str = "bf16"  # of LlamaRL's generators; fp8 where that does not fit a host
     gpu: Gpu = GPUS["h100"]
 
 
@@ -137,7 +138,7 @@ def _async_options(row: Row, answers: Lengths, assumed: Assumed) -> Iterator[tup
 def _precision(question: Question, tp: int, assumed: Assumed) -> str:
     """The widest in which the weights leave half of a GPU's memory for the cache; empty: none."""
     room = question.memory_bytes * 0.75 * tp
-    return next((name for name in (assumed.precision, "fp8") if weight_bytes(question.shape, name) <= room), "")
+    return next((name for name in (assumed.async_precision, "fp8") if weight_bytes(question.shape, name) <= room), "")
 
 
 def _train_s(question: Question, gpus: int) -> float:

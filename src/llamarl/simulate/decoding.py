@@ -9,14 +9,30 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right, insort
 from math import inf, sqrt
-
-from llamarl.plan.generator import Replica
+from typing import Protocol
 
 _SOON = 1e-6  # steps
 
 
+class Pace(Protocol):
+    """How long a replica takes; `plan.generator.Replica` is one."""
+
+    @property
+    def prompt(self) -> int: ...
+
+    @property
+    def late_steps(self) -> float: ...
+
+    @property
+    def cached_token_s(self) -> float: ...
+
+    def step_s(self, active: float, cached_tokens: float) -> float: ...
+
+    def prefill_s(self, groups: int) -> float: ...
+
+
 class Decoding:
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Pace) -> None:
         self.replica = replica
         self._late, self._per_token_s = replica.late_steps, replica.cached_token_s
         self.clear()
