@@ -95,7 +95,7 @@ def total_s(a: float, b: float, staleness: int) -> float:
     clock.seat(GeneratorWorker("generator/0", Decoding(Pace(a, b)), answers, FREE, load_s=0.0), Device())
     clock.seat(QueueWorker("trainer/0", trainer_plan), Device())
     controller = Controller(line(), schedule, Evaluate(prompts=0), Snapshots(every=0))
-    return Simulation(controller, clock, timeline, ranks={}).run().wall_s
+    return Simulation(controller, clock, timeline, answers, ranks={}).run().wall_s
 
 
 def fit() -> tuple[float, float]:

@@ -23,6 +23,7 @@ class Lengths:
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
+        self._longest: dict[float, float] = {}
         kind, _, text = spec.partition(":")
         self._form: _Form = _FORMS.get(kind, _refuse)(spec, text)
 
@@ -69,7 +70,9 @@ class Lengths:
 
     def longest_of(self, count: float) -> float:
         """Expected length of the longest of so many."""
-        return float(self.values @ np.diff(self.edges ** max(1.0, count)))
+        if count not in self._longest:
+            self._longest[count] = float(self.values @ np.diff(self.edges ** max(1.0, count)))
+        return self._longest[count]
 
     @cached_property
     def longest(self) -> int:

@@ -22,7 +22,7 @@ from llamarl.plan.workload import Question
 RECOMPUTE = ("none", "selective", "full")
 PACKS = (4096, 8192, 16_384, 32_768, 65_536)
 STALENESS_PRICE = 0.01  # a version more of staleness must make a step faster by this share
-_ROUNDS = 3  # of a fixed point that is near after one
+_ROUNDS = 2  # of a fixed point that is near after one
 _MIDDLES = (np.arange(24) + 0.5) / 24
 
 Limit = Literal["training", "generation", "the longest answers", "training and generation in turn"]
@@ -195,12 +195,9 @@ class Space:
         each = work.answers_per_update / generators.replicas
         ages = (_MIDDLES[:, None] + np.arange(cohorts)) * steps
         alive = work.answers.share_above(ages) * each
-        active, cached = alive.sum(axis=1), (alive * (work.prompt + ages)).sum(axis=1)
-        each_s = [
-            replica.step_s(min(replica.slots, max(1.0, rows)), tokens)
-            for rows, tokens in zip(active.tolist(), cached.tolist(), strict=True)
-        ]
-        return steps * sum(each_s) / len(each_s) + replica.prefill_s(max(1, round(work.groups / generators.replicas)))
+        active, cached = np.clip(alive.sum(axis=1), 1.0, replica.slots), (alive * (work.prompt + ages)).sum(axis=1)
+        step_s = float(replica.typical_step_s(active, cached).mean())
+        return steps * step_s + replica.prefill_s(max(1, round(work.groups / generators.replicas)))
 
     def _weights_s(self, trainers: Trainers, generators: Generators) -> float:
         replica = generators.replica

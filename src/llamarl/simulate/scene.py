@@ -104,6 +104,7 @@ def make_simulation(scene: Scene, hear: Callable[[Record], None] = lambda record
         Controller(line, config.schedule, config.evaluate, config.snapshots),
         clock,
         timeline,
+        answers,
         ranks=_ranks(line, scene.gpu),
         background=lambda command: STATE_BYTES * scene.shape.num_parameters / scene.trainer.ranks / DISK_BYTES_PER_S,
         faults=scene.faults,

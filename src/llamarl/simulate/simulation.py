@@ -14,6 +14,7 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import Issued, Record
 from llamarl.errors import JobFailed
 from llamarl.observe.timeline import Timeline
+from llamarl.simulate.answers import Answers
 from llamarl.simulate.clock import Clock, Seat
 
 DETECT_S = 1.0  # until a death is noticed
@@ -53,6 +54,7 @@ class Simulation:
         controller: Controller,
         clock: Clock,
         timeline: Timeline,
+        answers: Answers,
         *,
         ranks: Mapping[str, int],
         start_s: float = 0.0,
@@ -61,7 +63,8 @@ class Simulation:
         hear: Callable[[Record], None] = lambda record: None,
         max_s: float = float("inf"),
     ) -> None:
-        self._controller, self.clock, self.timeline = controller, clock, timeline
+        self.controller, self.clock, self.timeline = controller, clock, timeline
+        self.answers = answers
         self._ranks, self._start_s, self._background, self._faults = ranks, start_s, background, faults
         self._hear, self._max_s = hear, max_s
         self._chance = Random(faults.seed)
@@ -90,7 +93,7 @@ class Simulation:
         for event in said:
             self._note(event)
             started_s = time.process_time()
-            commands = self._controller.handle(event)
+            commands = self.controller.handle(event)
             self._controller_s += time.process_time() - started_s
             self._events += 1
             for command in commands:
@@ -151,7 +154,7 @@ class Simulation:
             self.clock.later(delay_s, lambda: self._die(executor))
 
     def _die(self, executor: str) -> None:
-        state = self._controller.executors[executor]
+        state = self.controller.executors[executor]
         if state.up and not self._ended:
             self._deaths += 1
             self._dead.add(executor)

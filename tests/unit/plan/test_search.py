@@ -1,0 +1,127 @@
+"""The planner finds what trying everything finds; more of anything never hurts; what does not fit is told with a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from llamarl.plan import search
+from llamarl.plan.advice import why_nothing_fits
+from llamarl.plan.gpus import GPUS
+from llamarl.plan.lengths import Lengths
+from llamarl.plan.search import Plan, Space, best, best_async, best_sync
+from llamarl.plan.workload import Question, Workload
+from llamarl.shapes import SHAPES, shape_named
+
+MODELS = ["smollm2-135m", "qwen2.5-0.5b", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-8b"]
+
+
+def question(
+    model: str = "llama-3.1-8b", gpus: int = 16, gpu: str = "h100", groups: int = 64, max_staleness: int = 1
+) -> Question:
+    work = Workload(groups=groups, samples=8, prompt=256, answers=Lengths("lognormal:median=400,sigma=0.8,max=4096"))
+    return Question(shape=shape_named(model), gpu=GPUS[gpu], gpus=gpus, work=work, max_staleness=max_staleness)
+
+
+def random_question(seed: int) -> Question:
+    chance = Random(seed)
+    median = chance.choice([50, 300, 900])
+    work = Workload(
+        groups=chance.choice([4, 32, 200]),
+        samples=chance.choice([2, 4, 8]),
+        prompt=chance.choice([32, 512]),
+        answers=Lengths(f"lognormal:median={median},sigma={chance.choice([0.3, 1.0])},max={4 * median}"),
+    )
+    gpu = chance.choice(list(GPUS.values()))
+    precisions = ("bf16", "fp8") if gpu.tflops.fp8 and chance.random() < 0.5 else ("bf16",)
+    return Question(
+        shape=SHAPES[chance.choice(MODELS)],
+        gpu=gpu,
+        gpus=chance.randint(1, 4),
+        work=work,
+        max_staleness=chance.randint(1, 2),
+        precisions=precisions,
+    )
+
+
+def every_sync(asked: Question) -> Iterator[Plan]:
+    space = Space(asked)
+    for trainers in space.trainers(asked.gpus):
+        for generators in space.generators(asked.gpus, 0):
+            plan = space.sync_plan(trainers, generators)
+            if space.fits(plan.memory_bytes):
+                yield plan
+
+
+def every_async(asked: Question) -> Iterator[Plan]:
+    space = Space(asked)
+    for trainer_gpus in range(1, asked.gpus):
+        for trainers in space.trainers(trainer_gpus):
+            for staleness in range(1, asked.max_staleness + 1):
+                for generators in space.generators(asked.gpus - trainer_gpus, staleness):
+                    plan = space.async_plan(trainers, generators, staleness)
+                    if space.fits(plan.memory_bytes):
+                        yield plan
+
+
+@pytest.mark.parametrize("first", range(0, 200, 25))
+def test_the_choice_is_that_of_brute_force(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "PACKS", (16_384,))  # fewer to try, the same to decide
+    for seed in range(first, first + 25):
+        asked = random_question(seed)
+        for chosen, every in ((best_sync(asked), every_sync(asked)), (best_async(asked), every_async(asked))):
+            wanted = best(every)
+            assert (chosen is None) == (wanted is None), seed
+            if chosen is not None and wanted is not None:
+                assert chosen.price == pytest.approx(wanted.price, rel=1e-12), seed
+
+
+def step_s(asked: Question) -> float:
+    found = best_async(asked)
+    assert found is not None
+    return found.step_s
+
+
+def test_more_gpus_are_never_slower() -> None:
+    times = [step_s(question(gpus=gpus)) for gpus in (8, 16, 32, 128)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_faster_gpus_are_never_slower() -> None:
+    assert step_s(question(gpu="b200")) < step_s(question(gpu="h200")) <= step_s(question(gpu="h100"))
+    assert step_s(question(gpu="h100")) < step_s(question(gpu="a100"))
+
+
+def test_more_staleness_is_never_slower_and_is_taken_only_where_it_pays() -> None:
+    plans = [best_async(question(max_staleness=limit)) for limit in (1, 2, 4)]
+    prices = [plan.price for plan in plans if plan is not None]
+    assert len(prices) == 3
+    assert prices == sorted(prices, reverse=True)
+
+
+def test_longer_answers_take_longer() -> None:
+    asked = question()
+    longer = replace(asked, work=replace(asked.work, answers=Lengths("lognormal:median=800,sigma=0.8,max=8192")))
+    assert step_s(longer) > step_s(asked)
+
+
+def test_no_plan_takes_more_memory_than_there_is() -> None:
+    for asked in map(random_question, range(40)):
+        for found in (best_sync(asked), best_async(asked)):
+            assert found is None or found.memory_bytes <= asked.gpu.memory_bytes
+
+
+def test_what_does_not_fit_is_told_with_what_would() -> None:
+    asked = replace(question("llama-3.1-405b", gpus=1024), work=replace(question().work, prompt=512))
+    assert best_sync(asked) is None
+    assert best_async(asked) is None
+    told = why_nothing_fits(asked)
+    assert "generating 98 GiB" in told or "generating 97 GiB" in told
+    assert "--precision fp8" in told
+    assert best_async(replace(asked, precisions=("fp8",))) is not None
+    assert "16 GPUs" in why_nothing_fits(question("llama-3.1-70b", gpus=8)) or "32 GPUs" in why_nothing_fits(
+        question("llama-3.1-70b", gpus=8)
+    )

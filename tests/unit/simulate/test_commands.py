@@ -1,0 +1,140 @@
+"""`llamarl plan` and `llamarl simulate`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from helpers.cli import llamarl
+
+from llamarl.configfile import load_config
+
+PLAN = [
+    "plan",
+    "--model",
+    "llama-3.1-8b",
+    "--gpus",
+    "16",
+    "--groups",
+    "64",
+    "--answer",
+    "lognormal:median=300,sigma=1,max=4096",
+]
+SIMULATE = [
+    "simulate",
+    "--model",
+    "llama-3.2-1b",
+    "schedule.updates=6",
+    "schedule.groups_per_update=8",
+    "generator.max_new_tokens=256",
+    "evaluate.prompts=0",
+]
+
+
+def test_a_plan_as_json_has_both_sides_and_the_gain() -> None:
+    done = llamarl(*PLAN, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found.keys() == {"sync", "async", "gain"}
+    for side in ("sync", "async"):
+        plan = found[side]
+        assert plan.keys() >= {
+            "step_s",
+            "idle_share",
+            "memory_gib",
+            "layout",
+            "max_staleness",
+            "limit",
+            "one_more_gpu_s",
+        }
+        assert plan["idle_share"].keys() == {"trainer", "generator"}
+        assert 0 < plan["memory_gib"] < 80
+        assert plan["layout"].keys() == {"placement", "trainer", "generator"}
+        assert plan["formula_s"] == pytest.approx(plan["step_s"], rel=0.25), "the closed form is near the rehearsal"
+    assert found["gain"] == pytest.approx(found["sync"]["step_s"] / found["async"]["step_s"])
+    assert found["async"]["layout"]["trainer"]["gpus"] + found["async"]["layout"]["generator"]["gpus"] <= 16
+
+
+def test_the_job_that_a_plan_writes_is_accepted_and_can_be_rehearsed(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text("model:\n  path: models/llama-3.1-8b\ntrainer:\n  lr: 1e-6\n")
+    job = tmp_path / "job.yaml"
+    done = llamarl(*PLAN, "--config", base, "--out", job)
+    assert done.code == 0, done.err
+    config = load_config(job)
+    assert config.trainer.lr == 1e-6
+    assert config.model.path == "models/llama-3.1-8b"
+    assert config.schedule.groups_per_update == 64
+    assert config.placement == "split"
+    again = llamarl("simulate", job, "schedule.updates=4", "--answer", "fixed:300", "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["updates"] == 4
+
+
+def test_the_plan_is_printed_with_what_limits_it() -> None:
+    done = llamarl(*PLAN)
+    assert done.code == 0, done.err
+    for word in (
+        "synchronous, co-located",
+        "asynchronous",
+        "limited by",
+        "one GPU more",
+        "waiting",
+        "gain",
+        "placement: split",
+    ):
+        assert word in done.out
+
+
+def test_what_does_not_fit_is_one_line_that_says_what_would() -> None:
+    done = llamarl("plan", "--model", "llama-3.1-405b", "--gpus", "64")
+    assert done.code == 2
+    assert done.err.startswith("llamarl: nothing fits")
+    assert "Would fit" in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--model", "llama-3.1-8c", "--gpus", "8"], "did you mean 'llama-3.1-8b'"),
+        (["plan", "--model", "llama-3.1-8b", "--gpus", "8", "--gpu", "h300"], "did you mean"),
+        (["plan", "--model", "qwen2.5-7b", "--gpus", "8", "--answer", "fixed:99999"], "has 32768 positions"),
+        ([*SIMULATE, "--answer", "fixed:9999"], "generator.max_new_tokens=256"),
+        (["simulate", "model.path=no/folder"], "name the model's shape with --model"),
+        ([*SIMULATE, "--timeline", "/no/such/folder/t.json"], "cannot be written"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments: list[str], message: str) -> None:
+    done = llamarl(*arguments)
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_a_timeline_has_a_track_for_every_executor(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    assert llamarl(*SIMULATE, "--timeline", path).code == 0
+    rows = json.loads(path.read_text())["traceEvents"]
+    names = {row["args"]["name"] for row in rows if row["ph"] == "M"}
+    assert names == {"generator/0", "reward/0", "trainer/0"}
+    assert {"update", "decode", "publish", "load"} <= {row["name"] for row in rows}
+
+
+def test_faults_show_the_share_of_useful_time() -> None:
+    done = llamarl(
+        *SIMULATE, "schedule.updates=40", "schedule.max_restarts=1000", "--mtbf", "0.01", "--restart", "1", "--json"
+    )
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["deaths"] > 0
+    assert 0.1 < found["useful_share"] < 1
+
+
+def test_a_large_cluster_is_planned_in_seconds() -> None:
+    started_s = time.process_time()
+    done = llamarl("plan", "--model", "llama-3.1-405b", "--gpus", "1024", "--precision", "fp8", "--json")
+    assert done.code == 0, done.err
+    assert time.process_time() - started_s < 10
