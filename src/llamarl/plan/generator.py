@@ -55,10 +55,13 @@ class Replica(Struct, frozen=True, dict=True):
         return self.gpu.decode.cache * kv_bytes_per_token(self.shape, self.precision, self.tp) / self.gpu.bytes_per_s
 
     def step_s(self, active: float, cached_tokens: float) -> float:
-        rows = self.rows(active)
-        if rows not in self._row_steps_s:
-            self._row_steps_s[rows] = self._row_step_s(rows)
-        return self._row_steps_s[rows] + self.cached_token_s * cached_tokens
+        count = int(active)
+        if count not in self._known_steps_s:
+            rows = self.rows(active)
+            if rows not in self._known_rows_s:
+                self._known_rows_s[rows] = self._row_step_s(rows)
+            self._known_steps_s[count] = self._known_rows_s[rows]
+        return self._known_steps_s[count] + self.cached_token_s * cached_tokens
 
     def typical_step_s(self, active: NDArray[np.float64], cached_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """As `step_s`, for many at once and without its jumps: on average the next power of two is 1.44 times as many."""
@@ -74,7 +77,11 @@ class Replica(Struct, frozen=True, dict=True):
         return rows, [self.step_s(count, 0) for count in rows]
 
     @cached_property
-    def _row_steps_s(self) -> dict[int, float]:
+    def _known_steps_s(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
+    def _known_rows_s(self) -> dict[int, float]:
         return {}
 
     def _row_step_s(self, rows: int) -> float:

@@ -7,6 +7,7 @@ The cores of a CPU are given out by threads.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -26,12 +27,12 @@ class Device:
     cores: int = 0
     seats: list[Seat] = field(default_factory=list)
     speed: float = 1.0
+    busy: Counter[str] = field(default_factory=Counter)  # threads that are at work, by role
 
     def speed_now(self) -> float:
-        busy = [seat for seat in self.seats if seat.worker.doing]
         if self.cores:
-            return min(1.0, self.cores / max(1, sum(seat.threads for seat in busy)))
-        return 1.0 / max(1, len({role_of(seat.worker.name) for seat in busy}))
+            return min(1.0, self.cores / max(1, self.busy.total()))
+        return 1.0 / max(1, sum(threads > 0 for threads in self.busy.values()))
 
 
 @dataclass(eq=False)
@@ -40,6 +41,7 @@ class Seat:
 
     worker: Worker
     device: Device
+    role: str
     threads: int = 1
     at_s: float = 0.0  # up to here its work is counted
     doing: str = ""
@@ -57,7 +59,7 @@ class Clock:
         self._said: list[ev.AnyEvent] = []  # and not yet heard
 
     def seat(self, worker: Worker, device: Device, threads: int = 1) -> None:
-        seat = Seat(worker, device, threads)
+        seat = Seat(worker, device, role_of(worker.name), threads)
         device.seats.append(seat)
         self.seats[worker.name] = seat
 
@@ -82,8 +84,7 @@ class Clock:
         for seat in dict.fromkeys(seats):
             if seat.worker.doing != seat.doing:
                 self._note(seat)
-                speed = seat.device.speed_now()
-                if speed != seat.device.speed:
+                if (speed := seat.device.speed_now()) != seat.device.speed:
                     self._change_speed(seat.device, speed)
             self._foresee(seat)
 
@@ -137,4 +138,5 @@ class Clock:
         if seat.doing and self.now_s > seat.since_s:
             kind = _KINDS.get(seat.doing, "work")
             self._timeline.add(seat.worker.name, [Span(kind, seat.doing, seat.since_s, self.now_s)])
+        seat.device.busy[seat.role] += seat.threads * (bool(seat.worker.doing) - bool(seat.doing))
         seat.doing, seat.since_s = seat.worker.doing, self.now_s

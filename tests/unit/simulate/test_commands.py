@@ -125,7 +125,7 @@ def test_a_timeline_has_a_track_for_every_executor(tmp_path: Path) -> None:
 
 def test_faults_show_the_share_of_useful_time() -> None:
     done = llamarl(
-        *SIMULATE, "schedule.updates=40", "schedule.max_restarts=1000", "--mtbf", "0.01", "--restart", "1", "--json"
+        *SIMULATE, "schedule.updates=40", "schedule.max_restarts=1000", "--mtbf", "0.003", "--restart", "1", "--json"
     )
     assert done.code == 0, done.err
     found = json.loads(done.out)
