@@ -22,20 +22,26 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import msgspec
+
 from llamarl.config import Config
 from llamarl.configfile import load_config
 from llamarl.model.hf_config import read_shape
-from llamarl.observe.run_folder import CONFIG, METRICS, SUMMARY, TIMINGS, read_rows
+from llamarl.observe.run_folder import CONFIG, GROUPS, METRICS, SUMMARY, TIMINGS, read_rows
 from llamarl.plan.gpus import gpu_named
 from llamarl.plan.lengths import Lengths, lognormal_with
+from llamarl.segments import read_records
 from llamarl.shapes import ModelShape
 from llamarl.simulate.scene import Scene, make_simulation, shape_of_job
+from llamarl.types import RolloutGroup
 
 PROMISED = 0.15
+ENOUGH = 32  # groups whose lengths say more than a mean does
 COMMON = [
     "generator.threads=1",
     "trainer.threads=1",
@@ -80,14 +86,30 @@ def measured(run: Path) -> dict[str, float]:
 def seen(run: Path, limit: int) -> tuple[int, Lengths, float]:
     """Tokens of a prompt, lengths of answers, share of groups with equal rewards."""
     metrics = [row for row in read_rows(run / METRICS) if row["role"] == "trainer"]
-    timings = [row for row in read_rows(run / TIMINGS) if "update" in row and "compute_s" in row]
-    answer = fmean(row["answer_tokens"] for row in metrics)
     skipped = fmean(row["zero_variance_share"] for row in metrics)
+    groups = list(stored(run))
+    if len(groups) >= ENOUGH:
+        prompt = fmean(len(group.prompt.prompt_tokens) // 4 for group in groups)
+        answers = [str(one.completion.num_tokens) for group in groups for one in group.rollouts]
+        (run / "lengths").write_text("\n".join(answers))
+        return max(1, round(prompt)), Lengths(f"file:{run / 'lengths'}"), skipped
+    mean = fmean(row["answer_tokens"] for row in metrics)
     truncated = fmean(row["truncated_share"] for row in metrics)
+    return max(1, round(document_tokens(run, metrics) - mean)), lengths_of(mean, truncated, limit), skipped
+
+
+def stored(run: Path) -> Iterator[RolloutGroup]:
+    """What is left in the run's store: of a short run, all its groups."""
+    for _, record in read_records(run / GROUPS) if (run / GROUPS).is_dir() else ():
+        yield msgspec.msgpack.decode(record, type=RolloutGroup)
+
+
+def document_tokens(run: Path, metrics: list[dict[str, Any]]) -> float:
+    """Prompt and answer, on average over what was trained on."""
+    timings = [row for row in read_rows(run / TIMINGS) if "update" in row and "compute_s" in row]
     keeps = load_config(run / CONFIG).algo.zero_variance == "keep"
     trained = [row["completions"] * (1 if keeps else 1 - row["zero_variance_share"]) for row in metrics]
-    document = sum(row["tokens_per_s"] * row["compute_s"] for row in timings) / max(1.0, sum(trained))
-    return max(1, round(document - answer)), lengths_of(answer, truncated, limit), skipped
+    return float(sum(row["tokens_per_s"] * row["compute_s"] for row in timings) / max(1.0, sum(trained)))
 
 
 def lengths_of(mean: float, truncated: float, limit: int) -> Lengths:

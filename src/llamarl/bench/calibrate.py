@@ -1,12 +1,14 @@
 """`llamarl bench --calibrate`: measure this machine, and write the description that plan and simulate read.
 
 First what the hardware does at best: a large product, a large copy. Then our own generator and trainer on a few small models
-of random weights: from those times the factors are fitted that say how much of the hardware they reach. Under a minute.
+of random weights: from those times the factors are fitted that say how much of the hardware they reach. Under a minute. On a
+CPU with one thread, times are those of its core, so that other programs on the machine do not count.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from statistics import median
 
@@ -15,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from llamarl.bench.decode import PRECISIONS, Case, DecodeBench
-from llamarl.bench.machine import Ceilings, measure_ceilings
+from llamarl.bench.machine import Ceilings, Clock, measure_ceilings
 from llamarl.bench.train import TrainBench, prepare, time_update
 from llamarl.config import Generator
 from llamarl.plan.fit import Measured, fit_factors
@@ -113,13 +115,14 @@ def calibrate(device: torch.device, threads: int) -> Calibration:
     """Whoever calls has set the number of threads."""
     on_gpu = device.type == "cuda"
     precision = "bf16" if on_gpu else "fp32"
-    bare = _bare(device, threads, precision, measure_ceilings(device, PRECISIONS[precision]))
+    clock = time.perf_counter if on_gpu or threads > 1 else time.process_time
+    bare = _bare(device, threads, precision, measure_ceilings(device, PRECISIONS[precision], clock))
     points = _decode_points(on_gpu)
-    measured = [_measure_decode(bare, precision, device, point) for point in points]
+    measured = [_measure_decode(bare, precision, device, point, clock) for point in points]
     decode = [step for step, _ in measured]
     if on_gpu:
         torch.cuda.empty_cache()
-    train = [_measure_train(bare, precision, device, point) for point in _train_points(on_gpu)]
+    train = [_measure_train(bare, precision, device, point, clock) for point in _train_points(on_gpu)]
     fitted = (fit_factors(bare.decode, decode), fit_factors(bare.train, train))
     rows = [_row(one, fitted[0]) for one in decode] + [_row(one, fitted[1]) for one in train]
     gpu = replace(bare, decode=fitted[0], train=fitted[1], source="measured")
@@ -140,7 +143,7 @@ def _bare(device: torch.device, threads: int, precision: str, found: Ceilings) -
             memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
             cores=cores,
             threads=threads,
-            decode=DecodeFactors(layer_s=400e-6, step_s=1e-3),
+            decode=DecodeFactors(products=2.0, cache=2.0, traffic=3.0, layer_s=500e-6, step_s=1e-3, row_s=10e-6),
             train=TrainFactors(layer_s=1e-3),
             engine=EngineFactors(copy=1.4, copy_s=1e-3),
         )
@@ -154,10 +157,12 @@ def _bare(device: torch.device, threads: int, precision: str, found: Ceilings) -
     )
 
 
-def _measure_decode(gpu: Gpu, precision: str, device: torch.device, point: DecodePoint) -> tuple[Measured, float]:
+def _measure_decode(
+    gpu: Gpu, precision: str, device: torch.device, point: DecodePoint, clock: Clock
+) -> tuple[Measured, float]:
     """One step with all slots busy and the cache half full of what it will hold; and the reading of all prompts."""
     case = Case("", point.rows, point.prompt, point.new, _SAMPLES, precision, str(device))
-    bench = DecodeBench(point.shape, case)
+    bench = DecodeBench(point.shape, case, clock=clock)
     steady = [point.new] * point.rows
     bench.run(steady)  # captures graphs, compiles kernels
     runs = [bench.run(steady) for _ in range(_REPEATS)]
@@ -181,12 +186,12 @@ def _prefill_factor(gpu: Gpu, precision: str, points: Sequence[DecodePoint], rea
     return min(10.0, max(0.1, sum(read_s) / described_s))
 
 
-def _measure_train(gpu: Gpu, precision: str, device: torch.device, point: TrainPoint) -> Measured:
+def _measure_train(gpu: Gpu, precision: str, device: torch.device, point: TrainPoint, clock: Clock) -> Measured:
     bench = TrainBench(
         model="", tokens=point.documents * point.length, length=point.length, compile=not gpu.is_cpu, device=str(device)
     )
     learner, documents = prepare(bench, point.shape)
-    times = [time_update(learner, documents, number) for number in range(2 + _REPEATS)][2:]
+    times = [time_update(learner, documents, number, clock) for number in range(2 + _REPEATS)][2:]
     shaped = packed(gpu, [point.length] * point.documents, answer_share=1 - 1 / point.length)
     terms = train_terms(
         point.shape,

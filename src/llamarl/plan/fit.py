@@ -30,7 +30,7 @@ class Measured(Struct, frozen=True):
 
 def fit_factors(stated: AnyFactors, measured: Sequence[Measured]) -> AnyFactors:
     prior: dict[str, float] = to_builtins(stated)
-    names = [name for name in prior if any(name in one.terms for one in measured)]
+    names = [name for name in prior if prior[name] and any(name in one.terms for one in measured)]
     # Unknowns are factors in units of what is stated; rows are divided by what was measured.
     rows = [[one.terms.get(name, 0.0) * prior[name] / one.seconds for name in names] for one in measured]
     pulls = PULL * np.eye(len(names))

@@ -33,6 +33,7 @@ class DecodeFactors(Factors, frozen=True):
     scores: float = 1.5
     layer_s: float = 30e-6  # for each layer: what the many small kernels of a CUDA graph take at least
     step_s: float = 100e-6
+    row_s: float = 0.0  # for each row: the host's book-keeping, which a GPU does not wait for
     prefill: float = 1.0  # of reading prompts, whose terms are those of a step and of training's attention
 
 

@@ -78,6 +78,7 @@ def decode_terms(
         "scores": rows * shape.vocab_size / tp * 4 / gpu.bytes_per_s,
         "layer_s": shape.num_layers,
         "step_s": 1.0,
+        "row_s": rows,
     }
 
 
