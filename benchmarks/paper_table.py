@@ -27,6 +27,7 @@ CHANGES: dict[str, Assumed] = {
     "the baseline shards its optimizer over all GPUs (ZeRO)": replace(BASE, state_bytes=2.0),
     "the baseline holds 24 bytes per parameter": replace(BASE, state_bytes=24.0),
     "steps between hosts take the baseline 3 times as long": replace(BASE, host_factor=3.0),
+    "the same, 2.5 times": replace(BASE, host_factor=2.5),
     "the same, 6 times": replace(BASE, host_factor=6.0),
     "the baseline decodes without CUDA graphs: 50 us more a layer": replace(BASE, eager_layer_s=50e-6),
     "training takes both 1.5 times as long": replace(BASE, train_factor=1.5),
