@@ -139,7 +139,7 @@ def simulate_command(
     from llamarl.configfile import load_config
     from llamarl.plan.gpus import gpu_named
     from llamarl.plan.lengths import Lengths
-    from llamarl.simulate.report import describe_outcome
+    from llamarl.simulate.report import describe_memory, describe_outcome
     from llamarl.simulate.scene import Scene, make_simulation, shape_of_job
     from llamarl.simulate.simulation import Faults
 
@@ -165,9 +165,11 @@ def simulate_command(
         undisturbed = make_simulation(msgspec.structs.replace(scene, faults=Faults())).run()
         useful = found.updates / found.wall_s * undisturbed.wall_s / undisturbed.updates
     if as_json:
-        print(msgspec.json.encode({**msgspec.to_builtins(found), "useful_share": useful}).decode())
+        figures = {**msgspec.to_builtins(found), "useful_share": useful, "memory_gib": scene.memory_gib}
+        print(msgspec.json.encode(figures).decode())
     else:
         print("\n".join(describe_outcome(found, useful)))
+        print(describe_memory(scene.memory_gib, scene.gpu.memory_gib))
 
 
 def _write_timeline(timeline: object, path: Path, end_s: float) -> None:

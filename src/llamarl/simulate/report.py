@@ -7,6 +7,12 @@ from collections.abc import Iterator
 from llamarl.simulate.simulation import Outcome
 
 
+def describe_memory(memory_gib: dict[str, float], room_gib: float) -> str:
+    needed = ", ".join(f"{role} {gib:.1f} GiB" for role, gib in memory_gib.items())
+    fits = "" if max(memory_gib.values()) <= room_gib else ": DOES NOT FIT; `llamarl plan` finds what does"
+    return f"memory         {needed} of {room_gib:.0f} on a GPU{fits}"
+
+
 def describe_outcome(found: Outcome, useful_share: float | None) -> Iterator[str]:
     yield f"update         {found.update_s:,.3f} s (mean of {found.updates}, once the line is full)"
     yield f"whole run      {_long(found.wall_s)}"

@@ -16,9 +16,9 @@ from llamarl.errors import InputError
 from llamarl.model.hf_config import read_shape
 from llamarl.observe.timeline import Timeline
 from llamarl.plan.generator import Replica
-from llamarl.plan.gpus import Gpu
+from llamarl.plan.gpus import GIB, Gpu
 from llamarl.plan.lengths import Lengths
-from llamarl.plan.terms import copy_s, weight_bytes
+from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, weight_bytes
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.transfer import transfer_s
 from llamarl.shapes import SHAPES, ModelShape, shape_named
@@ -87,6 +87,17 @@ class Scene(Struct, frozen=True, kw_only=True):
     def takes_turns(self) -> bool:
         """Trainer and generators are on the same devices."""
         return self.config.placement == "colocated" or 0 < self.gpus < self.trainer.ranks + self.generator_ranks
+
+    @property
+    def memory_gib(self) -> dict[str, float]:
+        """Of a GPU of each role, and of one that both share."""
+        replica, samples = self.replica, self.config.schedule.samples_per_group
+        cached = replica.slots * (self.prompt / samples + self.answers.mean_under_way)
+        generator = generator_bytes(self.shape, replica.precision, replica.tp, cached) + WORKSPACE_BYTES
+        found = {"trainer": self.trainer.memory_bytes, "generator": generator}
+        if self.takes_turns:
+            found["both"] = sum(found.values()) - WORKSPACE_BYTES
+        return {role: num_bytes / GIB for role, num_bytes in found.items()}
 
     @property
     def load_s(self) -> float:

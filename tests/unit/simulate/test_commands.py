@@ -123,6 +123,12 @@ def test_a_timeline_has_a_track_for_every_executor(tmp_path: Path) -> None:
     assert {"update", "decode", "publish", "load"} <= {row["name"] for row in rows}
 
 
+def test_what_does_not_fit_into_memory_is_said() -> None:
+    job = [*SIMULATE[:2], "llama-3.1-70b", *SIMULATE[3:]]
+    assert "DOES NOT FIT" in llamarl(*job).out
+    assert "DOES NOT FIT" not in llamarl(*SIMULATE, "generator.slots=64").out
+
+
 def test_faults_show_the_share_of_useful_time() -> None:
     done = llamarl(
         *SIMULATE, "schedule.updates=40", "schedule.max_restarts=1000", "--mtbf", "0.003", "--restart", "1", "--json"
