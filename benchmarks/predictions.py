@@ -32,7 +32,7 @@ import msgspec
 from llamarl.config import Config
 from llamarl.configfile import load_config
 from llamarl.model.hf_config import read_shape
-from llamarl.observe.run_folder import CONFIG, GROUPS, METRICS, SUMMARY, TIMINGS, read_rows
+from llamarl.observe.run_folder import CONFIG, GROUPS, METRICS, TIMINGS, read_rows
 from llamarl.plan.gpus import gpu_named
 from llamarl.plan.lengths import Lengths, lognormal_with
 from llamarl.segments import read_records
@@ -72,14 +72,12 @@ JOBS: dict[str, list[str]] = {
 
 
 def measured(run: Path) -> dict[str, float]:
-    """Seconds of an update, and what was waited, from the run's record."""
+    """Seconds of an update, and of the passes in it, from the run's record."""
     rows = [row for row in read_rows(run / TIMINGS) if "update" in row]
     counted = rows[max(1, len(rows) // 10) :]
-    idle = json.loads((run / SUMMARY).read_text())["idle_share"]
     return {
         "update_s": fmean(row["update_s"] for row in counted),
-        "compute_s": fmean(row.get("compute_s", 0.0) for row in counted),
-        **{f"{role}_idle": idle[role] for role in ("trainer", "generator")},
+        "training_s": fmean(row.get("compute_s", 0.0) for row in counted),
     }
 
 
@@ -131,7 +129,7 @@ def predicted(run: Path, gpu: str, gpus: int, model: str) -> dict[str, float]:
         skipped=skipped,
     )
     found = make_simulation(scene).run()
-    return {"update_s": found.update_s, **{f"{role}_idle": share for role, share in found.idle_share.items()}}
+    return {"update_s": found.update_s, "training_s": found.update_s * (1 - found.idle_share["trainer"])}
 
 
 def compare(run: Path, gpu: str, gpus: int, model: str) -> dict[str, Any]:
@@ -140,14 +138,13 @@ def compare(run: Path, gpu: str, gpus: int, model: str) -> dict[str, Any]:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print("| run | update measured, s | predicted, s | error | waiting, trainer / generator | predicted |")
-    print("|---|---:|---:|---:|---|---|")
+    print("| run | update measured, s | predicted, s | error | of it training, s | predicted, s |")
+    print("|---|---:|---:|---:|---:|---:|")
     for row in rows:
         was, said = row["measured"], row["predicted"]
         print(
             f"| {row['run']} | {was['update_s']:.3f} | {said['update_s']:.3f} | {row['error']:+.1%} "
-            f"| {was['trainer_idle']:.0%} / {was['generator_idle']:.0%} "
-            f"| {said['trainer_idle']:.0%} / {said['generator_idle']:.0%} |"
+            f"| {was['training_s']:.3f} | {said['training_s']:.3f} |"
         )
 
 
