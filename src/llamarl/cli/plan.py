@@ -12,6 +12,7 @@ import typer
 from llamarl.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from llamarl.observe.timeline import Timeline
     from llamarl.plan.search import Plan
     from llamarl.plan.workload import Question
 
@@ -172,10 +173,7 @@ def simulate_command(
         print(describe_memory(scene.memory_gib, scene.gpu.memory_gib))
 
 
-def _write_timeline(timeline: object, path: Path, end_s: float) -> None:
-    from llamarl.observe.timeline import Timeline
-
-    assert isinstance(timeline, Timeline)
+def _write_timeline(timeline: Timeline, path: Path, end_s: float) -> None:
     try:
         timeline.write(path, 0.0, end_s)
     except OSError as error:

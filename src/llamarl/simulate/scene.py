@@ -150,11 +150,11 @@ def _ranks(line: Line, gpu: Gpu) -> dict[str, int]:
 def _seat(scene: Scene, line: Line, clock: Clock, answers: Answers) -> None:
     trainer_device, generator_device, reward_device = _devices(scene)
     config, gpu = scene.config, scene.gpu
-    decoding_s = scene.load_s
+    load_s = scene.load_s
     for role in line.roles:
         for name in executor_names(role):
             if role.name == "generator":
-                worker = GeneratorWorker(name, Decoding(scene.replica), answers, gpu.engine, decoding_s)
+                worker = GeneratorWorker(name, Decoding(scene.replica), answers, gpu.engine, load_s)
                 clock.seat(worker, generator_device, _threads(scene, config.generator.threads, "generator"))
             elif role.unit == "batch":
                 plan = _trainer_plan(scene, answers) if role.name == "trainer" else _reference_plan(scene, answers)
