@@ -8,7 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from llamarl.configfile import load_config
+from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
+from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import Issued, Record, Trained, audit
 from llamarl.plan.gpus import GPUS
 from llamarl.plan.lengths import Lengths
@@ -56,6 +58,20 @@ def test_it_is_the_real_controller_and_its_ledger_is_clean() -> None:
     assert report.trained == 20 * 16
     assert found.updates == 20
     assert found.groups == 20 * 16
+
+
+def test_its_events_tell_a_fresh_controller_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is decided by the simulation: what it told replays, as a real run does."""
+    one, heard = scene("evaluate.prompts=8"), list[Record]()
+    simulation = make_simulation(one, hear=heard.append)
+    told: list[ev.AnyEvent] = []
+    handle = simulation.controller.handle
+    monkeypatch.setattr(simulation.controller, "handle", lambda event: (told.append(event), handle(event))[1])
+    simulation.run()
+    config = one.config
+    fresh = Controller(default_line(config), config.schedule, config.evaluate, config.snapshots)
+    said = [command for event in told for command in fresh.handle(event)]
+    assert [command.record for command in said if isinstance(command, ev.Write)] == heard
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
