@@ -66,7 +66,12 @@ def test_its_events_tell_a_fresh_controller_the_same(monkeypatch: pytest.MonkeyP
     simulation = make_simulation(one, hear=heard.append)
     told: list[ev.AnyEvent] = []
     handle = simulation.controller.handle
-    monkeypatch.setattr(simulation.controller, "handle", lambda event: (told.append(event), handle(event))[1])
+
+    def note(event: ev.AnyEvent) -> list[ev.AnyCommand]:
+        told.append(event)
+        return handle(event)
+
+    monkeypatch.setattr(simulation.controller, "handle", note)
     simulation.run()
     config = one.config
     fresh = Controller(default_line(config), config.schedule, config.evaluate, config.snapshots)
