@@ -20,6 +20,7 @@ from llamarl.bench.decode import PRECISIONS, Case, DecodeBench
 from llamarl.bench.machine import Ceilings, Clock, measure_ceilings
 from llamarl.bench.train import TrainBench, prepare, time_update
 from llamarl.config import Generator
+from llamarl.engine.local.heap import keep_freed_memory
 from llamarl.plan.fit import Measured, fit_factors
 from llamarl.plan.generator import Replica, cached_on_cpu
 from llamarl.plan.gpus import GIB, GPUS, DecodeFactors, EngineFactors, Gpu, TrainFactors
@@ -112,7 +113,8 @@ def _train_points(on_gpu: bool) -> list[TrainPoint]:
 
 
 def calibrate(device: torch.device, threads: int) -> Calibration:
-    """Whoever calls has set the number of threads."""
+    """Whoever calls has set the number of threads. Memory is handled as in an executor."""
+    keep_freed_memory()
     on_gpu = device.type == "cuda"
     precision = "bf16" if on_gpu else "fp32"
     clock = time.perf_counter if on_gpu or threads > 1 else time.process_time

@@ -17,6 +17,7 @@ import torch
 
 from llamarl.build import Site, load_builder
 from llamarl.engine.local.frames import BadFrame, FrameReader, encode_frame
+from llamarl.engine.local.heap import keep_freed_memory
 from llamarl.engine.local.ranks import Ranks
 from llamarl.engine.local.wire import Birth, Envelope, encode
 from llamarl.engine.runner import Runner
@@ -86,6 +87,7 @@ def live(birth: Birth, fds: list[int]) -> None:
     os.dup2(log_fd, 2)
     line = Line(socket.socket(fileno=socket_fd), birth.config.engine.frame_s)
     try:
+        keep_freed_memory()
         torch.set_num_threads(birth.threads)
         ranks = Ranks.join(birth.rank, birth.num_ranks, meeting_fd)
         runner = Runner(_build(birth, SlotFile.by_role(birth.slots, slot_fds), ranks, line))
