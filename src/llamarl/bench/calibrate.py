@@ -164,7 +164,7 @@ def _measure_decode(
 ) -> tuple[Measured, float]:
     """One step with all slots busy and the cache half full of what it will hold; and the reading of all prompts."""
     case = Case("", point.rows, point.prompt, point.new, _SAMPLES, precision, str(device))
-    bench = DecodeBench(point.shape, case, clock=clock)
+    bench = DecodeBench(point.shape, case, longest=point.new, clock=clock)
     steady = [point.new] * point.rows
     bench.run(steady)  # captures graphs, compiles kernels
     runs = [bench.run(steady) for _ in range(_REPEATS)]

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from llamarl.bench.machine import (
     Ceilings,
+    Clock,
     kernel_times,
     measure_ceilings,
     peak_memory_bytes,
@@ -22,7 +23,6 @@ from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.model.checkpoint import random_model
 from llamarl.model.quantise import FP8, Quantisation
 from llamarl.model.transformer import Transformer
-from llamarl.plan.terms import decode_terms
 from llamarl.shapes import ModelShape
 from llamarl.types import Problem, PromptGroup, Sampling, tokens_to_bytes
 
@@ -78,14 +78,13 @@ class DecodeResult(Struct, frozen=True):
 
 def profile_decode(shape: ModelShape, case: Case) -> str:
     """Where the time of a few bursts goes."""
-    bench = _Bench(_decoder_of(shape, case), shape, case, torch.device(case.device))
+    bench = DecodeBench(shape, case)
     bench.run([case.new] * case.batch)
     return kernel_times(lambda: bench.run([_PROFILED_STEPS] * case.batch))
 
 
-def _decoder_of(shape: ModelShape, case: Case) -> ContinuousDecoder:
+def _decoder_of(shape: ModelShape, case: Case, longest: int) -> ContinuousDecoder:
     model = random_model(shape, dtype=case.dtype, device=torch.device(case.device))
-    longest = max(case.new, _LONGEST * case.median)
     limits = Limits(slots=case.batch, max_prompt_tokens=case.prompt, max_new_tokens=longest, burst=case.burst)
     decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=0, precision=case.narrow)
     decoder.version = 0
@@ -93,8 +92,8 @@ def _decoder_of(shape: ModelShape, case: Case) -> ContinuousDecoder:
 
 
 def bench_decode(shape: ModelShape, case: Case) -> DecodeResult:
-    device, decoder = torch.device(case.device), _decoder_of(shape, case)
-    bench = _Bench(decoder, shape, case, device)
+    device, bench = torch.device(case.device), DecodeBench(shape, case)
+    decoder = bench.decoder
     bench.run([1] * case.samples)
     first_token_s = process_age_s()
     steady = [case.new] * case.batch
@@ -122,15 +121,11 @@ def bench_decode(shape: ModelShape, case: Case) -> DecodeResult:
 
 
 class DecodeBench:
-    """A decoder with random weights that is given work of known length. `longest`: of its slots; 0: as the case says."""
+    """A decoder with random weights that is given work of known length. `longest`: of its slots; 0: of the heavy tail."""
 
     def __init__(self, shape: ModelShape, case: Case, longest: int = 0, clock: Clock = time.perf_counter) -> None:
-        self._clock = clock
-        self._shape, self._case, self._device = shape, case, torch.device(case.device)
-        model = random_model(shape, dtype=PRECISIONS[case.precision], device=self._device)
-        limits = Limits(slots=case.batch, max_prompt_tokens=case.prompt, max_new_tokens=longest or case.new)
-        self.decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=0)
-        self.decoder.version = 0
+        self._shape, self._case, self._device, self._clock = shape, case, torch.device(case.device), clock
+        self.decoder = _decoder_of(shape, case, longest or max(case.new, _LONGEST * case.median))
         self._ordinal, self._chance = 0, random.Random(0)
         self.peak_bytes = 0
 

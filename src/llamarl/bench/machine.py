@@ -36,7 +36,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, clock: Clock = ti
     """On random numbers: a product or copy of zeros is quicker than real work."""
     size, length = (8192, 1 << 30) if device.type == "cuda" else (1024, 1 << 26)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product_s = best_s(lambda: _product(left, right), device)
+    product_s = best_s(lambda: _product(left, right), device, clock=clock)
     source = torch.randint(0, 255, (length,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = best_s(lambda: target.copy_(source), device, clock=clock)
@@ -68,7 +68,9 @@ def _device_us(event: object) -> float:
     return on_device or float(getattr(event, "self_cpu_time_total", 0.0))
 
 
-def best_s(action: Callable[[], object], device: torch.device, times: int = 10) -> float:
+def best_s(
+    action: Callable[[], object], device: torch.device, times: int = 10, clock: Clock = time.perf_counter
+) -> float:
     """Seconds of one run, the median of several after a warm-up."""
     for _ in range(2):
         action()

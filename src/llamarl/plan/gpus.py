@@ -27,11 +27,11 @@ class Factors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class DecodeFactors(Factors, frozen=True):
     """Of one decode step of one replica. As measured with our generator on one H200 (benchmarks/results/decode.md)."""
 
-    products: float = 1.15
-    cache: float = 1.15
+    products: float = 1.0
+    cache: float = 0.95
     traffic: float = 1.2
-    scores: float = 1.5
-    layer_s: float = 30e-6  # for each layer: what the many small kernels of a CUDA graph take at least
+    scores: float = 1.2
+    layer_s: float = 33e-6  # for each layer: what the many small kernels of a CUDA graph take at least
     step_s: float = 100e-6
     row_s: float = 0.0  # for each row: the host's book-keeping, which a GPU does not wait for
     prefill: float = 1.0  # of reading prompts, whose terms are those of a step and of training's attention

@@ -20,7 +20,8 @@ def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
         "generator": {
             "replicas": int(plan.generators.replicas),
             "tensor": replica.tp,
-            "dtype": DTYPES.get(replica.precision, replica.precision),
+            "dtype": DTYPES.get(replica.precision, "bfloat16"),
+            "quantise": "fp8" if replica.precision == "fp8" else "none",
             "slots": replica.slots,
             "max_prompt_tokens": work.prompt,
             "max_new_tokens": work.answers.longest,

@@ -38,7 +38,6 @@ def scene_of(plan: Plan, question: Question) -> Scene:
 def _without_extras(plan: Plan, question: Question, updates: int) -> Config:
     """No evaluations, no snapshots, no probes: the bare loop."""
     settings = job_settings(plan, question)
-    settings["generator"].pop("dtype")  # said apart: it may be one that jobs cannot run yet
     if question.gpu.is_cpu:
         settings["generator"]["threads"] = settings["trainer"]["threads"] = question.gpu.threads
     config = parse_config(settings)

@@ -50,8 +50,9 @@ class Scene(Struct, frozen=True, kw_only=True):
 
     @property
     def generator_precision(self) -> str:
-        named = {"float32": "fp32", "bfloat16": "bf16"}
-        return self.precision or named.get(self.config.generator.dtype, "fp32" if self.gpu.is_cpu else "bf16")
+        settings, named = self.config.generator, {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
+        quantised = "fp8" if settings.quantise != "none" else ""  # int8 takes as many bytes
+        return self.precision or quantised or named.get(settings.dtype, "fp32" if self.gpu.is_cpu else "bf16")
 
     @property
     def replica(self) -> Replica:

@@ -52,11 +52,16 @@ def test_training_costs_six_operations_for_each_weight_and_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "prompt", "tokens_per_s"), [("llama-3.2-1b", 128, 112_163), ("llama-3.1-8b", 384, 22_011)]
+    ("model", "precision", "prompt", "tokens_per_s"),
+    [
+        ("llama-3.2-1b", "bf16", 128, 120_095),
+        ("llama-3.1-8b", "bf16", 384, 24_769),
+        ("llama-3.1-8b", "fp8", 384, 32_351),
+    ],
 )
-def test_decoding_as_measured_on_one_h200(model: str, prompt: int, tokens_per_s: float) -> None:
+def test_decoding_as_measured_on_one_h200(model: str, precision: str, prompt: int, tokens_per_s: float) -> None:
     """benchmarks/results/decode.md: 256 sequences, 256 new tokens."""
-    replica = Replica(shape_named(model), H200, "bf16", 1, 256, prompt, prompt + 256)
+    replica = Replica(shape_named(model), H200, precision, 1, 256, prompt, prompt + 256)
     assert 256 / replica.step_s(256, 256 * (prompt + 128)) == pytest.approx(tokens_per_s, rel=0.07)
 
 
