@@ -50,11 +50,13 @@ def _what_would(question: Question) -> str:
 
 
 def _changes(question: Question) -> list[tuple[str, Question]]:
-    narrower = [("generators in fp8 (--precision fp8)", replace(question, precisions=("fp8",)))]
     more = [(f"{question.gpus * times} GPUs", replace(question, gpus=question.gpus * times)) for times in _MORE]
     larger = [
         (f"{question.gpus} {gpu.name}", replace(question, gpu=gpu))
         for gpu in sorted(GPUS.values(), key=lambda one: one.memory_gib)
         if gpu.memory_gib > question.gpu.memory_gib and not question.gpu.is_cpu
     ]
-    return [*(narrower if question.gpu.tflops.fp8 and "fp8" not in question.precisions else []), *more, *larger]
+    wider = (
+        [("generators in bf16", replace(question, precisions=("bf16",)))] if "bf16" not in question.precisions else []
+    )
+    return [*wider, *more, *larger]

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from llamarl.plan.generator import Replica
-from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, sync_s, weight_bytes
+from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, sync_s, weight_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.workload import Question
 
@@ -140,7 +140,7 @@ class Space:
         count = work.answers_per_update / generators.replicas
         generate_s = generators.replica.drain_s(count, work.answers_per_update, work.samples, work.answers)
         weights_s = 2 * copy_s(
-            gpu, weight_bytes(self.question.shape, generators.replica.precision) / generators.replica.tp
+            gpu, weight_bytes(self.question.shape, wire(generators.replica.precision)) / generators.replica.tp
         )
         step_s = generate_s + trainers.update_s + weights_s + self._overhead_s()
         return Plan(trainers, generators, True, 0, step_s, "training and generation in turn")
@@ -203,7 +203,7 @@ class Space:
         replica = generators.replica
         targets = max(1, round(generators.replicas * replica.tp))
         return sync_s(
-            self.question.shape, self.question.gpu, replica.precision, trainers.ranks.ranks, targets, replica.tp
+            self.question.shape, self.question.gpu, wire(replica.precision), trainers.ranks.ranks, targets, replica.tp
         )
 
     def _overhead_s(self) -> float:

@@ -241,6 +241,17 @@ def activation_bytes(shape: ModelShape, tokens: float, recompute: str, tp: int) 
     return tokens * shape.num_layers * 2 * kept[recompute] + HEAD_CHUNK_BYTES
 
 
+def wire(precision: str) -> str:
+    """What weights travel in: our generators take bf16 and quantise what has arrived."""
+    return "bf16" if precision == "fp8" else precision
+
+
+def held_bytes(shape: ModelShape, precision: str) -> float:
+    """Of a generator's weights: narrow copies stand beside those that arrived (model/quantise.py)."""
+    narrow = block_parameters(shape) * WIDTH[precision] if wire(precision) != precision else 0
+    return weight_bytes(shape, wire(precision)) + narrow
+
+
 def generator_bytes(shape: ModelShape, precision: str, tp: int, cached_tokens: float) -> float:
     """Weights and cache of one rank."""
-    return weight_bytes(shape, precision) / tp + cached_tokens * kv_bytes_per_token(shape, precision, tp)
+    return held_bytes(shape, precision) / tp + cached_tokens * kv_bytes_per_token(shape, precision, tp)

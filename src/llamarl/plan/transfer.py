@@ -12,6 +12,7 @@ from llamarl.layout.mesh import Mesh, Side
 from llamarl.layout.model import model_plan
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import Gpu
+from llamarl.plan.terms import wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.shapes import ModelShape
 
@@ -19,7 +20,7 @@ from llamarl.shapes import ModelShape
 def transfer_s(trainer: TrainerRanks, replica: Replica, replicas: int) -> float:
     total = trainer.ranks + replica.tp * replicas
     links = _links(trainer.gpu, total)
-    return _transfer_s(trainer.shape, trainer.data, trainer.tp, replica.tp, replicas, replica.precision, links)
+    return _transfer_s(trainer.shape, trainer.data, trainer.tp, replica.tp, replicas, wire(replica.precision), links)
 
 
 def _links(gpu: Gpu, total: int) -> Links:

@@ -18,7 +18,7 @@ from llamarl.observe.timeline import Timeline
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GIB, Gpu
 from llamarl.plan.lengths import Lengths
-from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, weight_bytes
+from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, weight_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.transfer import transfer_s
 from llamarl.shapes import SHAPES, ModelShape, shape_named
@@ -104,7 +104,9 @@ class Scene(Struct, frozen=True, kw_only=True):
     def load_s(self) -> float:
         """What a replica loses when it takes new weights: a copy within a device, or a transfer over the network."""
         if self.takes_turns or self.gpu.is_cpu:
-            return copy_s(self.gpu, weight_bytes(self.shape, self.generator_precision) / self.config.generator.tensor)
+            return copy_s(
+                self.gpu, weight_bytes(self.shape, wire(self.generator_precision)) / self.config.generator.tensor
+            )
         return transfer_s(self.trainer, self.replica, self.config.generator.replicas)
 
 
@@ -188,7 +190,7 @@ def _threads(scene: Scene, setting: int, section: str) -> int:
 
 def _trainer_plan(scene: Scene, answers: Answers) -> Callable[[ev.ToExecutor], Piece]:
     engine, trainer = scene.gpu.engine, scene.trainer
-    publish_s = copy_s(scene.gpu, weight_bytes(scene.shape, scene.generator_precision) / trainer.ranks)
+    publish_s = copy_s(scene.gpu, weight_bytes(scene.shape, wire(scene.generator_precision)) / trainer.ranks)
     save_s = copy_s(scene.gpu, STATE_BYTES * scene.shape.num_parameters / trainer.ranks)
 
     def plan(command: ev.ToExecutor) -> Piece:

@@ -120,8 +120,8 @@ def test_what_does_not_fit_is_told_with_what_would() -> None:
     assert best_async(asked) is None
     told = why_nothing_fits(asked)
     assert "generating 98 GiB" in told or "generating 97 GiB" in told
-    assert "--precision fp8" in told
-    assert best_async(replace(asked, precisions=("fp8",))) is not None
+    assert "1024 h200" in told
+    assert best_async(replace(asked, gpu=GPUS["h200"])) is not None
     assert "16 GPUs" in why_nothing_fits(question("llama-3.1-70b", gpus=8)) or "32 GPUs" in why_nothing_fits(
         question("llama-3.1-70b", gpus=8)
     )

@@ -10,6 +10,7 @@ from llamarl.plan.terms import (
     activation_bytes,
     all_reduce_s,
     decode_terms,
+    held_bytes,
     kv_bytes_per_token,
     product_s,
     train_terms,
@@ -17,7 +18,7 @@ from llamarl.plan.terms import (
     weight_bytes,
 )
 from llamarl.plan.trainer import TrainerRanks, packed
-from llamarl.shapes import shape_named
+from llamarl.shapes import block_parameters, shape_named
 
 H200, H100 = GPUS["h200"], GPUS["h100"]
 ONE, EIGHT = shape_named("llama-3.2-1b"), shape_named("llama-3.1-8b")
@@ -40,6 +41,11 @@ def test_fp8_halves_the_layers_but_neither_embedding_nor_head() -> None:
     narrow, wide = weight_bytes(EIGHT, "fp8"), weight_bytes(EIGHT, "bf16")
     assert wide == 2 * EIGHT.num_parameters
     assert wide / 2 < narrow < 0.57 * wide
+
+
+def test_a_quantised_generator_holds_what_arrived_and_a_narrow_copy() -> None:
+    assert held_bytes(EIGHT, "bf16") == weight_bytes(EIGHT, "bf16")
+    assert held_bytes(EIGHT, "fp8") == weight_bytes(EIGHT, "bf16") + block_parameters(EIGHT)
 
 
 def test_training_costs_six_operations_for_each_weight_and_token() -> None:
