@@ -95,7 +95,7 @@ def generator_limits(settings: GeneratorConfig) -> Limits:
 
 def build_reward(site: Site) -> Executor:
     config = site.config
-    judge = Judge(config.reward, own_scorers(config.task))
+    judge = Judge.of(config, own_scorers(config.task))
     judge.prepare()
     return Reward(
         Tokenizer.load(config.model_folder),

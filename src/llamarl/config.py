@@ -33,7 +33,8 @@ class Source(Section, frozen=True):
     """Where problems come from, and how a problem becomes a prompt."""
 
     kind: Annotated[
-        Literal["arithmetic", "gsm8k", "math", "svamp", "jsonl", "mixture"], Meta(description="where prompts come from")
+        Literal["arithmetic", "gsm8k", "math", "svamp", "jsonl", "code", "mixture"],
+        Meta(description="where prompts come from"),
     ] = "arithmetic"
     path: Annotated[str, Meta(description="data file, or folder with train.jsonl; nothing is ever downloaded")] = ""
     test_path: Annotated[
@@ -86,7 +87,7 @@ class Reward(Section, frozen=True):
     scorer: Annotated[
         str,
         Meta(
-            description="auto (what suits the task), exact, numeric, choice, regex, math, format, length, or "
+            description="auto (what suits the task), exact, numeric, choice, regex, math, format, length, code, or "
             "FILE.py:FUNCTION called as score(completion, answer, prompt), which may be async"
         ),
     ] = "auto"
@@ -109,8 +110,11 @@ class Reward(Section, frozen=True):
     max_chars: Annotated[
         int, Meta(ge=2, description="length: 1 for up to half as many characters, falling to 0 at this many")
     ] = 4000
+    tests: Annotated[
+        Literal["all", "share"], Meta(description="code: 1 for passing all tests, or the share of tests passed")
+    ] = "all"
     workers: Annotated[
-        int, Meta(ge=1, le=256, description="processes for scorers that can hang or are foreign (math, regex, FILE.py)")
+        int, Meta(ge=1, le=256, description="processes for scorers that can hang or are foreign (math, code, FILE.py)")
     ] = 2
     timeout_s: Annotated[float, Meta(gt=0, description="a worker that takes longer over one answer is killed")] = 2.0
     memory_mb: Annotated[
@@ -131,6 +135,25 @@ class Reward(Section, frozen=True):
             raise ConfigError("reward.scorer: cannot take effect beside reward.combine; put it in there with a weight")
         if not math.isfinite(self.timeout_s):
             raise ConfigError("reward.timeout_s: must be a finite number")
+
+
+class Sandbox(Section, frozen=True):
+    """Limits of one run of a program that the policy wrote; see docs/sandbox.md."""
+
+    cpu_s: Annotated[
+        float, Meta(gt=0, le=3600, description="processor time of each of its processes, in whole seconds")
+    ] = 4.0
+    wall_s: Annotated[float, Meta(gt=0, le=3600, description="a run that takes longer is ended")] = 8.0
+    answer_s: Annotated[
+        float, Meta(gt=0, le=36_000, description="for all tests of one answer; those it does not reach are failed")
+    ] = 30.0
+    memory_mb: Annotated[int, Meta(ge=48, description="address space of each of its processes")] = 256
+    processes: Annotated[int, Meta(ge=1, le=1000, description="processes and threads it may have at once")] = 16
+    file_mb: Annotated[int, Meta(ge=0, description="of all files together that it writes; they are gone with it")] = 16
+    output_kb: Annotated[int, Meta(ge=1, le=1 << 16, description="output beyond this ends the run")] = 64
+    python: Annotated[
+        str, Meta(description="interpreter, with its installed packages; empty: this one, standard library alone")
+    ] = ""
 
 
 class Generator(Section, frozen=True):
@@ -374,6 +397,7 @@ class Config(Section, frozen=True):
     model: Model = Model()
     task: Task = Task()
     reward: Reward = Reward()
+    sandbox: Sandbox = Sandbox()
     generator: Generator = Generator()
     trainer: Trainer = Trainer()
     algo: Algo = Algo()

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from llamarl.build import (
     BUILDERS,
     Builder,
@@ -255,7 +253,7 @@ class Job:
 
 def _try_scorer(config: Config, problem: Problem) -> None:
     """A scorer that cannot even judge a task's own answer would fail on every group."""
-    judge = Judge(replace(config.reward, workers=1), own_scorers(config.task))
+    judge = Judge.of(config, own_scorers(config.task), workers=1)
     try:
         judge.prepare()
         outcome = judge.score(problem.answer, problem)

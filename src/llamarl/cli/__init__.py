@@ -261,7 +261,7 @@ def score_command(
 
     config = _task_config(task, ["reward.retries=0", *(overrides or [])])  # what fails here is to be seen
     scorers = own_scorers(config.task)
-    judge = Judge(config.reward, scorers)
+    judge = Judge.of(config, scorers)
     judge.prepare()
     with suppress(BrokenPipeError):
         score_lines(sys.stdin.buffer, sys.stdout, sys.stderr, judge, scorers[0])

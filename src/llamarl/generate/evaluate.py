@@ -163,7 +163,7 @@ def evaluate(
     tokenizer = Tokenizer.load(folder)
     if not tokenizer.eos_ids:
         raise ModelError(f"{folder}: names no end token")
-    judge = Judge(config.reward, own_scorers(config.task))
+    judge = Judge.of(config, own_scorers(config.task))
     judge.prepare()
     model = load_model(folder, dtype=_dtype(settings.dtype, device), device=device)
     length = settings.max_prompt_tokens + settings.max_new_tokens

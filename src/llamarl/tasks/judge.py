@@ -12,8 +12,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from llamarl.config import Reward
+from llamarl.config import Config, Reward, Sandbox
 from llamarl.errors import ConfigError
 from llamarl.plugins import is_reference
 from llamarl.tasks.extract import final_answer, gold_answer
@@ -23,8 +24,8 @@ from llamarl.tasks.workers.pool import Pool
 from llamarl.tasks.workers.wire import Ask, Item, Setup, Status, Verdict, pack_text
 from llamarl.types import Problem
 
-NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length")
-_IN_WORKERS = ("regex", "math")
+NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "code")
+_IN_WORKERS = ("regex", "math", "code")
 _MAX_REMEMBERED = 10_000
 FALLBACK = "exact"  # for a task that names none
 
@@ -64,8 +65,10 @@ class _Case:
 class Judge:
     """`own` names the scorers that suit the task's problems, for reward.scorer=auto."""
 
-    def __init__(self, settings: Reward, own: Sequence[str] = (FALLBACK,)) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: Reward, own: Sequence[str] = (FALLBACK,), *, sandbox: Sandbox = Sandbox()
+    ) -> None:
+        self._settings, self._sandbox = settings, sandbox
         self.counts = Counts()
         self.peak_mb = 0.0  # the most that judging one answer has taken in a worker
         self._safe: dict[str, Scorer] = {}
@@ -80,6 +83,12 @@ class Judge:
             self._load(name)
         if "regex" in self._pooled and not settings.pattern:
             raise ConfigError("reward.pattern: the regex scorer needs one")
+
+    @classmethod
+    def of(cls, config: Config, own: Sequence[str], *, workers: int = 0) -> Judge:
+        """The job's; `workers` instead of as many as it says."""
+        settings = replace(config.reward, workers=workers) if workers else config.reward
+        return cls(settings, own, sandbox=config.sandbox)
 
     @property
     def num_pending(self) -> int:
@@ -173,7 +182,15 @@ class Judge:
     def _open_pool(self) -> Pool:
         if self._pool is None:
             settings = self._settings
-            setup = Setup(self._pooled, settings.pattern, settings.timeout_s, settings.memory_mb)
+            running_s = self._sandbox.answer_s + self._sandbox.wall_s if "code" in self._pooled else 0.0
+            setup = Setup(
+                self._pooled,
+                settings.pattern,
+                settings.timeout_s + running_s,
+                settings.memory_mb,
+                sandbox=self._sandbox,
+                share_of_tests=settings.tests == "share",
+            )
             self._pool = Pool(setup, settings.workers)
         return self._pool
 

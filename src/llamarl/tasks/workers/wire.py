@@ -9,6 +9,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from llamarl.config import Sandbox
+
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
 MAX_BYTES = 1 << 30
@@ -23,6 +25,8 @@ class Setup(Struct, frozen=True):
     pattern: str
     timeout_s: float
     memory_mb: int
+    sandbox: Sandbox = Sandbox()
+    share_of_tests: bool = False
 
 
 class Ready(Struct, frozen=True, tag=True):

@@ -27,6 +27,7 @@ import msgspec
 
 from llamarl.errors import LlamaRLError
 from llamarl.plugins import is_reference, load_function
+from llamarl.tasks.programs import load_examiner
 from llamarl.tasks.symbolic import load_equal
 from llamarl.tasks.workers.confine import Refused, adopt_orphans, die_with_parent, limit, seal
 from llamarl.tasks.workers.wire import (
@@ -62,6 +63,8 @@ def _load(name: str, setup: Setup) -> Scorer:
         return lambda completion, answer, prompt: float(equal(answer, completion))
     if name == "regex":
         return _regex_scorer(setup.pattern)
+    if name == "code":
+        return load_examiner(setup.sandbox, share=setup.share_of_tests)
     return load_function("reward.scorer", name)
 
 
@@ -83,7 +86,9 @@ def _regex_scorer(source: str) -> Scorer:
 class Worker:
     def __init__(self, setup: Setup, scorers: dict[str, Scorer], connection: socket.socket) -> None:
         self._setup, self._scorers, self._connection = setup, scorers, connection
-        self._foreign = any(is_reference(name) for name in setup.scorers)
+        self._foreign = any(map(_needs_the_machine, setup.scorers))
+        # What a program may have is kept from it by its own walls; it must only not be less than they allow.
+        self._memory_mb = max(setup.memory_mb, setup.sandbox.memory_mb if "code" in setup.scorers else 0)
 
     def judge(self, ask: Ask) -> Verdict:
         start_s = time.monotonic()
@@ -116,7 +121,7 @@ class Worker:
         try:
             os.setpgid(0, 0)
             die_with_parent(parent)
-            limit(self._setup.memory_mb, self._setup.timeout_s, on_top=self._foreign)
+            limit(self._memory_mb, self._setup.timeout_s, on_top=self._foreign)
             verdict = _score_all(ask, self._scorers)
             said = encode(verdict)
             os.write(writing, _LENGTH.pack(len(said)) + said)
@@ -139,14 +144,19 @@ def _score_all(ask: Ask, scorers: dict[str, Scorer]) -> Verdict:
 
 
 def _rewards(items: tuple[Item, ...], scorers: dict[str, Scorer]) -> tuple[float, ...]:
-    """The user's own functions first: they may need files or a network, which our own scorers give up before they begin."""
+    """The user's own functions and programs first: they may need files, a network, processes, which our own scorers give up
+    before they begin."""
     foreign = {
-        index: _score(scorers[item.scorer], item) for index, item in enumerate(items) if is_reference(item.scorer)
+        index: _score(scorers[item.scorer], item) for index, item in enumerate(items) if _needs_the_machine(item.scorer)
     }
     seal()
     return tuple(
         foreign[index] if index in foreign else _score(scorers[item.scorer], item) for index, item in enumerate(items)
     )
+
+
+def _needs_the_machine(scorer: str) -> bool:
+    return is_reference(scorer) or scorer == "code"
 
 
 def _score(scorer: Scorer, item: Item) -> float:
