@@ -28,6 +28,7 @@ NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "cod
 _IN_WORKERS = ("regex", "math", "code")
 _MAX_REMEMBERED = 10_000
 FALLBACK = "exact"  # for a task that names none
+_USUAL = Sandbox()
 
 
 class Outcome(Struct, frozen=True):
@@ -65,9 +66,7 @@ class _Case:
 class Judge:
     """`own` names the scorers that suit the task's problems, for reward.scorer=auto."""
 
-    def __init__(
-        self, settings: Reward, own: Sequence[str] = (FALLBACK,), *, sandbox: Sandbox = Sandbox()
-    ) -> None:
+    def __init__(self, settings: Reward, own: Sequence[str] = (FALLBACK,), *, sandbox: Sandbox = _USUAL) -> None:
         self._settings, self._sandbox = settings, sandbox
         self.counts = Counts()
         self.peak_mb = 0.0  # the most that judging one answer has taken in a worker
