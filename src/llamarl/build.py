@@ -22,6 +22,7 @@ from llamarl.executors.generator import Generator
 from llamarl.executors.reference import Reference
 from llamarl.executors.reward import Reward
 from llamarl.executors.trainer import Trainer
+from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.messages import ReaderStuck, Report
@@ -69,20 +70,28 @@ def build_generator(site: Site) -> Executor:
     device = device_of("generator.device", settings.device, index_of(site.executor) * site.num_ranks + site.rank)
     model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, shard=part.box)
     split_over_ranks(model, part)
+    tokenizer = Tokenizer.load(config.model_folder)
     decoder = ContinuousDecoder(
         model,
-        generator_limits(settings),
-        eos_ids=Tokenizer.load(config.model_folder).eos_ids,
+        generator_limits(settings, parked=config.num_parked),
+        eos_ids=tokenizer.eos_ids,
         seed=config.seed,
         recompute=settings.kv_on_new_weights == "recompute",
         tensor_ranks=part.count,
+        max_turns=config.conversation.max_turns if config.conversation.tool else 1,
     )
     sizes = parameter_shapes(model.shape)
     held = {name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()}
-    return Generator(decoder, SlotReader(site.slots[site.weights_source["generator"]], held))
+    return Generator(
+        decoder,
+        SlotReader(site.slots[site.weights_source["generator"]], held),
+        make_conversations(config, decoder, tokenizer, part) if config.conversation.tool else None,
+        max_failure_share=config.conversation.max_failure_share,
+        deterministic=config.schedule.deterministic,
+    )
 
 
-def generator_limits(settings: GeneratorConfig) -> Limits:
+def generator_limits(settings: GeneratorConfig, *, parked: int = 0) -> Limits:
     return Limits(
         slots=settings.slots,
         max_prompt_tokens=settings.max_prompt_tokens,
@@ -90,6 +99,7 @@ def generator_limits(settings: GeneratorConfig) -> Limits:
         page_tokens=settings.page_tokens,
         num_pages=settings.kv_pages,
         burst=settings.burst,
+        parked=parked,
     )
 
 
@@ -100,6 +110,7 @@ def build_reward(site: Site) -> Executor:
     return Reward(
         Tokenizer.load(config.model_folder),
         judge,
+        judged=config.conversation.judge,
         max_failure_share=config.reward.max_failure_share,
         deterministic=config.schedule.deterministic,
     )

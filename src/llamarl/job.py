@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from llamarl.build import (
     BUILDERS,
     Builder,
@@ -44,6 +46,7 @@ from llamarl.observe.watcher import Watcher
 from llamarl.resume import recover, refuse_other_meaning
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import make_task, own_scorers
+from llamarl.tasks.tools.desk import Desk
 from llamarl.types import Problem
 from llamarl.weights.slotfile import SlotFile
 
@@ -62,7 +65,7 @@ def default_line(config: Config) -> Line:
                 done="generated",
                 executors=config.generator.replicas,
                 ranks=config.generator.tensor,
-                capacity=config.generator.slots,
+                capacity=config.generator.slots + config.num_parked,
                 threads=config.generator.threads,
             ),
             Role(name="reward", unit="group", done="scored", capacity=GROUPS_AHEAD * samples, threads=1),
@@ -223,6 +226,7 @@ class Job:
         make_loss(config)
         prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)
         _try_scorer(config, prompts.group(0).problem)
+        _try_tool(config)
         first = len(prompts.group(0).prompt_tokens) // 4
         if not 1 <= first <= config.generator.max_prompt_tokens:
             raise InputError(
@@ -263,6 +267,16 @@ def _try_scorer(config: Config, problem: Problem) -> None:
         raise ConfigError(
             f"reward.scorer: fails on the first problem's own answer {problem.answer!r}: {outcome.reason}"
         )
+
+
+def _try_tool(config: Config) -> None:
+    """A tool that cannot be loaded, or has no sandbox to run in, shows before anything starts."""
+    if config.conversation.tool:
+        desk = Desk(replace(config.conversation, workers=1), config.sandbox)
+        try:
+            desk.prepare()
+        finally:
+            desk.close()
 
 
 @contextmanager

@@ -116,6 +116,9 @@ class Driver:
             case msg.ScoresFailed():
                 self._watcher.scores_failed(report.failures, report.timeouts)
                 return None
+            case msg.ToolsFailed():
+                self._watcher.tools_failed(report.failures, report.timeouts)
+                return None
             case msg.GaveUp():
                 return ev.GaveUp(*who, f"{arrival.executor}: {report.reason}")
             case msg.BatchResult():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llamarl.generate.graphs import Body, Graphs
 from llamarl.generate.pages import NO_PAGE
-from llamarl.generate.scheduler import Fill, Sampled
+from llamarl.generate.scheduler import Extension, Fill, Sampled
 from llamarl.generate.slots import Opening, upload
 from llamarl.generate.step import Steps, bucket_of
 
@@ -87,6 +87,29 @@ class DeviceSide:
             inputs[0, row, :count] = fill.tokens
             inputs[1, row, :count] = np.repeat(fill.pages, self._steps.cache.page_tokens)[:count]
         return torch.from_numpy(inputs)
+
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        """Compute keys and values behind others; as with `fill`, those of about the same length together."""
+
+        def bucket(extension: Extension) -> int:
+            return bucket_of(len(extension.tokens))
+
+        for size, members in groupby(sorted(extensions, key=bucket), key=bucket):
+            rows = list(members)
+            for start in range(0, len(rows), PREFILL_ROWS):
+                self._extend(size, rows[start : start + PREFILL_ROWS])
+
+    def _extend(self, bucket: int, extensions: Sequence[Extension]) -> None:
+        inputs = np.zeros((3, PREFILL_ROWS, bucket), dtype=np.int64)  # tokens, positions, the page of each
+        table = np.full((PREFILL_ROWS, self._table.shape[1]), NO_PAGE, dtype=np.int64)
+        for row, extension in enumerate(extensions):
+            count = len(extension.tokens)
+            positions = np.arange(extension.start, extension.start + count)
+            table[row, : len(extension.pages)] = extension.pages
+            inputs[0, row, :count], inputs[1, row, :count] = extension.tokens, positions
+            inputs[2, row, :count] = table[row, positions // self._steps.cache.page_tokens]
+        here, table_RP = (upload(torch.from_numpy(array), self._device) for array in (inputs, table))
+        self._steps.extend(here[0], here[1], here[2], table_RP)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:

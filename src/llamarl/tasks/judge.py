@@ -18,6 +18,7 @@ from llamarl.config import Config, Reward, Sandbox
 from llamarl.errors import ConfigError
 from llamarl.plugins import is_reference
 from llamarl.tasks.extract import final_answer, gold_answer
+from llamarl.tasks.failures import Counts
 from llamarl.tasks.mathematics import quick_verdict
 from llamarl.tasks.scorers import Scorer, make_safe_scorer
 from llamarl.tasks.workers.pool import Pool
@@ -38,17 +39,6 @@ class Outcome(Struct, frozen=True):
     reward: float = 0.0
     reason: str = ""
     seconds: float = 0.0
-
-
-class Counts(Struct):
-    """Attempts at judging that failed, since the last time somebody took them."""
-
-    failures: int = 0
-    timeouts: int = 0
-
-    def add(self, status: Status) -> None:
-        self.failures += status == "error"
-        self.timeouts += status == "timeout"
 
 
 @dataclass

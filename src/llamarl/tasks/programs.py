@@ -73,11 +73,14 @@ def read_tests(text: str) -> tuple[Test, ...]:
 def program_in(completion: str) -> str:
     """The last fenced block that is Python, or of no language; without any fence, the whole text."""
     text = completion[-_MAX_CHARS:]
-    blocks = list(_blocks(text))
-    if not blocks:
-        return text
+    return text if _FENCE.search(text) is None else fenced_program(text) or ""
+
+
+def fenced_program(said: str) -> str | None:
+    """The last fenced block that is Python, or of no language."""
+    blocks = _blocks(said[-_MAX_CHARS:])
     python = [code for language, code in blocks if language.lower() in ("python", "py", "python3", "")]
-    return python[-1] if python else ""
+    return python[-1] if python else None
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:

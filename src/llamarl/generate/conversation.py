@@ -1,0 +1,149 @@
+"""Conversations: between the decoder, which knows tokens, and the tools, which know text.
+
+What a model has said goes out as text; what a tool replies comes back as tokens that are put behind it, exactly those that
+will be read, and stored, and never made from text again. With several ranks the first one asks the tools and tells the
+others what they replied, so that all of them go on alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import msgspec
+from msgspec import Struct
+
+from llamarl.config import Config, Conversation
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.parallel import TensorRank, tell_all_ranks
+from llamarl.generate.prompting import asked_turns
+from llamarl.generate.scheduler import Key
+from llamarl.generate.scheduler import Sequence as Sample
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.tasks.failures import Counts
+from llamarl.tasks.tools.desk import Desk, Reply
+from llamarl.types import CompletionGroup, Problem, Turn
+
+_PATIENCE_S = 0.02  # so long may a new message wait while nothing but tools is at work
+_MARK = "{reply}"
+
+
+class Failure(Struct, frozen=True):
+    """A tool that came to nothing: its group cannot go on."""
+
+    ordinal: int
+    status: str
+    reason: str
+
+
+class Conversations:
+    """Steps the decoder and serves its conversations meanwhile. `open_desk` is called where the tools are asked."""
+
+    def __init__(
+        self,
+        decoder: ContinuousDecoder,
+        tokenizer: Tokenizer,
+        settings: Conversation,
+        open_desk: Callable[[], Desk],
+        part: TensorRank | None = None,
+    ) -> None:
+        self._decoder, self._tokenizer, self._settings = decoder, tokenizer, settings
+        self._part = part or TensorRank()
+        self._desk = open_desk() if self._part.rank == 0 else None
+        self._problems: dict[Key, Problem] = {}  # of the conversations that wait for a reply
+        self._failures: list[Failure] = []
+        self.num_replies = 0
+
+    def step(self) -> list[CompletionGroup]:
+        """One step of the decoder, if it has anything to do; turns that ended go to the tools, replies come back."""
+        finished = self._decoder.step() if self._decoder.decoding else []
+        for sample in self._decoder.take_turns():
+            self._hand_in(sample)
+        for key, reply in self._collect():
+            self._answer(key, reply)
+        return finished
+
+    def take_failures(self) -> list[Failure]:
+        failures, self._failures = self._failures, []
+        return failures
+
+    def take_counts(self) -> Counts:
+        if self._desk is None:
+            return Counts()
+        counts, self._desk.counts = self._desk.counts, Counts()
+        return counts
+
+    def close(self) -> None:
+        if self._desk is not None:
+            self._desk.close()
+
+    def _hand_in(self, sample: Sample) -> None:
+        problem = sample.group.prompt.problem
+        self._problems[sample.key] = problem
+        if self._desk is not None:
+            turns = self._turns(problem, sample)
+            self._desk.ask(sample.key, turns[-1].content, turns)
+
+    def _turns(self, problem: Problem, sample: Sample) -> list[Turn]:
+        """The prompt, then by turns what the model said and what it was told."""
+        told, start = [*asked_turns(problem)], 0
+        for reply in sample.given:
+            end = reply.start + reply.count
+            told.append(Turn("assistant", self._text(sample, start, reply.start)))
+            told.append(Turn(self._settings.role, self._text(sample, reply.start, end)))
+            start = end
+        return [*told, Turn("assistant", self._text(sample, start, len(sample.sampled.tokens)))]
+
+    def _text(self, sample: Sample, start: int, end: int) -> str:
+        return self._tokenizer.decode(sample.sampled.tokens[start:end])
+
+    def _collect(self) -> Sequence[tuple[Key, Reply]]:
+        if not self._problems:
+            return ()
+        arrived: list[tuple[Key, Reply]] = []
+        if self._desk is not None:
+            patience_s = 0.0 if self._decoder.decoding else _PATIENCE_S
+            arrived = [(cast(Key, key), reply) for key, reply in self._desk.collect(patience_s)]
+        return decode_replies(tell_all_ranks(self._part, encode_replies(arrived))) if self._part.count > 1 else arrived
+
+    def _answer(self, key: Key, reply: Reply) -> None:
+        problem = self._problems.pop(key)
+        self.num_replies += 1
+        if reply.status != "ok":
+            self._drop(Failure(key[0], reply.status, reply.reason))
+        elif reply.text is None:
+            self._decoder.end(key)
+        else:
+            self._decoder.reply(key, self._tokens(problem, reply.text))
+
+    def _drop(self, failure: Failure) -> None:
+        """The group has failed as a whole, once; replies to its other samples find nobody any more."""
+        if self._decoder.holds(failure.ordinal):
+            self._failures.append(failure)
+            self._decoder.drop(failure.ordinal)
+
+    def _tokens(self, problem: Problem, text: str) -> list[int]:
+        if problem.turns:
+            return self._tokenizer.chat_reply([_message(turn) for turn in problem.turns], self._settings.role, text)
+        return self._tokenizer.encode(self._settings.reply.replace(_MARK, text))
+
+
+def make_conversations(
+    config: Config, decoder: ContinuousDecoder, tokenizer: Tokenizer, part: TensorRank | None = None
+) -> Conversations:
+    """As the job says; its tool is up when this returns."""
+
+    def open_desk() -> Desk:
+        desk = Desk(config.conversation, config.sandbox)
+        desk.prepare()
+        return desk
+
+    return Conversations(decoder, tokenizer, config.conversation, open_desk, part)
+
+
+def _message(turn: Turn) -> dict[str, str]:
+    return {"role": turn.role, "content": turn.content}
+
+
+encode_replies = msgspec.json.Encoder().encode
+decode_replies = msgspec.json.Decoder(list[tuple[Key, Reply]]).decode
