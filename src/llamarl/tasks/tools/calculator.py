@@ -6,8 +6,8 @@ import re
 from decimal import Decimal, localcontext
 from fractions import Fraction
 
-_TOKEN = re.compile(r"\s*(?:(\d{1,60}(?:\.\d{1,60})?|\.\d{1,60})|(\*\*|[-+*/^()]))")
-_LAST = re.compile(r"[-+*/^().\d\s]{1,400}=?\s*\Z")
+_TOKEN = re.compile(r"\s*(?:([0-9]{1,60}(?:\.[0-9]{1,60})?|\.[0-9]{1,60})|(\*\*|[-+*/^()]))")
+_LAST = re.compile(r"[-+*/^().0-9\s]{1,400}=?\s*\Z")
 _MAX_CHARS = 400
 _MAX_DEPTH = 40
 _MAX_POWER = 64
@@ -30,7 +30,7 @@ def last_expression(text: str) -> str | None:
     if found is None:
         return None
     expression = found.group().strip().removesuffix("=").strip()
-    has_operation = re.search(r"[\d).]\s*[-+*/^]", expression)
+    has_operation = re.search(r"[0-9).]\s*[-+*/^]", expression)
     return expression if has_operation else None
 
 
