@@ -21,12 +21,14 @@ from llamarl.executors.executor import Executor
 from llamarl.executors.generator import Generator
 from llamarl.executors.reference import Reference
 from llamarl.executors.reward import Reward
+from llamarl.executors.reward_model import RewardModel
 from llamarl.executors.trainer import Trainer
 from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.messages import ReaderStuck, Report
 from llamarl.model.checkpoint import load_model
+from llamarl.model.classifier import load_classifier, open_classifier
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
@@ -114,6 +116,33 @@ def build_reward(site: Site) -> Executor:
         max_failure_share=config.reward.max_failure_share,
         deterministic=config.schedule.deterministic,
     )
+
+
+def build_reward_model(site: Site) -> Executor:
+    config, settings = site.config, site.config.reward_model
+    device = device_of("reward_model.device", settings.device)
+    folder = reward_model_folder(config)
+    return RewardModel(
+        load_classifier(folder, dtype=dtype_of(settings.dtype, device), device=device),
+        Tokenizer.load(folder),
+        Tokenizer.load(config.model_folder),
+        settings,
+        judged=config.conversation.judge,
+    )
+
+
+def reward_model_folder(config: Config) -> Path:
+    return Path(config.reward_model.path).expanduser()
+
+
+def check_reward_model(config: Config) -> None:
+    """Told before anything starts: its files and its device."""
+    try:
+        open_classifier(reward_model_folder(config))
+        Tokenizer.load(reward_model_folder(config))
+    except ModelError as error:
+        raise ModelError(f"reward_model.path: {error}") from None
+    device_of("reward_model.device", config.reward_model.device)
 
 
 def build_trainer(site: Site) -> Executor:
@@ -277,6 +306,7 @@ def load_builder(reference: str) -> Builder:
 BUILDERS: dict[str, Builder] = {
     "generator": build_generator,
     "reward": build_reward,
+    "reward_model": build_reward_model,
     "trainer": build_trainer,
     "reference": build_reference,
 }

@@ -87,8 +87,8 @@ class Reward(Section, frozen=True):
     scorer: Annotated[
         str,
         Meta(
-            description="auto (what suits the task), exact, numeric, choice, regex, math, format, length, code, or "
-            "FILE.py:FUNCTION called as score(completion, answer, prompt), which may be async"
+            description="auto (what suits the task), exact, numeric, choice, regex, math, format, length, code, judge, "
+            "none (0 for everything), or FILE.py:FUNCTION called as score(completion, answer, prompt), which may be async"
         ),
     ] = "auto"
     combine: Annotated[
@@ -336,6 +336,50 @@ class Reference(Section, frozen=True):
         return self.data * self.tensor
 
 
+class RewardModel(Section, frozen=True):
+    """A model on the line behind the scorer, whose score is added to the reward."""
+
+    path: Annotated[
+        str, Meta(description="its Hugging Face sequence-classification folder (one label); empty: no such role")
+    ] = ""
+    weight: Annotated[
+        float, Meta(description="of its score in the reward; set reward.scorer=none to have it alone")
+    ] = 1.0
+    squash: Annotated[bool, Meta(description="its score through a sigmoid, so that it lies between 0 and 1")] = False
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], Meta(description="auto: bfloat16 on a GPU, float32 elsewhere")
+    ] = "auto"
+    device: Device = "auto"
+    threads: Threads = 0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ConfigError("reward_model.weight: must be a finite number")
+
+
+class LLMJudge(Section, frozen=True):
+    """The endpoint behind `reward.scorer: judge`: anything that speaks OpenAI's chat completions."""
+
+    url: Annotated[
+        str, Meta(pattern=r"^https?://[^@?#\s]+$", description="where it is, up to and with /v1; no key in it")
+    ] = "http://127.0.0.1:8000/v1"
+    model: Annotated[str, Meta(description="the name of the model there")] = ""
+    rubric: Annotated[str, Meta(description="file with the rubric, in plain words")] = ""
+    key_env: Annotated[
+        str, Meta(pattern=r"^\w*$", description="environment variable that holds the key; empty: none is sent")
+    ] = ""
+    top: Annotated[float, Meta(gt=0, le=1e6, description="the best score; rewards are its shares")] = 10.0
+    timeout_s: Annotated[float, Meta(gt=0, le=3600, description="for one request")] = 60.0
+    retries: Annotated[int, Meta(ge=0, le=10, description="of a request that met a busy or absent endpoint")] = 3
+    max_tokens: Annotated[int, Meta(ge=1, description="that the judge may write")] = 1024
+    max_chars: Annotated[int, Meta(ge=1, description="of an answer that the judge is shown")] = 50_000
+
+    @property
+    def patience_s(self) -> float:
+        """For one answer, pauses between attempts included."""
+        return (self.retries + 1) * self.timeout_s + 8.0 * self.retries
+
+
 class Schedule(Section, frozen=True):
     updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next version of the policy")] = 180
     groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 96
@@ -449,6 +493,8 @@ class Config(Section, frozen=True):
     task: Task = Task()
     reward: Reward = Reward()
     sandbox: Sandbox = Sandbox()
+    judge: LLMJudge = LLMJudge()
+    reward_model: RewardModel = RewardModel()
     conversation: Conversation = Conversation()
     generator: Generator = Generator()
     trainer: Trainer = Trainer()

@@ -15,6 +15,7 @@ from llamarl.build import (
     Builder,
     Site,
     builder_reference,
+    check_reward_model,
     check_training,
     device_of,
     make_loss,
@@ -54,9 +55,10 @@ GROUPS_AHEAD = 4  # groups that may lie in the reward's inbox, so that it need n
 
 
 def default_line(config: Config) -> Line:
-    """task -> generator -> reward -> trainer, and weights back; a reference policy before the trainer if one is needed."""
+    """task -> generator -> reward -> trainer, and weights back; a reward model and a reference policy in between if they are
+    needed."""
     samples = config.schedule.samples_per_group
-    reference, to_trainer = _way_to_trainer(config)
+    between, to_trainer = _way_to_trainer(config)
     return Line(
         [
             Role(
@@ -76,7 +78,7 @@ def default_line(config: Config) -> Line:
                 ranks=config.trainer.ranks,
                 threads=config.trainer.threads,
             ),
-            *reference,
+            *between,
         ],
         [
             Channel("prompts", "scatter", SOURCE, "generator"),
@@ -88,15 +90,20 @@ def default_line(config: Config) -> Line:
 
 
 def _way_to_trainer(config: Config) -> tuple[list[Role], list[Channel]]:
-    """Straight from the reward, or by way of a reference policy with ranks of its own."""
-    if not config.reference_alone:
-        return [], [Channel("rollouts", "scatter", "reward", "trainer")]
-    settings = config.reference
-    role = Role(name="reference", unit="batch", done="referenced", ranks=settings.ranks, threads=settings.threads)
-    return [role], [
-        Channel("rollouts", "scatter", "reward", "reference"),
-        Channel("referenced", "scatter", "reference", "trainer"),
-    ]
+    """Straight from the reward, or by way of a reward model, of a reference policy with ranks of its own, or of both."""
+    roles: list[Role] = []
+    if config.reward_model.path:
+        ahead = GROUPS_AHEAD * config.schedule.samples_per_group
+        threads = config.reward_model.threads
+        roles.append(Role(name="reward_model", unit="group", done="ranked", capacity=ahead, threads=threads))
+    if config.reference_alone:
+        settings = config.reference
+        roles.append(
+            Role(name="reference", unit="batch", done="referenced", ranks=settings.ranks, threads=settings.threads)
+        )
+    stops = ["reward", *(role.name for role in roles), "trainer"]
+    names = ["rollouts", *(role.done for role in roles)]
+    return roles, [Channel(names[at], "scatter", stops[at], stops[at + 1]) for at in range(len(stops) - 1)]
 
 
 class Job:
@@ -221,6 +228,8 @@ class Job:
             raise ModelError(f"model.path: {error}") from None
         device_of("generator.device", config.generator.device)
         check_training(config)
+        if config.reward_model.path:
+            check_reward_model(config)
         weight_transport(config, can_reach=lambda reader, writer: True)
         check_board(config.observe)
         make_loss(config)

@@ -54,6 +54,10 @@ class Tokenizer:
         """The chat as the model was taught to see it, ready for its answer."""
         return self.encode(self._template.render(messages, add_generation_prompt=add_generation_prompt))
 
+    @property
+    def has_chat(self) -> bool:
+        return not isinstance(self._template, NoChatTemplate)
+
     def chat_reply(self, messages: Sequence[Mapping[str, str]], role: str, content: str) -> list[int]:
         """What comes behind the model's turn in such a chat: the template's own words around a message of `role`, ready for
         the next turn. The model's turn itself is not rendered: its tokens are there already, with the stop token that

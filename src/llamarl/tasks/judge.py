@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llamarl.config import Config, Reward, Sandbox
+from llamarl.config import Config, LLMJudge, Reward, Sandbox
 from llamarl.errors import ConfigError
 from llamarl.plugins import is_reference
 from llamarl.tasks.extract import final_answer, gold_answer
@@ -25,11 +25,11 @@ from llamarl.tasks.workers.pool import Pool
 from llamarl.tasks.workers.wire import Ask, Item, Setup, Status, Verdict, pack_text
 from llamarl.types import Problem
 
-NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "code")
-_IN_WORKERS = ("regex", "math", "code")
+NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "code", "judge", "none")
+_IN_WORKERS = ("regex", "math", "code", "judge")
 _MAX_REMEMBERED = 10_000
 FALLBACK = "exact"  # for a task that names none
-_USUAL = Sandbox()
+_USUAL, _NOBODY = Sandbox(), LLMJudge()
 
 
 class Outcome(Struct, frozen=True):
@@ -56,8 +56,15 @@ class _Case:
 class Judge:
     """`own` names the scorers that suit the task's problems, for reward.scorer=auto."""
 
-    def __init__(self, settings: Reward, own: Sequence[str] = (FALLBACK,), *, sandbox: Sandbox = _USUAL) -> None:
-        self._settings, self._sandbox = settings, sandbox
+    def __init__(
+        self,
+        settings: Reward,
+        own: Sequence[str] = (FALLBACK,),
+        *,
+        sandbox: Sandbox = _USUAL,
+        llm: LLMJudge = _NOBODY,
+    ) -> None:
+        self._settings, self._sandbox, self._llm = settings, sandbox, llm
         self.counts = Counts()
         self.peak_mb = 0.0  # the most that judging one answer has taken in a worker
         self._safe: dict[str, Scorer] = {}
@@ -77,7 +84,7 @@ class Judge:
     def of(cls, config: Config, own: Sequence[str], *, workers: int = 0) -> Judge:
         """The job's; `workers` instead of as many as it says."""
         settings = replace(config.reward, workers=workers) if workers else config.reward
-        return cls(settings, own, sandbox=config.sandbox)
+        return cls(settings, own, sandbox=config.sandbox, llm=config.judge)
 
     @property
     def num_pending(self) -> int:
@@ -171,17 +178,23 @@ class Judge:
     def _open_pool(self) -> Pool:
         if self._pool is None:
             settings = self._settings
-            running_s = self._sandbox.answer_s + self._sandbox.wall_s if "code" in self._pooled else 0.0
             setup = Setup(
                 self._pooled,
                 settings.pattern,
-                settings.timeout_s + running_s,
+                settings.timeout_s + self._patience_s,
                 settings.memory_mb,
                 sandbox=self._sandbox,
+                llm=self._llm,
                 share_of_tests=settings.tests == "share",
             )
             self._pool = Pool(setup, settings.workers)
         return self._pool
+
+    @property
+    def _patience_s(self) -> float:
+        """What scorers with limits of their own may take on top."""
+        running_s = self._sandbox.answer_s + self._sandbox.wall_s if "code" in self._pooled else 0.0
+        return running_s + (self._llm.patience_s if "judge" in self._pooled else 0.0)
 
     def _submit(self, case: _Case) -> None:
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1

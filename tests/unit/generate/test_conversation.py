@@ -3,7 +3,7 @@ tool said."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 import numpy as np
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from llamarl.algo.batch import Document, document_of
 from llamarl.generate.decoder import ContinuousDecoder, Limits
-from llamarl.generate.scheduler import Key
+from llamarl.generate.scheduler import Extension, Fill, Key
+from llamarl.generate.scheduler import Sequence as Sample
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.types import (
     Completion,
@@ -165,15 +166,15 @@ def test_keys_and_values_are_kept_and_only_the_reply_is_read() -> None:
     filled, extended = [0], [0]
     fill, extend = decoder._device.fill, decoder._device.extend
 
-    def count_fills(fills: list[object]) -> None:
-        filled[0] += sum(len(one.tokens) for one in fills)  # type: ignore[attr-defined]
-        fill(fills)  # type: ignore[arg-type]
+    def count_fills(fills: Iterable[Fill]) -> None:
+        filled[0] += sum(len(one.tokens) for one in fills)
+        fill(fills)
 
-    def count_extensions(extensions: list[object]) -> None:
-        extended[0] += sum(len(one.tokens) for one in extensions)  # type: ignore[attr-defined]
-        extend(extensions)  # type: ignore[arg-type]
+    def count_extensions(extensions: Sequence[Extension]) -> None:
+        extended[0] += sum(len(one.tokens) for one in extensions)
+        extend(extensions)
 
-    decoder._device.fill, decoder._device.extend = count_fills, count_extensions  # type: ignore[method-assign,assignment]
+    decoder._device.fill, decoder._device.extend = count_fills, count_extensions  # type: ignore[method-assign]
     found = completions(converse(decoder, groups))
     assert filled[0] == sum(len(group.prompt_tokens) // 4 - 1 for group in groups), "a prompt is read once"
     # The stop token before a reply is read with it; the reply's last token is read by the decode step.
@@ -214,7 +215,7 @@ def test_weights_may_change_while_a_conversation_waits() -> None:
     newer = lively_model(seed=9)
     decoder = make_decoder(4, recompute=True)
     decoder.add(prompt_group([1, 2, 3], ordinal=0, samples=2, max_new_tokens=MAX_NEW))
-    waiting = []
+    waiting: list[Sample] = []
     while len(waiting) < 2:
         decoder.step()
         waiting += decoder.take_turns()

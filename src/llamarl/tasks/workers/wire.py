@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from llamarl.config import Conversation, Sandbox
+from llamarl.config import Conversation, LLMJudge, Sandbox
 from llamarl.types import Turn
 
 _LENGTH = struct.Struct("<Q")
@@ -29,6 +29,7 @@ class Setup(Struct, frozen=True):
     memory_mb: int
     sandbox: Sandbox = Sandbox()
     share_of_tests: bool = False
+    llm: LLMJudge = LLMJudge()
     conversation: Conversation = Conversation()  # with its tool, if that is what the worker is for
 
 

@@ -27,6 +27,7 @@ import msgspec
 
 from llamarl.errors import LlamaRLError
 from llamarl.plugins import is_reference, load_function
+from llamarl.tasks.llm_judge import load_llm_judge
 from llamarl.tasks.programs import load_examiner
 from llamarl.tasks.symbolic import load_equal
 from llamarl.tasks.tools.tools import Tool, load_tool
@@ -70,6 +71,8 @@ def _load(name: str, setup: Setup) -> Scorer:
         return _regex_scorer(setup.pattern)
     if name == "code":
         return load_examiner(setup.sandbox, share=setup.share_of_tests)
+    if name == "judge":
+        return load_llm_judge(setup.llm)
     return load_function("reward.scorer", name)
 
 
@@ -182,7 +185,7 @@ def _rewards(items: tuple[Item, ...], scorers: dict[str, Scorer]) -> tuple[float
 
 
 def _needs_the_machine(scorer: str) -> bool:
-    return is_reference(scorer) or scorer == "code"
+    return is_reference(scorer) or scorer in ("code", "judge")
 
 
 def _score(scorer: Scorer, item: Item) -> float:
