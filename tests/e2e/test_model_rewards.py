@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cli import llamarl
+from helpers.groups import completion, rollout_group
+from helpers.killing import KillAt, Killed
 from helpers.stub_judge import Request, stub_judge
 from safetensors.torch import load_file, save_file
 
@@ -80,6 +82,32 @@ def groups_in(folder: Path) -> list[RolloutGroup]:
         return [store.get(ordinal) for ordinal in range(8) if ordinal in store]  # type: ignore[misc]
     finally:
         store.close()
+
+
+def test_a_job_with_a_reward_model_is_resumed_bit_for_bit(reward_model: Path, tmp_path: Path) -> None:
+    """What the scorer had judged and the model had not is never taken for judged."""
+    settings = [
+        "engine=inline",
+        f"reward_model.path={reward_model}",
+        "reward_model.squash=true",
+        "snapshots.every=1",
+        *SMALL,
+    ]
+    config = load_config(None, [*settings, "schedule.updates=4", "schedule.deterministic=true"])
+    Job(config).run(tmp_path / "straight")
+    with pytest.raises(Killed):
+        Job(config, builders={"trainer": KillAt(2)}).run(tmp_path / "killed")
+    Job.resume(tmp_path / "killed")
+    metrics = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("straight", "killed")]
+    assert metrics[0] == metrics[1]
+
+
+def test_only_what_the_last_role_has_judged_goes_to_disk(tmp_path: Path) -> None:
+    store = GroupStore(tmp_path)
+    store.put(rollout_group([1], [(completion([2]), 1.0)], ordinal=0), passing=True)
+    store.put(rollout_group([1], [(completion([2]), 1.0)], ordinal=1))
+    store.close()
+    assert GroupStore(tmp_path).scored == {1}
 
 
 def test_what_is_no_reward_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
