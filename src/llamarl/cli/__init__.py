@@ -164,7 +164,9 @@ def import_gguf_command(
 @app.command("eval")
 def eval_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="a model folder; 'tiny' is the shipped model")],
-    task: Annotated[str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, or a YAML file")],
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings, such as task.path=data/gsm8k")
     ] = None,
@@ -249,7 +251,9 @@ def _progress_on_stderr() -> Callable[[int, int], None]:
 
 @app.command("score")
 def score_command(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, or a YAML file")],
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings, such as reward.scorer=math")
     ] = None,

@@ -9,7 +9,7 @@ from llamarl.executors.executor import UnexpectedMessage
 from llamarl.generate.prompting import judged_text
 from llamarl.messages import GaveUp, GroupRefused, GroupResult, Message, Report, ScoresFailed, WorkOnGroup
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.tasks.failures import Counts, FailureShare
+from llamarl.tasks.failures import FailureShare
 from llamarl.tasks.judge import Judge, Outcome
 from llamarl.types import CompletionGroup, Rollout, RolloutGroup
 
@@ -70,8 +70,7 @@ class Reward:
         return [*reports, *self._tell_failures()]
 
     def _tell_failures(self) -> Iterable[Report]:
-        counts, self._judge.counts = self._judge.counts, Counts()
-        if counts:
+        if counts := self._judge.take_counts():
             yield ScoresFailed(counts.failures, counts.timeouts)
             if excess := self._failures.excess:
                 yield GaveUp(

@@ -68,10 +68,7 @@ class Conversations:
         return failures
 
     def take_counts(self) -> Counts:
-        if self._desk is None:
-            return Counts()
-        counts, self._desk.counts = self._desk.counts, Counts()
-        return counts
+        return Counts() if self._desk is None else self._desk.take_counts()
 
     def close(self) -> None:
         if self._desk is not None:

@@ -6,10 +6,11 @@ what has been sampled comes down on a stream of its own, beside the next burst.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -58,15 +59,9 @@ class DeviceSide:
     # Into the slots
 
     def fill(self, fills: Iterable[Fill]) -> None:
-        """Compute keys and values; sequences of about the same length together."""
-
-        def bucket(fill: Fill) -> int:
-            return bucket_of(len(fill.tokens))
-
-        for size, members in groupby(sorted(fills, key=bucket), key=bucket):
-            rows = list(members)
-            for start in range(0, len(rows), PREFILL_ROWS):
-                self._prefill(size, rows[start : start + PREFILL_ROWS])
+        """Compute keys and values."""
+        for bucket, rows in _batches(fills):
+            self._prefill(bucket, rows)
 
     def _prefill(self, bucket: int, fills: Sequence[Fill]) -> None:
         rows = 1 << (len(fills) - 1).bit_length() if self._on_gpu else PREFILL_ROWS
@@ -89,15 +84,9 @@ class DeviceSide:
         return torch.from_numpy(inputs)
 
     def extend(self, extensions: Sequence[Extension]) -> None:
-        """Compute keys and values behind others; as with `fill`, those of about the same length together."""
-
-        def bucket(extension: Extension) -> int:
-            return bucket_of(len(extension.tokens))
-
-        for size, members in groupby(sorted(extensions, key=bucket), key=bucket):
-            rows = list(members)
-            for start in range(0, len(rows), PREFILL_ROWS):
-                self._extend(size, rows[start : start + PREFILL_ROWS])
+        """Compute keys and values behind others."""
+        for bucket, rows in _batches(extensions):
+            self._extend(bucket, rows)
 
     def _extend(self, bucket: int, extensions: Sequence[Extension]) -> None:
         inputs = np.zeros((3, PREFILL_ROWS, bucket), dtype=np.int64)  # tokens, positions, the page of each
@@ -184,3 +173,18 @@ class DeviceSide:
                 for column in (state.out_tokens, state.out_logprobs, state.out_versions)
             ]
         return [Sampled(*(column[row, :count].tolist() for column in columns)) for row, count in enumerate(counts)]
+
+
+_Unread = TypeVar("_Unread", Fill, Extension)
+
+
+def _batches(unread: Iterable[_Unread]) -> Iterator[tuple[int, list[_Unread]]]:
+    """Sequences of about the same length together, each time with the length they are padded to."""
+
+    def bucket(one: _Unread) -> int:
+        return bucket_of(len(one.tokens))
+
+    for size, members in groupby(sorted(unread, key=bucket), key=bucket):
+        rows = list(members)
+        for start in range(0, len(rows), PREFILL_ROWS):
+            yield size, rows[start : start + PREFILL_ROWS]

@@ -201,6 +201,7 @@ def evaluate(
         slots=min(settings.slots, max(samples, len(problems) * samples)),
         max_prompt_tokens=settings.max_prompt_tokens,
         max_new_tokens=settings.max_new_tokens,
+        parked=config.num_parked,
     )
     talk = config.conversation
     decoder = ContinuousDecoder(

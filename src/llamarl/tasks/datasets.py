@@ -100,6 +100,8 @@ KINDS: dict[str, Kind] = {
 
 def read_examples(settings: Source) -> tuple[list[Example], list[Example]]:
     """(training, test): problems of the fixed test file are never trained on, even if the other file holds them too."""
+    if settings.kind == "code" and settings.few_shot and not settings.solution_field:
+        raise ConfigError("task.solution_field: name the field whose programs task.few_shot is to show")
     train_path, test_path = _files(settings)
     kind = KINDS[settings.kind]
     test = read_rows(test_path, lambda row: kind.read(settings, row)) if test_path else []

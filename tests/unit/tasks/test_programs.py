@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from llamarl.config import Source
-from llamarl.errors import InputError
+from llamarl.errors import ConfigError, InputError
 from llamarl.tasks.datasets import read_examples
 from llamarl.tasks.programs import program_in, read_tests, same_output, same_value
 
@@ -113,3 +114,11 @@ def test_a_row_that_cannot_be_used_is_refused_with_its_line(
     with pytest.raises(InputError, match=r"train\.jsonl:1: ") as error:
         read_examples(write(tmp_path, row))
     assert complaint in str(error.value)
+
+
+def test_examples_can_be_shown_only_where_there_are_solutions(tmp_path: Path) -> None:
+    source = write(tmp_path, {"prompt": "x", "solution": "print(1)", "tests": [{"output": "1"}]})
+    with pytest.raises(ConfigError, match=r"task\.solution_field"):
+        read_examples(replace(source, few_shot=1))
+    train, _ = read_examples(replace(source, few_shot=1, solution_field="solution"))
+    assert train[0].solution == "print(1)"

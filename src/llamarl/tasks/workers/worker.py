@@ -27,7 +27,6 @@ import msgspec
 
 from llamarl.errors import LlamaRLError
 from llamarl.plugins import is_reference, load_function
-from llamarl.tasks.llm_judge import load_llm_judge
 from llamarl.tasks.programs import load_examiner
 from llamarl.tasks.symbolic import load_equal
 from llamarl.tasks.tools.tools import Tool, load_tool
@@ -72,6 +71,8 @@ def _load(name: str, setup: Setup) -> Scorer:
     if name == "code":
         return load_examiner(setup.sandbox, share=setup.share_of_tests)
     if name == "judge":
+        from llamarl.tasks.llm_judge import load_llm_judge  # brings TLS along, which no other worker needs
+
         return load_llm_judge(setup.llm)
     return load_function("reward.scorer", name)
 

@@ -11,6 +11,7 @@ from helpers.sandboxes import BRIEF
 
 from llamarl.config import Conversation, Sandbox
 from llamarl.errors import ConfigError
+from llamarl.tasks.failures import Counts
 from llamarl.tasks.tools.desk import Desk, Reply
 from llamarl.types import Turn
 
@@ -90,7 +91,7 @@ def test_the_python_tool_runs_programs_in_the_sandbox() -> None:
     assert reply(desk, "```python\nopen('/etc/passwd')\n```").text != ""
     assert "Error" in str(reply(desk, "```python\nopen('/etc/passwd')\n```").text)
     assert reply(desk, "It is 42.") == Reply("ok", None)
-    assert not desk.counts, "what a program does wrong is no failure of the tool"
+    assert not desk.take_counts(), "what a program does wrong is no failure of the tool"
     desk.close()
 
 
@@ -99,13 +100,13 @@ def test_a_users_function_sees_the_turns_and_its_failures_are_counted(own: Path)
     assert reply(desk, "hi").text == "2 turns, user asked  ... (cut off)"
     assert reply(desk, "bye") == Reply("ok", None)
     assert len(reply(desk, "long").text or "") < 50
-    assert not desk.counts
+    assert not desk.take_counts()
     assert reply(desk, "raise") == Reply("error", None, "tool failed: ValueError: no idea")
     assert reply(desk, "crash").status == "error"
     assert reply(desk, "number").reason == "tool gave int; it must give text, or None at the end"
-    assert (desk.counts.failures, desk.counts.timeouts) == (6, 0), "each is tried twice"
+    assert desk.take_counts() == Counts(6, 0), "each is tried twice"
     assert reply(desk, "hang").status == "timeout"
-    assert (desk.counts.failures, desk.counts.timeouts) == (6, 2)
+    assert desk.take_counts() == Counts(0, 2)
     assert reply(desk, "bye") == Reply("ok", None), "and then it goes on"
     desk.close()
 
