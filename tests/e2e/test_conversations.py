@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cli import llamarl
+from helpers.fingerprint import fingerprint
 from helpers.killing import KillAt, Killed
 
 from llamarl import Job
 from llamarl.configfile import load_config
-from llamarl.controller.ledger import audit, canonical, read_ledger
+from llamarl.controller.ledger import audit, read_ledger
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "calculator.yaml"
@@ -80,12 +81,6 @@ def own_tool(folder: Path, name: str = "tool") -> list[str]:
     file = folder / f"{name}.py"
     file.write_text(TOOL)
     return [f"conversation.tool={file}:tool", "conversation.max_turns=3", "generator.max_new_tokens=24", *SMALL]
-
-
-def fingerprint(folder: Path, updates: int) -> tuple[object, ...]:
-    assert audit(read_ledger(folder / "ledger")).clean
-    weights = (folder / "snapshots" / str(updates) / "policy" / "model.safetensors").read_bytes()
-    return weights, (folder / "metrics.jsonl").read_bytes(), canonical(read_ledger(folder / "ledger"))
 
 
 def test_deterministic_jobs_stay_so_on_any_engine_and_across_a_crash(tmp_path: Path) -> None:
