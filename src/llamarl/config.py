@@ -87,7 +87,7 @@ class Reward(Section, frozen=True):
     scorer: Annotated[
         str,
         Meta(
-            description="auto (what suits the task), exact, numeric, choice, regex, math, format, length, code, judge, "
+            description="auto (what suits the task), exact, numeric, choice, regex, math, format, length, code, llm_judge, "
             "none (0 for everything), or FILE.py:FUNCTION called as score(completion, answer, prompt), which may be async"
         ),
     ] = "auto"
@@ -358,7 +358,7 @@ class RewardModel(Section, frozen=True):
 
 
 class LLMJudge(Section, frozen=True):
-    """The endpoint behind `reward.scorer: judge`: anything that speaks OpenAI's chat completions."""
+    """The endpoint behind `reward.scorer: llm_judge`: anything that speaks OpenAI's chat completions."""
 
     url: Annotated[
         str, Meta(pattern=r"^https?://[^@?#\s]+$", description="where it is, up to and with /v1; no key in it")
@@ -493,7 +493,7 @@ class Config(Section, frozen=True):
     task: Task = Task()
     reward: Reward = Reward()
     sandbox: Sandbox = Sandbox()
-    judge: LLMJudge = LLMJudge()
+    llm_judge: LLMJudge = LLMJudge()
     reward_model: RewardModel = RewardModel()
     conversation: Conversation = Conversation()
     generator: Generator = Generator()
@@ -523,6 +523,11 @@ class Config(Section, frozen=True):
             raise ConfigError(
                 f"schedule.window: {schedule.window} lets timing choose the batches, which schedule.deterministic rules out; "
                 "set it to 1"
+            )
+        if schedule.deterministic and self.conversation.tool and generator.kv_pages:
+            raise ConfigError(
+                f"generator.kv_pages: with {generator.kv_pages} pages, timing decides which conversations are read again while "
+                "tools run, which schedule.deterministic rules out; set it to 0"
             )
         if not all(0 <= beta < 1 for beta in self.trainer.betas):
             raise ConfigError(f"trainer.betas: each must lie in [0, 1), got {list(self.trainer.betas)}")

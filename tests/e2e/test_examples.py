@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.brief import BRIEF, ROOT, TINY
 from helpers.cli import llamarl
+from helpers.sandboxes import skip_without_sandbox
 
 from llamarl import Job
 from llamarl.algo.batch import TokenBatch
@@ -67,6 +68,7 @@ def test_every_example_is_a_valid_job(path: Path) -> None:
 
 
 def test_the_programs_that_come_with_the_example_solve_its_problems() -> None:
+    skip_without_sandbox()
     rows = [json.loads(line) for line in (ROOT / "examples/data/programs.jsonl").read_text().splitlines()]
     judge = Judge(Reward(scorer="code", workers=2, retries=0))
     for number, row in enumerate(rows):
@@ -83,6 +85,7 @@ def test_the_programs_that_come_with_the_example_solve_its_problems() -> None:
 
 def test_programs_are_judged_in_a_job(tmp_path: Path) -> None:
     """The shipped model cannot program: it writes digits, and they pass no test."""
+    skip_without_sandbox()
     settings = [*BRIEF, "model.path=tiny", "task.chat=false", "reward.workers=1", "generator.max_prompt_tokens=240"]
     settings += ["generator.max_new_tokens=8", "trainer.lr=1e-5", "schedule.updates=1", "evaluate.prompts=1"]
     summary = Job.load("examples/code.yaml", settings).run(tmp_path / "run")

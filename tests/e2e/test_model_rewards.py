@@ -131,12 +131,12 @@ def test_an_llm_judges_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with stub_judge(behave) as (url, seen):
         settings = [
             "engine=inline",
-            "reward.scorer=judge",
+            "reward.scorer=llm_judge",
             "reward.workers=2",
-            f"judge.url={url}",
-            "judge.model=stub",
-            f"judge.rubric={rubric}",
-            "judge.key_env=JUDGE_KEY",
+            f"llm_judge.url={url}",
+            "llm_judge.model=stub",
+            f"llm_judge.rubric={rubric}",
+            "llm_judge.key_env=JUDGE_KEY",
             *SMALL,
         ]
         summary = Job(load_config(None, settings)).run(tmp_path / "run")

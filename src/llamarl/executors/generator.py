@@ -40,7 +40,7 @@ class Generator:
     ) -> None:
         self._decoder, self._weights, self._conversations = decoder, weights, conversations
         self._max_failure_share, self._deterministic = max_failure_share, deterministic
-        self._failures, self._num_replies = FailureShare(max_failure_share), 0
+        self._failures = FailureShare(max_failure_share)
 
     def handle(self, message: Message) -> Iterable[Report]:
         match message:
@@ -74,16 +74,16 @@ class Generator:
 
     def _failed_tools(self, conversations: Conversations) -> Iterable[Report]:
         """A group whose tool failed is dropped, as one that cannot be judged is."""
+        for failed in conversations.take_outcomes():
+            self._failures.note(failed=failed)
         failures = conversations.take_failures()
-        for _ in range(conversations.num_replies - self._num_replies - len(failures)):
-            self._failures.note(failed=False)
-        self._num_replies = conversations.num_replies
-        for ordinal, failure in {failure.ordinal: failure for failure in failures}.items():
-            yield GroupRefused(ordinal, f"tool {failure.reason}" if failure.status == "timeout" else failure.reason)
-            if self._deterministic and failure.status == "timeout":
-                yield GaveUp(f"the tool of group {ordinal} {failure.reason}; schedule.deterministic allows none")
-        for _ in failures:
-            self._failures.note(failed=True)
+        for failure in failures:
+            late = failure.status == "timeout"
+            yield GroupRefused(failure.ordinal, f"tool {failure.reason}" if late else failure.reason)
+            if self._deterministic and late:
+                yield GaveUp(
+                    f"the tool of group {failure.ordinal} {failure.reason}; schedule.deterministic allows none"
+                )
         if counts := conversations.take_counts():
             yield ToolsFailed(counts.failures, counts.timeouts)
         if failures and (excess := self._failures.excess):

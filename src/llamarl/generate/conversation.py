@@ -52,7 +52,7 @@ class Conversations:
         self._desk = open_desk() if self._part.rank == 0 else None
         self._problems: dict[Key, Problem] = {}  # of the conversations that wait for a reply
         self._failures: list[Failure] = []
-        self.num_replies = 0
+        self._outcomes: list[bool] = []
 
     def step(self) -> list[CompletionGroup]:
         """One step of the decoder, if it has anything to do; turns that ended go to the tools, replies come back."""
@@ -63,7 +63,13 @@ class Conversations:
             self._answer(key, reply)
         return finished
 
+    def take_outcomes(self) -> list[bool]:
+        """Of every call since the last time, whether it failed."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
     def take_failures(self) -> list[Failure]:
+        """Groups that were given up since the last time."""
         failures, self._failures = self._failures, []
         return failures
 
@@ -105,7 +111,7 @@ class Conversations:
 
     def _answer(self, key: Key, reply: Reply) -> None:
         problem = self._problems.pop(key)
-        self.num_replies += 1
+        self._outcomes.append(reply.status != "ok")
         if reply.status != "ok":
             self._drop(Failure(key[0], reply.status, reply.reason))
         elif reply.text is None:

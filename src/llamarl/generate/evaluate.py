@@ -101,7 +101,7 @@ class Run:
         if self._conversations is None:
             return self._decoder.step()
         finished = self._conversations.step()
-        for _ in {failure.ordinal for failure in self._conversations.take_failures()}:
+        for _ in self._conversations.take_failures():
             self._judged += self._sampling.samples
             self._failed += self._sampling.samples
             progress(self._judged, self._asked)

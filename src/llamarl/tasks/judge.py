@@ -25,8 +25,8 @@ from llamarl.tasks.workers.errands import Errands
 from llamarl.tasks.workers.wire import Ask, Item, Setup, Status, Verdict, pack_text
 from llamarl.types import Problem
 
-NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "code", "judge", "none")
-_IN_WORKERS = ("regex", "math", "code", "judge")
+NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "code", "llm_judge", "none")
+_IN_WORKERS = ("regex", "math", "code", "llm_judge")
 _MAX_REMEMBERED = 10_000
 FALLBACK = "exact"  # for a task that names none
 _USUAL, _NOBODY = Sandbox(), LLMJudge()
@@ -79,7 +79,7 @@ class Judge:
     def of(cls, config: Config, own: Sequence[str], *, workers: int = 0) -> Judge:
         """The job's; `workers` instead of as many as it says."""
         settings = replace(config.reward, workers=workers) if workers else config.reward
-        return cls(settings, own, sandbox=config.sandbox, llm=config.judge)
+        return cls(settings, own, sandbox=config.sandbox, llm=config.llm_judge)
 
     @property
     def num_pending(self) -> int:
@@ -197,7 +197,7 @@ class Judge:
     def _patience_s(self) -> float:
         """What scorers with limits of their own may take on top."""
         running_s = self._sandbox.answer_s + self._sandbox.wall_s if "code" in self._pooled else 0.0
-        return running_s + (self._llm.patience_s if "judge" in self._pooled else 0.0)
+        return running_s + (self._llm.patience_s if "llm_judge" in self._pooled else 0.0)
 
     def _remember(self, items: Sequence[Item], rewards: Sequence[float]) -> None:
         """Samples of one prompt often agree. Only mathematics, whose verdict depends on nothing else, and only from a

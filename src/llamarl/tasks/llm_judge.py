@@ -141,11 +141,13 @@ def _content(body: bytes) -> str:
 def _endpoint(settings: LLMJudge) -> SplitResult:
     place = urlsplit(settings.url)
     if place.scheme not in ("http", "https") or not place.hostname or place.username or place.query:
-        raise ConfigError("judge.url: expected an address such as https://host/v1; a key goes into judge.key_env")
+        raise ConfigError(
+            "llm_judge.url: expected an address such as https://host/v1; a key goes into llm_judge.key_env"
+        )
     if settings.key_env and place.scheme == "http" and not _is_loopback(place.hostname):
-        raise ConfigError("judge.url: a key is sent over https, or to this machine itself, and nowhere else")
+        raise ConfigError("llm_judge.url: a key is sent over https, or to this machine itself, and nowhere else")
     if not settings.model:
-        raise ConfigError("judge.model: name the model that the endpoint is to use")
+        raise ConfigError("llm_judge.model: name the model that the endpoint is to use")
     return place
 
 
@@ -159,7 +161,7 @@ def _is_loopback(host: str) -> bool:
 def _key(settings: LLMJudge) -> str:
     """From the environment alone: it is in no file, no message and no log."""
     if settings.key_env and not os.environ.get(settings.key_env):
-        raise ConfigError(f"judge.key_env: there is no environment variable {settings.key_env}")
+        raise ConfigError(f"llm_judge.key_env: there is no environment variable {settings.key_env}")
     return os.environ.get(settings.key_env, "") if settings.key_env else ""
 
 
@@ -168,7 +170,7 @@ def _rubric(settings: LLMJudge) -> str:
     try:
         text = path.read_bytes()[: _MAX_RUBRIC_BYTES + 1].decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"judge.rubric: {path} cannot be read: {error}") from None
+        raise ConfigError(f"llm_judge.rubric: {path} cannot be read: {error}") from None
     if not text.strip() or len(text) > _MAX_RUBRIC_BYTES:
-        raise ConfigError(f"judge.rubric: {path} is empty, or longer than {_MAX_RUBRIC_BYTES} bytes")
+        raise ConfigError(f"llm_judge.rubric: {path} is empty, or longer than {_MAX_RUBRIC_BYTES} bytes")
     return text.strip()

@@ -1,7 +1,7 @@
 """Whatever program a policy writes, it is paid for being right and for nothing else; it leaves no process and no file, reads
 and changes nothing outside, and the next honest one is still right.
 
-`make soak` (that is, $LLAMARL_HOSTILE) runs all of them as scripts and as functions, and under every plan.
+`make soak` (that is, $LLAMARL_HOSTILE) runs all of them as scripts and as functions, and behind every kind of walls.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 from helpers.hostile_programs import FORGING, QUICK, hostile_programs
-from helpers.sandboxes import BRIEF, Case, score_under, works
+from helpers.sandboxes import BRIEF, Case, score_under, skip_without_sandbox, works
 
 from llamarl.config import Reward
 from llamarl.tasks.judge import Judge, Outcome
-from llamarl.tasks.sandbox.walls import UNPRIVILEGED, Plan
+from llamarl.tasks.sandbox.walls import UNPRIVILEGED, Walls
 from llamarl.types import Problem
 
 ASKED = "the input of the test"
@@ -88,6 +88,7 @@ def running_programs() -> list[str]:
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Judge]:
+    skip_without_sandbox()
     judge = Judge(Reward(scorer="code", workers=3, retries=0), sandbox=BRIEF)
     judge.prepare()
     yield judge
@@ -118,16 +119,18 @@ def test_no_hostile_program_is_paid_and_none_leaves_anything(judge: Judge, outsi
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("plan", list(Plan))
-def test_every_plan_holds_by_itself(plan: Plan, outside: Path) -> None:
+@pytest.mark.parametrize("walls", list(Walls))
+def test_every_kind_of_walls_holds_by_itself(walls: Walls, outside: Path) -> None:
     """The job takes the strongest; here each one is taken, with the system's interpreter."""
-    if plan is Plan.ROOT and not ALL:
-        pytest.skip("the plan of every job that root starts: tested above")
-    if not works(plan):
-        pytest.skip(f"this machine does not allow: {plan.value}")
+    if walls is Walls.ROOT and not ALL:
+        pytest.skip("those of every job that root starts: tested above")
+    if not works(walls):
+        pytest.skip(f"this machine does not allow: {walls.value}")
     hostile = programs(outside)
     cases: list[Case] = [(name, hostile[name], TESTS["script"]) for name in (hostile if ALL else QUICK)]
-    found = score_under(plan, [*cases, ("honest", HONEST, TESTS["script"]), ("honest call", HONEST, TESTS["function"])])
+    found = score_under(
+        walls, [*cases, ("honest", HONEST, TESTS["script"]), ("honest call", HONEST, TESTS["function"])]
+    )
     assert (found.pop("honest"), found.pop("honest call")) == (1.0, 1.0)
     assert not {name: reward for name, reward in found.items() if reward}
     check_nothing_is_left(outside)

@@ -135,11 +135,11 @@ def test_the_key_comes_from_the_environment_and_is_never_told(rubric: str, monke
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"url": "ftp://host/v1"}, "judge.url"),
-        ({"url": "https://user:secret@host/v1"}, "a key goes into judge.key_env"),
+        ({"url": "ftp://host/v1"}, "llm_judge.url"),
+        ({"url": "https://user:secret@host/v1"}, "a key goes into llm_judge.key_env"),
         ({"url": "http://example.com/v1", "key_env": "JUDGE_KEY"}, "sent over https"),
-        ({"model": ""}, "judge.model"),
-        ({"rubric": "/no/such/file"}, "judge.rubric"),
+        ({"model": ""}, "llm_judge.model"),
+        ({"rubric": "/no/such/file"}, "llm_judge.rubric"),
         ({"key_env": "NO_SUCH_KEY"}, "no environment variable NO_SUCH_KEY"),
     ],
 )
@@ -158,12 +158,12 @@ def test_as_a_scorer_it_runs_in_workers_and_its_failures_are_counted(rubric: str
 
     with stub_judge(behave) as (url, _):
         llm = LLMJudge(url=url, model="m", rubric=rubric)
-        judge = Judge(Reward(scorer="judge", workers=1, retries=0), llm=llm)
+        judge = Judge(Reward(scorer="llm_judge", workers=1, retries=0), llm=llm)
         judge.prepare()
         assert judge.score("four", Problem("q", "")).reward == pytest.approx(0.4)
         outcome = judge.score("odd", Problem("q", ""))
         assert (outcome.status, judge.counts.failures) == ("error", 1)
         assert "0 lines with a score" in outcome.reason
         judge.close()
-    with pytest.raises(ConfigError, match=r"judge\.model"):
-        Judge(Reward(scorer="judge", workers=1), llm=LLMJudge(rubric=rubric)).prepare()
+    with pytest.raises(ConfigError, match=r"llm_judge\.model"):
+        Judge(Reward(scorer="llm_judge", workers=1), llm=LLMJudge(rubric=rubric)).prepare()

@@ -13,7 +13,7 @@ from llamarl.tasks.sandbox import landlock, seccomp
 from llamarl.tasks.sandbox.interpreter import find_interpreter
 from llamarl.tasks.sandbox.run import Sandbox, SandboxError
 from llamarl.tasks.sandbox.syscalls import ARCHITECTURES
-from llamarl.tasks.sandbox.walls import Plan, plans
+from llamarl.tasks.sandbox.walls import Walls, walls_to_try
 
 _TRUNCATE_ABI = 3  # the first that keeps a file from being emptied; where files of others are in sight, it must
 
@@ -48,13 +48,13 @@ def open_sandbox(limits: Limits, found: Features | None = None) -> Sandbox:
         raise ConfigError(f"sandbox: programs cannot be run safely here; missing: {'; '.join(lacking)}")
     interpreter = find_interpreter(limits.python)
     reasons = []
-    for plan in plans():
-        if plan is Plan.BARE and found.landlock < _TRUNCATE_ABI:
-            reasons.append(f"{plan.value}: Landlock ABI {_TRUNCATE_ABI} (Linux 6.2), there is {found.landlock}")
+    for walls in walls_to_try():
+        if walls is Walls.BARE and found.landlock < _TRUNCATE_ABI:
+            reasons.append(f"{walls.value}: Landlock ABI {_TRUNCATE_ABI} (Linux 6.2), there is {found.landlock}")
             continue
-        sandbox = Sandbox(plan, interpreter, limits)
+        sandbox = Sandbox(walls, interpreter, limits)
         if problem := _problem(sandbox):
-            reasons.append(f"{plan.value}: {problem}")
+            reasons.append(f"{walls.value}: {problem}")
         else:
             return sandbox
     raise ConfigError(f"sandbox: programs cannot be run safely here; tried: {'; '.join(reasons)}")

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from llamarl.config import Sandbox as Limits
 from llamarl.errors import LlamaRLError
 from llamarl.tasks.sandbox.interpreter import CALL, RUN, Interpreter
-from llamarl.tasks.sandbox.walls import Plan, enclose, leave
+from llamarl.tasks.sandbox.walls import Walls, enclose, leave
 from llamarl.tasks.workers.confine import die_with_parent
 
 _READ_BYTES = 1 << 16
@@ -49,24 +49,24 @@ class Ran(NamedTuple):
 
 
 class Sandbox:
-    def __init__(self, plan: Plan, interpreter: Interpreter, limits: Limits) -> None:
-        self.plan, self._interpreter, self._limits = plan, interpreter, limits
+    def __init__(self, walls: Walls, interpreter: Interpreter, limits: Limits) -> None:
+        self.walls, self._interpreter, self._limits = walls, interpreter, limits
 
     def run(self, source: str, stdin: str = "") -> Ran:
         """As a script, with this input."""
-        run = _Run(self.plan, self._interpreter, self._limits, RUN)
+        run = _Run(self.walls, self._interpreter, self._limits, RUN)
         return run.go(_bytes(source), _bytes(stdin))
 
     def call(self, source: str, calls: Sequence[Mapping[str, Any]]) -> Ran:
         """As a module, whose functions are called: each with `call`, `args` and `kwargs`."""
-        run = _Run(self.plan, self._interpreter, self._limits, CALL)
+        run = _Run(self.walls, self._interpreter, self._limits, CALL)
         asked = json.dumps({"source": source, "calls": list(calls), "nonce": run.nonce})
         return run.go(asked.encode(), b"")
 
 
 class _Run:
-    def __init__(self, plan: Plan, interpreter: Interpreter, limits: Limits, script: str) -> None:
-        self._plan, self._interpreter, self._limits, self._script = plan, interpreter, limits, script
+    def __init__(self, walls: Walls, interpreter: Interpreter, limits: Limits, script: str) -> None:
+        self._walls, self._interpreter, self._limits, self._script = walls, interpreter, limits, script
         self.nonce = secrets.token_hex(16)
         self._program = 0  # its process, once that is known
         self._stopped: Literal["timeout", "flooded"] | None = None
@@ -110,11 +110,13 @@ class _Run:
                 if not data:
                     poll.unregister(fd)
                     open_fds.discard(fd)
-                elif len(said[fd]) <= self._limits.output_kb << 10:
-                    said[fd] += data
                 elif not self._stopped:
-                    deadline_s = time.monotonic()
-                    self._stop("flooded", said[fds[-1]], reaper)
+                    said[fd] += data
+                    if len(said[fd]) > self._limits.output_kb << 10:
+                        deadline_s = time.monotonic()
+                        self._stop("flooded", said[fds[-1]], reaper)
+                elif fd == fds[-1]:
+                    said[fd] += data
         return [bytes(said[fd]) for fd in fds]
 
     def _stop(self, why: Literal["timeout", "flooded"], status: bytearray, reaper: int) -> None:
@@ -150,7 +152,7 @@ class _Run:
 
     def _reap(self, fds: Sequence[int], status: int, parent: int) -> NoReturn:
         try:
-            leave(self._plan)
+            leave(self._walls)
             die_with_parent(parent)
             pid = os.fork()
             if pid == 0:
@@ -169,7 +171,7 @@ class _Run:
             os.setsid()
             _place([*fds, status])
             os.set_inheritable(_STATUS, False)
-            enclose(self._plan, self._interpreter, self._limits)
+            enclose(self._walls, self._interpreter, self._limits)
             self._say(_STATUS, "walled", "in")
             command = [*self._interpreter.command, "-c", self._script]
             os.execve(self._interpreter.executable, command, _ENVIRONMENT)

@@ -1,8 +1,8 @@
 """From an ordinary process to one behind walls, step by step; called in the process that will become the program.
 
-Three plans, the first that this machine allows is taken. With namespaces, a program sees a file system of its own, made in
-memory, with the interpreter and the system's libraries read-only in it; it may start processes, and they all end with it.
-Without, it sees no more through Landlock, writes no file, and starts nothing.
+Three kinds of walls, of which the first that this machine allows are taken. With namespaces, a program sees a file system of
+its own, made in memory, with the interpreter and the system's libraries read-only in it; it may start processes, and they all
+end with it. Without, it sees no more through Landlock, writes no file, and starts nothing.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ _MAX_OPEN = 64
 _TOP_LINKS = ("/lib", "/lib64", "/bin", "/sbin")  # on most machines links into /usr
 
 
-class Plan(enum.Enum):
+class Walls(enum.Enum):
     ROOT = "namespaces made by root, an unprivileged user inside"
     USER = "user, pid and mount namespaces"
     BARE = "no namespaces: no new processes, no files"
 
     @property
     def has_namespaces(self) -> bool:
-        return self is not Plan.BARE
+        return self is not Walls.BARE
 
 
-def plans() -> tuple[Plan, ...]:
-    return tuple(Plan) if os.geteuid() == 0 else (Plan.USER, Plan.BARE)
+def walls_to_try() -> tuple[Walls, ...]:
+    return tuple(Walls) if os.geteuid() == 0 else (Walls.USER, Walls.BARE)
 
 
-def leave(plan: Plan) -> None:
+def leave(walls: Walls) -> None:
     """In the reaper, before it starts the program: the namespaces that its child will be born in."""
-    if plan is Plan.ROOT:
+    if walls is Walls.ROOT:
         _unshare(_NEW_MOUNTS | _NEW_PID)
         return
     become_unprivileged()
-    if plan is Plan.USER:
+    if walls is Walls.USER:
         uid, gid = os.geteuid(), os.getegid()
         _unshare(_NEW_USER | _NEW_MOUNTS | _NEW_PID)
         _write("/proc/self/setgroups", "deny")
@@ -71,31 +71,31 @@ def become_unprivileged() -> None:
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own files in /proc would belong to root
 
 
-def enclose(plan: Plan, interpreter: Interpreter, limits: Limits) -> None:
+def enclose(walls: Walls, interpreter: Interpreter, limits: Limits) -> None:
     """In the child that becomes the program; afterwards it can do nothing but be that program."""
-    if plan.has_namespaces:
+    if walls.has_namespaces:
         _enter_own_root(interpreter, limits)
-    if plan is Plan.ROOT:
+    if walls is Walls.ROOT:
         become_unprivileged()
         _unshare(_NEW_USER)  # so that its processes are counted apart from others of that user
-    os.chdir(_FOLDER if plan.has_namespaces else "/")
+    os.chdir(_FOLDER if walls.has_namespaces else "/")
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     seccomp.give_up_privileges()
-    ruleset = landlock.prepare(_rules(plan, interpreter))
-    own_pid = None if plan.has_namespaces else os.getpid()
+    ruleset = landlock.prepare(_rules(walls, interpreter))
+    own_pid = None if walls.has_namespaces else os.getpid()
     program = seccomp.assemble(os.uname().machine, own_pid=own_pid)
     landlock.restrict(ruleset)
-    _limit(plan, limits)
+    _limit(walls, limits)
     seccomp.install(program)
 
 
-def _rules(plan: Plan, interpreter: Interpreter) -> list[tuple[str, int]]:
+def _rules(walls: Walls, interpreter: Interpreter) -> list[tuple[str, int]]:
     rules = [(path, landlock.READ) for path in interpreter.roots]
     rules += [(path, landlock.OWN) for path in devices()]
-    return [*rules, (_FOLDER, landlock.OWN)] if plan.has_namespaces else rules
+    return [*rules, (_FOLDER, landlock.OWN)] if walls.has_namespaces else rules
 
 
-def _limit(plan: Plan, limits: Limits) -> None:
+def _limit(walls: Walls, limits: Limits) -> None:
     bounds = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: math.ceil(limits.cpu_s),
@@ -104,7 +104,7 @@ def _limit(plan: Plan, limits: Limits) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_AS: limits.memory_mb << 20,
     }
-    if plan.has_namespaces:
+    if walls.has_namespaces:
         bounds[resource.RLIMIT_NPROC] = limits.processes
     for which, bound in bounds.items():
         hard = resource.getrlimit(which)[1]

@@ -70,7 +70,7 @@ def _load(name: str, setup: Setup) -> Scorer:
         return _regex_scorer(setup.pattern)
     if name == "code":
         return load_examiner(setup.sandbox, share=setup.share_of_tests)
-    if name == "judge":
+    if name == "llm_judge":
         from llamarl.tasks.llm_judge import load_llm_judge  # brings TLS along, which no other worker needs
 
         return load_llm_judge(setup.llm)
@@ -186,7 +186,7 @@ def _rewards(items: tuple[Item, ...], scorers: dict[str, Scorer]) -> tuple[float
 
 
 def _needs_the_machine(scorer: str) -> bool:
-    return is_reference(scorer) or scorer in ("code", "judge")
+    return is_reference(scorer) or scorer in ("code", "llm_judge")
 
 
 def _score(scorer: Scorer, item: Item) -> float:

@@ -16,7 +16,7 @@ from llamarl.config import Sandbox as Limits
 from llamarl.errors import ConfigError
 from llamarl.tasks.sandbox import probe
 from llamarl.tasks.sandbox.probe import Features, missing, open_sandbox
-from llamarl.tasks.sandbox.walls import Plan
+from llamarl.tasks.sandbox.walls import Walls
 
 TESTS = Path(__file__).parents[3]
 HONEST, FORKS = (
@@ -52,7 +52,7 @@ def test_a_kernel_without_it_is_refused_by_name(calls: str, named: str) -> None:
 
 
 def test_without_namespaces_programs_run_and_start_nothing() -> None:
-    if not works(Plan.BARE):
+    if not works(Walls.BARE):
         pytest.skip("no Landlock of version 3, or no interpreter that everybody can read")
     done = score_without("unshare", HONEST, FORKS, HONEST, settings=(f"sandbox.python={SYSTEM_PYTHON}",))
     assert done.returncode == 0, done.stderr
@@ -79,7 +79,7 @@ def test_nothing_is_missing_where_all_is_there() -> None:
 
 
 def test_an_old_landlock_is_not_enough_where_other_files_are_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "plans", lambda: (Plan.BARE,))
+    monkeypatch.setattr(probe, "walls_to_try", lambda: (Walls.BARE,))
     with pytest.raises(ConfigError, match="Landlock ABI 3"):
         open_sandbox(Limits(), Features("x86_64", 2, True))
 

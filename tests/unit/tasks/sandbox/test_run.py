@@ -1,4 +1,4 @@
-"""Honest programs can do what programs do, under each plan; limits end those that exceed them."""
+"""Honest programs can do what programs do, behind every kind of walls; limits end those that exceed them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 from helpers.sandboxes import score_under, works
 
-from llamarl.tasks.sandbox.walls import Plan
+from llamarl.tasks.sandbox.walls import Walls
 
 LARGE = "\n".join(str(number) for number in range(50_000))
 ANYWHERE = {
@@ -17,6 +17,7 @@ ANYWHERE = {
         "",
         "10",
     ),
+    "says as much as it may": ("print('x' * 16_383)", "", "x" * 16_383),
     "says unicode": ("print(input().upper())", "größe ✓", "GRÖSSE ✓"),
     "runs an event loop": ("import asyncio\nasync def f(): return 7\nprint(asyncio.run(f()))", "", "7"),
     "has a main": ("def main():\n    print('x')\nif __name__ == '__main__':\n    main()", "", "x"),
@@ -62,7 +63,7 @@ WITH_NAMESPACES = {
 BEYOND = {
     "sleep": ("import time\ntime.sleep(30)", "", ""),
     "memory": ("x = bytearray(1 << 27)\nprint(1)", "", "1"),
-    "output": ("print('x' * 100_000)", "", "x" * 100_000),
+    "output": ("print('x' * 16_384)", "", "x" * 16_384),  # and the end of the line
     "errors": ("print(1)\nraise ValueError", "", "1"),
     "files": ("open('a', 'wb').write(bytes(5 << 20))\nprint(1)", "", "1"),
 }
@@ -75,19 +76,19 @@ def cases(programs: dict[str, tuple[str, str, str]]) -> list[tuple[str, str, str
     ]
 
 
-@pytest.mark.parametrize("plan", list(Plan))
-def test_programs_do_what_they_are_for_and_no_more(plan: Plan) -> None:
-    if not works(plan):
-        pytest.skip(f"this machine does not allow: {plan.value}")
-    found = score_under(plan, cases(ANYWHERE | WITH_NAMESPACES | BEYOND))
-    wanted = dict.fromkeys(ANYWHERE, 1.0) | dict.fromkeys(WITH_NAMESPACES, float(plan.has_namespaces))
+@pytest.mark.parametrize("walls", list(Walls))
+def test_programs_do_what_they_are_for_and_no_more(walls: Walls) -> None:
+    if not works(walls):
+        pytest.skip(f"this machine does not allow: {walls.value}")
+    found = score_under(walls, cases(ANYWHERE | WITH_NAMESPACES | BEYOND))
+    wanted = dict.fromkeys(ANYWHERE, 1.0) | dict.fromkeys(WITH_NAMESPACES, float(walls.has_namespaces))
     assert found == wanted | dict.fromkeys(BEYOND, 0.0)
 
 
 def test_a_program_becomes_nobody() -> None:
     """Without rights, without a name, in an empty folder."""
-    plan = next((plan for plan in Plan if works(plan)), None)
-    if plan is None:
+    walls = next((walls for walls in Walls if works(walls)), None)
+    if walls is None:
         pytest.skip("no sandbox here")
     look = """
 import os, ctypes
@@ -95,12 +96,12 @@ data, head = (ctypes.c_uint32 * 6)(), (ctypes.c_uint32 * 2)(0x20080522, 0)
 ctypes.CDLL(None).capget(head, data)
 print(list(data), os.getuid() > 0, os.getgroups() in ([], [65534]), os.environ.get("USER"))
 """
-    assert score_under(plan, cases({"look": (look, "", "[0, 0, 0, 0, 0, 0] True True None")})) == {"look": 1.0}
+    assert score_under(walls, cases({"look": (look, "", "[0, 0, 0, 0, 0, 0] True True None")})) == {"look": 1.0}
 
 
 def test_functions_are_called_and_what_they_return_is_held_against_what_is_expected() -> None:
-    plan = next((plan for plan in Plan if works(plan)), None)
-    if plan is None:
+    walls = next((walls for walls in Walls if works(walls)), None)
+    if walls is None:
         pytest.skip("no sandbox here")
     source = "def f(a, b=1): return {'sum': a + b, 'pair': (a, b)}\ndef g(): raise ValueError\ndef h(): print('noise')"
     calls = {
@@ -114,5 +115,5 @@ def test_functions_are_called_and_what_they_return_is_held_against_what_is_expec
         "absent": [{"call": "nothing", "expected": None}],
         "none": [{"call": "h", "expected": None}],
     }
-    found = score_under(plan, [(name, source, json.dumps(tests)) for name, tests in calls.items()])
+    found = score_under(walls, [(name, source, json.dumps(tests)) for name, tests in calls.items()])
     assert found == {"right": 1.0, "by name": 1.0, "one of two wrong": 0.0, "raises": 0.0, "absent": 0.0, "none": 1.0}

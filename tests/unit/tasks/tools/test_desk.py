@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.sandboxes import BRIEF
+from helpers.sandboxes import BRIEF, skip_without_sandbox
 
 from llamarl.config import Conversation, Sandbox
 from llamarl.errors import ConfigError
@@ -79,6 +79,7 @@ def test_without_marks_it_computes_what_the_conversation_ends_with() -> None:
 
 
 def test_the_python_tool_runs_programs_in_the_sandbox() -> None:
+    skip_without_sandbox()
     desk = desk_with("python")
     assert reply(desk, "```python\nprint(6 * 7)\n```") == Reply("ok", "42\n")
     assert reply(desk, "```python\nprint(1)\n1 / 0\n```") == Reply(
