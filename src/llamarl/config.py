@@ -155,6 +155,11 @@ class Sandbox(Section, frozen=True):
         str, Meta(description="interpreter, with its installed packages; empty: this one, standard library alone")
     ] = ""
 
+    @property
+    def patience_s(self) -> float:
+        """For one run, with putting up its walls and taking them down."""
+        return self.wall_s + 3.0
+
 
 class Conversation(Section, frozen=True):
     """Several turns: what the model says goes to a tool, whose reply comes before its next; see docs/conversations.md."""
@@ -526,8 +531,8 @@ class Config(Section, frozen=True):
             )
         if schedule.deterministic and self.conversation.tool and generator.kv_pages:
             raise ConfigError(
-                f"generator.kv_pages: with {generator.kv_pages} pages, timing decides which conversations are read again while "
-                "tools run, which schedule.deterministic rules out; set it to 0"
+                f"generator.kv_pages: with {generator.kv_pages} pages, timing decides which conversations are read again, "
+                "which schedule.deterministic rules out; set it to 0"
             )
         if not all(0 <= beta < 1 for beta in self.trainer.betas):
             raise ConfigError(f"trainer.betas: each must lie in [0, 1), got {list(self.trainer.betas)}")

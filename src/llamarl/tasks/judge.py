@@ -22,7 +22,7 @@ from llamarl.tasks.failures import Counts
 from llamarl.tasks.mathematics import quick_verdict
 from llamarl.tasks.scorers import Scorer, make_safe_scorer
 from llamarl.tasks.workers.errands import Errands
-from llamarl.tasks.workers.wire import Ask, Item, Setup, Status, Verdict, pack_text
+from llamarl.tasks.workers.wire import KILL_SHARE, Ask, Item, Setup, Status, Verdict, pack_text
 from llamarl.types import Problem
 
 NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "code", "llm_judge", "none")
@@ -196,8 +196,9 @@ class Judge:
     @property
     def _patience_s(self) -> float:
         """What scorers with limits of their own may take on top."""
-        running_s = self._sandbox.answer_s + self._sandbox.wall_s if "code" in self._pooled else 0.0
-        return running_s + (self._llm.patience_s if "llm_judge" in self._pooled else 0.0)
+        running_s = self._sandbox.answer_s + self._sandbox.patience_s if "code" in self._pooled else 0.0
+        asking_s = self._llm.patience_s if "llm_judge" in self._pooled else 0.0
+        return (running_s + asking_s) / KILL_SHARE
 
     def _remember(self, items: Sequence[Item], rewards: Sequence[float]) -> None:
         """Samples of one prompt often agree. Only mathematics, whose verdict depends on nothing else, and only from a

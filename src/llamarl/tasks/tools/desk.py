@@ -14,7 +14,7 @@ from llamarl.config import Conversation, Sandbox
 from llamarl.tasks.failures import Counts
 from llamarl.tasks.tools.tools import IN_PROCESS, Tool, load_tool
 from llamarl.tasks.workers.errands import Errands
-from llamarl.tasks.workers.wire import Ask, Call, Setup, Status, Verdict, pack_text, pack_turns, unpack_text
+from llamarl.tasks.workers.wire import KILL_SHARE, Ask, Call, Setup, Status, Verdict, pack_text, pack_turns, unpack_text
 from llamarl.types import Turn
 
 
@@ -64,8 +64,8 @@ class Desk:
         self._errands.close()
 
     def _setup(self) -> Setup:
-        settings, running_s = self._settings, self._sandbox.wall_s if self._settings.tool == "python" else 0.0
-        patience_s = settings.timeout_s + running_s
+        settings, running_s = self._settings, self._sandbox.patience_s if self._settings.tool == "python" else 0.0
+        patience_s = settings.timeout_s + running_s / KILL_SHARE
         return Setup((), "", patience_s, settings.memory_mb, sandbox=self._sandbox, conversation=settings)
 
     def _reply(self, verdict: Verdict) -> Reply:

@@ -16,6 +16,7 @@ from llamarl.types import Turn
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
 MAX_BYTES = 1 << 30
+KILL_SHARE = 0.9  # of the time limit: the rest is for killing, so that the limit itself is kept
 
 Status = Literal["ok", "error", "timeout"]
 

@@ -32,6 +32,7 @@ from llamarl.tasks.symbolic import load_equal
 from llamarl.tasks.tools.tools import Tool, load_tool
 from llamarl.tasks.workers.confine import Refused, adopt_orphans, die_with_parent, limit, seal
 from llamarl.tasks.workers.wire import (
+    KILL_SHARE,
     Ask,
     Call,
     Inbox,
@@ -51,7 +52,6 @@ from llamarl.tasks.workers.wire import (
 )
 
 _MAX_REASON = 200
-_KILL_SHARE = 0.9  # of the time limit: the rest is for killing, so that the limit itself is kept
 _READ_BYTES = 1 << 16
 _LENGTH = struct.Struct("<I")
 _MAX_VERDICT_BYTES = 1 << 26
@@ -117,7 +117,7 @@ class Worker:
             self._connection.close()
             self._live(ask, writing, parent)
         os.close(writing)
-        said = _read(reading, start_s + _KILL_SHARE * self._setup.timeout_s)
+        said = _read(reading, start_s + KILL_SHARE * self._setup.timeout_s)
         os.close(reading)
         status, peak_mb = _end(pid)
         return msgspec.structs.replace(
