@@ -58,7 +58,7 @@ class Interpreter(Struct, frozen=True):
 
 def find_interpreter(path: str) -> Interpreter:
     """Ours without its installed packages, or another with what it has."""
-    command = os.path.abspath(os.path.expanduser(path)) if path else os.path.realpath(sys.executable)
+    command = _without_links_on_the_way(os.path.expanduser(path)) if path else os.path.realpath(sys.executable)
     options = ("-I", "-B", "-X", "utf8") if path else ("-I", "-B", "-X", "utf8", "-S")
     try:
         done = subprocess.run([command, *options, "-c", _ASK], capture_output=True, timeout=_START_S, check=True)
@@ -67,8 +67,13 @@ def find_interpreter(path: str) -> Interpreter:
         raise ConfigError(f"sandbox.python: {command} cannot be asked where its modules are: {error}") from None
     environment = os.path.join(os.path.dirname(os.path.dirname(command)), "pyvenv.cfg")
     real = [os.path.realpath(place) for place in (*_LIBRARIES, *_LOADER_FILES, *found, environment) if place]
-    # A virtual environment's interpreter is a link, and finds its modules by where the link lies.
     return Interpreter((command, *options), _outermost([command, *real]))
+
+
+def _without_links_on_the_way(path: str) -> str:
+    """The last step may be one: a virtual environment's interpreter is a link, and finds its modules by where that lies."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
 
 
 def _outermost(paths: Iterable[str]) -> tuple[str, ...]:

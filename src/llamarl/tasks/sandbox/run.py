@@ -184,7 +184,14 @@ class _Run:
         os.write(fd, f"{self.nonce} {word} {rest}\n".encode())
 
 
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",  # each thread of an array library would reserve more than a program may have
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 def _place(fds: Sequence[int]) -> None:

@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.sandboxes import SYSTEM_PYTHON, works
+from helpers.sandboxes import SYSTEM_PYTHON, skip_without_sandbox, works
 
+from llamarl.config import Reward
 from llamarl.config import Sandbox as Limits
 from llamarl.errors import ConfigError
+from llamarl.tasks.judge import Judge
 from llamarl.tasks.sandbox import probe
 from llamarl.tasks.sandbox.probe import Features, missing, open_sandbox
 from llamarl.tasks.sandbox.walls import Walls
+from llamarl.types import Problem
 
 TESTS = Path(__file__).parents[3]
 HONEST, FORKS = (
@@ -87,3 +90,12 @@ def test_an_old_landlock_is_not_enough_where_other_files_are_in_sight(monkeypatc
 def test_an_interpreter_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sandbox\.python"):
         open_sandbox(Limits(python="/no/such/python"))
+
+
+def test_an_interpreter_brings_its_packages_along_and_ours_has_none() -> None:
+    skip_without_sandbox()
+    program, problem = "import msgspec\nprint(1)", Problem("", '[{"output": "1"}]')
+    for python, reward in (("", 0.0), (sys.executable, 1.0)):
+        judge = Judge(Reward(scorer="code", workers=1, retries=0), sandbox=Limits(python=python))
+        assert judge.score(program, problem).reward == reward
+        judge.close()
