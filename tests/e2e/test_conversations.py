@@ -85,6 +85,7 @@ def own_tool(folder: Path, name: str = "tool") -> list[str]:
 
 def test_deterministic_jobs_stay_so_on_any_engine_and_across_a_crash(tmp_path: Path) -> None:
     settings = [*own_tool(tmp_path), "schedule.updates=3", "schedule.deterministic=true", "snapshots.every=1"]
+    settings += ["evaluate.prompts=1"]
     Job(load_config(EXAMPLE, [*settings, "engine=inline"])).run(tmp_path / "inline")
     expected = fingerprint(tmp_path / "inline", 3)
     Job(load_config(EXAMPLE, [*settings, "generator.replicas=2"])).run(tmp_path / "local")
@@ -99,9 +100,10 @@ def test_deterministic_jobs_stay_so_on_any_engine_and_across_a_crash(tmp_path: P
 
 def test_ranks_of_one_generator_hold_the_same_conversation(tmp_path: Path) -> None:
     """The first one asks the tool and tells the others; each sampled token is as likely to the trainer as it was to them."""
-    settings = [*own_tool(tmp_path), "generator.tensor=2", "schedule.updates=2", "schedule.max_staleness=0"]
+    settings = [*own_tool(tmp_path), "generator.tensor=2", "schedule.updates=1", "schedule.max_staleness=0"]
+    settings += ["evaluate.prompts=0", "snapshots.every=0"]
     summary = Job(load_config(EXAMPLE, settings)).run(tmp_path / "run")
-    assert (summary.updates, summary.groups_dropped, summary.restarts) == (2, 0, 0)
+    assert (summary.updates, summary.groups_dropped, summary.restarts) == (1, 0, 0)
     gaps = [row["logprob_gap"] for row in rows_of(tmp_path / "run" / "metrics.jsonl") if "logprob_gap" in row]
     assert gaps and max(gaps) < 1e-4
 
@@ -111,8 +113,8 @@ def test_failures_of_a_tool_are_counted_apart_and_drop_their_group(how: str, cou
     settings = [
         *own_tool(tmp_path, f"{how}ing"),
         "engine=inline",
-        "schedule.updates=3",
-        "conversation.timeout_s=0.5",
+        "schedule.updates=2",
+        "conversation.timeout_s=0.25",
         "conversation.retries=0",
         "conversation.max_failure_share=1",
         "evaluate.prompts=0",
@@ -121,7 +123,7 @@ def test_failures_of_a_tool_are_counted_apart_and_drop_their_group(how: str, cou
     told = {"tool_failures": summary.tool_failures, "tool_timeouts": summary.tool_timeouts}
     assert 0 < summary.groups_dropped <= told.pop(counted)
     assert list(told.values()) == [0] and summary.score_failures == 0
-    assert summary.groups_dropped + summary.groups_trained == 9
+    assert summary.groups_dropped + summary.groups_trained == 6
     written = sum(row[counted] for row in rows_of(tmp_path / "run" / "timings.jsonl") if "update" in row)
     assert 0 < written <= getattr(summary, counted)
     assert audit(read_ledger(tmp_path / "run" / "ledger")).clean

@@ -55,7 +55,7 @@ def make_decoder(
     return decoder
 
 
-def some_groups(count: int = 6, temperature: float = 1.0) -> list[PromptGroup]:
+def some_groups(count: int = 4, temperature: float = 1.0) -> list[PromptGroup]:
     random = Random(0)
     return [
         prompt_group(
@@ -109,10 +109,10 @@ def plain_logprobs(model: Transformer, document: Document) -> Tensor:
     return logprobs_TV.gather(1, tokens_1T[0, 1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("slots", [1, 5, 32])
+@pytest.mark.parametrize("slots", [2, 32])
 def test_logprobs_of_what_was_sampled_are_those_of_reading_the_whole_conversation(slots: int) -> None:
     found = completions(converse(make_decoder(slots), some_groups()))
-    assert sum(len(one.given) for _, one in found) > 20, "hardly any conversation"
+    assert sum(len(one.given) for _, one in found) > 10, "hardly any conversation"
     for prompt, one in found:
         document = document_of(prompt, one, version=0)
         expected = plain_logprobs(lively_model(), document)[torch.from_numpy(document.places) - 1]
@@ -149,14 +149,13 @@ def same(found: dict[int, CompletionGroup], expected: dict[int, CompletionGroup]
         )
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_when_replies_come_changes_no_bit(seed: int) -> None:
+def test_when_replies_come_changes_no_bit() -> None:
     expected = converse(make_decoder(32), some_groups())
-    assert converse(make_decoder(32), some_groups(), seed=seed) == expected
-    same(converse(make_decoder(3), some_groups(), seed=seed), expected)
+    assert converse(make_decoder(32), some_groups(), seed=1) == expected
+    same(converse(make_decoder(3), some_groups(), seed=2), expected)
 
 
-@pytest.mark.parametrize("num_pages", [17, 24, 60])
+@pytest.mark.parametrize("num_pages", [17, 40])
 def test_with_few_pages_parked_conversations_lose_them_and_nothing_else(num_pages: int) -> None:
     same(converse(make_decoder(8, num_pages=num_pages), some_groups()), converse(make_decoder(32), some_groups()))
 
