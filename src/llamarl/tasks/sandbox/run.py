@@ -14,7 +14,6 @@ import select
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from llamarl.config import Sandbox as Limits
@@ -68,7 +67,6 @@ class _Run:
     def __init__(self, walls: Walls, interpreter: Interpreter, limits: Limits, script: str) -> None:
         self._walls, self._interpreter, self._limits, self._script = walls, interpreter, limits, script
         self.nonce = secrets.token_hex(16)
-        self._program = 0  # its process, once that is known
         self._stopped: Literal["timeout", "flooded"] | None = None
 
     def go(self, program: bytes, stdin: bytes) -> Ran:
@@ -94,37 +92,40 @@ class _Run:
     def _listen(self, fds: Sequence[int], reaper: int) -> list[bytes]:
         """Until all who hold the other ends are gone, which the reaper is the last to be."""
         said = {fd: bytearray() for fd in fds}
-        poll = select.poll()
+        poll, left = select.poll(), set(fds)
         for fd in fds:
             poll.register(fd, select.POLLIN)
-        open_fds, deadline_s = set(fds), time.monotonic() + self._limits.wall_s
-        while open_fds:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 and not self._stopped:
-                self._stop("timeout", said[fds[-1]], reaper)
-            elif left_s <= -_GRACE_S:
-                os.kill(reaper, signal.SIGKILL)
+        deadline_s = time.monotonic() + self._limits.wall_s
+        while left and (ready := poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000)):
+            left -= {fd for fd, _ in ready if not self._hear(said[fd], fd, poll)}
+            if max(map(len, said.values())) > self._limits.output_kb << 10:
                 break
-            for fd, _ in poll.poll(max(0.0, left_s + (_GRACE_S if self._stopped else 0.0)) * 1000):
-                data = os.read(fd, _READ_BYTES)
-                if not data:
-                    poll.unregister(fd)
-                    open_fds.discard(fd)
-                elif not self._stopped:
-                    said[fd] += data
-                    if len(said[fd]) > self._limits.output_kb << 10:
-                        deadline_s = time.monotonic()
-                        self._stop("flooded", said[fds[-1]], reaper)
-                elif fd == fds[-1]:
-                    said[fd] += data
+        if left:
+            self._stopped = "timeout" if time.monotonic() >= deadline_s else "flooded"
+            os.kill(reaper, signal.SIGTERM)
+            self._drain(said[fds[-1]], fds[-1], reaper)
         return [bytes(said[fd]) for fd in fds]
 
-    def _stop(self, why: Literal["timeout", "flooded"], status: bytearray, reaper: int) -> None:
-        """The program's process and with it its namespace; the reaper sees to it and follows."""
-        self._stopped = why
-        started = self._words(bytes(status)).get("started")
-        with suppress(ProcessLookupError):
-            os.kill(int(started) if started else reaper, signal.SIGKILL)
+    @staticmethod
+    def _hear(said: bytearray, fd: int, poll: select.poll) -> bool:
+        """False when there is nothing more to come."""
+        data = os.read(fd, _READ_BYTES)
+        said += data
+        if not data:
+            poll.unregister(fd)
+        return bool(data)
+
+    @staticmethod
+    def _drain(said: bytearray, status: int, reaper: int) -> None:
+        """The reaper's last words; it ends the program, sees all of it gone, and follows. One that does not is ended too."""
+        poll, deadline_s = select.poll(), time.monotonic() + _GRACE_S
+        poll.register(status, select.POLLIN)
+        while poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+            data = os.read(status, _READ_BYTES)
+            said += data
+            if not data:
+                return
+        os.kill(reaper, signal.SIGKILL)
 
     def _outcome(self, stdout: bytes, stderr: bytes, results: bytes, status: bytes) -> Ran:
         words = self._words(status)
@@ -154,12 +155,17 @@ class _Run:
         try:
             leave(self._walls)
             die_with_parent(parent)
+            # Taken only while there is somebody to end: until it is reaped, its number is its own.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             pid = os.fork()
             if pid == 0:
                 self._become_the_program(fds, status)
             for fd in fds:
                 os.close(fd)
-            self._say(status, "started", str(pid))
+            signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, signal.SIGKILL))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             self._say(status, "ended", str(os.waitpid(pid, 0)[1]))
         except BaseException as error:
             self._say(status, "failed", _line(error))
@@ -169,6 +175,7 @@ class _Run:
     def _become_the_program(self, fds: Sequence[int], status: int) -> NoReturn:
         try:
             os.setsid()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             _place([*fds, status])
             os.set_inheritable(_STATUS, False)
             enclose(self._walls, self._interpreter, self._limits)
