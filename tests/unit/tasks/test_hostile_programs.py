@@ -9,16 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import stat
 import string
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from helpers.hostile_programs import FORGING, QUICK, hostile_programs
 from helpers.sandboxes import BRIEF, Case, score_under, skip_without_sandbox, works
+from msgspec.structs import replace
 
 from llamarl.config import Reward
 from llamarl.tasks.judge import Judge, Outcome
@@ -153,3 +156,24 @@ def test_what_they_try_would_work_without_walls(name: str, tmp_path: Path) -> No
         timeout=60,
     )
     assert EXPECTED in done.stdout or [path for path in tmp_path.iterdir() if MARK in path.name]
+
+
+def test_a_program_does_not_outlive_the_worker_that_runs_it() -> None:
+    skip_without_sandbox()
+    judge = Judge(Reward(scorer="code", workers=1, retries=0), sandbox=replace(BRIEF, wall_s=60.0))
+    judge.prepare()
+    judge.ask("sleeps", "import time\ntime.sleep(60)", Problem("", TESTS["script"]))
+    wait_for(lambda: bool(running_programs()))
+    os.kill(judge.worker_pids[0], signal.SIGKILL)
+    wait_for(lambda: not running_programs())
+    while not (done := judge.collect(1.0)):
+        pass
+    assert done[0][1].status == "error"
+    judge.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
