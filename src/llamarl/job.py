@@ -36,6 +36,7 @@ from llamarl.engine.store import GroupStore
 from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError
 from llamarl.executors.executor import Executor
 from llamarl.generate.parallel import TensorRank
+from llamarl.generate.prompting import reply_tokens
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
@@ -235,7 +236,7 @@ class Job:
         make_loss(config)
         prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)
         _try_scorer(config, prompts.group(0).problem)
-        _try_tool(config)
+        _try_tool(config, tokenizer, prompts.group(0).problem)
         first = len(prompts.group(0).prompt_tokens) // 4
         if not 1 <= first <= config.generator.max_prompt_tokens:
             raise InputError(
@@ -278,14 +279,20 @@ def _try_scorer(config: Config, problem: Problem) -> None:
         )
 
 
-def _try_tool(config: Config) -> None:
-    """A tool that cannot be loaded, or has no sandbox to run in, shows before anything starts."""
-    if config.conversation.tool:
-        desk = Desk(replace(config.conversation, workers=1), config.sandbox)
-        try:
-            desk.prepare()
-        finally:
-            desk.close()
+def _try_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:
+    """A tool that cannot be loaded, or has no sandbox to run in, or whose replies the chat template does not take."""
+    settings = config.conversation
+    if not settings.tool:
+        return
+    try:
+        reply_tokens(tokenizer, problem, settings, "a reply")
+    except ModelError as error:
+        raise ConfigError(f"conversation.role: {settings.role} cannot reply in this model's chats: {error}") from None
+    desk = Desk(replace(settings, workers=1), config.sandbox)
+    try:
+        desk.prepare()
+    finally:
+        desk.close()
 
 
 @contextmanager

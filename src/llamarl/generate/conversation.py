@@ -16,7 +16,7 @@ from msgspec import Struct
 from llamarl.config import Config, Conversation
 from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.parallel import TensorRank, tell_all_ranks
-from llamarl.generate.prompting import asked_turns
+from llamarl.generate.prompting import asked_turns, reply_tokens
 from llamarl.generate.scheduler import Key
 from llamarl.generate.scheduler import Sequence as Sample
 from llamarl.model.tokenizer import Tokenizer
@@ -25,7 +25,6 @@ from llamarl.tasks.tools.desk import Desk, Reply
 from llamarl.types import CompletionGroup, Problem, Turn
 
 _PATIENCE_S = 0.02  # so long may a new message wait while nothing but tools is at work
-_MARK = "{reply}"
 
 
 class Failure(Struct, frozen=True):
@@ -117,18 +116,13 @@ class Conversations:
         elif reply.text is None:
             self._decoder.end(key)
         else:
-            self._decoder.reply(key, self._tokens(problem, reply.text))
+            self._decoder.reply(key, reply_tokens(self._tokenizer, problem, self._settings, reply.text))
 
     def _drop(self, failure: Failure) -> None:
         """The group has failed as a whole, once; replies to its other samples find nobody any more."""
         if self._decoder.holds(failure.ordinal):
             self._failures.append(failure)
             self._decoder.drop(failure.ordinal)
-
-    def _tokens(self, problem: Problem, text: str) -> list[int]:
-        if problem.turns:
-            return self._tokenizer.chat_reply([_message(turn) for turn in problem.turns], self._settings.role, text)
-        return self._tokenizer.encode(self._settings.reply.replace(_MARK, text))
 
 
 def make_conversations(
@@ -142,10 +136,6 @@ def make_conversations(
         return desk
 
     return Conversations(decoder, tokenizer, config.conversation, open_desk, part)
-
-
-def _message(turn: Turn) -> dict[str, str]:
-    return {"role": turn.role, "content": turn.content}
 
 
 encode_replies = msgspec.json.Encoder().encode

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from llamarl.config import Conversation
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.types import Completion, Problem, Turn, bytes_to_tokens
 
 
 def prompt_tokens(tokenizer: Tokenizer, problem: Problem) -> list[int]:
+    return tokenizer.chat(_messages(problem.turns)) if problem.turns else tokenizer.encode(problem.prompt)
+
+
+def reply_tokens(tokenizer: Tokenizer, problem: Problem, settings: Conversation, text: str) -> list[int]:
+    """A tool's reply as the model is told it."""
     if problem.turns:
-        return tokenizer.chat([{"role": turn.role, "content": turn.content} for turn in problem.turns])
-    return tokenizer.encode(problem.prompt)
+        return tokenizer.chat_reply(_messages(problem.turns), settings.role, text)
+    return tokenizer.encode(settings.reply.replace("{reply}", text))
+
+
+def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
+    return [{"role": turn.role, "content": turn.content} for turn in turns]
 
 
 def asked_turns(problem: Problem) -> tuple[Turn, ...]:
