@@ -50,12 +50,17 @@ class Conversations:
         self._part = part or TensorRank()
         self._desk = open_desk() if self._part.rank == 0 else None
         self._problems: dict[Key, Problem] = {}  # of the conversations that wait for a reply
+        self._told: dict[
+            int, dict[int, list[str]]
+        ] = {}  # all replies so far, by group and sample, as the tools gave them
         self._failures: list[Failure] = []
         self._outcomes: list[bool] = []
 
     def step(self) -> list[CompletionGroup]:
         """One step of the decoder, if it has anything to do; turns that ended go to the tools, replies come back."""
         finished = self._decoder.step() if self._decoder.decoding else []
+        for group in finished:
+            self._told.pop(group.ordinal, None)
         for sample in self._decoder.take_turns():
             self._hand_in(sample)
         for key, reply in self._collect():
@@ -88,13 +93,15 @@ class Conversations:
 
     def _turns(self, problem: Problem, sample: Sample) -> list[Turn]:
         """The prompt, then by turns what the model said and what it was told."""
-        told, start = [*asked_turns(problem)], 0
-        for reply in sample.given:
-            end = reply.start + reply.count
-            told.append(Turn("assistant", self._text(sample, start, reply.start)))
-            told.append(Turn(self._settings.role, self._text(sample, reply.start, end)))
-            start = end
-        return [*told, Turn("assistant", self._text(sample, start, len(sample.sampled.tokens)))]
+        turns, start = [*asked_turns(problem)], 0
+        for reply, told in zip(sample.given, self._told_to(sample.key), strict=True):
+            turns.append(Turn("assistant", self._text(sample, start, reply.start)))
+            turns.append(Turn(self._settings.role, told))
+            start = reply.start + reply.count
+        return [*turns, Turn("assistant", self._text(sample, start, len(sample.sampled.tokens)))]
+
+    def _told_to(self, key: Key) -> list[str]:
+        return self._told.setdefault(key[0], {}).setdefault(key[1], [])
 
     def _text(self, sample: Sample, start: int, end: int) -> str:
         return self._tokenizer.decode(sample.sampled.tokens[start:end])
@@ -115,13 +122,15 @@ class Conversations:
             self._drop(Failure(key[0], reply.status, reply.reason))
         elif reply.text is None:
             self._decoder.end(key)
-        else:
+        elif self._decoder.holds(key[0]):
+            self._told_to(key).append(reply.text)
             self._decoder.reply(key, reply_tokens(self._tokenizer, problem, self._settings, reply.text))
 
     def _drop(self, failure: Failure) -> None:
         """The group has failed as a whole, once; replies to its other samples find nobody any more."""
         if self._decoder.holds(failure.ordinal):
             self._failures.append(failure)
+            self._told.pop(failure.ordinal, None)
             self._decoder.drop(failure.ordinal)
 
 

@@ -3,7 +3,7 @@ tool said."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from random import Random
 
 import numpy as np
@@ -15,15 +15,21 @@ from helpers.training import assert_same_gradients, cpu_learner
 from torch import Tensor
 
 from llamarl.algo.batch import Document, document_of
+from llamarl.config import Config, Conversation
+from llamarl.generate.conversation import Conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits
 from llamarl.generate.scheduler import Extension, Fill, Key
 from llamarl.generate.scheduler import Sequence as Sample
+from llamarl.model.checkpoint import load_model
+from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer, causal_attention
+from llamarl.tasks.tools.desk import Reply
 from llamarl.types import (
     Completion,
     CompletionGroup,
     Given,
     PromptGroup,
+    Turn,
     bytes_to_floats,
     bytes_to_tokens,
     sampled_places,
@@ -293,3 +299,45 @@ def test_what_a_tool_said_is_no_target() -> None:
     assert sampled_places(10, GIVEN).tolist() == [0, 1, 5, 6, 9]
     assert pack.at_N.tolist() == [2, 3, 7, 8, 11]
     assert pack.targets_N.tolist() == document.tokens[[3, 4, 8, 9, 12]].tolist()
+
+
+class Echo:
+    """A desk whose tool replies at once, and remembers what it was shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[Turn]] = []
+        self._done: list[tuple[Hashable, Reply]] = []
+
+    def ask(self, key: Hashable, said: str, turns: Sequence[Turn]) -> None:
+        self.seen.append(list(turns))
+        self._done.append((key, Reply("ok", f"{len(turns)}+")))
+
+    def collect(self, wait_s: float = 0.0) -> list[tuple[Hashable, Reply]]:
+        done, self._done = self._done, []
+        return done
+
+
+def test_a_tool_sees_the_turns_as_they_were_said_and_its_own_words_as_it_gave_them() -> None:
+    """With the shipped model: the tool's words are put between blanks for the model, and come back without them."""
+    tokenizer, desk = Tokenizer.load(Config().model_folder), Echo()
+    model = load_model(Config().model_folder)
+    limits = Limits(slots=4, max_prompt_tokens=8, max_new_tokens=60)
+    decoder = ContinuousDecoder(model, limits, eos_ids=tokenizer.eos_ids, seed=0, max_turns=3)
+    decoder.version = 0
+    settings = Conversation(tool="calculator", reply=" {reply} ")
+    talk = Conversations(decoder, tokenizer, settings, lambda: desk)  # type: ignore[arg-type,return-value]
+    prompt = prompt_group(tokenizer.encode("1+1="), samples=2, max_new_tokens=60)
+    decoder.add(prompt)
+    finished: list[CompletionGroup] = []
+    while not finished:
+        finished = talk.step()
+    longest = max(desk.seen, key=len)
+    assert [turn.role for turn in longest] == ["user", "assistant", "user", "assistant"]
+    assert (longest[0].content, longest[2].content) == ("1+1=", "2+")
+    for one in finished[0].completions:
+        tokens = bytes_to_tokens(one.tokens).tolist()
+        told = [tokenizer.decode(tokens[reply.start : reply.start + reply.count]) for reply in one.given]
+        assert told == [" 2+ ", " 4+ "][: len(told)] and told
+        said = tokenizer.decode(tokens[: one.given[0].start])
+        assert said in [turns[1].content for turns in desk.seen]
+    assert not talk._told

@@ -74,6 +74,8 @@ class Desk:
         return self._cut(None if verdict.reply is None else unpack_text(verdict.reply))
 
     def _cut(self, text: str | None) -> Reply:
-        """A reply that is too long says so."""
-        limit = self._settings.max_reply_chars
-        return Reply("ok", text if text is None or len(text) <= limit else f"{text[:limit]} ... (cut off)")
+        """A reply that is too long says so; half characters, which have no tokens, become question marks."""
+        if text is None:
+            return Reply("ok", None)
+        whole, limit = text.encode("utf-8", "replace").decode(), self._settings.max_reply_chars
+        return Reply("ok", whole if len(whole) <= limit else f"{whole[:limit]} ... (cut off)")
