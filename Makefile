@@ -16,11 +16,11 @@ test: .venv/dev
 	$(BIN)/pytest $(FORKING)
 	$(BIN)/pytest $(addprefix --ignore=,$(FORKING))
 
-# A hundred thousand hostile answers (`HOSTILE=5000` for fewer), ten thousand simulated disasters, a kill and a stop at
+# A hundred thousand hostile answers (`HOSTILE=5000` for fewer), hostile programs in every sandbox, ten thousand simulated disasters, a kill and a stop at
 # every failpoint, then half an hour of real kills and stops;
 # `make soak KILLS=20 EVERY=3` has fewer of the last.
 soak: .venv/dev
-	LLAMARL_HOSTILE=$(or $(HOSTILE),100000) $(BIN)/pytest tests/unit/tasks/test_hostile.py
+	LLAMARL_HOSTILE=$(or $(HOSTILE),100000) $(BIN)/pytest tests/unit/tasks/test_hostile.py tests/unit/tasks/test_hostile_programs.py
 	$(BIN)/python scripts/chaos.py
 	$(BIN)/python scripts/soak_failpoints.py
 	$(BIN)/python scripts/soak.py --kills $(or $(KILLS),200) --every $(or $(EVERY),5)

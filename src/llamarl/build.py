@@ -21,11 +21,14 @@ from llamarl.executors.executor import Executor
 from llamarl.executors.generator import Generator
 from llamarl.executors.reference import Reference
 from llamarl.executors.reward import Reward
+from llamarl.executors.reward_model import RewardModel
 from llamarl.executors.trainer import Trainer
+from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.messages import ReaderStuck, Report
 from llamarl.model.checkpoint import load_model
+from llamarl.model.classifier import load_classifier, open_classifier
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
@@ -69,21 +72,29 @@ def build_generator(site: Site) -> Executor:
     device = device_of("generator.device", settings.device, index_of(site.executor) * site.num_ranks + site.rank)
     model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, shard=part.box)
     split_over_ranks(model, part)
+    tokenizer = Tokenizer.load(config.model_folder)
     decoder = ContinuousDecoder(
         model,
-        generator_limits(settings),
-        eos_ids=Tokenizer.load(config.model_folder).eos_ids,
+        generator_limits(settings, parked=config.num_parked),
+        eos_ids=tokenizer.eos_ids,
         seed=config.seed,
         recompute=settings.kv_on_new_weights == "recompute",
         tensor_ranks=part.count,
         precision=Precision(weights=settings.quantise, kv_cache=settings.kv_cache),
+        max_turns=config.conversation.max_turns if config.conversation.tool else 1,
     )
     sizes = parameter_shapes(model.shape)
     held = {name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()}
-    return Generator(decoder, SlotReader(site.slots[site.weights_source["generator"]], held))
+    return Generator(
+        decoder,
+        SlotReader(site.slots[site.weights_source["generator"]], held),
+        make_conversations(config, decoder, tokenizer, part) if config.conversation.tool else None,
+        max_failure_share=config.conversation.max_failure_share,
+        deterministic=config.schedule.deterministic,
+    )
 
 
-def generator_limits(settings: GeneratorConfig) -> Limits:
+def generator_limits(settings: GeneratorConfig, *, parked: int = 0) -> Limits:
     return Limits(
         slots=settings.slots,
         max_prompt_tokens=settings.max_prompt_tokens,
@@ -91,19 +102,48 @@ def generator_limits(settings: GeneratorConfig) -> Limits:
         page_tokens=settings.page_tokens,
         num_pages=settings.kv_pages,
         burst=settings.burst,
+        parked=parked,
     )
 
 
 def build_reward(site: Site) -> Executor:
     config = site.config
-    judge = Judge(config.reward, own_scorers(config.task))
+    judge = Judge.of(config, own_scorers(config.task))
     judge.prepare()
     return Reward(
         Tokenizer.load(config.model_folder),
         judge,
+        judged=config.conversation.judge,
         max_failure_share=config.reward.max_failure_share,
         deterministic=config.schedule.deterministic,
     )
+
+
+def build_reward_model(site: Site) -> Executor:
+    config, settings = site.config, site.config.reward_model
+    device = device_of("reward_model.device", settings.device)
+    folder = reward_model_folder(config)
+    return RewardModel(
+        load_classifier(folder, dtype=dtype_of(settings.dtype, device), device=device),
+        Tokenizer.load(folder),
+        Tokenizer.load(config.model_folder),
+        settings,
+        judged=config.conversation.judge,
+    )
+
+
+def reward_model_folder(config: Config) -> Path:
+    return Path(config.reward_model.path).expanduser()
+
+
+def check_reward_model(config: Config) -> None:
+    """Told before anything starts: its files and its device."""
+    try:
+        open_classifier(reward_model_folder(config))
+        Tokenizer.load(reward_model_folder(config))
+    except ModelError as error:
+        raise ModelError(f"reward_model.path: {error}") from None
+    device_of("reward_model.device", config.reward_model.device)
 
 
 def build_trainer(site: Site) -> Executor:
@@ -268,6 +308,7 @@ def load_builder(reference: str) -> Builder:
 BUILDERS: dict[str, Builder] = {
     "generator": build_generator,
     "reward": build_reward,
+    "reward_model": build_reward_model,
     "trainer": build_trainer,
     "reference": build_reference,
 }

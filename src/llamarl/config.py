@@ -33,7 +33,8 @@ class Source(Section, frozen=True):
     """Where problems come from, and how a problem becomes a prompt."""
 
     kind: Annotated[
-        Literal["arithmetic", "gsm8k", "math", "svamp", "jsonl", "mixture"], Meta(description="where prompts come from")
+        Literal["arithmetic", "gsm8k", "math", "svamp", "jsonl", "code", "mixture"],
+        Meta(description="where prompts come from"),
     ] = "arithmetic"
     path: Annotated[str, Meta(description="data file, or folder with train.jsonl; nothing is ever downloaded")] = ""
     test_path: Annotated[
@@ -86,8 +87,8 @@ class Reward(Section, frozen=True):
     scorer: Annotated[
         str,
         Meta(
-            description="auto (what suits the task), exact, numeric, choice, regex, math, format, length, or "
-            "FILE.py:FUNCTION called as score(completion, answer, prompt), which may be async"
+            description="auto (what suits the task), exact, numeric, choice, regex, math, format, length, code, llm_judge, "
+            "none (0 for everything), or FILE.py:FUNCTION called as score(completion, answer, prompt), which may be async"
         ),
     ] = "auto"
     combine: Annotated[
@@ -109,8 +110,11 @@ class Reward(Section, frozen=True):
     max_chars: Annotated[
         int, Meta(ge=2, description="length: 1 for up to half as many characters, falling to 0 at this many")
     ] = 4000
+    tests: Annotated[
+        Literal["all", "share"], Meta(description="code: 1 for passing all tests, or the share of tests passed")
+    ] = "all"
     workers: Annotated[
-        int, Meta(ge=1, le=256, description="processes for scorers that can hang or are foreign (math, regex, FILE.py)")
+        int, Meta(ge=1, le=256, description="processes for scorers that can hang or are foreign (math, code, FILE.py)")
     ] = 2
     timeout_s: Annotated[float, Meta(gt=0, description="a worker that takes longer over one answer is killed")] = 2.0
     memory_mb: Annotated[
@@ -131,6 +135,81 @@ class Reward(Section, frozen=True):
             raise ConfigError("reward.scorer: cannot take effect beside reward.combine; put it in there with a weight")
         if not math.isfinite(self.timeout_s):
             raise ConfigError("reward.timeout_s: must be a finite number")
+
+
+class Sandbox(Section, frozen=True):
+    """Limits of one run of a program that the policy wrote; see docs/sandbox.md."""
+
+    cpu_s: Annotated[
+        float, Meta(gt=0, le=3600, description="processor time of each of its processes, in whole seconds")
+    ] = 4.0
+    wall_s: Annotated[float, Meta(gt=0, le=3600, description="a run that takes longer is ended")] = 8.0
+    answer_s: Annotated[
+        float, Meta(gt=0, le=36_000, description="for all tests of one answer; those it does not reach are failed")
+    ] = 30.0
+    memory_mb: Annotated[int, Meta(ge=48, description="address space of each of its processes")] = 256
+    processes: Annotated[int, Meta(ge=1, le=1000, description="processes and threads it may have at once")] = 16
+    file_mb: Annotated[int, Meta(ge=0, description="of all files together that it writes; they are gone with it")] = 16
+    output_kb: Annotated[int, Meta(ge=1, le=1 << 16, description="output beyond this ends the run")] = 64
+    python: Annotated[
+        str, Meta(description="interpreter, with its installed packages; empty: this one, standard library alone")
+    ] = ""
+
+    @property
+    def patience_s(self) -> float:
+        """For one run, with putting up its walls and taking them down."""
+        return self.wall_s + 3.0
+
+
+class Conversation(Section, frozen=True):
+    """Several turns: what the model says goes to a tool, whose reply comes before its next; see docs/conversations.md."""
+
+    tool: Annotated[
+        str,
+        Meta(
+            description="calculator, python (in the sandbox), command, or FILE.py:FUNCTION called as tool(said, turns); "
+            "empty: one turn, no tool"
+        ),
+    ] = ""
+    command: Annotated[
+        tuple[str, ...], Meta(description="command: its words; gets JSON on its input, replies on its output")
+    ] = ()
+    max_turns: Annotated[int, Meta(ge=2, le=1000, description="of the model; after the last no tool is asked")] = 4
+    begin: Annotated[
+        str, Meta(description="calculator, python: a call stands behind this mark; empty: see docs/conversations.md")
+    ] = ""
+    end: Annotated[str, Meta(description="calculator, python: and before this one; empty: it runs to the end")] = ""
+    reply: Annotated[str, Meta(description="how a reply is put, with {reply} in it, where the prompt is no chat")] = (
+        "{reply}"
+    )
+    role: Annotated[Literal["user", "tool"], Meta(description="chat: whose message a reply is")] = "user"
+    max_reply_chars: Annotated[int, Meta(ge=1, description="a longer reply is cut, and says so")] = 2000
+    judge: Annotated[
+        Literal["last", "all"],
+        Meta(description="what is judged: the last turn, or all that was said, replies included"),
+    ] = "last"
+    workers: Annotated[int, Meta(ge=1, le=256, description="processes that run tools, for each generator")] = 2
+    timeout_s: Annotated[
+        float, Meta(gt=0, le=3600, description="a tool that takes longer is killed; python: besides sandbox.wall_s")
+    ] = 5.0
+    memory_mb: Annotated[int, Meta(ge=128, description="memory of one call, beyond what the tool itself loads")] = 512
+    retries: Annotated[int, Meta(ge=0, le=10, description="a call that failed is tried so often again")] = 1
+    max_failure_share: Annotated[
+        float,
+        Meta(ge=0, le=1, description="of the last 1,000 calls; beyond it the job stops, since its tool is broken"),
+    ] = 0.1
+
+    def __post_init__(self) -> None:
+        if self.tool and ":" not in self.tool and self.tool not in ("calculator", "python", "command"):
+            raise ConfigError(
+                f"conversation.tool: unknown tool '{self.tool}'; known: calculator, python, command, or FILE.py:FUNCTION"
+            )
+        if (self.tool == "command") != bool(self.command):
+            raise ConfigError("conversation.command: tool=command needs one, and nothing else has any")
+        if "{reply}" not in self.reply:
+            raise ConfigError("conversation.reply: must hold {reply} where the tool's words go")
+        if self.end and not self.begin:
+            raise ConfigError("conversation.end: cannot take effect without conversation.begin")
 
 
 class Generator(Section, frozen=True):
@@ -276,6 +355,50 @@ class Reference(Section, frozen=True):
         return self.data * self.tensor
 
 
+class RewardModel(Section, frozen=True):
+    """A model on the line behind the scorer, whose score is added to the reward."""
+
+    path: Annotated[
+        str, Meta(description="its Hugging Face sequence-classification folder (one label); empty: no such role")
+    ] = ""
+    weight: Annotated[
+        float, Meta(description="of its score in the reward; set reward.scorer=none to have it alone")
+    ] = 1.0
+    squash: Annotated[bool, Meta(description="its score through a sigmoid, so that it lies between 0 and 1")] = False
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], Meta(description="auto: bfloat16 on a GPU, float32 elsewhere")
+    ] = "auto"
+    device: Device = "auto"
+    threads: Threads = 0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ConfigError("reward_model.weight: must be a finite number")
+
+
+class LLMJudge(Section, frozen=True):
+    """The endpoint behind `reward.scorer: llm_judge`: anything that speaks OpenAI's chat completions."""
+
+    url: Annotated[
+        str, Meta(pattern=r"^https?://[^@?#\s]+$", description="where it is, up to and with /v1; no key in it")
+    ] = "http://127.0.0.1:8000/v1"
+    model: Annotated[str, Meta(description="the name of the model there")] = ""
+    rubric: Annotated[str, Meta(description="file with the rubric, in plain words")] = ""
+    key_env: Annotated[
+        str, Meta(pattern=r"^\w*$", description="environment variable that holds the key; empty: none is sent")
+    ] = ""
+    top: Annotated[float, Meta(gt=0, le=1e6, description="the best score; rewards are its shares")] = 10.0
+    timeout_s: Annotated[float, Meta(gt=0, le=3600, description="for one request")] = 60.0
+    retries: Annotated[int, Meta(ge=0, le=10, description="of a request that met a busy or absent endpoint")] = 3
+    max_tokens: Annotated[int, Meta(ge=1, description="that the judge may write")] = 1024
+    max_chars: Annotated[int, Meta(ge=1, description="of an answer that the judge is shown")] = 50_000
+
+    @property
+    def patience_s(self) -> float:
+        """For one answer, pauses between attempts included."""
+        return (self.retries + 1) * self.timeout_s + 8.0 * self.retries
+
+
 class Schedule(Section, frozen=True):
     updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next version of the policy")] = 180
     groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 96
@@ -388,6 +511,10 @@ class Config(Section, frozen=True):
     model: Model = Model()
     task: Task = Task()
     reward: Reward = Reward()
+    sandbox: Sandbox = Sandbox()
+    llm_judge: LLMJudge = LLMJudge()
+    reward_model: RewardModel = RewardModel()
+    conversation: Conversation = Conversation()
     generator: Generator = Generator()
     trainer: Trainer = Trainer()
     algo: Algo = Algo()
@@ -415,6 +542,11 @@ class Config(Section, frozen=True):
             raise ConfigError(
                 f"schedule.window: {schedule.window} lets timing choose the batches, which schedule.deterministic rules out; "
                 "set it to 1"
+            )
+        if schedule.deterministic and self.conversation.tool and generator.kv_pages:
+            raise ConfigError(
+                f"generator.kv_pages: with {generator.kv_pages} pages, timing decides which conversations are read again, "
+                "which schedule.deterministic rules out; set it to 0"
             )
         if not all(0 <= beta < 1 for beta in self.trainer.betas):
             raise ConfigError(f"trainer.betas: each must lie in [0, 1), got {list(self.trainer.betas)}")
@@ -453,6 +585,11 @@ class Config(Section, frozen=True):
     @property
     def greedy_sampling(self) -> Sampling:
         return Sampling(samples=1, max_new_tokens=self.generator.max_new_tokens, temperature=0.0)
+
+    @property
+    def num_parked(self) -> int:
+        """Conversations that may wait for a reply in each generator while others use the slots."""
+        return self.generator.slots if self.conversation.tool else 0
 
     @property
     def model_folder(self) -> Path:

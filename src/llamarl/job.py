@@ -15,6 +15,7 @@ from llamarl.build import (
     Builder,
     Site,
     builder_reference,
+    check_reward_model,
     check_training,
     device_of,
     make_loss,
@@ -36,6 +37,7 @@ from llamarl.engine.store import GroupStore
 from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError
 from llamarl.executors.executor import Executor
 from llamarl.generate.parallel import TensorRank
+from llamarl.generate.prompting import reply_tokens
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
@@ -47,6 +49,7 @@ from llamarl.observe.watcher import Watcher
 from llamarl.resume import recover, refuse_other_meaning
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import make_task, own_scorers
+from llamarl.tasks.tools.desk import Desk
 from llamarl.types import Problem
 from llamarl.weights.slotfile import SlotFile
 
@@ -173,11 +176,14 @@ class Job:
             raise ModelError(f"model.path: {error}") from None
         device_of("generator.device", config.generator.device)
         check_training(config)
+        if config.reward_model.path:
+            check_reward_model(config)
         weight_transport(config, can_reach=lambda reader, writer: True)
         check_board(config.observe)
         make_loss(config)
         prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)
         _try_scorer(config, prompts.group(0).problem)
+        _try_tool(config, tokenizer, prompts.group(0).problem)
         first = len(prompts.group(0).prompt_tokens) // 4
         if not 1 <= first <= config.generator.max_prompt_tokens:
             raise InputError(
@@ -208,7 +214,7 @@ class Job:
 
 def _try_scorer(config: Config, problem: Problem) -> None:
     """A scorer that cannot even judge a task's own answer would fail on every group."""
-    judge = Judge(replace(config.reward, workers=1), own_scorers(config.task))
+    judge = Judge.of(config, own_scorers(config.task), workers=1)
     try:
         judge.prepare()
         outcome = judge.score(problem.answer, problem)
@@ -218,6 +224,22 @@ def _try_scorer(config: Config, problem: Problem) -> None:
         raise ConfigError(
             f"reward.scorer: fails on the first problem's own answer {problem.answer!r}: {outcome.reason}"
         )
+
+
+def _try_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:
+    """A tool that cannot be loaded, or has no sandbox to run in, or whose replies the chat template does not take."""
+    settings = config.conversation
+    if not settings.tool:
+        return
+    try:
+        reply_tokens(tokenizer, problem, settings, "a reply")
+    except ModelError as error:
+        raise ConfigError(f"conversation.role: {settings.role} cannot reply in this model's chats: {error}") from None
+    desk = Desk(replace(settings, workers=1), config.sandbox)
+    try:
+        desk.prepare()
+    finally:
+        desk.close()
 
 
 @contextmanager

@@ -84,6 +84,13 @@ class ScoresFailed(FromExecutor, frozen=True):
     timeouts: int
 
 
+class ToolsFailed(FromExecutor, frozen=True):
+    """Attempts at getting a tool's reply that came to nothing since the last such report. They say nothing of the model."""
+
+    failures: int
+    timeouts: int
+
+
 class GaveUp(FromExecutor, frozen=True):
     """Going on would be wrong, and starting the executor anew would not help: the job must stop, for this reason."""
 
@@ -137,6 +144,7 @@ Report = (
     | GroupResult
     | GroupRefused
     | ScoresFailed
+    | ToolsFailed
     | GaveUp
     | BatchResult
     | WeightsPublished

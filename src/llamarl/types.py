@@ -60,17 +60,41 @@ class VersionRun(Struct, frozen=True, array_like=True):
     count: int
 
 
-class Completion(Struct, frozen=True):
-    """One answer: its tokens, their log-probs under the distribution really sampled from, and who sampled them."""
+class Given(Struct, frozen=True, array_like=True):
+    """`count` consecutive tokens of a completion, from `start` on, that were not sampled: a tool's reply."""
+
+    start: int
+    count: int
+
+
+class Completion(Struct, frozen=True, omit_defaults=True):
+    """One answer: its tokens; and of those that were sampled, which alone are trained, the log-probs under the distribution
+    really sampled from and who sampled them."""
 
     tokens: bytes
     behavior_logprobs: bytes
     versions: tuple[VersionRun, ...]
     truncated: bool  # the token limit ended it, not a stop token
+    given: tuple[Given, ...] = ()  # in a conversation, the replies between the model's turns
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens) // 4
+        """That were sampled."""
+        return len(self.behavior_logprobs) // 4
+
+    @property
+    def last_turn(self) -> NDArray[np.int32]:
+        """Its tokens after the last reply; all of them where there was none."""
+        start = self.given[-1].start + self.given[-1].count if self.given else 0
+        return bytes_to_tokens(self.tokens)[start:]
+
+
+def sampled_places(num_tokens: int, given: Sequence[Given]) -> NDArray[np.int64]:
+    """Which of so many tokens of a completion were sampled."""
+    sampled = np.ones(num_tokens, dtype=bool)
+    for reply in given:
+        sampled[reply.start : reply.start + reply.count] = False
+    return np.flatnonzero(sampled)
 
 
 class CompletionGroup(Struct, frozen=True, tag="completion"):

@@ -9,13 +9,17 @@ import pytest
 import torch
 from helpers.brief import BRIEF, ROOT, TINY
 from helpers.cli import llamarl
+from helpers.sandboxes import skip_without_sandbox
 
 from llamarl import Job
 from llamarl.algo.batch import TokenBatch
 from llamarl.algo.losses import Loss
-from llamarl.config import Algo
+from llamarl.config import Algo, Reward
+from llamarl.configfile import load_config
 from llamarl.plugins import load_function
+from llamarl.tasks.judge import Judge
 from llamarl.tasks.scorers import Scorer
+from llamarl.types import Problem
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +60,37 @@ def test_the_custom_reward_judges_a_job_from_python(tmp_path: Path) -> None:
     assert (summary.outcome, summary.updates, summary.groups_trained, summary.groups_dropped) == ("finished", 2, 8, 0)
     rewards = [line["reward"] for line in metrics_of(tmp_path / "run") if "reward" in line]
     assert any(reward * 16 % 1 for reward in rewards), "only whole points: no partial credit was given"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_a_valid_job(path: Path) -> None:
+    load_config(path)
+
+
+def test_the_programs_that_come_with_the_example_solve_its_problems() -> None:
+    skip_without_sandbox()
+    rows = [json.loads(line) for line in (ROOT / "examples/data/programs.jsonl").read_text().splitlines()]
+    judge = Judge(Reward(scorer="code", workers=2, retries=0))
+    for number, row in enumerate(rows):
+        for kind, text in (("right", row["solution"]), ("wrong", "print(0)")):
+            judge.ask((number, kind), f"Here it is:\n```python\n{text}\n```", Problem("", json.dumps(row["tests"])))
+    found: dict[object, float] = {}
+    while judge.num_pending:
+        found |= {key: outcome.reward for key, outcome in judge.collect(1.0)}
+    judge.close()
+    assert found == {
+        (number, kind): float(kind == "right") for number in range(len(rows)) for kind in ("right", "wrong")
+    }
+
+
+def test_programs_are_judged_in_a_job(tmp_path: Path) -> None:
+    """The shipped model cannot program: it writes digits, and they pass no test."""
+    skip_without_sandbox()
+    settings = [*BRIEF, "model.path=tiny", "task.chat=false", "reward.workers=1", "generator.max_prompt_tokens=240"]
+    settings += ["generator.max_new_tokens=8", "trainer.lr=1e-5", "schedule.updates=1", "evaluate.prompts=1"]
+    summary = Job.load("examples/code.yaml", settings).run(tmp_path / "run")
+    assert (summary.outcome, summary.groups_trained, summary.groups_dropped) == ("finished", 4, 0)
+    assert (summary.reward_first, summary.score_failures) == (0.0, 0)
 
 
 @pytest.fixture

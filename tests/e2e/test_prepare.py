@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from llamarl import Job
+from llamarl.config import Config
 from llamarl.configfile import load_config
 from llamarl.errors import ConfigError
 
@@ -32,3 +34,18 @@ def test_a_small_task_is_evaluated_on_each_held_out_problem_once(tmp_path: Path)
     count = len(Job(load_config(None, settings))._prompts._evaluation)
     assert count < 100
     assert round(summary.eval_before * count, 6).is_integer()
+
+
+def test_a_tool_that_cannot_be_loaded_is_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise RuntimeError('no licence')\n")
+    with pytest.raises(ConfigError, match=r"conversation\.tool: .*no licence"):
+        Job(load_config(None, [f"conversation.tool={tmp_path}/mine.py:tool"]))
+
+
+def test_a_chat_template_that_takes_no_replies_is_refused_before_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(Config().model_folder, folder)
+    hiding = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(hiding)
+    with pytest.raises(ConfigError, match=r"conversation\.role: user cannot reply in this model's chats"):
+        Job(load_config(None, [f"model.path={folder}", "task.chat=true", "conversation.tool=calculator"]))

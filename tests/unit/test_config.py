@@ -326,3 +326,10 @@ def test_the_staleness_bound_is_that_of_the_design() -> None:
     assert Schedule(max_staleness=1, groups_per_update=4, window=5).staleness_bound == 2
     assert Schedule(max_staleness=1, groups_per_update=4, window=6).staleness_bound == 3
     assert Schedule(max_staleness=2, groups_per_update=1, window=3).staleness_bound == 4
+
+
+def test_deterministic_conversations_need_pages_for_all() -> None:
+    settings = ["schedule.deterministic=true", "conversation.tool=calculator"]
+    load_config(None, settings)
+    with pytest.raises(ConfigError, match=r"generator\.kv_pages: with 100 pages, timing decides"):
+        load_config(None, [*settings, "generator.kv_pages=100"])

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from llamarl.algo.advantages import advantages_for
 from llamarl.config import Algo
-from llamarl.types import Completion, PromptGroup, Rollout, RolloutGroup, bytes_to_floats, bytes_to_tokens
+from llamarl.types import (
+    Completion,
+    Given,
+    PromptGroup,
+    Rollout,
+    RolloutGroup,
+    bytes_to_floats,
+    bytes_to_tokens,
+    sampled_places,
+)
 
 Floats = NDArray[np.float32]
 
@@ -40,18 +49,25 @@ class Document:
 
     tokens: NDArray[np.int32]  # prompt and answer
     num_prompt_tokens: int
-    behavior_logprobs: Floats  # of the answer's tokens, as are the following
+    behavior_logprobs: Floats  # of the answer's sampled tokens, as are the following
     staleness: NDArray[np.int64]
     advantage: float = 0.0
     columns: Mapping[str, Floats] = field(default_factory=dict)
+    given: tuple[Given, ...] = ()  # of the answer, what a tool wrote: it is read, and nothing is learnt from it
 
     @property
     def num_answer_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+        """That are learnt from."""
+        return len(self.tokens) - self.num_prompt_tokens - sum(reply.count for reply in self.given)
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Where the tokens lie that are learnt from."""
+        return self.num_prompt_tokens + sampled_places(len(self.tokens) - self.num_prompt_tokens, self.given)
 
     @property
     def answer(self) -> NDArray[np.int32]:
-        return self.tokens[self.num_prompt_tokens :]
+        return self.tokens[self.places]
 
 
 def make_documents(groups: Sequence[RolloutGroup], *, version: int, algo: Algo) -> list[Document]:
@@ -89,4 +105,5 @@ def _document_of(prompt: PromptGroup, rollout: Rollout, version: int, advantage:
         staleness=version - np.repeat([run.version for run in runs], [run.count for run in runs]),
         advantage=advantage,
         columns={name: bytes_to_floats(data) for name, data in rollout.columns.items()},
+        given=completion.given,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llamarl.algo.losses import kl_estimate
-from llamarl.types import RolloutGroup
+from llamarl.types import Completion, RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -81,4 +81,14 @@ def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "zero_variance_share": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
         "answer_tokens": sum(lengths) / len(lengths),
         "truncated_share": sum(rollout.completion.truncated for rollout in rollouts) / len(rollouts),
+        **_describe_turns([rollout.completion for rollout in rollouts]),
     }
+
+
+def _describe_turns(completions: Sequence[Completion]) -> dict[str, float]:
+    """Only of conversations: the model's turns, and what tools said in between."""
+    if not any(completion.given for completion in completions):
+        return {}
+    given = [sum(reply.count for reply in completion.given) for completion in completions]
+    turns = [len(completion.given) + 1 for completion in completions]
+    return {"turns": sum(turns) / len(turns), "given_tokens": sum(given) / len(given)}

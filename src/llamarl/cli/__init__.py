@@ -165,7 +165,9 @@ def import_gguf_command(
 @app.command("eval")
 def eval_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="a model folder; 'tiny' is the shipped model")],
-    task: Annotated[str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, or a YAML file")],
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings, such as task.path=data/gsm8k")
     ] = None,
@@ -250,7 +252,9 @@ def _progress_on_stderr() -> Callable[[int, int], None]:
 
 @app.command("score")
 def score_command(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, or a YAML file")],
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings, such as reward.scorer=math")
     ] = None,
@@ -262,7 +266,7 @@ def score_command(
 
     config = _task_config(task, ["reward.retries=0", *(overrides or [])])  # what fails here is to be seen
     scorers = own_scorers(config.task)
-    judge = Judge(config.reward, scorers)
+    judge = Judge.of(config, scorers)
     judge.prepare()
     with suppress(BrokenPipeError):
         score_lines(sys.stdin.buffer, sys.stdout, sys.stderr, judge, scorers[0])

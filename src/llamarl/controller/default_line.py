@@ -9,9 +9,10 @@ GROUPS_AHEAD = 4  # groups that may lie in the reward's inbox, so that it need n
 
 
 def default_line(config: Config) -> Line:
-    """task -> generator -> reward -> trainer, and weights back; a reference policy before the trainer if one is needed."""
+    """task -> generator -> reward -> trainer, and weights back; a reward model and a reference policy in between if they are
+    needed."""
     samples = config.schedule.samples_per_group
-    reference, to_trainer = _way_to_trainer(config)
+    between, to_trainer = _way_to_trainer(config)
     return Line(
         [
             Role(
@@ -20,7 +21,7 @@ def default_line(config: Config) -> Line:
                 done="generated",
                 executors=config.generator.replicas,
                 ranks=config.generator.tensor,
-                capacity=config.generator.slots,
+                capacity=config.generator.slots + config.num_parked,
                 threads=config.generator.threads,
             ),
             Role(name="reward", unit="group", done="scored", capacity=GROUPS_AHEAD * samples, threads=1),
@@ -31,7 +32,7 @@ def default_line(config: Config) -> Line:
                 ranks=config.trainer.ranks,
                 threads=config.trainer.threads,
             ),
-            *reference,
+            *between,
         ],
         [
             Channel("prompts", "scatter", SOURCE, "generator"),
@@ -43,12 +44,17 @@ def default_line(config: Config) -> Line:
 
 
 def _way_to_trainer(config: Config) -> tuple[list[Role], list[Channel]]:
-    """Straight from the reward, or by way of a reference policy with ranks of its own."""
-    if not config.reference_alone:
-        return [], [Channel("rollouts", "scatter", "reward", "trainer")]
-    settings = config.reference
-    role = Role(name="reference", unit="batch", done="referenced", ranks=settings.ranks, threads=settings.threads)
-    return [role], [
-        Channel("rollouts", "scatter", "reward", "reference"),
-        Channel("referenced", "scatter", "reference", "trainer"),
-    ]
+    """Straight from the reward, or by way of a reward model, of a reference policy with ranks of its own, or of both."""
+    roles: list[Role] = []
+    if config.reward_model.path:
+        ahead = GROUPS_AHEAD * config.schedule.samples_per_group
+        threads = config.reward_model.threads
+        roles.append(Role(name="reward_model", unit="group", done="ranked", capacity=ahead, threads=threads))
+    if config.reference_alone:
+        settings = config.reference
+        roles.append(
+            Role(name="reference", unit="batch", done="referenced", ranks=settings.ranks, threads=settings.threads)
+        )
+    stops = ["reward", *(role.name for role in roles), "trainer"]
+    names = ["rollouts", *(role.done for role in roles)]
+    return roles, [Channel(names[at], "scatter", stops[at], stops[at + 1]) for at in range(len(stops) - 1)]

@@ -11,6 +11,7 @@ from llamarl import messages as msg
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import Dropped, Rewound, encode_record
+from llamarl.controller.line import role_of
 from llamarl.controller.replay import setting_of
 from llamarl.engine.engine import Arrival, Death, Engine
 from llamarl.engine.prompts import Prompts
@@ -116,6 +117,9 @@ class Driver:
             case msg.ScoresFailed():
                 self._watcher.scores_failed(report.failures, report.timeouts)
                 return None
+            case msg.ToolsFailed():
+                self._watcher.tools_failed(report.failures, report.timeouts)
+                return None
             case msg.GaveUp():
                 return ev.GaveUp(*who, f"{arrival.executor}: {report.reason}")
             case msg.BatchResult():
@@ -137,7 +141,8 @@ class Driver:
         group = report.group
         facts = facts_of(group)
         if group.ordinal in self._controller.executors[arrival.executor].groups:
-            self._store.put(group)
+            last = self._controller.line.group_roles[-1].name
+            self._store.put(group, passing=role_of(arrival.executor) != last)
             if group.ordinal >= 0:
                 self._watcher.group_done(arrival.executor, facts)
         return ev.GroupDone(arrival.executor, arrival.incarnation, group.ordinal, facts)

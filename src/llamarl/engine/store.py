@@ -28,10 +28,11 @@ class GroupStore:
         self._writer = SegmentWriter(folder)
         self._recover(folder)
 
-    def put(self, group: Group) -> None:
+    def put(self, group: Group, *, passing: bool = False) -> None:
+        """`passing`: another role still has something to add, so it does not go to disk as it is."""
         failpoint("store.put")
         self._groups[group.ordinal] = group
-        if isinstance(group, RolloutGroup) and group.ordinal >= 0:
+        if isinstance(group, RolloutGroup) and group.ordinal >= 0 and not passing:
             self._note(group.ordinal, self._writer.append(_encode(group)))
 
     def amend(self, groups: Iterable[RolloutGroup]) -> None:

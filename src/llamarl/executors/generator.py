@@ -6,24 +6,41 @@ from collections.abc import Iterable
 
 from llamarl.errors import CorruptWeights, StaleWeights
 from llamarl.executors.executor import UnexpectedMessage
+from llamarl.generate.conversation import Conversations
 from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.messages import (
+    GaveUp,
     GroupRefused,
     GroupResult,
     LoadWeights,
     Message,
     Report,
+    ToolsFailed,
     WeightsLoaded,
     WeightsNotLoaded,
     WorkOnGroup,
 )
+from llamarl.tasks.failures import FailureShare
 from llamarl.types import PromptGroup
 from llamarl.weights.transport import WeightReader
 
 
 class Generator:
-    def __init__(self, decoder: ContinuousDecoder, weights: WeightReader) -> None:
-        self._decoder, self._weights = decoder, weights
+    """With `conversations`, completions have several turns. `max_failure_share` of the tool's replies may fail to come; and
+    none may be late in a deterministic job."""
+
+    def __init__(
+        self,
+        decoder: ContinuousDecoder,
+        weights: WeightReader,
+        conversations: Conversations | None = None,
+        *,
+        max_failure_share: float = 1.0,
+        deterministic: bool = False,
+    ) -> None:
+        self._decoder, self._weights, self._conversations = decoder, weights, conversations
+        self._max_failure_share, self._deterministic = max_failure_share, deterministic
+        self._failures = FailureShare(max_failure_share)
 
     def handle(self, message: Message) -> Iterable[Report]:
         match message:
@@ -38,7 +55,10 @@ class Generator:
                 raise UnexpectedMessage("generator", message)
 
     def work(self) -> Iterable[Report]:
-        return [GroupResult(group) for group in self._decoder.step()]
+        if self._conversations is None:
+            return [GroupResult(group) for group in self._decoder.step()]
+        reports: list[Report] = [GroupResult(group) for group in self._conversations.step()]
+        return [*reports, *self._failed_tools(self._conversations)]
 
     @property
     def idle(self) -> bool:
@@ -51,3 +71,23 @@ class Generator:
             return WeightsNotLoaded(version, str(error))
         self._decoder.version = version
         return WeightsLoaded(version, num_bytes)
+
+    def _failed_tools(self, conversations: Conversations) -> Iterable[Report]:
+        """A group whose tool failed is dropped, as one that cannot be judged is."""
+        for failed in conversations.take_outcomes():
+            self._failures.note(failed=failed)
+        failures = conversations.take_failures()
+        for failure in failures:
+            late = failure.status == "timeout"
+            yield GroupRefused(failure.ordinal, f"tool {failure.reason}" if late else failure.reason)
+            if self._deterministic and late:
+                yield GaveUp(
+                    f"the tool of group {failure.ordinal} {failure.reason}; schedule.deterministic allows none"
+                )
+        if counts := conversations.take_counts():
+            yield ToolsFailed(counts.failures, counts.timeouts)
+        if failures and (excess := self._failures.excess):
+            yield GaveUp(
+                f"{excess[0]} of the last {excess[1]} calls of the tool failed; more than "
+                f"conversation.max_failure_share={self._max_failure_share:g}"
+            )

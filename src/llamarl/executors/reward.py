@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import cast
 
 from llamarl.executors.executor import UnexpectedMessage
+from llamarl.generate.prompting import judged_text
 from llamarl.messages import GaveUp, GroupRefused, GroupResult, Message, Report, ScoresFailed, WorkOnGroup
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.tasks.judge import Counts, Judge, Outcome
-from llamarl.types import CompletionGroup, Rollout, RolloutGroup, bytes_to_tokens
+from llamarl.tasks.failures import FailureShare
+from llamarl.tasks.judge import Judge, Outcome
+from llamarl.types import CompletionGroup, Rollout, RolloutGroup
 
 _SLICE_S = 0.02  # so long may a new message wait
-_REMEMBERED = 1000  # answers over which the share of failures is taken
-_LEAST = 100  # answers that a share is taken of, so that the first failure of a job is not all there is
 
 
 class Reward:
@@ -22,12 +21,18 @@ class Reward:
     scorer. In a deterministic job a time-out stops it at once: it is no property of the answer."""
 
     def __init__(
-        self, tokenizer: Tokenizer, judge: Judge, *, max_failure_share: float = 1.0, deterministic: bool = False
+        self,
+        tokenizer: Tokenizer,
+        judge: Judge,
+        *,
+        judged: str = "last",
+        max_failure_share: float = 1.0,
+        deterministic: bool = False,
     ) -> None:
-        self._tokenizer, self._judge = tokenizer, judge
+        self._tokenizer, self._judge, self._judged = tokenizer, judge, judged
         self._max_failure_share, self._deterministic = max_failure_share, deterministic
+        self._failures = FailureShare(max_failure_share)
         self._underway: dict[int, tuple[CompletionGroup, list[Outcome | None]]] = {}
-        self._failed: deque[bool] = deque(maxlen=_REMEMBERED)
 
     @property
     def idle(self) -> bool:
@@ -47,7 +52,7 @@ class Reward:
     def _begin(self, group: CompletionGroup) -> None:
         self._underway[group.ordinal] = (group, [None] * len(group.completions))
         for sample, completion in enumerate(group.completions):
-            text = self._tokenizer.decode(bytes_to_tokens(completion.tokens).tolist())
+            text = judged_text(self._tokenizer, completion, self._judged)
             self._judge.ask((group.ordinal, sample), text, group.prompt.problem)
 
     def _collect(self, wait_s: float) -> list[Report]:
@@ -56,22 +61,20 @@ class Reward:
             ordinal, sample = cast(tuple[int, int], key)
             group, outcomes = self._underway[ordinal]
             outcomes[sample] = outcome
-            self._failed.append(outcome.status != "ok")
+            self._failures.note(failed=outcome.status != "ok")
             if all(one is not None for one in outcomes):
                 del self._underway[ordinal]
                 reports.append(_report(group, [one for one in outcomes if one is not None]))
             if self._deterministic and outcome.status == "timeout":
                 reports.append(GaveUp(f"judging group {ordinal} {outcome.reason}; schedule.deterministic allows none"))
-        return [*reports, *self._failures()]
+        return [*reports, *self._tell_failures()]
 
-    def _failures(self) -> Iterable[Report]:
-        counts, self._judge.counts = self._judge.counts, Counts()
-        if counts.failures or counts.timeouts:
+    def _tell_failures(self) -> Iterable[Report]:
+        if counts := self._judge.take_counts():
             yield ScoresFailed(counts.failures, counts.timeouts)
-            failed, allowed = sum(self._failed), self._max_failure_share * max(len(self._failed), _LEAST)
-            if failed > allowed:
+            if excess := self._failures.excess:
                 yield GaveUp(
-                    f"{failed} of the last {len(self._failed)} answers could not be judged; more than "
+                    f"{excess[0]} of the last {excess[1]} answers could not be judged; more than "
                     f"reward.max_failure_share={self._max_failure_share:g}"
                 )
 

@@ -18,7 +18,7 @@ from llamarl.errors import ConfigError
 from llamarl.generate.cache import PagedCache, members_of_reading, page_bytes
 from llamarl.generate.device import Burst, DeviceSide
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
-from llamarl.generate.scheduler import GroupUnderway, Running, Sampled, Scheduler, make_batch
+from llamarl.generate.scheduler import NOBODY, GroupUnderway, Key, Running, Scheduler, Sequence, make_batch
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.generate.step import Steps, bucket_of
 from llamarl.model.quantise import FP8, Quantisation, quantise
@@ -46,6 +46,7 @@ class Limits:
     page_tokens: int = 16
     num_pages: int = 0  # of the cache; 0: enough for all slots, as far as the memory of a GPU goes
     burst: int = 0  # decode steps per visit of the host; 0: 1 on a CPU, 8 on a GPU
+    parked: int = 0  # conversations that may wait for a reply, with their pages, besides those in slots
 
     @property
     def length(self) -> int:
@@ -82,8 +83,10 @@ class ContinuousDecoder:
         graphs: bool = True,
         tensor_ranks: int = 1,
         precision: Precision = AS_THE_MODEL,
+        max_turns: int = 1,
     ) -> None:
-        """With `recompute`, sequences under way are read again after a change of weights; else they keep what they have."""
+        """With `recompute`, sequences under way are read again after a change of weights; else they keep what they have.
+        With `max_turns` above 1, a sequence that ends its turn is parked, and `take_turns` says so."""
         check_stops(eos_ids, model.shape.vocab_size)
         fuse(model)
         self._narrow_weights = quantise(model, precision.weights)
@@ -113,10 +116,17 @@ class ContinuousDecoder:
         self._in_flight: deque[Burst] = deque()
         self._ready: list[CompletionGroup] = []
         self._collected_tokens = 0
+        self._max_turns = max_turns
+        self._turns: list[Sequence] = []
 
     @property
     def idle(self) -> bool:
         return self._schedule.idle and not self._ready
+
+    @property
+    def decoding(self) -> bool:
+        """Whether a step would bring anything on; False while all that is under way waits for replies."""
+        return bool(self._schedule.running or self._schedule.num_waiting or self._ready)
 
     @property
     def num_waiting(self) -> int:
@@ -126,7 +136,8 @@ class ContinuousDecoder:
     @property
     def tokens_sampled(self) -> int:
         """Of all sequences so far; those under way are taken to be still running."""
-        return self._collected_tokens + sum(running.count_if_running for running in self._schedule.running.values())
+        running = self._schedule.running.values()
+        return self._collected_tokens + sum(one.count_if_running - one.sequence.num_given for one in running)
 
     @property
     def version(self) -> int:
@@ -169,6 +180,7 @@ class ContinuousDecoder:
     def _admit(self) -> None:
         admission = self._schedule.admit(self._device.num_bursts, self.burst_steps)
         self._device.fill(admission.fills)
+        self._device.extend(admission.extensions)
         self._device.copy_pages(admission.copies)
         for running in admission.started:
             self._device.set_pages(running.slot, running.pages)
@@ -181,7 +193,7 @@ class ContinuousDecoder:
         while (grown := self._schedule.grow(self.burst_steps)) is None:
             if self._in_flight:  # something may have ended meanwhile
                 self._collect()
-            elif not self._schedule.forget_prompts():
+            elif not self._schedule.give_up_pages():
                 self._pause(self._schedule.youngest)
         for running in grown:
             self._device.set_pages(running.slot, running.pages)
@@ -215,17 +227,70 @@ class ContinuousDecoder:
         found = self._device.read(slots, [int(counts[slot]) for slot in slots])
         for running, sampled in zip(ended, found, strict=True):
             self._device.set_pages(running.slot, ())
-            self._collected_tokens += len(sampled.tokens)
-            if group := self._schedule.finish(running, self._completion(sampled)):
-                self._ready.append(_in_order(group))
+            running.sequence.sampled = sampled
+            if self._hands_over(running.sequence):
+                self._turns.append(self._schedule.park(running, sampled))
+            else:
+                cut_off = sampled.tokens[-1] not in self._eos_ids
+                self._finished(self._schedule.finish(running, self._completion(running.sequence, cut_off=cut_off)))
 
-    def _completion(self, sampled: Sampled) -> Completion:
+    def _hands_over(self, sequence: Sequence) -> bool:
+        """It ended its turn, has another, and there is room for a reply and a word after it."""
+        more = len(sequence.given) + 1 < self._max_turns and sequence.room >= 2
+        return more and sequence.sampled.tokens[-1] in self._eos_ids
+
+    def _finished(self, group: GroupUnderway | None) -> None:
+        if group is not None:
+            self._ready.append(_in_order(group))
+
+    def _completion(self, sequence: Sequence, *, cut_off: bool) -> Completion:
+        tokens, logprobs, versions = sequence.sampled
+        own = [index for index, version in enumerate(versions) if version != NOBODY]
+        self._collected_tokens += len(own)
         return Completion(
-            tokens=tokens_to_bytes(sampled.tokens),
-            behavior_logprobs=floats_to_bytes(sampled.logprobs),
-            versions=tuple(VersionRun(version, len(list(run))) for version, run in groupby(sampled.versions)),
-            truncated=sampled.tokens[-1] not in self._eos_ids,
+            tokens=tokens_to_bytes(tokens),
+            behavior_logprobs=floats_to_bytes([logprobs[index] for index in own]),
+            versions=tuple(
+                VersionRun(version, len(list(run))) for version, run in groupby(versions[index] for index in own)
+            ),
+            truncated=cut_off,
+            given=tuple(sequence.given),
         )
+
+    # Conversations
+
+    def take_turns(self) -> list[Sequence]:
+        """Sequences that have ended a turn since the last time, each parked until `reply` or `end`."""
+        turns, self._turns = self._turns, []
+        return turns
+
+    def reply(self, key: Key, tokens: list[int]) -> None:
+        """What comes next in a parked conversation; one that has no room left for it ends there, cut off."""
+        sequence = self._schedule.parked(key)
+        if sequence is None:
+            return
+        if len(tokens) + 1 > sequence.room:
+            self._finished(self._schedule.finish_parked(key, self._completion(sequence, cut_off=True)))
+        elif tokens:
+            self._schedule.reply(key, tokens)
+        else:
+            self.end(key)
+
+    def end(self, key: Key) -> None:
+        """A parked conversation is over."""
+        if sequence := self._schedule.parked(key):
+            self._finished(self._schedule.finish_parked(key, self._completion(sequence, cut_off=False)))
+
+    def holds(self, ordinal: int) -> bool:
+        return self._schedule.holds(ordinal)
+
+    def drop(self, ordinal: int) -> None:
+        """Give up a group: nothing of it will come out."""
+        while self._in_flight:
+            self._collect()
+        for running in self._schedule.drop(ordinal):
+            self._device.close(running.slot)
+            self._device.set_pages(running.slot, ())
 
     @torch.inference_mode()
     def _read_again(self) -> None:
@@ -236,7 +301,7 @@ class ContinuousDecoder:
         counts = [one.max_count for one in running]
         for one, sampled in zip(running, self._device.read([one.slot for one in running], counts), strict=True):
             one.sequence.sampled = sampled
-        self._schedule.forget_prompts()
+        self._schedule.forget_everything_without_a_slot()
         self._device.fill(self._schedule.read_again())
 
 
@@ -273,7 +338,8 @@ def check_stops(eos_ids: tuple[int, ...], vocab_size: int) -> None:
 def choose_num_pages(limits: Limits, model: Transformer, cache_dtype: torch.dtype, tensor_ranks: int) -> int:
     """As many as asked for, or enough for all slots; on a GPU no more than its free memory holds."""
     least = pages_for(limits.length - 1, limits.page_tokens) + 1
-    enough = limits.slots * limits.pages_per_slot + pages_for(limits.max_prompt_tokens, limits.page_tokens)
+    sequences = limits.slots + limits.parked
+    enough = sequences * limits.pages_per_slot + pages_for(limits.max_prompt_tokens, limits.page_tokens)
     num_pages = limits.num_pages or enough
     weight = model.lm_head.weight
     if weight.is_cuda and not limits.num_pages:

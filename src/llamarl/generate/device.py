@@ -6,10 +6,11 @@ what has been sampled comes down on a stream of its own, beside the next burst.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,13 +20,13 @@ from torch import Tensor
 from llamarl.generate.cache import Readings
 from llamarl.generate.graphs import Body, Graphs
 from llamarl.generate.pages import NO_PAGE
-from llamarl.generate.scheduler import Batch, Fill, Sampled
+from llamarl.generate.scheduler import Batch, Extension, Fill, Sampled
 from llamarl.generate.slots import Opening, upload
 from llamarl.generate.step import Steps, bucket_of
 
 _SHARING_PROGRAMS = 512  # fewer cannot keep a GPU busy without cutting sequences into parts
 _SHARING_BYTES = 128 << 20  # of a layer; measured on an H200: 58 MB are a loss, 350 MB a gain
-NOBODY = Batch([], [], [], [])
+EMPTY_BATCH = Batch([], [], [], [])
 PREFILL_ROWS = 16  # on a CPU always so many: products of fewer rows may round differently
 
 
@@ -63,15 +64,9 @@ class DeviceSide:
     # Into the slots
 
     def fill(self, fills: Iterable[Fill]) -> None:
-        """Compute keys and values; sequences of about the same length together."""
-
-        def bucket(fill: Fill) -> int:
-            return bucket_of(len(fill.tokens))
-
-        for size, members in groupby(sorted(fills, key=bucket), key=bucket):
-            rows = list(members)
-            for start in range(0, len(rows), PREFILL_ROWS):
-                self._prefill(size, rows[start : start + PREFILL_ROWS])
+        """Compute keys and values."""
+        for bucket, rows in _batches(fills):
+            self._prefill(bucket, rows)
 
     def _prefill(self, bucket: int, fills: Sequence[Fill]) -> None:
         rows = 1 << (len(fills) - 1).bit_length() if self._on_gpu else PREFILL_ROWS
@@ -92,6 +87,23 @@ class DeviceSide:
             inputs[0, row, :count] = fill.tokens
             inputs[1, row, :count] = np.repeat(fill.pages, self._steps.cache.page_tokens)[:count]
         return torch.from_numpy(inputs)
+
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        """Compute keys and values behind others."""
+        for bucket, rows in _batches(extensions):
+            self._extend(bucket, rows)
+
+    def _extend(self, bucket: int, extensions: Sequence[Extension]) -> None:
+        inputs = np.zeros((3, PREFILL_ROWS, bucket), dtype=np.int64)  # tokens, positions, the page of each
+        table = np.full((PREFILL_ROWS, self._table.shape[1]), NO_PAGE, dtype=np.int64)
+        for row, extension in enumerate(extensions):
+            count = len(extension.tokens)
+            positions = np.arange(extension.start, extension.start + count)
+            table[row, : len(extension.pages)] = extension.pages
+            inputs[0, row, :count], inputs[1, row, :count] = extension.tokens, positions
+            inputs[2, row, :count] = table[row, positions // self._steps.cache.page_tokens]
+        here, table_RP = (upload(torch.from_numpy(array), self._device) for array in (inputs, table))
+        self._steps.extend(here[0], here[1], here[2], table_RP)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:
@@ -132,7 +144,7 @@ class DeviceSide:
         run = self._graphs.of(
             ("decode", width, steps, filtered, shared),
             lambda: self._decode(kept_4B, steps, filtered, shared=shared),
-            lambda: self._batch.copy_(self._rows(NOBODY, self._state.num_slots)),
+            lambda: self._batch.copy_(self._rows(EMPTY_BATCH, self._state.num_slots)),
         )
         kept_4B.copy_(upload(self._rows(batch, width), self._device), non_blocking=True)
         return run
@@ -183,3 +195,18 @@ class DeviceSide:
                 for column in (state.out_tokens, state.out_logprobs, state.out_versions)
             ]
         return [Sampled(*(column[row, :count].tolist() for column in columns)) for row, count in enumerate(counts)]
+
+
+_Unread = TypeVar("_Unread", Fill, Extension)
+
+
+def _batches(unread: Iterable[_Unread]) -> Iterator[tuple[int, list[_Unread]]]:
+    """Sequences of about the same length together, each time with the length they are padded to."""
+
+    def bucket(one: _Unread) -> int:
+        return bucket_of(len(one.tokens))
+
+    for size, members in groupby(sorted(unread, key=bucket), key=bucket):
+        rows = list(members)
+        for start in range(0, len(rows), PREFILL_ROWS):
+            yield size, rows[start : start + PREFILL_ROWS]

@@ -12,14 +12,15 @@ from msgspec.structs import replace
 
 from llamarl.config import Config
 from llamarl.errors import InputError, ModelError
+from llamarl.generate.conversation import Conversations, make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits
-from llamarl.generate.prompting import prompt_tokens
+from llamarl.generate.prompting import judged_text, prompt_tokens
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
 from llamarl.tasks.statistics import Interval, bootstrap, pass_at_k, wilson
-from llamarl.types import Completion, Problem, PromptGroup, Sampling, bytes_to_tokens, tokens_to_bytes
+from llamarl.types import Completion, CompletionGroup, Problem, PromptGroup, Sampling, tokens_to_bytes
 
 Progress = Callable[[int, int], None]  # (answers judged, answers in all)
 
@@ -65,10 +66,17 @@ class Run:
     """One evaluation: every problem is asked `sampling.samples` times; answers are judged while others are written."""
 
     def __init__(
-        self, decoder: ContinuousDecoder, tokenizer: Tokenizer, judge: Judge, sampling: Sampling, tell: Tell
+        self,
+        decoder: ContinuousDecoder,
+        tokenizer: Tokenizer,
+        judge: Judge,
+        sampling: Sampling,
+        tell: Tell,
+        conversations: Conversations | None = None,
+        judged: str = "last",
     ) -> None:
         self._decoder, self._tokenizer, self._judge, self._sampling = decoder, tokenizer, judge, sampling
-        self._tell = tell
+        self._tell, self._conversations, self._judged_part = tell, conversations, judged
         self._unjudged: dict[tuple[int, int], Answer] = {}
         self._rewards: dict[int, list[float]] = {}
         self._asked = self._judged = self._failed = self._truncated = self._too_long = self._tokens = 0
@@ -82,12 +90,22 @@ class Run:
                 f"generator.max_prompt_tokens: no prompt fits into {self._decoder.limits.max_prompt_tokens} tokens; raise it"
             )
         while not self._decoder.idle:
-            for group in self._decoder.step():
+            for group in self._step(progress):
                 self._judge_group(group.ordinal, group.prompt.problem, group.completions)
             self._collect(0.0, progress)
         while self._judge.num_pending:
             self._collect(1.0, progress)
         return self._result(time.monotonic() - start_s)
+
+    def _step(self, progress: Progress) -> list[CompletionGroup]:
+        if self._conversations is None:
+            return self._decoder.step()
+        finished = self._conversations.step()
+        for _ in self._conversations.take_failures():
+            self._judged += self._sampling.samples
+            self._failed += self._sampling.samples
+            progress(self._judged, self._asked)
+        return finished
 
     def _add(self, number: int, problem: Problem) -> None:
         tokens = tokens_to_bytes(prompt_tokens(self._tokenizer, problem))
@@ -99,10 +117,9 @@ class Run:
 
     def _judge_group(self, number: int, problem: Problem, completions: Sequence[Completion]) -> None:
         for sample, completion in enumerate(completions):
-            tokens = bytes_to_tokens(completion.tokens)
-            self._tokens += len(tokens)
+            self._tokens += completion.num_tokens
             self._truncated += completion.truncated
-            text = self._tokenizer.decode(tokens.tolist())
+            text = judged_text(self._tokenizer, completion, self._judged_part)
             answer = Answer(number, sample, problem.prompt, problem.answer, text, completion.truncated)
             self._unjudged[number, sample] = answer
             self._judge.ask((number, sample), text, problem)
@@ -163,7 +180,7 @@ def evaluate(
     tokenizer = Tokenizer.load(folder)
     if not tokenizer.eos_ids:
         raise ModelError(f"{folder}: names no end token")
-    judge = Judge(config.reward, own_scorers(config.task))
+    judge = Judge.of(config, own_scorers(config.task))
     judge.prepare()
     model = load_model(folder, dtype=_dtype(settings.dtype, device), device=device)
     length = settings.max_prompt_tokens + settings.max_new_tokens
@@ -184,12 +201,19 @@ def evaluate(
         slots=min(settings.slots, max(samples, len(problems) * samples)),
         max_prompt_tokens=settings.max_prompt_tokens,
         max_new_tokens=settings.max_new_tokens,
+        parked=config.num_parked,
     )
-    decoder = ContinuousDecoder(model, limits, eos_ids=tokenizer.eos_ids, seed=config.seed)
+    talk = config.conversation
+    decoder = ContinuousDecoder(
+        model, limits, eos_ids=tokenizer.eos_ids, seed=config.seed, max_turns=talk.max_turns if talk.tool else 1
+    )
+    conversations = make_conversations(config, decoder, tokenizer) if talk.tool else None
     try:
-        return Run(decoder, tokenizer, judge, sampling, tell).run(problems, progress)
+        return Run(decoder, tokenizer, judge, sampling, tell, conversations, talk.judge).run(problems, progress)
     finally:
         judge.close()
+        if conversations is not None:
+            conversations.close()
 
 
 def _dtype(setting: str, device: str) -> torch.dtype:

@@ -3,6 +3,9 @@
 Sequences are started oldest first, one by one, as soon as a slot and enough pages are free. The samples of a group share
 the pages of their prompt: the full ones by reference, the last one as a copy that each writes on. When pages run out, the
 youngest sequence is paused: it gives up slot and pages, waits in front of all others, and later goes on where it was.
+
+A conversation whose turn is over is parked: it gives up its slot and keeps its pages until a reply comes, which is read
+behind them. Only when pages run out does it lose them too, and is then read again from its first token.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from llamarl.generate.pages import PagePool, pages_for
-from llamarl.types import Completion, PromptGroup, bytes_to_tokens
+from llamarl.types import Completion, Given, PromptGroup, bytes_to_tokens
+
+NOBODY = -1  # the version of tokens that were not sampled
+Key = tuple[int, int]  # of a sequence: the ordinal of its group, and which of its samples
 
 
 @dataclass
@@ -35,11 +41,28 @@ class Sampled(NamedTuple):
 
 @dataclass
 class Sequence:
-    """One sample of a group. `sampled` is what it had when it was last paused or read again."""
+    """One sample of a group. `sampled` is what it had when it was last paused, parked or read again; replies count in it
+    as if nobody had sampled them."""
 
     group: GroupUnderway
     sample: int
     sampled: Sampled = field(default_factory=lambda: Sampled([], [], []))
+    given: list[Given] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)  # pages that it holds without a slot ...
+    num_kept: int = 0  # ... and the tokens that are in them
+
+    @property
+    def key(self) -> Key:
+        return self.group.prompt.ordinal, self.sample
+
+    @property
+    def num_given(self) -> int:
+        return sum(reply.count for reply in self.given)
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still get."""
+        return self.group.prompt.sampling.max_new_tokens - len(self.sampled.tokens)
 
     @property
     def read(self) -> list[int]:
@@ -84,11 +107,21 @@ class Fill:
     pages: list[int]
 
 
+@dataclass(frozen=True)
+class Extension:
+    """More of the same: tokens from position `start` on, behind those that are in these pages already."""
+
+    tokens: list[int]
+    start: int
+    pages: list[int]
+
+
 @dataclass
 class Admission:
     """What the device must do before the next burst, in this order."""
 
     fills: list[Fill] = field(default_factory=list)
+    extensions: list[Extension] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # page -> page
     started: list[Running] = field(default_factory=list)
 
@@ -134,6 +167,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self.running: dict[int, Running] = {}  # by slot, oldest first
         self._underway: dict[int, GroupUnderway] = {}
+        self._parked: dict[Key, Sequence] = {}
 
     @property
     def idle(self) -> bool:
@@ -155,7 +189,7 @@ class Scheduler:
         while self._waiting and self._free_slots:
             if self._start(self._waiting[0], burst, steps, admission):
                 self._waiting.popleft()
-            elif self.running or not self.forget_prompts():
+            elif self.running or not self.give_up_pages():
                 break
         # Only now: a page given back earlier could be filled by another before it was copied.
         for running in admission.started:
@@ -168,7 +202,8 @@ class Scheduler:
         fresh = not sequence.sampled.tokens
         prompt_pages = self._pages(len(sequence.group.tokens) - 1) if fresh else 0
         missing = prompt_pages if sequence.group.prompt_pages is None else 0
-        own = self._pages(running.tokens_after(steps)) - (self._full_pages(sequence.group) if fresh else 0)
+        held = self._full_pages(sequence.group) if fresh else len(sequence.kept)
+        own = max(0, self._pages(running.tokens_after(steps)) - held)
         # One spare page for each that runs, so that a sequence is not paused right after it was started.
         if missing + own + len(self.running) > self.pool.num_free:
             return False
@@ -176,11 +211,21 @@ class Scheduler:
             self._open_prompt(sequence.group, admission)
             self._share_prompt(running, own, admission)
         else:
-            running.pages = self.pool.take(own)
-            admission.fills.append(Fill(sequence.read[:-1], running.pages))
+            self._go_on(running, own, admission)
         self.running[self._free_slots.pop()] = running
         admission.started.append(running)
         return True
+
+    def _go_on(self, running: Running, own: int, admission: Admission) -> None:
+        sequence = running.sequence
+        running.pages = sequence.kept + self.pool.take(own)
+        unread = sequence.read[sequence.num_kept : -1]
+        if sequence.kept:
+            running.shared_pages = self._full_pages(sequence.group)
+            admission.extensions.append(Extension(unread, sequence.num_kept, running.pages))
+        else:
+            admission.fills.append(Fill(unread, running.pages))
+        sequence.kept, sequence.num_kept = [], 0
 
     def _open_prompt(self, group: GroupUnderway, admission: Admission) -> None:
         if group.prompt_pages is None:
@@ -217,12 +262,26 @@ class Scheduler:
             running.pages += self.pool.take(missing)
         return [running for running, _ in wanted]
 
-    def forget_prompts(self) -> bool:
-        """Give up prompts that wait for slots; they can be read again. True when that freed a page."""
+    def give_up_pages(self) -> bool:
+        """What has pages and no slot can be read again: first the prompts, then the conversation that was parked last. True
+        when that freed a page."""
         before = self.pool.num_free
         for sequence in self._waiting:
             self._forget_prompt(sequence.group)
+        holders = [one for one in (*self._waiting, *self._parked.values()) if one.kept]
+        while holders and self.pool.num_free == before:
+            self._forget_kept(holders.pop())
         return self.pool.num_free > before
+
+    def forget_everything_without_a_slot(self) -> None:
+        """For keys and values of older weights."""
+        for sequence in (*self._waiting, *self._parked.values()):
+            self._forget_prompt(sequence.group)
+            self._forget_kept(sequence)
+
+    def _forget_kept(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.kept)
+        sequence.kept, sequence.num_kept = [], 0
 
     @property
     def youngest(self) -> Running:
@@ -236,14 +295,62 @@ class Scheduler:
         self._leave(running)
         self._waiting.appendleft(sequence)
 
+    def park(self, running: Running, sampled: Sampled) -> Sequence:
+        """The sequence waits for a reply: out of its slot, and with its pages."""
+        sequence = running.sequence
+        sequence.sampled = sampled
+        sequence.kept, sequence.num_kept = running.pages, len(sequence.read) - 1
+        running.pages = []
+        self._leave(running)
+        self._parked[sequence.key] = sequence
+        return sequence
+
+    def parked(self, key: Key) -> Sequence | None:
+        """None when its group was dropped meanwhile."""
+        return self._parked.get(key)
+
+    def reply(self, key: Key, tokens: list[int]) -> None:
+        """These come behind what it has; then it goes on, before all that wait."""
+        sequence = self._parked.pop(key)
+        sequence.given.append(Given(len(sequence.sampled.tokens), len(tokens)))
+        sequence.sampled.tokens.extend(tokens)
+        sequence.sampled.logprobs.extend([0.0] * len(tokens))
+        sequence.sampled.versions.extend([NOBODY] * len(tokens))
+        self._waiting.appendleft(sequence)
+
     def finish(self, running: Running, completion: Completion) -> GroupUnderway | None:
         """Returns the group when this was the last of it."""
-        group = running.sequence.group
-        group.completions[running.sequence.sample] = completion
         self._leave(running)
+        return self._complete(running.sequence, completion)
+
+    def finish_parked(self, key: Key, completion: Completion) -> GroupUnderway | None:
+        sequence = self._parked.pop(key)
+        self._forget_kept(sequence)
+        return self._complete(sequence, completion)
+
+    def _complete(self, sequence: Sequence, completion: Completion) -> GroupUnderway | None:
+        group = sequence.group
+        group.completions[sequence.sample] = completion
         if len(group.completions) < group.prompt.sampling.samples:
             return None
         return self._underway.pop(group.prompt.ordinal)
+
+    def holds(self, ordinal: int) -> bool:
+        return ordinal in self._underway
+
+    def drop(self, ordinal: int) -> list[Running]:
+        """Nothing of this group goes on; returns what was in slots."""
+        group = self._underway.pop(ordinal)
+        self._forget_prompt(group)
+        left = [running for running in self.running.values() if running.sequence.group is group]
+        for running in left:
+            self._leave(running)
+        without = [one for one in (*self._waiting, *self._parked.values()) if one.group is group]
+        for sequence in without:
+            self._forget_kept(sequence)
+            self._parked.pop(sequence.key, None)
+        self._waiting = deque(one for one in self._waiting if one.group is not group)
+        return left
 
     def read_again(self) -> list[Fill]:
         """Everything that runs, from its first token: keys and values of older weights are replaced."""

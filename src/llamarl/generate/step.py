@@ -1,4 +1,4 @@
-"""The two computations of generation, with shapes that never change: read sequences, and decode one token in every slot."""
+"""The computations of generation, with shapes that never change: read sequences, read on, decode one token in every slot."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from llamarl.generate.cache import DecodeAttention, PagedCache, PrefillAttention, Readings
+from llamarl.generate.extend import ExtendAttention
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import SlotState
 from llamarl.model.ops import Rope
@@ -34,6 +35,12 @@ class Steps:
         so that every sampled token comes out of the same computation."""
         positions_RT = torch.arange(tokens_RT.shape[1], device=tokens_RT.device).expand(tokens_RT.shape)
         self.model(tokens_RT, positions_RT, PrefillAttention(self.cache, pages_RT), self._rope_at(positions_RT))
+
+    @torch.inference_mode()
+    def extend(self, tokens_RT: Tensor, positions_RT: Tensor, pages_RT: Tensor, table_RP: Tensor) -> None:
+        """Keys and values of what comes behind sequences that are in their pages already: a reply, in a conversation."""
+        attend = ExtendAttention(self.cache, table_RP, positions_RT, pages_RT)
+        self.model(tokens_RT, positions_RT, attend, self._rope_at(positions_RT))
 
     @torch.inference_mode()
     def decode(self, slots_B: Tensor, *, filtered: bool, readings: Readings | None = None) -> None:

@@ -146,8 +146,12 @@ class _SkipInit(TorchFunctionMode):
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Config, index and headers, checked against one another. Reads no weights."""
     shape = read_shape(folder)
+    return Checkpoint(folder, shape, checked_spans(folder, parameter_shapes(shape)))
+
+
+def checked_spans(folder: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Span]:
+    """Where each tensor lies: all that are expected, at their size, and nothing else."""
     spans = _all_spans(folder)
-    expected = parameter_shapes(shape)
     for name, size in expected.items():
         if name not in spans:
             raise ModelError(f"{folder}: tensor {name} is missing")
@@ -159,7 +163,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             _check_tied_copy(folder, spans)
         elif not _DERIVED.fullmatch(name):
             raise ModelError(f"{folder}: tensor {name} is not part of the model that config.json describes")
-    return Checkpoint(folder, shape, {name: spans[name] for name in expected})
+    return {name: spans[name] for name in expected}
 
 
 def _check_tied_copy(folder: Path, spans: Mapping[str, Span]) -> None:

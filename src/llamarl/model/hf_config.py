@@ -153,6 +153,26 @@ def read_shape(folder: Path) -> ModelShape:
         raise ModelError(f"{path}: {error}") from None
 
 
+def read_classifier_shape(folder: Path) -> ModelShape:
+    """The same of a sequence-classification folder: a model of one of our families with one score instead of a head."""
+    path = config_path(folder)
+    raw = read_json_object(path)
+    expected = ARCHITECTURES.get(str(raw.get("model_type")), "").replace("ForCausalLM", "ForSequenceClassification")
+    if raw.get("architectures") != [expected]:
+        raise ModelError(
+            f"{path}: 'architectures': {_brief(raw.get('architectures'))} is no reward model of a family we support; "
+            f"expected ...ForSequenceClassification of {', '.join(ARCHITECTURES)}"
+        )
+    labels = raw.get("id2label")
+    if raw.get("num_labels", 1) != 1 or (isinstance(labels, dict) and len(labels) != 1):
+        raise ModelError(f"{path}: a reward model has one label, this one has several")
+    kept = {key: value for key, value in raw.items() if key not in ("architectures", "num_labels")}
+    try:
+        return _shape_of(kept | {"tie_word_embeddings": True})
+    except InputError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
 def config_path(folder: Path) -> Path:
     if not folder.is_dir():
         raise ModelError(f"no folder {folder}; expected config.json and *.safetensors inside")

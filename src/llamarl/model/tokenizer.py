@@ -13,6 +13,8 @@ from llamarl.errors import ModelError
 from llamarl.model.chat_template import ChatTemplate, NoChatTemplate, Template
 from llamarl.model.hf_config import read_json_object
 
+_HERE = "(what the model said)"
+
 
 class Tokenizer:
     """What the model produced is never tokenised again: prompts are encoded, completions are only decoded."""
@@ -51,6 +53,26 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
         """The chat as the model was taught to see it, ready for its answer."""
         return self.encode(self._template.render(messages, add_generation_prompt=add_generation_prompt))
+
+    @property
+    def has_chat(self) -> bool:
+        return not isinstance(self._template, NoChatTemplate)
+
+    def chat_reply(self, messages: Sequence[Mapping[str, str]], role: str, content: str) -> list[int]:
+        """What comes behind the model's turn in such a chat: the template's own words around a message of `role`, ready for
+        the next turn. The model's turn itself is not rendered: its tokens are there already, with the stop token that
+        ended it."""
+        chat = [*messages, {"role": "assistant", "content": _HERE}, {"role": role, "content": content}]
+        _, found, behind = self._template.render(chat, add_generation_prompt=True).partition(_HERE)
+        if not found:
+            raise ModelError("chat template: leaves out what the model said, so a conversation cannot go on with it")
+        for stop in self._stops:
+            behind = behind.removeprefix(stop)
+        return self.encode(behind)
+
+    @property
+    def _stops(self) -> list[str]:
+        return [text for text in map(self._backend.id_to_token, self.eos_ids) if text]
 
 
 def _has(folder: Path, name: str) -> bool:

@@ -28,6 +28,8 @@ class Snapshot(Struct, frozen=True):
     accuracy: float | None  # of the newest evaluation
     score_failures: int = 0  # attempts at judging an answer that came to nothing, so far
     score_timeouts: int = 0
+    tool_failures: int = 0  # and at getting a tool's reply
+    tool_timeouts: int = 0
 
     @property
     def generated_per_s(self) -> float:
@@ -113,6 +115,7 @@ def line_of(snapshot: Snapshot) -> str:
         f"staleness {metrics.get('staleness_mean', 0.0):.2f}  "
         f"generated {snapshot.generated_per_s:,.0f} tok/s  trained {snapshot.trained_per_s:,.0f} tok/s  "
         f"{unjudged(snapshot.score_failures, snapshot.score_timeouts)}"
+        f"{without_reply(snapshot.tool_failures, snapshot.tool_timeouts)}"
         f"waiting: {waiting}  {format_seconds(snapshot.left_s)} left"
     )
 
@@ -120,6 +123,10 @@ def line_of(snapshot: Snapshot) -> str:
 def unjudged(failures: int, timeouts: int) -> str:
     """Said only when there is something to say."""
     return f"not judged {failures} failed, {timeouts} late  " if failures or timeouts else ""
+
+
+def without_reply(failures: int, timeouts: int) -> str:
+    return f"tools {failures} failed, {timeouts} late  " if failures or timeouts else ""
 
 
 def panel_of(snapshot: Snapshot) -> Group:
@@ -138,6 +145,8 @@ def panel_of(snapshot: Snapshot) -> Group:
     )
     if said := unjudged(snapshot.score_failures, snapshot.score_timeouts):
         facts.add_row("scorer", said)
+    if said := without_reply(snapshot.tool_failures, snapshot.tool_timeouts):
+        facts.add_row("tools", said)
     waits = Table.grid(padding=(0, 3))
     for executor, share in snapshot.waiting.items():
         waits.add_row(executor, ProgressBar(total=1.0, completed=1.0 - share, width=30), f"waits {share:.0%}")

@@ -38,6 +38,11 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
             if summary.score_failures or summary.score_timeouts
             else []
         ),
+        *(
+            [f"tools              failed {summary.tool_failures} times, were late {summary.tool_timeouts} times"]
+            if summary.tool_failures or summary.tool_timeouts
+            else []
+        ),
         f"staleness          mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
         f"tokens             {summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
         f"time spent waiting {waiting}",

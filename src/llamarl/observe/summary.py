@@ -28,6 +28,8 @@ class Summary(Struct, kw_only=True):
     restarts: int
     score_failures: int = 0  # attempts at judging an answer that failed, or took too long: not wrong answers
     score_timeouts: int = 0
+    tool_failures: int = 0  # calls of a conversation's tool that crashed, or took too long
+    tool_timeouts: int = 0
     policy: str  # the folder of the trained model, inside the run folder
 
 
@@ -54,6 +56,8 @@ class Tally:
         self.skipped = 0
         self.score_failures = 0
         self.score_timeouts = 0
+        self.tool_failures = 0
+        self.tool_timeouts = 0
         self.evaluations: dict[int, float] = {}  # held-out accuracy by version
         self._stale_tokens = 0.0
         self._made: dict[int, Made] = {}

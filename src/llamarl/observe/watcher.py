@@ -29,7 +29,7 @@ class Watcher:
         self._start_s, self._started_at = time.monotonic(), time.time()
         self._training_s: tuple[float, float] | None = None  # when the first group was done, and the last update
         self._last_update_s = self._start_s
-        self._unjudged = {"score_failures": 0, "score_timeouts": 0}  # since the last update
+        self._failed = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
 
     def spent(self, executor: str, spans: Sequence[Span]) -> None:
         self.timeline.add(executor, spans)
@@ -56,7 +56,7 @@ class Watcher:
                 "at_s": now_s - self._start_s,
                 "update_s": now_s - self._last_update_s,
                 **(timings or {}),
-                **self._take_unjudged(),
+                **self._take_failed(),
             }
         )
         self._last_update_s = now_s
@@ -99,11 +99,18 @@ class Watcher:
         """Told with the next update's timings: when something times out is the machine's doing, not the seed's."""
         self.tally.score_failures += failures
         self.tally.score_timeouts += timeouts
-        self._unjudged["score_failures"] += failures
-        self._unjudged["score_timeouts"] += timeouts
+        self._failed["score_failures"] += failures
+        self._failed["score_timeouts"] += timeouts
 
-    def _take_unjudged(self) -> dict[str, int]:
-        taken, self._unjudged = self._unjudged, dict.fromkeys(self._unjudged, 0)
+    def tools_failed(self, failures: int, timeouts: int) -> None:
+        self.tally.tool_failures += failures
+        self.tally.tool_timeouts += timeouts
+        self._failed["tool_failures"] += failures
+        self._failed["tool_timeouts"] += timeouts
+
+    def _take_failed(self) -> dict[str, int]:
+        """Since the last update."""
+        taken, self._failed = self._failed, dict.fromkeys(self._failed, 0)
         return taken
 
     def note(self, text: str) -> None:
@@ -143,6 +150,8 @@ class Watcher:
             restarts=tally.restarts,
             score_failures=tally.score_failures,
             score_timeouts=tally.score_timeouts,
+            tool_failures=tally.tool_failures,
+            tool_timeouts=tally.tool_timeouts,
             policy=policy,
         )
         self.timeline.write(self._folder.path / TIMELINE, self._start_s, end_s)
@@ -162,6 +171,8 @@ class Watcher:
             accuracy=next(reversed(self.tally.evaluations.values()), None),
             score_failures=self.tally.score_failures,
             score_timeouts=self.tally.score_timeouts,
+            tool_failures=self.tally.tool_failures,
+            tool_timeouts=self.tally.tool_timeouts,
         )
 
 

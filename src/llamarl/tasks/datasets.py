@@ -1,4 +1,4 @@
-"""Problems from data files: GSM8K, MATH, SVAMP, and any JSON-lines file with prompts and answers."""
+"""Problems from data files: GSM8K, MATH, SVAMP, and any JSON-lines file with prompts and answers, or tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from llamarl.config import Source
 from llamarl.errors import ConfigError, InputError
+from llamarl.tasks.programs import check_tests
 from llamarl.tasks.rows import BadRow, Row, as_text, read_rows, text_field
 from llamarl.types import Turn
 
@@ -57,7 +58,19 @@ def _svamp(settings: Source, row: Row) -> Example:
 
 def _jsonl(settings: Source, row: Row) -> Example:
     answer = text_field(row, settings.answer_field)
-    solution = text_field(row, settings.solution_field) if settings.solution_field else answer
+    return _asked(settings, row, answer, answer)
+
+
+def _code(settings: Source, row: Row) -> Example:
+    """`tests` instead of an answer; a solution is needed only where examples are shown."""
+    if "tests" not in row:
+        raise BadRow(f"no field 'tests'; there are: {', '.join(map(repr, row)) or 'none'}")
+    return _asked(settings, row, check_tests(row["tests"]), "")
+
+
+def _asked(settings: Source, row: Row, answer: str, solution: str) -> Example:
+    """`solution`: what is shown where no field holds a worked one."""
+    solution = text_field(row, settings.solution_field) if settings.solution_field else solution
     prompt = row.get(settings.prompt_field)
     if isinstance(prompt, list):
         turns = tuple(_turn(message, settings.prompt_field) for message in prompt)
@@ -74,17 +87,21 @@ def _turn(message: Any, field: str) -> Turn:
 
 
 _WORD_PROBLEM = "Question: {prompt}\nWork it out step by step and end with a line #### and the number.\nAnswer:"
+_PROGRAM = "{prompt}\nAnswer with one Python program in a ```python block.\n"
 _COMPETITION = "Problem: {prompt}\nWork it out step by step and put the final answer in \\boxed{}.\nSolution:"
 KINDS: dict[str, Kind] = {
     "gsm8k": Kind(_gsm8k, _WORD_PROBLEM, "numeric"),
     "math": Kind(_math, _COMPETITION, "math"),
     "svamp": Kind(_svamp, _WORD_PROBLEM, "numeric"),
     "jsonl": Kind(_jsonl, "{prompt}", "exact"),
+    "code": Kind(_code, _PROGRAM, "code"),
 }
 
 
 def read_examples(settings: Source) -> tuple[list[Example], list[Example]]:
     """(training, test): problems of the fixed test file are never trained on, even if the other file holds them too."""
+    if settings.kind == "code" and settings.few_shot and not settings.solution_field:
+        raise ConfigError("task.solution_field: name the field whose programs task.few_shot is to show")
     train_path, test_path = _files(settings)
     kind = KINDS[settings.kind]
     test = read_rows(test_path, lambda row: kind.read(settings, row)) if test_path else []

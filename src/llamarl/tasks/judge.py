@@ -12,21 +12,24 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from llamarl.config import Reward
+from llamarl.config import Config, LLMJudge, Reward, Sandbox
 from llamarl.errors import ConfigError
 from llamarl.plugins import is_reference
 from llamarl.tasks.extract import final_answer, gold_answer
+from llamarl.tasks.failures import Counts
 from llamarl.tasks.mathematics import quick_verdict
 from llamarl.tasks.scorers import Scorer, make_safe_scorer
-from llamarl.tasks.workers.pool import Pool
-from llamarl.tasks.workers.wire import Ask, Item, Setup, Status, Verdict, pack_text
+from llamarl.tasks.workers.errands import Errands
+from llamarl.tasks.workers.wire import KILL_SHARE, Ask, Item, Setup, Status, Verdict, pack_text
 from llamarl.types import Problem
 
-NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length")
-_IN_WORKERS = ("regex", "math")
+NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "code", "llm_judge", "none")
+_IN_WORKERS = ("regex", "math", "code", "llm_judge")
 _MAX_REMEMBERED = 10_000
 FALLBACK = "exact"  # for a task that names none
+_USUAL, _NOBODY = Sandbox(), LLMJudge()
 
 
 class Outcome(Struct, frozen=True):
@@ -38,42 +41,33 @@ class Outcome(Struct, frozen=True):
     seconds: float = 0.0
 
 
-class Counts(Struct):
-    """Attempts at judging that failed, since the last time somebody took them."""
-
-    failures: int = 0
-    timeouts: int = 0
-
-    def add(self, status: Status) -> None:
-        self.failures += status == "error"
-        self.timeouts += status == "timeout"
-
-
 @dataclass
 class _Case:
     """An answer that waits for a worker: what is known of its reward, and the weights of what is not."""
 
     key: Hashable
-    ask: Ask
     known: float
     weights: tuple[float, ...]
-    seconds: float  # spent on it so far, without waiting for a worker
-    tries_left: int
+    seconds: float  # spent on it here
 
 
 class Judge:
     """`own` names the scorers that suit the task's problems, for reward.scorer=auto."""
 
-    def __init__(self, settings: Reward, own: Sequence[str] = (FALLBACK,)) -> None:
-        self._settings = settings
-        self.counts = Counts()
+    def __init__(
+        self,
+        settings: Reward,
+        own: Sequence[str] = (FALLBACK,),
+        *,
+        sandbox: Sandbox = _USUAL,
+        llm: LLMJudge = _NOBODY,
+    ) -> None:
+        self._settings, self._sandbox, self._llm = settings, sandbox, llm
         self.peak_mb = 0.0  # the most that judging one answer has taken in a worker
         self._safe: dict[str, Scorer] = {}
-        self._pool: Pool | None = None
         self._pooled: tuple[str, ...] = ()
-        self._cases: dict[int, _Case] = {}
+        self._errands: Errands[_Case] = Errands(self._setup, settings.workers, settings.retries)
         self._equal: dict[tuple[bytes, bytes], float] = {}  # what algebra has found out about (answer, completion)
-        self._next_ticket = 0
         self._done: list[tuple[Hashable, Outcome]] = []
         alone = own if settings.scorer == "auto" else [settings.scorer]
         for name in settings.combine or dict.fromkeys(alone):
@@ -81,23 +75,38 @@ class Judge:
         if "regex" in self._pooled and not settings.pattern:
             raise ConfigError("reward.pattern: the regex scorer needs one")
 
+    @classmethod
+    def of(cls, config: Config, own: Sequence[str], *, workers: int = 0) -> Judge:
+        """The job's; `workers` instead of as many as it says."""
+        settings = replace(config.reward, workers=workers) if workers else config.reward
+        return cls(settings, own, sandbox=config.sandbox, llm=config.llm_judge)
+
     @property
     def num_pending(self) -> int:
-        return len(self._cases) + len(self._done)
+        return len(self._errands) + len(self._done)
 
     @property
     def num_waiting(self) -> int:
         """Answers that are with a worker, or wait for one."""
-        return len(self._cases)
+        return len(self._errands)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        return self._pool.pids if self._pool else ()
+        return self._errands.worker_pids
+
+    @property
+    def counts(self) -> Counts:
+        """Attempts at judging that failed, since somebody last took them."""
+        return self._errands.counts
+
+    def take_counts(self) -> Counts:
+        counts, self._errands.counts = self._errands.counts, Counts()
+        return counts
 
     def prepare(self) -> None:
         """Start the workers, if any are needed, so that what cannot be loaded shows now."""
         if self._pooled:
-            self._open_pool().wait_until_up()
+            self._errands.prepare()
 
     def ask(self, key: Hashable, completion: str, problem: Problem) -> None:
         """The outcome comes out of `collect` under this key."""
@@ -112,17 +121,20 @@ class Judge:
             else:
                 known += weight * settled
         spent_s = time.monotonic() - start_s
-        case = _Case(key, Ask(tuple(items)), known, tuple(weights), spent_s, self._settings.retries)
+        case = _Case(key, known, tuple(weights), spent_s)
         if items:
-            self._submit(case)
+            self._errands.send(case, Ask(tuple(items)))
         else:
             self._finish(case, Verdict("ok"))
 
     def collect(self, wait_s: float = 0.0) -> list[tuple[Hashable, Outcome]]:
         """Outcomes so far, waiting at most this long for one."""
-        if self._cases and self._pool:
-            for ticket, verdict in self._pool.collect(0.0 if self._done else wait_s):
-                self._hear(self._cases.pop(ticket), verdict)
+        for case, ask, verdict in self._errands.collect(0.0 if self._done else wait_s):
+            self.peak_mb = max(self.peak_mb, verdict.peak_mb)
+            case.seconds += verdict.seconds
+            if verdict.status == "ok":
+                self._remember(ask.items, verdict.rewards)
+            self._finish(case, verdict)
         done, self._done = self._done, []
         return done
 
@@ -134,8 +146,7 @@ class Judge:
         return done[0][1]
 
     def close(self) -> None:
-        if self._pool:
-            self._pool.close()
+        self._errands.close()
 
     def _plan(self, problem: Problem) -> dict[str, float]:
         if self._settings.combine:
@@ -170,29 +181,24 @@ class Judge:
         else:
             raise ConfigError(f"reward.scorer: unknown scorer '{name}'; known: {', '.join(NAMES)}, or FILE.py:FUNCTION")
 
-    def _open_pool(self) -> Pool:
-        if self._pool is None:
-            settings = self._settings
-            setup = Setup(self._pooled, settings.pattern, settings.timeout_s, settings.memory_mb)
-            self._pool = Pool(setup, settings.workers)
-        return self._pool
+    def _setup(self) -> Setup:
+        settings = self._settings
+        return Setup(
+            self._pooled,
+            settings.pattern,
+            settings.timeout_s + self._patience_s,
+            settings.memory_mb,
+            sandbox=self._sandbox,
+            llm=self._llm,
+            share_of_tests=settings.tests == "share",
+        )
 
-    def _submit(self, case: _Case) -> None:
-        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        self._cases[ticket] = case
-        self._open_pool().submit(ticket, case.ask)
-
-    def _hear(self, case: _Case, verdict: Verdict) -> None:
-        self.counts.add(verdict.status)
-        self.peak_mb = max(self.peak_mb, verdict.peak_mb)
-        case.seconds += verdict.seconds
-        if verdict.status == "ok":
-            self._remember(case.ask.items, verdict.rewards)
-        if verdict.status != "ok" and case.tries_left:
-            case.tries_left -= 1
-            self._submit(case)
-        else:
-            self._finish(case, verdict)
+    @property
+    def _patience_s(self) -> float:
+        """What scorers with limits of their own may take on top."""
+        running_s = self._sandbox.answer_s + self._sandbox.patience_s if "code" in self._pooled else 0.0
+        asking_s = self._llm.patience_s if "llm_judge" in self._pooled else 0.0
+        return (running_s + asking_s) / KILL_SHARE
 
     def _remember(self, items: Sequence[Item], rewards: Sequence[float]) -> None:
         """Samples of one prompt often agree. Only mathematics, whose verdict depends on nothing else, and only from a

@@ -92,7 +92,8 @@ def read_line(line: bytes, scorer: str) -> tuple[str, Problem]:
         raise ValueError(f"not JSON: {str(error)[:100]}") from None
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    return _text(row, "completion"), Problem(_text(row, "prompt", ""), _text(row, "answer"), scorer=scorer)
+    answer = json.dumps(row["tests"]) if "tests" in row else _text(row, "answer")
+    return _text(row, "completion"), Problem(_text(row, "prompt", ""), answer, scorer=scorer)
 
 
 def _text(row: dict[str, object], field: str, default: object = None) -> str:

@@ -112,6 +112,7 @@ def _make_length(settings: Reward) -> Scorer:
 
 
 _MAKERS: dict[str, Callable[[Reward], Scorer]] = {
+    "none": lambda settings: lambda completion, answer, prompt: 0.0,
     "exact": lambda settings: exact,
     "numeric": _make_numeric,
     "choice": lambda settings: choice,

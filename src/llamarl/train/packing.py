@@ -137,15 +137,14 @@ def _to_tensors(documents: Sequence[Document], rows: Sequence[Sequence[int]], wi
         positions[row, column:] = np.arange(width - column)
     packed = [documents[item] for item in order]
     sizes = np.array([document.num_answer_tokens for document in packed])
-    first = np.array(starts, dtype=np.int64) + [document.num_prompt_tokens - 1 for document in packed]
-    within = _concatenate([np.arange(count) for count in sizes], np.int64)
+    before = [start + document.places - 1 for start, document in zip(starts, packed, strict=True)]
     fresh = np.array([not document.staleness.any() for document in packed], dtype=bool)
     return Pack(
         tokens_RT=torch.from_numpy(tokens),
         positions_RT=torch.from_numpy(positions),
         documents_RT=torch.from_numpy(numbers),
         lengths=tuple(len(document.tokens) for document in packed),
-        at_N=torch.from_numpy(np.repeat(first, sizes) + within),
+        at_N=torch.from_numpy(_concatenate(before, np.int64)),
         targets_N=torch.from_numpy(_concatenate([document.answer for document in packed], np.int64)),
         behavior_logprobs_N=_floats([document.behavior_logprobs for document in packed]),
         advantages_N=torch.from_numpy(np.repeat([document.advantage for document in packed], sizes)).float(),

@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
+from helpers.groups import completion, rollout_group
+from msgspec.structs import replace
 
-from llamarl.algo.metrics import TokenMeasures, token_metrics, token_totals
+from llamarl.algo.metrics import TokenMeasures, describe_groups, token_metrics, token_totals
+from llamarl.types import Given, tokens_to_bytes
 
 RATIO = torch.tensor([0.5, 1.0, 6.0, 8.0], dtype=torch.float64)
 
@@ -69,3 +72,11 @@ def test_on_policy_metrics_say_on_policy() -> None:
 
 def test_without_a_completion_of_this_very_version_there_is_no_gap_to_report() -> None:
     assert "logprob_gap" not in found_from(measures(RATIO, [0, 1, 1, 1], [False] * 4))
+
+
+def test_conversations_are_described_by_their_turns_and_other_answers_are_not() -> None:
+    plain = completion([1, 2, 3])
+    talk = replace(plain, tokens=tokens_to_bytes([1, 7, 7, 2, 7, 3]), given=(Given(1, 2), Given(4, 1)))
+    found = describe_groups([rollout_group([5], [(talk, 1.0), (plain, 0.0)])])
+    assert (found["turns"], found["given_tokens"], found["answer_tokens"]) == (2.0, 1.5, 3.0)
+    assert "turns" not in describe_groups([rollout_group([5], [(plain, 1.0), (plain, 0.0)])])

@@ -76,6 +76,19 @@ def hf_model(request: pytest.FixtureRequest, hf: ModuleType) -> Any:
     return lively(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed).eval()
 
 
+@pytest.fixture(scope="session")
+def hf_reward_model(hf: ModuleType) -> Callable[[str], Any]:
+    """A random small model of a family with one score instead of a head."""
+
+    def make(family: str) -> Any:
+        config = hf_config(hf, family, 1)
+        config.num_labels, config.pad_token_id = 1, 2
+        torch.manual_seed(1)
+        return lively(hf.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), 1).eval()
+
+    return make
+
+
 def hf_config(hf: ModuleType, family: str, seed: int) -> Any:
     pick = random.Random(f"{family} {seed}")
     kv_heads, group = pick.choice((1, 2, 3)), pick.choice((1, 2, 3))

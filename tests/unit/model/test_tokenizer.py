@@ -206,3 +206,22 @@ def test_smollm2_splits_digits_and_knows_its_chat(hf: ModuleType, smollm2: Path)
     )
     assert tokenizer.chat(CHAT) == tokenizer.encode(expected)
     assert tokenizer.chat(CHAT)[0] == 1
+
+
+def test_a_reply_continues_a_chat_as_the_template_would_have_written_it(tmp_path: Path, backend: Backend) -> None:
+    """Token for token: the prompt, what the model said with the stop token that ended it, and the reply."""
+    tokenizer = Tokenizer.load(write(tmp_path, backend, chat_template=CHATML))
+    said = "Let me see: 12 - 3"
+    whole = [*CHAT, {"role": "assistant", "content": said}, {"role": "tool", "content": "9 <|im_end|> ✓"}]
+    stop = tokenizer.token_id("<|im_end|>")
+    behind = tokenizer.chat_reply(CHAT, "tool", "9 <|im_end|> ✓")
+    assert [*tokenizer.chat(CHAT), *tokenizer.encode(said), stop, *behind] == tokenizer.chat(whole)
+
+
+def test_a_template_that_hides_what_was_said_cannot_go_on(tmp_path: Path, backend: Backend) -> None:
+    hiding = (
+        "{% for message in messages %}{% if message.role != 'assistant' %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = Tokenizer.load(write(tmp_path, backend, chat_template=hiding))
+    with pytest.raises(ModelError, match="a conversation cannot go on"):
+        tokenizer.chat_reply(CHAT, "user", "9")

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
+from llamarl.config import Conversation, LLMJudge, Sandbox
+from llamarl.types import Turn
+
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
 MAX_BYTES = 1 << 30
+KILL_SHARE = 0.9  # of the time limit: the rest is for killing, so that the limit itself is kept
 
 Status = Literal["ok", "error", "timeout"]
 
@@ -23,6 +28,10 @@ class Setup(Struct, frozen=True):
     pattern: str
     timeout_s: float
     memory_mb: int
+    sandbox: Sandbox = Sandbox()
+    share_of_tests: bool = False
+    llm: LLMJudge = LLMJudge()
+    conversation: Conversation = Conversation()  # with its tool, if that is what the worker is for
 
 
 class Ready(Struct, frozen=True, tag=True):
@@ -42,15 +51,27 @@ class Item(Struct, frozen=True, array_like=True):
     prompt: bytes
 
 
+class Call(Struct, frozen=True, array_like=True):
+    """A tool's view of a conversation: what the model has just said, and all turns, that one included."""
+
+    said: bytes
+    turns: bytes
+
+
 class Ask(Struct, frozen=True):
+    """An answer for its scorers, or a turn for a tool."""
+
     items: tuple[Item, ...]
+    call: Call | None = None
 
 
 class Verdict(Struct, frozen=True, tag=True):
-    """`rewards` in the order of the items; none when judging failed, which is not the same as a wrong answer."""
+    """`rewards` in the order of the items; none when judging failed, which is not the same as a wrong answer. Of a call,
+    the tool's `reply`; none when the conversation is over."""
 
     status: Status
     rewards: tuple[float, ...] = ()
+    reply: bytes | None = None
     reason: str = ""
     seconds: float = 0.0
     peak_mb: float = 0.0
@@ -60,6 +81,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
 decode_ask = msgspec.msgpack.Decoder(Ask).decode
 decode_reply = msgspec.msgpack.Decoder(Ready | NotReady | Verdict).decode
+_decode_turns = msgspec.msgpack.Decoder(tuple[tuple[bytes, bytes], ...]).decode
 decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
 
 
@@ -69,6 +91,14 @@ def pack_text(text: str) -> bytes:
 
 def unpack_text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
+
+
+def pack_turns(turns: Sequence[Turn]) -> bytes:
+    return encode([(pack_text(turn.role), pack_text(turn.content)) for turn in turns])
+
+
+def unpack_turns(data: bytes) -> tuple[Turn, ...]:
+    return tuple(Turn(unpack_text(role), unpack_text(content)) for role, content in _decode_turns(data))
 
 
 def send(connection: socket.socket, message: Struct) -> None:

@@ -1,4 +1,4 @@
-"""A worker: loads its scorers once, then forks a child for every answer, so that no answer can touch the next.
+"""A worker: loads its scorers, or its tool, once, then forks a child for every answer, so that no answer can touch the next.
 
 Run as a program: `python -m llamarl.tasks.workers.worker FD PARENT`. The worker itself never looks into a completion. The
 child does, under limits, and says one verdict over a pipe of its own; when it is late it is killed.
@@ -21,16 +21,20 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from llamarl.errors import LlamaRLError
 from llamarl.plugins import is_reference, load_function
+from llamarl.tasks.programs import load_examiner
 from llamarl.tasks.symbolic import load_equal
+from llamarl.tasks.tools.tools import Tool, load_tool
 from llamarl.tasks.workers.confine import Refused, adopt_orphans, die_with_parent, limit, seal
 from llamarl.tasks.workers.wire import (
+    KILL_SHARE,
     Ask,
+    Call,
     Inbox,
     Item,
     NotReady,
@@ -41,14 +45,16 @@ from llamarl.tasks.workers.wire import (
     decode_setup,
     decode_verdict,
     encode,
+    pack_text,
     send,
     unpack_text,
+    unpack_turns,
 )
 
 _MAX_REASON = 200
-_KILL_SHARE = 0.9  # of the time limit: the rest is for killing, so that the limit itself is kept
-_MAX_VERDICT_BYTES = 1 << 12
-_LENGTH = struct.Struct("<H")
+_READ_BYTES = 1 << 16
+_LENGTH = struct.Struct("<I")
+_MAX_VERDICT_BYTES = 1 << 26
 Scorer = Callable[[str, str, str], Any]
 
 
@@ -62,6 +68,12 @@ def _load(name: str, setup: Setup) -> Scorer:
         return lambda completion, answer, prompt: float(equal(answer, completion))
     if name == "regex":
         return _regex_scorer(setup.pattern)
+    if name == "code":
+        return load_examiner(setup.sandbox, share=setup.share_of_tests)
+    if name == "llm_judge":
+        from llamarl.tasks.llm_judge import load_llm_judge  # brings TLS along, which no other worker needs
+
+        return load_llm_judge(setup.llm)
     return load_function("reward.scorer", name)
 
 
@@ -80,10 +92,20 @@ def _regex_scorer(source: str) -> Scorer:
     return score
 
 
+class Loaded(NamedTuple):
+    """What a worker is for: scorers, or a tool."""
+
+    scorers: dict[str, Scorer]
+    tool: Tool | None = None
+
+
 class Worker:
-    def __init__(self, setup: Setup, scorers: dict[str, Scorer], connection: socket.socket) -> None:
-        self._setup, self._scorers, self._connection = setup, scorers, connection
-        self._foreign = any(is_reference(name) for name in setup.scorers)
+    def __init__(self, setup: Setup, loaded: Loaded, connection: socket.socket) -> None:
+        self._setup, self._loaded, self._connection = setup, loaded, connection
+        self._foreign = loaded.tool is not None or any(map(_needs_the_machine, setup.scorers))
+        # What a program may have is kept from it by its own walls; it must only not be less than they allow.
+        runs = "code" in setup.scorers or setup.conversation.tool == "python"
+        self._memory_mb = max(setup.memory_mb, setup.sandbox.memory_mb if runs else 0)
 
     def judge(self, ask: Ask) -> Verdict:
         start_s = time.monotonic()
@@ -95,7 +117,7 @@ class Worker:
             self._connection.close()
             self._live(ask, writing, parent)
         os.close(writing)
-        said = _read(reading, start_s + _KILL_SHARE * self._setup.timeout_s)
+        said = _read(reading, start_s + KILL_SHARE * self._setup.timeout_s)
         os.close(reading)
         status, peak_mb = _end(pid)
         return msgspec.structs.replace(
@@ -116,32 +138,46 @@ class Worker:
         try:
             os.setpgid(0, 0)
             die_with_parent(parent)
-            limit(self._setup.memory_mb, self._setup.timeout_s, on_top=self._foreign)
-            verdict = _score_all(ask, self._scorers)
-            said = encode(verdict)
-            os.write(writing, _LENGTH.pack(len(said)) + said)
+            limit(self._memory_mb, self._setup.timeout_s, on_top=self._foreign)
+            said = encode(_answer(ask, self._loaded))
+            view = memoryview(_LENGTH.pack(len(said)) + said)
+            while view:
+                view = view[os.write(writing, view) :]
         finally:
             os._exit(0)
 
 
-def _score_all(ask: Ask, scorers: dict[str, Scorer]) -> Verdict:
+def _answer(ask: Ask, loaded: Loaded) -> Verdict:
+    who = "scorer" if loaded.tool is None else "tool"
     try:
-        rewards = _rewards(ask.items, scorers)
+        return _use(loaded.tool, ask.call) if loaded.tool and ask.call else _score_all(ask, loaded.scorers)
     except MemoryError:
-        return Verdict("error", reason="scorer failed: it used up its memory")
-    # A scorer may be the user's own: its failure is not a wrong answer.
+        return Verdict("error", reason=f"{who} failed: it used up its memory")
+    # It may be the user's own: its failure is not a wrong answer.
     except (Exception, SystemExit, Refused) as error:
         said = " ".join(str(error).split())[:_MAX_REASON]
         printable = "".join(char if char.isprintable() else "?" for char in said)
-        return Verdict("error", reason=f"scorer failed: {type(error).__name__}: {printable}")
+        return Verdict("error", reason=f"{who} failed: {type(error).__name__}: {printable}")
+
+
+def _score_all(ask: Ask, scorers: dict[str, Scorer]) -> Verdict:
+    rewards = _rewards(ask.items, scorers)
     bad = [reward for reward in rewards if not math.isfinite(reward)]
     return Verdict("error", reason=f"scorer gave {bad[0]}") if bad else Verdict("ok", rewards)
 
 
+def _use(tool: Tool, call: Call) -> Verdict:
+    reply = _settled(tool(unpack_text(call.said), unpack_turns(call.turns)))
+    if reply is not None and not isinstance(reply, str):
+        return Verdict("error", reason=f"tool gave {type(reply).__name__}; it must give text, or None at the end")
+    return Verdict("ok", reply=None if reply is None else pack_text(reply))
+
+
 def _rewards(items: tuple[Item, ...], scorers: dict[str, Scorer]) -> tuple[float, ...]:
-    """The user's own functions first: they may need files or a network, which our own scorers give up before they begin."""
+    """The user's own functions and programs first: they may need files, a network, processes, which our own scorers give up
+    before they begin."""
     foreign = {
-        index: _score(scorers[item.scorer], item) for index, item in enumerate(items) if is_reference(item.scorer)
+        index: _score(scorers[item.scorer], item) for index, item in enumerate(items) if _needs_the_machine(item.scorer)
     }
     seal()
     return tuple(
@@ -149,11 +185,16 @@ def _rewards(items: tuple[Item, ...], scorers: dict[str, Scorer]) -> tuple[float
     )
 
 
+def _needs_the_machine(scorer: str) -> bool:
+    return is_reference(scorer) or scorer in ("code", "llm_judge")
+
+
 def _score(scorer: Scorer, item: Item) -> float:
-    reward = scorer(unpack_text(item.completion), unpack_text(item.answer), unpack_text(item.prompt))
-    if inspect.isawaitable(reward):
-        reward = asyncio.run(_awaited(reward))
-    return float(reward)
+    return float(_settled(scorer(unpack_text(item.completion), unpack_text(item.answer), unpack_text(item.prompt))))
+
+
+def _settled(value: Any) -> Any:
+    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
 
 
 async def _awaited(value: Any) -> Any:
@@ -168,8 +209,8 @@ def _read(reading: int, deadline_s: float) -> bytes | None:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 or not poll.poll(left_s * 1000):
             return None
-        data = os.read(reading, _MAX_VERDICT_BYTES)
-        if not data:
+        data = os.read(reading, _READ_BYTES)
+        if not data or len(said) > _MAX_VERDICT_BYTES:
             break
         said += data
     return said[_LENGTH.size :]
@@ -208,9 +249,10 @@ def _describe(status: int) -> str:
     return f"exit code {os.WEXITSTATUS(status)}"
 
 
-def _prepare(setup: Setup) -> dict[str, Scorer] | NotReady:
+def _prepare(setup: Setup) -> Loaded | NotReady:
     try:
-        scorers = load_scorers(setup)
+        tool = load_tool(setup.conversation, setup.sandbox) if setup.conversation.tool else None
+        loaded = Loaded(load_scorers(setup), tool)
     except re.error as error:
         return NotReady(f"reward.pattern: {error}")
     except LlamaRLError as error:
@@ -220,7 +262,7 @@ def _prepare(setup: Setup) -> dict[str, Scorer] | NotReady:
     gc.collect()
     gc.freeze()
     gc.disable()  # in a child that lives for one answer it would only touch every page
-    return scorers
+    return loaded
 
 
 def main() -> None:
@@ -233,12 +275,12 @@ def main() -> None:
     inbox = Inbox(connection)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         setup = decode_setup(inbox.wait())
-        scorers = _prepare(setup)
-        if isinstance(scorers, NotReady):
-            send(connection, scorers)
+        loaded = _prepare(setup)
+        if isinstance(loaded, NotReady):
+            send(connection, loaded)
             return
         send(connection, Ready())
-        worker = Worker(setup, scorers, connection)
+        worker = Worker(setup, loaded, connection)
         while True:
             send(connection, worker.judge(decode_ask(inbox.wait())))
 

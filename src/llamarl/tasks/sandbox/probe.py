@@ -1,0 +1,72 @@
+"""What this machine has of what a sandbox needs. Asked of the kernel, and tried out; where something is missing it is named,
+and nothing is run."""
+
+from __future__ import annotations
+
+import os
+
+from msgspec import Struct
+
+from llamarl.config import Sandbox as Limits
+from llamarl.errors import ConfigError
+from llamarl.tasks.sandbox import landlock, seccomp
+from llamarl.tasks.sandbox.interpreter import find_interpreter
+from llamarl.tasks.sandbox.run import Sandbox, SandboxError
+from llamarl.tasks.sandbox.syscalls import ARCHITECTURES
+from llamarl.tasks.sandbox.walls import Walls, walls_to_try
+
+_TRUNCATE_ABI = 3  # the first that keeps a file from being emptied; where files of others are in sight, it must
+
+
+class Features(Struct, frozen=True):
+    machine: str
+    landlock: int  # version of its ABI; 0: none
+    seccomp: bool
+
+
+def features() -> Features:
+    machine = os.uname().machine
+    known = machine in ARCHITECTURES
+    return Features(machine, landlock.version() if known else 0, known and seccomp.is_known())
+
+
+def missing(found: Features) -> list[str]:
+    """What no sandbox can do without."""
+    if found.machine not in ARCHITECTURES:
+        return [f"an architecture whose system calls we know ({', '.join(ARCHITECTURES)}; this is {found.machine})"]
+    needs = {
+        "Landlock (Linux 5.13 or newer, with landlock among the kernel's security modules)": found.landlock >= 1,
+        "seccomp filters": found.seccomp,
+    }
+    return [need for need, there in needs.items() if not there]
+
+
+def open_sandbox(limits: Limits, found: Features | None = None) -> Sandbox:
+    """The strongest that this machine allows, tried out; raises ConfigError naming what is missing."""
+    found = found or features()
+    if lacking := missing(found):
+        raise ConfigError(f"sandbox: programs cannot be run safely here; missing: {'; '.join(lacking)}")
+    interpreter = find_interpreter(limits.python)
+    reasons = []
+    for walls in walls_to_try():
+        if walls is Walls.BARE and found.landlock < _TRUNCATE_ABI:
+            reasons.append(f"{walls.value}: Landlock ABI {_TRUNCATE_ABI} (Linux 6.2), there is {found.landlock}")
+            continue
+        sandbox = Sandbox(walls, interpreter, limits)
+        if problem := _problem(sandbox):
+            reasons.append(f"{walls.value}: {problem}")
+        else:
+            return sandbox
+    raise ConfigError(f"sandbox: programs cannot be run safely here; tried: {'; '.join(reasons)}")
+
+
+def _problem(sandbox: Sandbox) -> str:
+    """Why the sandbox does not work; empty when it does."""
+    try:
+        ran = sandbox.run("print(6 * 7)")
+    except (SandboxError, OSError) as error:
+        return str(error)
+    if ran.succeeded and ran.stdout == b"42\n":
+        return ""
+    said = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    return f"a first program did not run ({ran.how}, status {ran.status}{': ' + said[0] if said else ''})"

@@ -1,0 +1,232 @@
+"""One program, run once: started behind its walls, fed, listened to, ended. Whoever asks stays outside.
+
+The caller must have no threads, since it forks. What a run says of itself goes over a pipe that the program never holds,
+each line with the nonce of this run; without the line that says the walls stood, its output counts for nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import select
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from llamarl.config import Sandbox as Limits
+from llamarl.errors import LlamaRLError
+from llamarl.tasks.sandbox.interpreter import CALL, RUN, Interpreter
+from llamarl.tasks.sandbox.walls import Walls, enclose, leave
+from llamarl.tasks.workers.confine import die_with_parent
+
+_READ_BYTES = 1 << 16
+_MOVED = 100  # descriptors are moved above this before they take their places
+_STATUS = 5  # where the program's process holds the status pipe until it becomes the program
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_GRACE_S = 2.0  # for what is killed to be gone
+
+
+class SandboxError(LlamaRLError):
+    """The walls could not be put up, so nothing was run. It says nothing of the program."""
+
+
+class Ran(NamedTuple):
+    """How a program ended, and what it had said by then."""
+
+    how: Literal["ended", "timeout", "flooded"]
+    status: int  # as `os.wait` gives it
+    stdout: bytes
+    stderr: bytes
+    results: list[Any] | None = None  # of calls
+
+    @property
+    def succeeded(self) -> bool:
+        return self.how == "ended" and self.status == 0
+
+
+class Sandbox:
+    def __init__(self, walls: Walls, interpreter: Interpreter, limits: Limits) -> None:
+        self.walls, self._interpreter, self._limits = walls, interpreter, limits
+
+    def run(self, source: str, stdin: str = "") -> Ran:
+        """As a script, with this input."""
+        run = _Run(self.walls, self._interpreter, self._limits, RUN)
+        return run.go(_bytes(source), _bytes(stdin))
+
+    def call(self, source: str, calls: Sequence[Mapping[str, Any]]) -> Ran:
+        """As a module, whose functions are called: each with `call`, `args` and `kwargs`."""
+        run = _Run(self.walls, self._interpreter, self._limits, CALL)
+        asked = json.dumps({"source": source, "calls": list(calls), "nonce": run.nonce})
+        return run.go(asked.encode(), b"")
+
+
+class _Run:
+    def __init__(self, walls: Walls, interpreter: Interpreter, limits: Limits, script: str) -> None:
+        self._walls, self._interpreter, self._limits, self._script = walls, interpreter, limits, script
+        self.nonce = secrets.token_hex(16)
+        self._stopped: Literal["timeout", "flooded"] | None = None
+
+    def go(self, program: bytes, stdin: bytes) -> Ran:
+        pipes = [os.pipe() for _ in range(4)]  # stdout, stderr, results, status
+        files = [_sealed(stdin), _sealed(program)]
+        reading, writing = ([pipe[side] for pipe in pipes] for side in (0, 1))
+        parent = os.getpid()
+        reaper = os.fork()
+        if reaper == 0:
+            self._reap([files[0], writing[0], writing[1], files[1], writing[2]], writing[3], parent)
+        for fd in (*writing, *files):
+            os.close(fd)
+        try:
+            said = self._listen(reading, reaper)
+        finally:
+            for fd in reading:
+                os.close(fd)
+            os.waitpid(reaper, 0)
+        return self._outcome(*said)
+
+    # Outside
+
+    def _listen(self, fds: Sequence[int], reaper: int) -> list[bytes]:
+        """Until all who hold the other ends are gone, which the reaper is the last to be."""
+        said = {fd: bytearray() for fd in fds}
+        poll, left = select.poll(), set(fds)
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        deadline_s = time.monotonic() + self._limits.wall_s
+        while left and (ready := poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000)):
+            left -= {fd for fd, _ in ready if not self._hear(said[fd], fd, poll)}
+            if max(map(len, said.values())) > self._limits.output_kb << 10:
+                break
+        if left:
+            self._stopped = "timeout" if time.monotonic() >= deadline_s else "flooded"
+            os.kill(reaper, signal.SIGTERM)
+            self._drain(said[fds[-1]], fds[-1], reaper)
+        return [bytes(said[fd]) for fd in fds]
+
+    @staticmethod
+    def _hear(said: bytearray, fd: int, poll: select.poll) -> bool:
+        """False when there is nothing more to come."""
+        data = os.read(fd, _READ_BYTES)
+        said += data
+        if not data:
+            poll.unregister(fd)
+        return bool(data)
+
+    @staticmethod
+    def _drain(said: bytearray, status: int, reaper: int) -> None:
+        """The reaper's last words; it ends the program, sees all of it gone, and follows. One that does not is ended too."""
+        poll, deadline_s = select.poll(), time.monotonic() + _GRACE_S
+        poll.register(status, select.POLLIN)
+        while poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+            data = os.read(status, _READ_BYTES)
+            said += data
+            if not data:
+                return
+        os.kill(reaper, signal.SIGKILL)
+
+    def _outcome(self, stdout: bytes, stderr: bytes, results: bytes, status: bytes) -> Ran:
+        words = self._words(status)
+        if "walled" not in words:
+            raise SandboxError(f"sandbox: {words.get('failed') or 'its process ended before its walls stood'}")
+        code = int(words.get("ended") or -1)
+        return Ran(self._stopped or "ended", code, stdout, stderr, self._results(results))
+
+    def _words(self, status: bytes) -> dict[str, str]:
+        """What our own processes said of this run."""
+        lines = [line.split(" ", 2) for line in status.decode(errors="replace").splitlines()]
+        return {word: rest for nonce, word, rest in (line for line in lines if len(line) == 3) if nonce == self.nonce}
+
+    def _results(self, said: bytes) -> list[Any] | None:
+        """Only whole, only once, only of this run."""
+        if not said.startswith(self.nonce.encode()):
+            return None
+        try:
+            results = json.loads(said[len(self.nonce) :], parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            return None
+        return results if isinstance(results, list) else None
+
+    # In the reaper, which stays outside of the program's namespaces and knows when all in there are gone
+
+    def _reap(self, fds: Sequence[int], status: int, parent: int) -> NoReturn:
+        try:
+            leave(self._walls)
+            die_with_parent(parent)
+            # Taken only while there is somebody to end: until it is reaped, its number is its own.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            pid = os.fork()
+            if pid == 0:
+                self._become_the_program(fds, status)
+            for fd in fds:
+                os.close(fd)
+            signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, signal.SIGKILL))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            self._say(status, "ended", str(os.waitpid(pid, 0)[1]))
+        except BaseException as error:
+            self._say(status, "failed", _line(error))
+        finally:
+            os._exit(0)
+
+    def _become_the_program(self, fds: Sequence[int], status: int) -> NoReturn:
+        try:
+            os.setsid()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            _place([*fds, status])
+            os.set_inheritable(_STATUS, False)
+            enclose(self._walls, self._interpreter, self._limits)
+            self._say(_STATUS, "walled", "in")
+            command = [*self._interpreter.command, "-c", self._script]
+            os.execve(self._interpreter.executable, command, _ENVIRONMENT)
+        except BaseException as error:
+            self._say(_STATUS, "failed", _line(error))
+        finally:
+            os._exit(1)
+
+    def _say(self, fd: int, word: str, rest: str) -> None:
+        os.write(fd, f"{self.nonce} {word} {rest}\n".encode())
+
+
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",  # each thread of an array library would reserve more than a program may have
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+def _place(fds: Sequence[int]) -> None:
+    """These descriptors as 0, 1, 2 ... and no others."""
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _MOVED) for fd in fds]
+    for place, fd in enumerate(moved):
+        os.dup2(fd, place)
+    os.closerange(len(fds), os.sysconf("SC_OPEN_MAX"))
+
+
+def _sealed(data: bytes) -> int:
+    """A file without a name that nobody can change any more."""
+    fd = os.memfd_create("input", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,104 @@
+"""Tools by the names that the config uses. A tool gets what the model said in its turn, and all turns so far; it gives a
+reply, or None when the conversation is over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from llamarl.config import Conversation, Sandbox
+from llamarl.plugins import load_function
+from llamarl.tasks.programs import fenced_program
+from llamarl.tasks.sandbox.probe import open_sandbox
+from llamarl.tasks.sandbox.run import Ran
+from llamarl.tasks.tools.calculator import NoExpression, compute, last_expression
+from llamarl.types import Turn
+
+Tool = Callable[[str, Sequence[Turn]], str | None]
+IN_PROCESS = ("calculator",)  # safe and quick by construction; all others run in workers
+NAMES = ("calculator", "python", "command")
+
+
+class ToolFailed(Exception):
+    """The tool itself went wrong; it says nothing of what the model asked for."""
+
+
+def marked_call(said: str, begin: str, end: str) -> str | None:
+    """What stands between the last pair of marks; None where there is none. Without marks, all that was said."""
+    if not begin:
+        return said
+    _, found, rest = said.rpartition(begin)
+    return rest.partition(end)[0] if found and (not end or end in rest) else None
+
+
+def make_calculator(settings: Conversation) -> Tool:
+    """With marks, what they hold is computed. Without, the expression that the conversation ends with, the prompt
+    included: after "4+5=" it is enough to say nothing."""
+
+    def calculate(said: str, turns: Sequence[Turn]) -> str | None:
+        if settings.begin:
+            expression = marked_call(said, settings.begin, settings.end)
+        else:
+            expression = last_expression("".join(turn.content for turn in turns))
+        if expression is None:
+            return None
+        try:
+            return compute(expression)
+        except NoExpression as error:
+            return f"error: {error}"
+
+    return calculate
+
+
+def make_python(settings: Conversation, limits: Sandbox) -> Tool:
+    """Runs the program that was marked, or fenced, and replies with what it printed. What it does wrong, it is told."""
+    sandbox = open_sandbox(limits)
+
+    def run(said: str, turns: Sequence[Turn]) -> str | None:
+        program = marked_call(said, settings.begin, settings.end) if settings.begin else fenced_program(said)
+        return None if program is None else _told(sandbox.run(program))
+
+    return run
+
+
+def _told(ran: Ran) -> str:
+    printed = ran.stdout.decode(errors="replace")
+    if ran.how == "timeout":
+        return f"{printed}error: it took too long"
+    if ran.how == "flooded":
+        return f"{printed}error: it printed too much"
+    if ran.status:
+        last = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return f"{printed}error: {last[0] if last else f'ended with status {ran.status}'}"
+    return printed
+
+
+def make_command(settings: Conversation) -> Tool:
+    """A program of the user's: {"said", "turns"} as JSON on its input, the reply on its output; no output ends the
+    conversation, and any exit code but 0 is a failure of the tool."""
+
+    def run(said: str, turns: Sequence[Turn]) -> str | None:
+        asked = json.dumps({"said": said, "turns": msgspec.to_builtins(turns)})
+        done = subprocess.run(list(settings.command), input=asked.encode(), capture_output=True, check=False)
+        if done.returncode:
+            said_last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            raise ToolFailed(f"exit code {done.returncode}{': ' + said_last[0] if said_last else ''}")
+        return done.stdout.decode(errors="replace").removesuffix("\n") or None
+
+    return run
+
+
+def load_tool(settings: Conversation, sandbox: Sandbox) -> Tool:
+    """Raises ConfigError for what cannot be loaded."""
+    match settings.tool:
+        case "calculator":
+            return make_calculator(settings)
+        case "python":
+            return make_python(settings, sandbox)
+        case "command":
+            return make_command(settings)
+    function = load_function("conversation.tool", settings.tool)
+    return lambda said, turns: function(said, msgspec.to_builtins(turns))

@@ -1,0 +1,60 @@
+"""Programs that try to be paid for nothing, to break out, or to break things; none of them solves the problem, which is to
+print the SHA-256 of the input (or to return it from `digest`). They stand in `tests/data/hostile_programs.txt`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_FILE = Path(__file__).parents[1] / "data" / "hostile_programs.txt"
+_HEAD = re.compile(r"^=== (\w+)( raw)?: (.+)$", re.MULTILINE)
+# Before those that are looking for something: what finds a hash anywhere prints it.
+_SEARCH = """
+import re
+def show(data):
+    if isinstance(data, str):
+        data = data.encode(errors="replace")
+    for found in set(re.findall(rb"[0-9a-f]{64}", data)):
+        print(found.decode())
+def look(path):
+    try:
+        with open(path, "rb") as file:
+            show(file.read())
+    except OSError:
+        pass
+"""
+# Before those that speak to the kernel by number: x86_64's and aarch64's.
+_RAW = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+X86 = os.uname().machine == "x86_64"
+def call(x86, arm, *args):
+    return libc.syscall(x86 if X86 else arm, *args)
+"""
+_UNWRITABLE = {
+    "is no Python": "this is not a program\n\x00\x01\x02",
+    "is deep": "print(" + "(" * 3000 + ")" * 3000 + ")",
+    "is long": "x = 1\n" * 20000 + "print(x)",
+    "is a string of half characters": "print('\ud800\udfff')",
+}
+
+
+def _read() -> dict[str, dict[str, str]]:
+    """Programs by name, by kind."""
+    found: dict[str, dict[str, str]] = {"forging": dict(_UNWRITABLE)}
+    parts = _HEAD.split(_FILE.read_text())[1:]
+    for kind, raw, name, text in zip(*(iter(parts),) * 4, strict=True):
+        before = (_SEARCH if kind == "finding" else "") + (_RAW if raw else "")
+        found.setdefault(kind, {})[name] = before + text
+    return found
+
+
+_BY_KIND = _read()
+FORGING = tuple(_BY_KIND["forging"])
+# What takes no time: it fails, or does not, at once.
+_SLOW = ("races", "looks", "reads every")
+QUICK = (*_BY_KIND["reaching"], *(name for name in _BY_KIND["finding"] if not name.startswith(_SLOW)))
+
+
+def hostile_programs() -> dict[str, str]:
+    return {name: text for programs in _BY_KIND.values() for name, text in programs.items()}

@@ -1,0 +1,152 @@
+"""Turns go in, replies come out, of every kind of tool; a tool's time-outs and crashes are counted apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.sandboxes import BRIEF, skip_without_sandbox
+
+from llamarl.config import Conversation, Sandbox
+from llamarl.errors import ConfigError
+from llamarl.tasks.failures import Counts
+from llamarl.tasks.tools.desk import Desk, Reply
+from llamarl.types import Turn
+
+OWN = """
+import os, time
+
+def echo(said, turns):
+    if said == "bye":
+        return None
+    if said == "hang":
+        time.sleep(60)
+    if said == "crash":
+        os._exit(3)
+    if said == "raise":
+        raise ValueError("no idea")
+    if said == "number":
+        return 3
+    if said == "long":
+        return "x" * 100_000
+    return f"{len(turns)} turns, {turns[0]['role']} asked {turns[0]['content']!r}, then {said!r}"
+
+async def slowly(said, turns):
+    return said.upper()
+"""
+ASKED = Turn("user", "What?")
+
+
+def reply(desk: Desk, said: str, *before: Turn) -> Reply:
+    desk.ask("key", said, [ASKED, *before, Turn("assistant", said)])
+    while not (done := desk.collect(1.0)):
+        pass
+    ((key, found),) = done
+    assert key == "key" and not desk.num_pending
+    return found
+
+
+def desk_with(tool: str, sandbox: Sandbox = BRIEF, **settings: object) -> Desk:
+    desk = Desk(Conversation(tool=tool, **{"workers": 1, "timeout_s": 1.0, **settings}), sandbox)  # type: ignore[arg-type]
+    desk.prepare()
+    return desk
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("own") / "tools.py"
+    path.write_text(OWN)
+    yield path
+
+
+def test_the_calculator_computes_what_is_marked() -> None:
+    desk = desk_with("calculator", begin="<calc>", end="</calc>")
+    assert reply(desk, "I need <calc>12*12</calc>") == Reply("ok", "144")
+    assert reply(desk, "<calc>1</calc> and <calc>2+2</calc> now") == Reply("ok", "4")
+    assert reply(desk, "<calc>1/0</calc>") == Reply("ok", "error: division by zero")
+    assert reply(desk, "<calc>1+1") == Reply("ok", None), "a mark that is not closed is no call"
+    assert reply(desk, "It is 144.") == Reply("ok", None)
+
+
+def test_without_marks_it_computes_what_the_conversation_ends_with() -> None:
+    desk = desk_with("calculator")
+    desk.ask(1, "", [Turn("user", "12+34="), Turn("assistant", "")])
+    desk.ask(2, "46", [Turn("user", "12+34="), Turn("assistant", "46")])
+    desk.ask(3, "+1", [Turn("user", "12+34="), Turn("assistant", ""), Turn("user", "46"), Turn("assistant", "+1")])
+    assert dict(desk.collect()) == {1: Reply("ok", "46"), 2: Reply("ok", None), 3: Reply("ok", "47")}
+
+
+def test_the_python_tool_runs_programs_in_the_sandbox() -> None:
+    skip_without_sandbox()
+    desk = desk_with("python")
+    assert reply(desk, "```python\nprint(6 * 7)\n```") == Reply("ok", "42\n")
+    assert reply(desk, "```python\nprint(1)\n1 / 0\n```") == Reply(
+        "ok", "1\nerror: ZeroDivisionError: division by zero"
+    )
+    assert reply(desk, "```python\nwhile True: pass\n```").text in (
+        "error: it took too long",
+        "error: ended with status 9",
+    )
+    assert reply(desk, "```python\nopen('/etc/passwd')\n```").text != ""
+    assert "Error" in str(reply(desk, "```python\nopen('/etc/passwd')\n```").text)
+    assert reply(desk, "It is 42.") == Reply("ok", None)
+    assert not desk.take_counts(), "what a program does wrong is no failure of the tool"
+    desk.close()
+
+
+def test_a_users_function_sees_the_turns_and_its_failures_are_counted(own: Path) -> None:
+    desk = desk_with(f"{own}:echo", retries=1, max_reply_chars=20)
+    assert reply(desk, "hi").text == "2 turns, user asked  ... (cut off)"
+    assert reply(desk, "bye") == Reply("ok", None)
+    assert len(reply(desk, "long").text or "") < 50
+    assert not desk.take_counts()
+    assert reply(desk, "raise") == Reply("error", None, "tool failed: ValueError: no idea")
+    assert reply(desk, "crash").status == "error"
+    assert reply(desk, "number").reason == "tool gave int; it must give text, or None at the end"
+    assert desk.take_counts() == Counts(6, 0), "each is tried twice"
+    assert reply(desk, "hang").status == "timeout"
+    assert desk.take_counts() == Counts(0, 2)
+    assert reply(desk, "bye") == Reply("ok", None), "and then it goes on"
+    desk.close()
+
+
+def test_a_function_may_be_async(own: Path) -> None:
+    desk = desk_with(f"{own}:slowly")
+    assert reply(desk, "hi\ud800").text == "HI?", "half a character has no tokens"
+    desk.close()
+
+
+def test_a_command_gets_json_and_replies_with_what_it_prints(tmp_path: Path) -> None:
+    script = tmp_path / "tool.py"
+    script.write_text(
+        "import json, sys\nasked = json.load(sys.stdin)\nif asked['said'] == 'fail': sys.exit('broken')\n"
+        "if asked['said'] != 'bye': print(len(asked['turns']), asked['said'])"
+    )
+    desk = desk_with("command", command=(sys.executable, str(script)), retries=0, timeout_s=10.0)
+    assert reply(desk, "hello") == Reply("ok", "2 hello")
+    assert reply(desk, "bye") == Reply("ok", None)
+    assert reply(desk, "fail") == Reply("error", None, "tool failed: ToolFailed: exit code 1: broken")
+    desk.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"tool": "abacus"}, "conversation.tool: unknown tool 'abacus'"),
+        ({"tool": "command"}, "conversation.command"),
+        ({"command": ("ls",)}, "conversation.command"),
+        ({"tool": "calculator", "reply": "x"}, "conversation.reply: must hold {reply}"),
+        ({"tool": "calculator", "end": "x"}, "conversation.end"),
+    ],
+)
+def test_settings_that_cannot_take_effect_are_refused(settings: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Conversation(**settings)  # type: ignore[arg-type]
+    assert complaint in str(error.value)
+
+
+def test_a_tool_that_cannot_be_loaded_shows_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"conversation\.tool: no file"):
+        desk_with(f"{tmp_path}/none.py:tool")
