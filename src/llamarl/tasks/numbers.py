@@ -17,9 +17,10 @@ _RATIO = re.compile(
 )
 _SPACES = re.compile(r"\\[,;:!]|[\s~]")
 _SEPARATORS = re.compile(r"[^0-9]")
-_WORDS = r"[A-Za-z][A-Za-z .]{0,39}"
-_UNIT = re.compile(
-    rf"(?:[ ~]|\\[,;:! ]){{0,4}}(?:\\(?:text|mathrm|textnormal)\{{ ?({_WORDS})\}}|(?<![A-Za-z\\])({_WORDS}))$"
+_GAP = r"(?:[ ~]|\\[,;:! ])"
+_UNIT = re.compile(  # a bare letter is no unit but a variable
+    rf"{_GAP}{{0,4}}\\(?:text|mathrm|textnormal)\{{ ?([A-Za-z][A-Za-z .]{{0,39}})\}}$"
+    rf"|{_GAP}{{1,4}}([A-Za-z][A-Za-z.][A-Za-z .]{{0,38}})$"
 )
 _FACTORS = frozenset(("hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "half", "k"))
 

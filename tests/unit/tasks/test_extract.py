@@ -128,6 +128,8 @@ def test_a_number_may_be_followed_by_what_it_counts(text: str) -> None:
         "18 dollars 5",
         r"18\pi",
         "18x2",
+        "18x",
+        "18 x",
         "dollars",
     ],
 )
