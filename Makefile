@@ -4,7 +4,7 @@ BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before.
 FORKING := $(wildcard tests/dist/test_transfer_*.py tests/unit/weights/*.py)
 
-.PHONY: train test soak venv format bench clean
+.PHONY: train test test-monarch test-cluster soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -15,6 +15,18 @@ test: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/pytest $(FORKING)
 	$(BIN)/pytest $(addprefix --ignore=,$(FORKING))
+
+# The same tests on the other engine. Monarch brings a package named `tests` and much else, so it has an environment of its own.
+MONARCH := .venv-monarch/bin
+test-monarch: .venv-monarch/dev
+	$(MONARCH)/pytest tests/monarch
+	LLAMARL_TEST_ENGINE=monarch $(MONARCH)/pytest tests/dist/test_kills.py tests/dist/test_trainer_jobs.py \
+		tests/e2e/test_learning.py tests/e2e/test_deterministic.py \
+		-k "kills or several_ranks or accuracy_rise or timing or outside"
+
+# Three hosts on this machine: network namespaces, which need root.
+test-cluster: .venv-monarch/dev
+	$(MONARCH)/pytest tests/cluster
 
 # A hundred thousand hostile answers (`HOSTILE=5000` for fewer), hostile programs in every sandbox, ten thousand simulated disasters, a kill and a stop at
 # every failpoint, then half an hour of real kills and stops;
@@ -38,9 +50,14 @@ venv: .venv/dev
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@ .venv/installed
 
+.venv-monarch/dev: pyproject.toml
+	$(PYTHON) -m venv .venv-monarch
+	$(MONARCH)/pip install --quiet --disable-pip-version-check -e '.[dev,monarch]'
+	touch $@
+
 format: .venv/dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-monarch build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

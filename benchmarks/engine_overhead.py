@@ -1,8 +1,8 @@
 """What the engine costs: the share of an update during which no executor was working.
 
-    python benchmarks/engine_overhead.py [--updates 40] [--repeats 3] [--json result.json]
+    python benchmarks/engine_overhead.py [--updates 40] [--repeats 3] [--engine local] [--json result.json]
 
-The default job, synchronous on the local engine (max_staleness=0, colocated), so that nothing can hide behind anything
+The default job, synchronous (max_staleness=0, colocated), so that nothing can hide behind anything
 else: at every moment somebody should be working. The time when nobody was is read from the run's timeline. It holds the
 messages (encoding, sockets, decoding), the controller, the ledger, the store and the record. Exits with 1 above 3%.
 """
@@ -41,8 +41,8 @@ def busy_intervals(folder: Path) -> list[Interval]:
     return merged
 
 
-def measure(updates: int) -> dict[str, float]:
-    config = load_config(None, [*SYNCHRONOUS, f"schedule.updates={updates + WARM_UP}"])
+def measure(updates: int, engine: str) -> dict[str, float]:
+    config = load_config(None, [*SYNCHRONOUS, f"engine={engine}", f"schedule.updates={updates + WARM_UP}"])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
         Job(config).run(folder)
@@ -62,9 +62,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engine", default="local", choices=["local", "monarch"])
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
-    rows = [measure(args.updates) for _ in range(args.repeats)]
+    rows = [measure(args.updates, args.engine) for _ in range(args.repeats)]
     print("| update, ms | nobody works, ms | share |")
     print("|---:|---:|---:|")
     for row in rows:

@@ -15,7 +15,7 @@ from llamarl.config import Config
 from llamarl.config import Generator as GeneratorConfig
 from llamarl.config import Reference as ReferenceConfig
 from llamarl.config import Trainer as TrainerConfig
-from llamarl.controller.line import index_of
+from llamarl.controller.line import index_of, role_of
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.executor import Executor
 from llamarl.executors.generator import Generator
@@ -43,9 +43,14 @@ from llamarl.train.policy import Computing, Policy, load_policy
 from llamarl.train.reference import HostedReference
 from llamarl.train.state import load_masters, restore
 from llamarl.weights.choose import Place, Transport, choose_transport, settle_transport
+from llamarl.weights.group import interface_for
+from llamarl.weights.meeting import MeetingReader, Meets
 from llamarl.weights.memory import HOST
+from llamarl.weights.pulling import GroupWriter
+from llamarl.weights.shards import Parameters
 from llamarl.weights.slotfile import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter, alone
+from llamarl.weights.transport import WeightReader, WeightWriter
 from llamarl.weights.wire import Wire
 
 
@@ -61,6 +66,8 @@ class Site:
     rank: int = 0
     num_ranks: int = 1
     tell_engine: Callable[[Report], None] = lambda report: None  # for words that cannot wait for the end of the work
+    gpu: int | None = None  # of its host, where the engine has chosen one and the setting says auto
+    meets: Meets | None = None  # how weights cross hosts; None: they stay on this one, in slots
 
 
 Builder = Callable[[Site], Executor]
@@ -69,7 +76,8 @@ Builder = Callable[[Site], Executor]
 def build_generator(site: Site) -> Executor:
     config, settings = site.config, site.config.generator
     part = TensorRank(site.rank, site.num_ranks)
-    device = device_of("generator.device", settings.device, index_of(site.executor) * site.num_ranks + site.rank)
+    number = index_of(site.executor) * site.num_ranks + site.rank if site.gpu is None else site.gpu
+    device = device_of("generator.device", settings.device, number)
     model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, shard=part.box)
     split_over_ranks(model, part)
     tokenizer = Tokenizer.load(config.model_folder)
@@ -87,10 +95,23 @@ def build_generator(site: Site) -> Executor:
     held = {name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()}
     return Generator(
         decoder,
-        SlotReader(site.slots[site.weights_source["generator"]], held),
+        weight_reader(site, held, device),
         make_conversations(config, decoder, tokenizer, part) if config.conversation.tool else None,
         max_failure_share=config.conversation.max_failure_share,
         deterministic=config.schedule.deterministic,
+    )
+
+
+def weight_reader(site: Site, held: Parameters, device: torch.device) -> WeightReader:
+    if site.meets is None:
+        return SlotReader(site.slots[site.weights_source[role_of(site.executor)]], held)
+    return MeetingReader(
+        site.meets,
+        held,
+        device,
+        num_readers=site.num_ranks,
+        limit_s=site.config.weights.lease_s,
+        all_true=true_for_all if site.num_ranks > 1 else lambda mine: mine,
     )
 
 
@@ -149,7 +170,7 @@ def check_reward_model(config: Config) -> None:
 def build_trainer(site: Site) -> Executor:
     config = site.config
     folder = site.snapshot / POLICY if site.snapshot else config.model_folder
-    device = device_of("trainer.device", config.trainer.device, site.rank)
+    device = device_of("trainer.device", config.trainer.device, site.rank if site.gpu is None else site.gpu)
     mesh = make_mesh(config.trainer.data, config.trainer.tensor, site.rank, device)
     computing = computing_of(config, device, mesh)
     policy = load_policy(folder, computing)
@@ -162,7 +183,7 @@ def build_trainer(site: Site) -> Executor:
     hosted = config.algo.reference_kl > 0 and not config.reference_alone
     reference = HostedReference(load_policy(config.reference_folder, computing)) if hosted else None
     # Several ranks would need a process group of their own for it; on a CPU a thread would only take the passes' cores.
-    beside = config.engine.kind == "local" and device.type == "cuda" and site.num_ranks == 1
+    beside = config.engine.kind != "inline" and device.type == "cuda" and site.num_ranks == 1
     return Trainer(
         learner,
         weight_writer(site, policy),
@@ -172,18 +193,26 @@ def build_trainer(site: Site) -> Executor:
     )
 
 
-def weight_writer(site: Site, policy: Policy) -> SlotWriter:
-    """This rank's part of every publication, in device memory where all readers reach it, else in host memory."""
+def weight_writer(site: Site, policy: Policy) -> WeightWriter:
+    """This rank's part of every publication: in device memory where all readers reach it, else in host memory; or in
+    memory of its own, from which readers on other hosts pull."""
+    parts = {name: (part.tensor, part.box) for name, part in owned_parts(policy.model).items()}
+    wire = Wire.for_generator(wire_precision(site.config), policy.model.shape, site.config.generator.tensor)
+    agree, lease_s = largest_of_all if site.num_ranks > 1 else alone, site.config.weights.lease_s
+    if site.meets is not None:
+        writer = GroupWriter(parts, lease_s=lease_s, wire=wire, agree=agree)
+        site.meets.serve(writer)
+        return writer
     transport, device = weight_transport(site.config), policy.computing.device
     return SlotWriter(
         site.slots["trainer"],
-        {name: (part.tensor, part.box) for name, part in owned_parts(policy.model).items()},
-        wire=Wire.for_generator(wire_precision(site.config), policy.model.shape, site.config.generator.tensor),
-        lease_s=site.config.weights.lease_s,
+        parts,
+        wire=wire,
+        lease_s=lease_s,
         on_stuck=lambda pid: site.tell_engine(ReaderStuck(pid)),
         rank=site.rank,
         num_ranks=site.num_ranks,
-        agree=largest_of_all if site.num_ranks > 1 else alone,
+        agree=agree,
         device=(device.index or 0) if transport == "cuda" else HOST,
     )
 
@@ -199,10 +228,20 @@ def largest_of_all(flags: torch.Tensor) -> None:
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
 
 
+def true_for_all(mine: bool) -> bool:
+    flags = torch.tensor([int(mine)])
+    dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+    return bool(flags.item())
+
+
 def weight_transport(
     config: Config, can_reach: Callable[[int, int], bool] = torch.cuda.can_device_access_peer
 ) -> Transport:
-    """All executors of the engines we have live on this host. To ask whether GPUs reach each other, CUDA is started."""
+    """Where hosts are named, weights go through a process group; otherwise all executors live on this one. To ask whether
+    GPUs reach each other, CUDA is started."""
+    if config.engine.hosts:
+        interface_for(config.engine.host_names, config.engine.trusted_network)
+        return settle_transport(config.weights.transport, "group")
     trainer = [device_of("trainer.device", config.trainer.device, rank) for rank in range(config.trainer.ranks)]
     num_generator_ranks = config.generator.replicas * config.generator.tensor
     generator = [device_of("generator.device", config.generator.device, rank) for rank in range(num_generator_ranks)]
@@ -213,7 +252,7 @@ def weight_transport(
 
 def build_reference(site: Site) -> Executor:
     config = site.config
-    device = device_of("reference.device", config.reference.device, site.rank)
+    device = device_of("reference.device", config.reference.device, site.rank if site.gpu is None else site.gpu)
     mesh = make_mesh(config.reference.data, config.reference.tensor, site.rank, device)
     return Reference(load_policy(config.reference_folder, computing_of(config, device, mesh)))
 

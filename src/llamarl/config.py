@@ -466,14 +466,41 @@ class Evaluate(Section, frozen=True):
     ] = "held_out"
 
 
+Address = Annotated[str, Meta(pattern=r"^.+:\d+$")]
+
+
+class Host(Section, frozen=True):
+    """One host of a cluster, on which `llamarl worker` listens."""
+
+    address: Address
+    ranks: Annotated[int, Meta(ge=0)] = 0
+    roles: tuple[str, ...] = ()
+
+
 class Engine(Section, frozen=True):
     kind: Annotated[
-        Literal["local", "inline"],
-        Meta(description="where executors live: each in a process of its own, or all in this one, in turn"),
+        Literal["local", "inline", "monarch"],
+        Meta(
+            description="where executors live: each in a process of its own, or all in this one, in turn, or on several "
+            "machines"
+        ),
     ] = "local"
-    start_s: Annotated[float, Meta(gt=0, description="local: an executor must be up within this time")] = 300.0
+    hosts: Annotated[
+        tuple[Address | Host, ...],
+        Meta(
+            description="monarch: HOST:PORT of each worker, or {address, ranks, roles} with how many ranks there is room "
+            "for and which roles may live there; empty: all on this machine"
+        ),
+    ] = ()
+    certs: Annotated[
+        str, Meta(description="monarch: this machine's folder of certificates, made by `llamarl certs`")
+    ] = ""
+    host_s: Annotated[float, Meta(gt=0, description="monarch: a host that is silent for so long is taken for lost")] = (
+        10.0
+    )
+    start_s: Annotated[float, Meta(gt=0, description="an executor must be up within this time")] = 300.0
     silence_s: Annotated[
-        float, Meta(gt=0, description="local: an executor with work to do that says nothing for so long is killed")
+        float, Meta(gt=0, description="an executor with work to do that says nothing for so long is killed")
     ] = 600.0
     frame_s: Annotated[float, Meta(gt=0, description="local: a message must arrive whole within this time")] = 30.0
     trusted_network: Annotated[
@@ -483,6 +510,15 @@ class Engine(Section, frozen=True):
             description="interface over which weights may cross hosts, in the clear (gloo, NCCL); empty: they may not",
         ),
     ] = ""
+
+    @property
+    def all_hosts(self) -> tuple[Host, ...]:
+        return tuple(Host(address=host) if isinstance(host, str) else host for host in self.hosts)
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """Machines, each once: several workers may listen on one."""
+        return tuple(dict.fromkeys(host.address.rpartition(":")[0] for host in self.all_hosts))
 
 
 class Weights(Section, frozen=True):

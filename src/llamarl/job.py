@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -31,6 +32,7 @@ from llamarl.engine.driver import Driver
 from llamarl.engine.engine import Engine
 from llamarl.engine.inline import InlineEngine
 from llamarl.engine.local.engine import LocalEngine
+from llamarl.engine.monarch.install import check_engine
 from llamarl.engine.prompts import Prompts
 from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
@@ -53,6 +55,9 @@ from llamarl.tasks.tools.desk import Desk
 from llamarl.types import Problem
 from llamarl.weights.slotfile import SlotFile
 
+if TYPE_CHECKING:
+    from llamarl.engine.monarch.engine import MonarchEngine
+
 
 class Job:
     """`Job.load("job.yaml", ["trainer.lr=1e-4"]).run()` does what `llamarl train` does.
@@ -68,7 +73,7 @@ class Job:
         self.builders = {**BUILDERS, **(builders or {})}
         if missing := {role.name for role in self.line.roles} - self.builders.keys():
             raise ConfigError(f"line: no builder for role '{sorted(missing)[0]}'")
-        if config.engine.kind == "local":
+        if config.engine.kind != "inline":
             self._references = {r.name: builder_reference(r.name, self.builders[r.name]) for r in self.line.roles}
         self._prompts = self._prepare()
 
@@ -161,7 +166,14 @@ class Job:
     def _make_engine(self, slots: Mapping[str, SlotFile], run_folder: RunFolder) -> Engine:
         if self.config.engine.kind == "inline":
             return InlineEngine(lambda executor, snapshot: self._build(executor, snapshot, slots))
-        return LocalEngine(self.config, self.line, self._references, slots, run_folder.path / "logs")
+        return self._engine_class()(self.config, self.line, self._references, slots, run_folder.path / "logs")
+
+    def _engine_class(self) -> type[LocalEngine] | type[MonarchEngine]:
+        if self.config.engine.kind == "local":
+            return LocalEngine
+        from llamarl.engine.monarch.engine import MonarchEngine  # an optional extra
+
+        return MonarchEngine
 
     def _build(self, executor: str, snapshot: Path | None, slots: Mapping[str, SlotFile]) -> Executor:
         site = Site(self.config, executor, slots, self.line.weights_source, snapshot)
@@ -170,6 +182,7 @@ class Job:
     def _prepare(self) -> Prompts:
         """Everything a user can get wrong is tried here, before anything starts."""
         config = self.config
+        check_engine(config.engine)
         try:
             tokenizer = self._check_model()
         except ModelError as error:

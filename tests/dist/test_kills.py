@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.engines import ENGINE, engine_class
 from helpers.killing import TINY
 from helpers.processes import wait_until
 
-from llamarl import Job, job
+from llamarl import Job
 from llamarl.configfile import load_config
 from llamarl.controller.ledger import Audit, Trained, audit, read_ledger
 from llamarl.engine.engine import Arrival, Death
-from llamarl.engine.local.engine import LocalEngine
+from llamarl.engine.supervision import Supervision
 from llamarl.messages import (
     GroupResult,
     LoadWeights,
@@ -89,7 +90,7 @@ class Killer:
     def deed(self) -> Deed | None:
         return self.deeds[self.at] if self.at < len(self.deeds) else None
 
-    def saw(self, engine: LocalEngine, executor: str, state: type[Message] | str) -> None:
+    def saw(self, engine: Supervision[Any], executor: str, state: type[Message] | str) -> None:
         deed = self.deed
         if deed is None or deed.done_s is not None or deed.executor != executor or not engine._ranks[executor, 0].up:
             return
@@ -118,15 +119,15 @@ class Killer:
             os.kill(pid, deed.number)
 
 
-def disturbed(killer: Killer) -> type[LocalEngine]:
-    class DisturbedEngine(LocalEngine):
+def disturbed(killer: Killer) -> type[Any]:
+    class DisturbedEngine(engine_class()):  # type: ignore[misc]
         def send(self, executor: str, message: Message) -> None:
             super().send(executor, message)
             if (executor, 0) in self._ranks:
                 killer.saw(self, executor, type(message))
 
         def events(self) -> Sequence[Arrival | Death]:
-            arrivals = super().events()
+            arrivals: Sequence[Arrival | Death] = super().events()
             for arrival in arrivals:
                 killer.heard(arrival)
             for rank in list(self._ranks.values()):
@@ -149,6 +150,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disturbed]:
     folder = tmp_path_factory.mktemp("kills") / "run"
     settings = [
         *TINY,
+        f"engine={ENGINE}",
         "schedule.updates=90",
         "schedule.max_restarts=9",
         "schedule.max_attempts=99",
@@ -158,7 +160,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disturbed]:
     ]
     killer = Killer(plan(SEED))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "LocalEngine", disturbed(killer))
+        patch.setattr(Job, "_engine_class", lambda self: disturbed(killer))
         summary = Job(load_config(None, settings)).run(folder)
     for timer in killer.timers:
         timer.join()
@@ -193,7 +195,7 @@ def test_a_killed_generator_works_again_within_three_seconds(run: Disturbed) -> 
 
 # The job itself, from the outside
 
-ENDLESS = [*TINY, "schedule.updates=60", "snapshots.every=5", "evaluate.prompts=16"]
+ENDLESS = [*TINY, f"engine={ENGINE}", "schedule.updates=60", "snapshots.every=5", "evaluate.prompts=16"]
 
 
 def start(folder: Path, *args: object) -> subprocess.Popen[bytes]:

@@ -27,11 +27,14 @@ from llamarl.configfile import load_config
 from llamarl.controller.ledger import Audit, audit, read_ledger
 from llamarl.controller.line import Line
 from llamarl.engine.engine import Arrival, Death
+from llamarl.engine import supervision
+from llamarl.engine.envelope import encode
 from llamarl.engine.local import engine as engine_module
-from llamarl.engine.local.engine import Backoff, LocalEngine
+from llamarl.engine.local.engine import LocalEngine
 from llamarl.engine.local.frames import BadFrame, FrameReader, encode_frame
-from llamarl.engine.local.nursery import READY
-from llamarl.engine.local.wire import Obituary, encode
+from llamarl.engine.forking import READY
+from llamarl.engine.local.wire import Obituary
+from llamarl.engine.supervision import Backoff
 from llamarl.errors import JobFailed
 from llamarl.controller.default_line import default_line
 from llamarl.messages import PublishWeights, Up
@@ -57,7 +60,7 @@ SYNCHRONOUS = [*TINY, "schedule.max_staleness=0", "placement=colocated"]
 def restarts_without_delay() -> Iterator[None]:
     """Executors die here many times in a row; how long they would have to wait is a test of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "_MAX_BACKOFF_S", 0.0)
+        patch.setattr(supervision, "_MAX_BACKOFF_S", 0.0)
         yield
 
 
@@ -428,7 +431,7 @@ def test_stopping_before_the_nursery_is_ready_is_quick_and_leaves_nothing(tmp_pa
 def test_who_dies_at_once_waits_longer_each_time_and_who_lived_a_while_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_module, "_MAX_BACKOFF_S", 1.0)
+    monkeypatch.setattr(supervision, "_MAX_BACKOFF_S", 1.0)
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     backoff, delays = Backoff(), []

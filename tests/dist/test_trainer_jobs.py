@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.engines import ENGINE
 
 from llamarl import Job
 from llamarl.configfile import load_config
@@ -18,6 +19,7 @@ from llamarl.model.checkpoint import load_model
 from llamarl.model.transformer import Transformer
 
 SMALL = [
+    f"engine={ENGINE}",
     "schedule.updates=4",
     "schedule.groups_per_update=4",
     "schedule.samples_per_group=4",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.cli import llamarl
+from helpers.engines import ENGINE
 from helpers.fingerprint import fingerprint
 from helpers.jitter import jittery_generator, jittery_reward, jittery_trainer
 from helpers.killing import TINY, KillAt, Killed
@@ -19,6 +21,7 @@ from llamarl.configfile import load_config
 from llamarl.controller.ledger import canonical, read_ledger
 from llamarl.controller.replay import replay
 from llamarl.errors import ConfigError
+from llamarl.failpoints import VARIABLE
 
 UPDATES = 12
 
@@ -64,7 +67,7 @@ def test_it_is_really_asynchronous(straight: tuple[int, Path]) -> None:
 def test_timing_engine_and_replicas_change_no_byte(straight: tuple[int, Path], replicas: int, tmp_path: Path) -> None:
     staleness, folder = straight
     jittery = {"generator": jittery_generator, "reward": jittery_reward, "trainer": jittery_trainer}
-    config = load_config(None, settings(staleness, "engine=local", f"generator.replicas={replicas}"))
+    config = load_config(None, settings(staleness, f"engine={ENGINE}", f"generator.replicas={replicas}"))
     Job(config, builders=jittery).run(tmp_path / "run")
     assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(folder, UPDATES)
 
@@ -86,7 +89,7 @@ def test_a_job_killed_from_outside_and_resumed_equals_never_killed(
 ) -> None:
     """The whole process, at whatever it was doing; resumed with another number of replicas."""
     staleness, folder = straight
-    job = RunningJob(tmp_path / "run", settings(staleness, "engine=local"))
+    job = RunningJob(tmp_path / "run", settings(staleness, f"engine={ENGINE}"))
     try:
         ledger = tmp_path / "run" / "ledger"
         while job.running and not (ledger.is_dir() and any(path.stat().st_size for path in ledger.iterdir())):
@@ -96,6 +99,18 @@ def test_a_job_killed_from_outside_and_resumed_equals_never_killed(
     finally:
         job.end()
     Job.resume(tmp_path / "run", overrides=[f"generator.replicas={replicas}"])
+    assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(folder, UPDATES)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_job_killed_right_after_a_snapshot_has_all_that_the_snapshot_counts_on(
+    straight: tuple[int, Path], nth: int, tmp_path: Path
+) -> None:
+    staleness, folder = straight
+    armed = {VARIABLE: f"snapshot.renamed:kill:{nth}:{tmp_path / 'reached'}"}
+    job = RunningJob(tmp_path / "run", settings(staleness, "engine=inline"), environment=armed)
+    assert job.wait(60) == -signal.SIGKILL
+    Job.resume(tmp_path / "run")
     assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(folder, UPDATES)
 
 

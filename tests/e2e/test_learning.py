@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from helpers.builders import permuted_reward
+from helpers.engines import ENGINE
 
 from llamarl import Job
 from llamarl.config import Config
 from llamarl.configfile import load_config
 
 A_THIRD = Config().schedule.updates // 3
-SHORT = [f"schedule.updates={A_THIRD}", "trainer.final_lr_share=1.0"]
+SHORT = [f"engine={ENGINE}", f"schedule.updates={A_THIRD}", "trainer.final_lr_share=1.0"]
 
 
 def test_reward_and_held_out_accuracy_rise(tmp_path: Path) -> None:

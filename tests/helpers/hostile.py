@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from llamarl.build import Site, build_generator, build_reward, build_trainer
+from llamarl.engine.envelope import Envelope, encode
 from llamarl.engine.local.frames import encode_frame
-from llamarl.engine.local.wire import Envelope, encode
 from llamarl.executors.executor import Executor
 from llamarl.messages import LoadWeights, Message, Report, WorkOnBatch, WorkOnGroup
 

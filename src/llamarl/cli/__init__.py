@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from llamarl.cli.bench import bench, device_or_refuse
+from llamarl.cli.cluster import certs_command, worker_command
 from llamarl.cli.plan import plan_command, simulate_command
 from llamarl.cli.transfer import plan_transfer_command
 from llamarl.config import Config
@@ -318,6 +319,8 @@ def config_command() -> None:
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("plan-transfer")(plan_transfer_command)
+app.command("worker")(worker_command)
+app.command("certs")(certs_command)
 
 
 def _describe_audit(found: Audit) -> str:

@@ -186,7 +186,9 @@ class Driver:
 
     def _commit(self, command: ev.Commit) -> None:
         try:
-            self._folder.metrics.sync()  # whoever resumes from here counts on all rows before it
+            self._store.sync()  # whoever resumes from here counts on all groups and rows before it
+            self._folder.ledger.sync()
+            self._folder.metrics.sync()
             self._folder.evaluations.sync()
             self._snapshots.commit(command.version, self._files)
         except OSError as error:

@@ -82,11 +82,12 @@ class Group:
         return [msgspec.msgpack.decode(data, type=Holdings) for data in found]
 
     def say(self, peer: int, words: Sequence[int], tag: int, deadline: Deadline) -> None:
-        self.finish(self._words.send([torch.tensor(words, dtype=torch.int64)], peer, tag), peer, deadline)
+        data = torch.tensor(words, dtype=torch.int64)
+        self.finish(self._begin(self._words.send, peer, data, tag), peer, deadline)
 
     def hear(self, peer: int, num_words: int, tag: int, deadline: Deadline | None = None) -> list[int]:
         words = torch.empty(num_words, dtype=torch.int64)
-        self.finish(self._words.recv([words], peer, tag), peer, deadline)
+        self.finish(self._begin(self._words.recv, peer, words, tag), peer, deadline)
         found: list[int] = words.tolist()
         return found
 

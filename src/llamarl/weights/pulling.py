@@ -57,6 +57,7 @@ class GroupWriter:
         self._entries = {entry.name: entry for entry in self._staging.entries}
         num_bytes = self._staging.layout.num_bytes
         self._device = device_of([tensor for _, tensor in self._staging.copied])
+        self.device = torch.device("cpu" if self._device == HOST else f"cuda:{self._device}")
         self._memory = _own_memory(num_bytes, self._device)
         self._headers = [Header(), Header()]
         self._leases: list[list[str]] = [[], []]  # by slot: who is being answered from it

@@ -1,14 +1,12 @@
-"""The life of one executor rank in its own process: build, say so, then answer messages and work in slices between them."""
+"""One executor rank in its own process: its end of the socket pair, and its life from there."""
 
 from __future__ import annotations
 
 import os
 import select
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from pathlib import Path
 
@@ -16,24 +14,21 @@ import msgspec
 import torch
 
 from llamarl.build import Site, load_builder
+from llamarl.engine import life
+from llamarl.engine.envelope import Envelope, encode
+from llamarl.engine.life import Closed
 from llamarl.engine.local.frames import BadFrame, FrameReader, encode_frame
 from llamarl.engine.local.heap import keep_freed_memory
-from llamarl.engine.local.ranks import Ranks
-from llamarl.engine.local.wire import Birth, Envelope, encode
-from llamarl.engine.runner import Runner
+from llamarl.engine.local.wire import Birth
+from llamarl.engine.ranks import LOOPBACK, Ranks, meeting_in
 from llamarl.executors.executor import Executor
-from llamarl.messages import Failed, Message, Stop, Up, decode_message
+from llamarl.messages import Failed, Message, decode_message
 from llamarl.weights.slotfile import SlotFile
 
 _READ_BYTES = 1 << 20
-_SIGN_OF_LIFE_S = 1.0
 
 
-class Closed(Exception):
-    """The engine hung up."""
-
-
-class Line:
+class SocketLine:
     """This rank's end of its socket pair."""
 
     def __init__(self, connection: socket.socket, frame_s: float) -> None:
@@ -85,59 +80,29 @@ def live(birth: Birth, fds: list[int]) -> None:
     socket_fd, log_fd, meeting_fd, *slot_fds = fds
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
-    line = Line(socket.socket(fileno=socket_fd), birth.config.engine.frame_s)
+    line = SocketLine(socket.socket(fileno=socket_fd), birth.config.engine.frame_s)
     try:
         keep_freed_memory()
         torch.set_num_threads(birth.threads)
-        ranks = Ranks.join(birth.rank, birth.num_ranks, meeting_fd)
-        runner = Runner(_build(birth, SlotFile.by_role(birth.slots, slot_fds), ranks, line))
-        if birth.rank == 0:
-            _serve(runner, line, ranks)
-        else:
-            _follow(runner, line, ranks)
+        ranks = Ranks.join(birth.rank, birth.num_ranks, lambda: meeting_in(meeting_fd, birth.num_ranks), LOOPBACK)
+        life.live(lambda: _build(birth, SlotFile.by_role(birth.slots, slot_fds), line), line, ranks)
     except (Closed, BrokenPipeError, ConnectionResetError):
         pass  # the engine is gone, or does not want this executor any more
     except BadFrame as error:
-        line.send(Envelope((Failed(f"the engine sent {error}"),), ()))
-    except (Exception, SystemExit) as error:  # the border to the executor's code: what happens there becomes one report
-        traceback.print_exc(file=sys.stderr)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        line.send(Envelope((Failed(reason),), ()))
+        life.tell(line, Failed(f"the engine sent {error}"))
+    except (Exception, SystemExit) as error:  # the border to the executor's code
+        life.tell_failure(line, error)
 
 
-def _build(birth: Birth, slots: dict[str, SlotFile], ranks: Ranks, line: Line) -> Executor:
+def _build(birth: Birth, slots: dict[str, SlotFile], line: SocketLine) -> Executor:
     site = Site(
         birth.config,
         birth.executor,
         slots,
         birth.weights_source,
         Path(birth.snapshot) if birth.snapshot else None,
-        ranks.rank,
-        ranks.count,
-        tell_engine=lambda report: line.send(Envelope((report,), ())),
+        birth.rank,
+        birth.num_ranks,
+        tell_engine=lambda report: life.tell(line, report),
     )
     return load_builder(birth.builder)(site)
-
-
-def _serve(runner: Runner, line: Line, ranks: Ranks) -> None:
-    """Rank 0: the only one the engine talks to. It tells the others what to do, and it alone reports."""
-    line.send(Envelope((Up(),), ()))
-    while True:
-        message = line.next(wait=runner.idle)
-        ranks.tell(message)
-        if isinstance(message, Stop):
-            return
-        reports = runner.handle(message) if message is not None else runner.work()
-        if reports or time.monotonic() - line.last_sent_s > _SIGN_OF_LIFE_S:
-            line.send(Envelope(tuple(reports), runner.take_spans()))
-
-
-def _follow(runner: Runner, line: Line, ranks: Ranks) -> None:
-    """Any other rank: does what rank 0 says, when it says so."""
-    line.send(Envelope((Up(),), ()))
-    while not isinstance(message := ranks.listen(), Stop):
-        if message is not None:
-            runner.handle(message)
-        else:
-            runner.work()
-        runner.take_spans()

@@ -20,64 +20,33 @@ import msgspec
 from llamarl.config import Config
 from llamarl.controller.line import Line, role_of
 from llamarl.engine.engine import Arrival, Death
+from llamarl.engine.envelope import decode_envelope, encode
+from llamarl.engine.forking import READY
 from llamarl.engine.local.frames import BadFrame, FrameReader, encode_frame
-from llamarl.engine.local.nursery import READY, start_nursery
-from llamarl.engine.local.wire import Birth, Born, Kill, Obituary, decode_envelope, decode_news, encode
+from llamarl.engine.local.nursery import start_nursery
+from llamarl.engine.local.wire import Birth, Born, Kill, Obituary, decode_news
+from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
-from llamarl.messages import Failed, Message, ReaderStuck, Stop, Up
+from llamarl.messages import Message, Stop
 from llamarl.messages import encode as encode_message
 from llamarl.weights.slotfile import SlotFile
 
 _READ_BYTES = 1 << 20
 _WAIT_S = 0.05
-_OBITUARY_S = 0.5  # how long a hang-up waits for the nursery to say why
 _GRACE_S = 2.0
-_SOON_S = 3.0  # a death so soon after the start makes the next start wait
-_MIN_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 30.0
 _NURSERY_S = 120.0  # for importing torch, however slow the disk
 
 
-@dataclass(eq=False)
-class Rank:
-    """This end of one executor rank."""
+@dataclass(eq=False, kw_only=True)
+class LocalRank(Rank):
+    """Spoken to over a socket pair."""
 
-    executor: str
-    incarnation: int
-    rank: int
     connection: socket.socket
     reader: FrameReader = field(default_factory=FrameReader)
     outgoing: deque[memoryview] = field(default_factory=deque)
-    born_s: float = field(default_factory=time.monotonic)  # or, if later, when there was a nursery to bear it
-    up: bool = False
-    owes: int = 0  # messages it has not answered
-    waiting_since_s: float = 0.0  # when it last spoke, or was given work that found it without any
-    hung_up_s: float | None = None
-    reason: str = ""
-    pid: int = 0
-
-    @property
-    def identity(self) -> tuple[str, int, int]:
-        return self.executor, self.incarnation, self.rank
 
 
-class Backoff:
-    """Who dies soon after it was started waits before the next start, longer each time; who lived a while does not."""
-
-    def __init__(self) -> None:
-        self._started_s: dict[str, float] = {}
-        self._delay_s: dict[str, float] = {}
-
-    def delay_s(self, executor: str) -> float:
-        """Called at every start; how long to wait with it."""
-        now_s, before_s = time.monotonic(), self._started_s.get(executor)
-        soon = before_s is not None and now_s - before_s < _SOON_S
-        delay_s = min(_MAX_BACKOFF_S, max(_MIN_BACKOFF_S, 2 * self._delay_s.get(executor, 0.0))) if soon else 0.0
-        self._delay_s[executor], self._started_s[executor] = delay_s, now_s + delay_s
-        return delay_s
-
-
-class LocalEngine:
+class LocalEngine(Supervision[LocalRank]):
     def __init__(
         self,
         config: Config,
@@ -86,14 +55,12 @@ class LocalEngine:
         slots: Mapping[str, SlotFile],
         log_folder: Path,
     ) -> None:
-        self._config, self._line, self._builders, self._slots = config, line, builders, slots
+        super().__init__(config)
+        self._line, self._builders, self._slots = line, builders, slots
         self._log_folder = log_folder
         self._log_folder.mkdir(parents=True, exist_ok=True)
-        self._ranks: dict[tuple[str, int], Rank] = {}
         self._selector = selectors.DefaultSelector()
-        self._arrivals: list[Arrival | Death] = []
         self._births: list[tuple[float, Birth, list[int]]] = []  # not before, what, with which descriptors
-        self._backoff = Backoff()
         self._open_nursery()
 
     # The interface of every engine
@@ -108,7 +75,7 @@ class LocalEngine:
         for rank in range(role.ranks):
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
-            state = Rank(executor, incarnation, rank, ours, born_s=not_before_s)
+            state = LocalRank(executor, incarnation, rank, born_s=not_before_s, connection=ours)
             self._ranks[executor, rank] = state
             self._selector.register(ours, selectors.EVENT_READ, state)
             birth = Birth(
@@ -134,9 +101,7 @@ class LocalEngine:
         state = self._ranks.get((executor, 0))
         if state is None or state.hung_up_s is not None:
             return
-        if not state.owes:
-            state.waiting_since_s = time.monotonic()
-        state.owes += 1
+        self._owe(state)
         state.outgoing.append(memoryview(encode_frame(encode_message(message))))
         self._flush(state)
 
@@ -150,9 +115,9 @@ class LocalEngine:
             if mask & selectors.EVENT_WRITE:
                 self._flush(key.data)
         self._send_births()
-        self._check_deadlines()
-        arrivals, self._arrivals = self._arrivals, []
-        return arrivals
+        self._check_nursery()
+        self._check_deadlines(starting=self._nursery_ready)
+        return self._take_arrivals()
 
     def stop(self) -> None:
         """Ask, wait a little, then kill. The nursery kills what is left when its control socket closes."""
@@ -227,9 +192,7 @@ class LocalEngine:
             state.pid = news.pid
             return
         self._drain(state)
-        if state.reason and len(self._ranks_of(state.executor)) > 1:
-            return  # its complaint may only be about the rank that died first: that one is given time to be told of
-        self._bury(state, state.reason or news.reason)
+        self._hear_of_death(state, news.reason)
 
     def _replace_nursery(self) -> None:
         """Its children died with it. The controller brings back what it needs, from a new one."""
@@ -244,14 +207,14 @@ class LocalEngine:
         self._drop_births()
         self._open_nursery()
 
-    def _kill(self, state: Rank) -> None:
+    def _kill(self, state: LocalRank) -> None:
         """Through the nursery, whose child it is, so that no stranger with a recycled pid is hit."""
         with suppress(OSError):
             self._control.send(encode(Kill(*state.identity)))
 
     # Frames
 
-    def _read(self, state: Rank) -> None:
+    def _read(self, state: LocalRank) -> None:
         if state.hung_up_s is not None:
             return  # by the event before this one
         try:
@@ -269,31 +232,10 @@ class LocalEngine:
         except msgspec.MsgspecError as error:
             self._end(state, f"sent something that is no report: {error}")
 
-    def _hear(self, state: Rank, payload: bytes) -> None:
-        envelope = decode_envelope(payload)
-        state.waiting_since_s = time.monotonic()
-        for report in envelope.reports:
-            match report:
-                case Failed():
-                    self._end(state, report.reason)
-                    return
-                case ReaderStuck():
-                    self._kill_reader(report.pid)
-                case Up():
-                    self._hear_up(state)
-                case _ if state.rank == 0:
-                    state.owes = max(0, state.owes - 1)
-                    self._arrivals.append(Arrival(state.executor, state.incarnation, report))
-        if envelope.spans and state.rank == 0:
-            self._arrivals.append(Arrival(state.executor, state.incarnation, None, envelope.spans))
+    def _hear(self, state: LocalRank, payload: bytes) -> None:
+        self._hear_envelope(state, decode_envelope(payload))
 
-    def _hear_up(self, state: Rank) -> None:
-        """An executor is up when all its ranks are."""
-        was_up, state.up = state.up, True
-        if not was_up and all(one.up for one in self._ranks_of(state.executor)):
-            self._arrivals.append(Arrival(state.executor, state.incarnation, Up()))
-
-    def _flush(self, state: Rank) -> None:
+    def _flush(self, state: LocalRank) -> None:
         if state.hung_up_s is not None:
             return
         try:
@@ -314,59 +256,23 @@ class LocalEngine:
 
     # Deaths
 
-    def _ranks_of(self, executor: str) -> list[Rank]:
-        return [state for state in self._ranks.values() if state.executor == executor]
-
-    def _drain(self, state: Rank) -> None:
+    def _drain(self, state: LocalRank) -> None:
         """Its last words may still be in the socket."""
         while state.hung_up_s is None and _readable(state.connection):
             self._read(state)
 
-    def _hang_up(self, state: Rank, reason: str = "") -> None:
-        """End this connection, not the job. Without a reason of ours, the nursery is given time to say why it ended."""
-        if state.hung_up_s is not None:
-            return
-        state.hung_up_s = time.monotonic()
-        state.reason = state.reason or reason
+    def _cut(self, state: LocalRank) -> None:
         self._selector.unregister(state.connection)
         state.connection.close()
 
-    def _end(self, state: Rank, reason: str) -> None:
-        """Its process must go too, for a reason of ours."""
-        self._hang_up(state, reason)
-        self._kill(state)
+    def _fault(self, state: LocalRank, now_s: float) -> str:
+        limit_s, since_s = self._config.engine.frame_s, state.reader.incomplete_since_s
+        late = since_s is not None and now_s - since_s > limit_s
+        return f"sent a frame that took more than {limit_s:g} s" if late else ""
 
-    def _bury(self, state: Rank, reason: str) -> None:
-        """The death of any rank is the death of the executor."""
-        for one in self._ranks_of(state.executor):
-            self._end(one, "")
-            del self._ranks[one.executor, one.rank]
-        where = f"rank {state.rank}: " if state.rank else ""
-        self._arrivals.append(Death(state.executor, state.incarnation, where + reason))
-
-    def _check_deadlines(self) -> None:
-        now_s, limits = time.monotonic(), self._config.engine
-        if not self._nursery_ready and now_s - self._nursery_opened_s > _NURSERY_S:
+    def _check_nursery(self) -> None:
+        if not self._nursery_ready and time.monotonic() - self._nursery_opened_s > _NURSERY_S:
             raise JobFailed(f"the process that starts executors did not start within {_NURSERY_S:g} s")
-        for state in list(self._ranks.values()):
-            if state.hung_up_s is not None:
-                if now_s - state.hung_up_s > _OBITUARY_S and self._ranks.get((state.executor, state.rank)) is state:
-                    self._bury(state, state.reason or "hung up")
-            elif not state.up and self._nursery_ready and now_s - state.born_s > limits.start_s:
-                self._end(state, f"did not start within {limits.start_s:g} s")
-            elif state.owes and now_s - state.waiting_since_s > limits.silence_s:
-                self._end(state, f"silent for {limits.silence_s:g} s with work to do")
-            elif _older(state.reader.incomplete_since_s, now_s, limits.frame_s):
-                self._end(state, f"sent a frame that took more than {limits.frame_s:g} s")
-
-    def _kill_reader(self, pid: int) -> None:
-        for state in list(self._ranks.values()):
-            if state.pid == pid != 0:
-                self._end(state, f"kept a weight slot for over {self._config.weights.lease_s:g} s")
-
-
-def _older(since_s: float | None, now_s: float, limit_s: float) -> bool:
-    return since_s is not None and now_s - since_s > limit_s
 
 
 def _readable(connection: socket.socket) -> bool:

@@ -1,4 +1,4 @@
-"""What the engine and the nursery tell each other, and what an executor sends along with a report."""
+"""What the engine and the nursery tell each other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import msgspec
 from msgspec import Struct
 
 from llamarl.config import Config
-from llamarl.messages import Report
-from llamarl.observe.timeline import Span
 
 
 class AboutRank(Struct, frozen=True, tag=True):
@@ -45,14 +43,5 @@ class Obituary(AboutRank, frozen=True):
     reason: str
 
 
-class Envelope(Struct, frozen=True, array_like=True):
-    """What an executor sends: its reports since the last time, maybe none (a sign of life), and how its time was spent."""
-
-    reports: tuple[Report, ...]
-    spans: tuple[Span, ...]
-
-
-encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Birth | Kill).decode
 decode_news = msgspec.msgpack.Decoder(Born | Obituary).decode
-decode_envelope = msgspec.msgpack.Decoder(Envelope).decode

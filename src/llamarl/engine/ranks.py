@@ -1,24 +1,31 @@
 """Several processes that are one executor: rank 0 decides and tells the others over the executor's own process group.
 
-The group meets through a file without a name (a memfd) and talks over loopback, so nothing is left behind and nobody
-outside this machine is listened to. Words travel as bytes; no object is ever pickled.
+On one host the group meets through a file without a name (a memfd), or through the engine, and talks over loopback, so
+nothing is left behind and nobody outside this machine is listened to. Words travel as bytes; no object is ever pickled.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store
 
 from llamarl.messages import Message, decode_message, encode
 
 # The deadlines are the engine's: `start_s` for the meeting, `silence_s` for all that follows. One of gloo's own would end
 # an executor that has had nothing to do for so long, since gloo closes the connection when it expires.
 _NO_TIMEOUT = timedelta(days=365)
+LOOPBACK = "lo"
 _NO_MESSAGE = b""  # "do a slice of work"
+
+
+def meeting_in(fd: int, count: int) -> Store:
+    """Where processes of one host meet that inherited this memfd."""
+    return FileStore(f"/proc/self/fd/{fd}", count)
 
 
 class Ranks:
@@ -28,12 +35,11 @@ class Ranks:
         self.rank, self.count = rank, count
 
     @classmethod
-    def join(cls, rank: int, count: int, meeting_fd: int) -> Ranks:
+    def join(cls, rank: int, count: int, meeting: Callable[[], Store], interface: str) -> Ranks:
         if count > 1:
-            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-            store = FileStore(f"/proc/self/fd/{meeting_fd}", count)
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_NO_TIMEOUT)
+            dist.init_process_group(backend, store=meeting(), rank=rank, world_size=count, timeout=_NO_TIMEOUT)
         return cls(rank, count)
 
     def tell(self, message: Message | None) -> None:

@@ -1,0 +1,48 @@
+"""`llamarl worker` and `llamarl certs`: what a cluster needs besides the job. No torch here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llamarl.errors import Interrupted
+
+
+def worker_command(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="this host's address, as engine.hosts names it")],
+    certs: Annotated[str, typer.Option(metavar="DIR", help="this host's folder, made by `llamarl certs`")] = "",
+) -> None:
+    """Serve this host to jobs with engine=monarch, until stopped. Beyond loopback it needs certificates."""
+    from llamarl.engine.monarch.addresses import url_of
+    from llamarl.engine.monarch.install import check_installed, prepare_environment
+
+    url = url_of("--listen", listen, certs)
+    check_installed("worker")
+    prepare_environment("--certs", certs)
+
+    from llamarl.engine.monarch.worker import serve
+
+    print(f"serving {url}", file=sys.stderr, flush=True)
+    try:
+        serve(url)
+    except KeyboardInterrupt:
+        raise Interrupted("worker: stopped") from None
+
+
+def certs_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where the cluster's certificates are, or are to be")],
+    hosts: Annotated[list[str], typer.Argument(metavar="HOST ...", help="names or addresses, the job's own too")],
+    days: Annotated[int, typer.Option(min=1, help="how long they are good for")] = 365,
+) -> None:
+    """Make certificates for the hosts of a cluster: one folder each, to be copied to that host and to no other."""
+    from llamarl.engine.monarch.install import check_installed
+
+    check_installed("certs", "cryptography")
+    from llamarl.engine.monarch.certs import make_certificates
+
+    for made in make_certificates(folder, hosts, days):
+        print(f"{made}: for {made.name}")
+    print(f"{folder / 'ca.key'}: signs further hosts; whoever has it can join the cluster, so keep it off the hosts")

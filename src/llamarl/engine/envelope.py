@@ -1,0 +1,20 @@
+"""What an executor sends, whichever engine runs it: reports, and how its time was spent."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from llamarl.messages import Report
+from llamarl.observe.timeline import Span
+
+
+class Envelope(Struct, frozen=True, array_like=True):
+    """What an executor sends: its reports since the last time, maybe none (a sign of life), and how its time was spent."""
+
+    reports: tuple[Report, ...]
+    spans: tuple[Span, ...]
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_envelope = msgspec.msgpack.Decoder(Envelope).decode

@@ -1,0 +1,76 @@
+"""The life of one executor rank, in whatever process an engine gave it: build, say so, then answer messages and work in
+slices between them. The last word of one that fails is why."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+from llamarl.engine.envelope import Envelope
+from llamarl.engine.ranks import Ranks
+from llamarl.engine.runner import Runner
+from llamarl.executors.executor import Executor
+from llamarl.messages import Failed, Message, Report, Stop, Up
+
+_SIGN_OF_LIFE_S = 1.0
+
+
+class Line(Protocol):
+    """This rank's end of its connection to the engine."""
+
+    last_sent_s: float
+
+    def next(self, *, wait: bool) -> Message | None:
+        """The next message; None when there is none and nobody wants to wait."""
+
+    def send(self, envelope: Envelope) -> None:
+        """May be called by several threads."""
+
+
+class Closed(Exception):
+    """The engine hung up."""
+
+
+def tell(line: Line, report: Report) -> None:
+    line.send(Envelope((report,), ()))
+
+
+def live(build: Callable[[], Executor], line: Line, ranks: Ranks) -> None:
+    runner = Runner(build())
+    if ranks.rank == 0:
+        _serve(runner, line, ranks)
+    else:
+        _follow(runner, line, ranks)
+
+
+def tell_failure(line: Line, error: BaseException) -> None:
+    """The border to the executor's code: what happened there becomes one report, and a traceback in its log."""
+    traceback.print_exception(error, file=sys.stderr)
+    tell(line, Failed(" ".join(f"{type(error).__name__}: {error}".split())))
+
+
+def _serve(runner: Runner, line: Line, ranks: Ranks) -> None:
+    """Rank 0: the only one the engine talks to. It tells the others what to do, and it alone reports."""
+    tell(line, Up())
+    while True:
+        message = line.next(wait=runner.idle)
+        ranks.tell(message)
+        if isinstance(message, Stop):
+            return
+        reports = runner.handle(message) if message is not None else runner.work()
+        if reports or time.monotonic() - line.last_sent_s > _SIGN_OF_LIFE_S:
+            line.send(Envelope(tuple(reports), runner.take_spans()))
+
+
+def _follow(runner: Runner, line: Line, ranks: Ranks) -> None:
+    """Any other rank: does what rank 0 says, when it says so."""
+    tell(line, Up())
+    while not isinstance(message := ranks.listen(), Stop):
+        if message is not None:
+            runner.handle(message)
+        else:
+            runner.work()
+        runner.take_spans()

@@ -1,0 +1,379 @@
+"""The engine's side: places executors on hosts, talks to their ranks over Monarch, notices deaths and lost hosts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from llamarl import __version__
+from llamarl.config import Config
+from llamarl.config import Host as HostConfig
+from llamarl.controller.line import Line, Role, role_of
+from llamarl.engine.engine import Arrival, Death
+from llamarl.engine.envelope import Envelope
+from llamarl.engine.monarch import client
+from llamarl.engine.monarch.addresses import url_of
+from llamarl.engine.monarch.bootstrap import forked_command
+from llamarl.engine.monarch.client import Client, Fault, Pulse, Spoken
+from llamarl.engine.monarch.holding import Holding
+from llamarl.engine.monarch.hosts import Elsewhere, Host, OwnWorker
+from llamarl.engine.monarch.meetings import Meetings
+from llamarl.engine.monarch.placing import place
+from llamarl.engine.monarch.rank import RankActor
+from llamarl.engine.monarch.wire import Ask, Birth, Born, Ended, Invite, Said, encode
+from llamarl.engine.ranks import LOOPBACK
+from llamarl.engine.supervision import Rank, Supervision
+from llamarl.errors import JobFailed
+from llamarl.messages import LoadWeights, Message, Stop
+from llamarl.messages import encode as encode_message
+from llamarl.weights.group import interface_for
+from llamarl.weights.slotfile import SlotFile
+
+_WAIT_S = 0.05
+_GRACE_S = 2.0
+_FORGET_S = 60.0
+_BEATS = 10  # in the time after which a silent host is taken for lost
+_KEEPER_SHARE = 0.75  # of that time, after which a host that hears no beat ends all that it runs
+
+
+@dataclass(eq=False, kw_only=True)
+class MonarchRank(Rank):
+    """Spoken to through an actor."""
+
+    actor: Any
+    mesh: str  # the name of its actor's mesh, and its place there
+    place: int
+    host: Host
+    name: str  # by which its process can be killed
+    processes: Any  # Monarch's mesh of them
+    ended: bool = False
+    sent: int = 0  # messages to it
+    heard: int = 0  # words from it
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """An executor that is to be started, when its time has come and there is room."""
+
+    executor: str
+    incarnation: int
+    snapshot: Path | None
+    not_before_s: float
+    since_s: float = field(default_factory=time.monotonic)
+
+
+class MonarchEngine(Supervision[MonarchRank]):
+    obituary_s = 2.0  # it comes over the network
+
+    def __init__(
+        self,
+        config: Config,
+        line: Line,
+        builders: Mapping[str, str],
+        slots: Mapping[str, SlotFile],
+        log_folder: Path,
+    ) -> None:
+        super().__init__(config)
+        self._line, self._builders, self._log_folder = line, builders, log_folder
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        self._job = f"{secrets.token_hex(4)}:"
+        self._client = Client(config.engine, self._answer)
+        self._hosts = _hosts(config, slots, log_folder)
+        self._network = interface_for(config.engine.host_names, config.engine.trusted_network)
+        self._waiting: list[Waiting] = []
+        self._meetings, self._holding = Meetings(), Holding(line.weights_source)
+        self._opened_s = time.monotonic()
+        self._numbers = count()
+        self._stopped = threading.Event()
+        self._heart = threading.Thread(target=self._beat, daemon=True)
+        self._heart.start()
+
+    # The interface of every engine
+
+    def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
+        not_before_s = time.monotonic() + self._backoff.delay_s(executor)
+        self._waiting.append(Waiting(executor, incarnation, snapshot, not_before_s))
+        self._place_executors()
+
+    def send(self, executor: str, message: Message) -> None:
+        state = self._ranks.get((executor, 0))
+        if state is None or state.hung_up_s is not None:
+            return
+        if isinstance(message, LoadWeights) and self._crosses_hosts and self._holding.holds(executor, message):
+            return
+        self._owe(state)
+        self._deliver(state, message)
+
+    def events(self) -> Sequence[Arrival | Death]:
+        wait_s = _WAIT_S
+        while (heard := self._client.next(wait_s)) is not None:
+            wait_s = 0.0
+            match heard:
+                case Spoken():
+                    self._hear(heard)
+                case Pulse():
+                    self._hear_pulse(heard)
+                case client.Death():
+                    self._hear_of_deaths([one for one in self._ranks.values() if one.name == heard.name], heard.reason)
+                    for host in self._hosts:
+                        if host.up and host.name == heard.name:
+                            self._lose_host(host, heard.reason)
+                case Fault():
+                    self._hear_of_deaths(self._members(heard), heard.reason)
+        self._watch_hosts()
+        self._place_executors()
+        self._check_deadlines()
+        return self._settle(self._take_arrivals())
+
+    def stop(self) -> None:
+        """Ask, wait a little, then end the hosts' part in this job, and a worker of our own."""
+        if self._stopped.is_set():
+            return
+        with suppress(KeyboardInterrupt, JobFailed):  # a second Ctrl-C: no more asking
+            self._ask_to_stop()
+        self._stopped.set()
+        for host in self._hosts:
+            host.close()
+        self._ranks.clear()
+        self._client.close()
+
+    def _ask_to_stop(self) -> None:
+        for executor, rank in list(self._ranks):
+            if rank == 0:
+                self.send(executor, Stop())
+        deadline_s = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline_s:
+            if all(state.ended or state.hung_up_s is not None for state in self._ranks.values() if state.up):
+                return
+            self.events()
+
+    # Hosts
+
+    @property
+    def _crosses_hosts(self) -> bool:
+        return bool(self._config.engine.hosts)
+
+    def _beat(self) -> None:
+        """A thread of its own: hosts must not take a busy driver for a dead one."""
+        every_s = self._config.engine.host_s / _BEATS
+        while not self._stopped.wait(every_s):
+            for host in self._hosts:
+                host.beat()
+
+    def _watch_hosts(self) -> None:
+        limit_s = self._config.engine.host_s
+        for host in self._hosts:
+            if host.up and time.monotonic() - host.heard_s > limit_s:
+                self._lose_host(host, f"host {host.name} was silent for {limit_s:g} s")
+            host.try_to_reach(self._client.port, self._job, _KEEPER_SHARE * limit_s)
+
+    def _lose_host(self, host: Host, reason: str) -> None:
+        host.up = False
+        for state in [one for one in self._ranks.values() if one.host is host]:
+            if self._ranks.get((state.executor, state.rank)) is state:
+                self._bury(state, reason)
+        host.lose()
+
+    def _hear_pulse(self, pulse: Pulse) -> None:
+        host = next((one for one in self._hosts if one.name == pulse.host), None)
+        if host is None or pulse.life != host.life:
+            return
+        if pulse.version != __version__:
+            raise JobFailed(f"host {host.name} has llamarl {pulse.version}, this one {__version__}; install the same")
+        host.hear(pulse.clock_s)
+
+    # Births
+
+    def _place_executors(self) -> None:
+        now_s = time.monotonic()
+        if not all(host.seen for host in self._hosts) and now_s - self._opened_s < self._config.engine.host_s:
+            return  # so that executors are spread over all hosts from the beginning
+        for waiting in [one for one in self._waiting if one.not_before_s <= now_s]:
+            role = next(role for role in self._line.roles if role.name == role_of(waiting.executor))
+            rooms = [host.room(role.name) for host in self._hosts]
+            placed = place(rooms, role.ranks, may_span=True)
+            if placed:
+                self._waiting.remove(waiting)
+                self._bear(waiting, role, [(self._hosts[number], ranks) for number, ranks in placed])
+            elif now_s - waiting.since_s > self._config.engine.start_s and not self._lives(role):
+                raise JobFailed(f"{waiting.executor}: {self._why_no_room(role)}")
+
+    def _lives(self, role: Role) -> bool:
+        return any(role_of(executor) == role.name for executor, _ in self._ranks)
+
+    def _why_no_room(self, role: Role) -> str:
+        lost = [host.name for host in self._hosts if not host.up]
+        out = f"; not reached: {', '.join(lost)}" if lost else ""
+        return f"no host had room for {role.ranks} ranks within {self._config.engine.start_s:g} s{out}"
+
+    def _bear(self, waiting: Waiting, role: Role, places: Sequence[tuple[Host, int]]) -> None:
+        first = 0
+        for host, num_ranks in places:
+            ranks = range(first, first + num_ranks)
+            gpus = tuple(host.take(waiting.executor, rank) for rank in ranks)
+            interface = LOOPBACK if len(places) == 1 else self._network
+            self._bear_on(host, ranks, self._birth(waiting, role, first, gpus, interface))
+            first += num_ranks
+
+    def _birth(self, waiting: Waiting, role: Role, first: int, gpus: tuple[int, ...], interface: str) -> Birth:
+        source = self._line.weights_source.get(role.name, role.name)
+        writers = {one.name: one.ranks for one in self._line.roles if one.name in self._line.publishers}
+        return Birth(
+            executor=waiting.executor,
+            incarnation=waiting.incarnation,
+            first_rank=first,
+            num_ranks=role.ranks,
+            builder=self._builders[role.name],
+            config=self._config,
+            weights_source=dict(self._line.weights_source),
+            threads=role.threads or os.cpu_count() or 1,
+            snapshot=str(waiting.snapshot.resolve()) if waiting.snapshot else "",
+            log=str((self._log_folder / f"{waiting.executor.replace('/', '-')}.log").resolve()),
+            interface=interface,
+            gpus=gpus,
+            network=self._network,
+            num_writers=writers.get(source, 0) if self._crosses_hosts else 0,
+        )
+
+    def _bear_on(self, host: Host, ranks: range, birth: Birth) -> None:
+        mesh = f"{birth.executor.replace('/', '_')}_{birth.incarnation}_{next(self._numbers)}"
+        names = [f"{self._job}{birth.executor}.{birth.incarnation}.{rank}." for rank in ranks]
+        procs = host.mesh.spawn_procs(
+            per_host={"ranks": len(ranks)},
+            name=f"p{mesh}",
+            bootstrap_command=lambda point: forked_command(names[point["ranks"]]),
+        )
+        actors = procs.spawn(mesh, RankActor, self._client.port, encode(birth))
+        for index, rank in enumerate(ranks):
+            self._ranks[birth.executor, rank] = MonarchRank(
+                birth.executor,
+                birth.incarnation,
+                rank,
+                actor=actors.slice(ranks=index),
+                mesh=mesh,
+                place=index,
+                host=host,
+                name=names[index],
+                processes=procs,
+            )
+
+    # What is heard
+
+    def _hear(self, spoken: Spoken) -> None:
+        state = self._ranks.get((spoken.executor, spoken.rank))
+        if state is None or state.incarnation != spoken.incarnation or state.hung_up_s is not None:
+            return
+        if spoken.number != state.heard:
+            self._end(state, f"word {state.heard} of it was lost")
+            return
+        state.heard += 1
+        match spoken.word:
+            case Born(pid=pid):
+                state.pid = pid
+            case Said(envelope=envelope):
+                self._hear_envelope(state, _at_our_time(envelope, state.host.ahead_s))
+            case Ended():
+                state.ended = True
+            case Ask():
+                pass  # answered already
+            case Invite(meeting=meeting, num_readers=num_readers):
+                self._tell_writers(state, "meet", meeting, num_readers)
+            case _:
+                self._end(state, "sent something that is no report")
+
+    def _hear_of_deaths(self, dead: list[MonarchRank], reason: str) -> None:
+        for state in dead:
+            if self._ranks.get((state.executor, state.rank)) is state:
+                self._hear_of_death(state, reason)
+
+    def _members(self, fault: Fault) -> list[MonarchRank]:
+        of_mesh = [state for state in self._ranks.values() if state.mesh == fault.mesh]
+        return [state for state in of_mesh if not fault.ranks or state.place in fault.ranks]
+
+    def _settle(self, arrivals: list[Arrival | Death]) -> list[Arrival | Death]:
+        """What follows from them for weights that wait to be loaded."""
+        for arrival in arrivals if self._crosses_hosts else ():
+            if isinstance(arrival, Death):
+                self._holding.died(arrival.executor)
+                continue
+            for reader, message in self._holding.reported(arrival.executor, arrival.report).items():
+                self.send(reader, message)
+        return arrivals
+
+    # What is said
+
+    def _deliver(self, state: MonarchRank, message: Message) -> None:
+        with suppress(Exception):  # the border to Monarch: it knows of a death that we will hear of
+            state.actor.deliver.broadcast(state.sent, encode_message(message))
+            state.sent += 1
+
+    def _answer(self, spoken: Spoken, ask: Ask) -> None:
+        """By the listening thread, so that ranks meet also while the driver is busy."""
+
+        def reply(number: int, value: bytes) -> None:
+            state = self._ranks.get((spoken.executor, spoken.rank))
+            if state is not None and state.incarnation == spoken.incarnation:
+                with suppress(Exception):
+                    state.actor.answer.broadcast(number, value)
+
+        self._meetings.ask(ask, reply)
+
+    def _tell_writers(self, reader: MonarchRank, endpoint: str, *args: object) -> None:
+        source = self._line.weights_source.get(role_of(reader.executor))
+        for state in list(self._ranks.values()):
+            if role_of(state.executor) == source:
+                with suppress(Exception):
+                    getattr(state.actor, endpoint).broadcast(*args)
+
+    # Deaths
+
+    def _cut(self, state: MonarchRank) -> None:
+        """Nothing to close: what it says from now on is not listened to."""
+
+    def _kill(self, state: MonarchRank) -> None:
+        state.host.kill(state.name)
+
+    def _bury(self, state: MonarchRank, reason: str) -> None:
+        meeting = f"{state.executor}.{state.incarnation}"
+        if role_of(state.executor) in self._line.weights_source:
+            self._tell_writers(state, "part", meeting)
+        self._meetings.end(meeting)
+        for one in self._ranks_of(state.executor):
+            one.host.taken.pop((one.executor, one.rank), None)
+            if not one.place and one.host.up:
+                threading.Thread(target=_forget, args=(one.processes,), daemon=True).start()
+        super()._bury(state, reason)
+
+
+def _hosts(config: Config, slots: Mapping[str, SlotFile], logs: Path) -> list[Host]:
+    settings, log = config.engine, logs / "hosts.log"
+    if not settings.hosts:
+        return [Host(0, "this machine", OwnWorker(slots, logs / "worker.log"), HostConfig(address=""), log)]
+    return [
+        Host(number, host.address, Elsewhere(url_of("engine.hosts", host.address, settings.certs)), host, log)
+        for number, host in enumerate(settings.all_hosts)
+    ]
+
+
+def _forget(processes: Any) -> None:
+    """Monarch need not look after them any more."""
+    with suppress(Exception):
+        processes.stop().get(timeout=_FORGET_S)
+
+
+def _at_our_time(envelope: Envelope, ahead_s: float) -> Envelope:
+    """Spans by this machine's clock."""
+    if not ahead_s or not envelope.spans:
+        return envelope
+    spans = (replace(span, start_s=span.start_s - ahead_s, end_s=span.end_s - ahead_s) for span in envelope.spans)
+    return Envelope(envelope.reports, tuple(spans))

@@ -1,0 +1,45 @@
+"""Monarch is an optional extra: what can be wrong about its settings is told before anything starts, and without it.
+
+Monarch reads its environment when it is imported, once. So all that it must be told that way is told here, before.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+from llamarl.config import Engine
+from llamarl.engine.monarch.addresses import certificate_variables, url_of
+from llamarl.errors import ConfigError
+
+_ENVIRONMENT = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",  # how often it looks whether a process is alive; else 10 s
+    "MONARCH_FILE_LOG": "error",  # into a log in the shared temporary folder, at info unless told
+}
+
+
+def check_installed(key: str, package: str = "monarch") -> None:
+    if find_spec(package) is None:
+        raise ConfigError(f"{key}: needs {package}, which is not installed; pip install 'llamarl[monarch]'")
+
+
+def check_engine(settings: Engine) -> None:
+    if settings.kind != "monarch":
+        if settings.hosts:
+            raise ConfigError(f"engine.hosts: cannot take effect with engine={settings.kind}; set engine=monarch")
+        return
+    for host in settings.all_hosts:
+        url_of("engine.hosts", host.address, settings.certs)
+    check_installed("engine")
+    prepare_environment("engine.certs", settings.certs)
+
+
+def prepare_environment(key: str, certs: str) -> None:
+    """For this process and its children."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    wanted = certificate_variables(key, certs) if certs else {}
+    if any(os.environ.get(name) != value for name, value in wanted.items()) and "monarch" in sys.modules:
+        raise ConfigError(f"{key}: Monarch was imported before, and reads which certificates to use only then")
+    os.environ.update(wanted)

@@ -1,0 +1,30 @@
+"""Which host takes the ranks of an executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+
+class Room(Struct, frozen=True):
+    """What a host has to offer to one role."""
+
+    host: int
+    used: int  # ranks that live there
+    free: int  # for how many more there is room
+
+
+def place(rooms: Sequence[Room], num_ranks: int, *, may_span: bool) -> list[tuple[int, int]]:
+    """(host, ranks) of every host that takes part: one if there is room for all on one, the emptiest; else, if they may,
+    as few as possible. Empty: there is no room."""
+    whole = [room for room in rooms if room.free >= num_ranks]
+    if whole:
+        return [(min(whole, key=lambda room: (room.used, room.host)).host, num_ranks)]
+    placed: list[tuple[int, int]] = []
+    for room in sorted(rooms, key=lambda room: (-room.free, room.host)):
+        taken = min(room.free, num_ranks)
+        if taken:
+            placed.append((room.host, taken))
+            num_ranks -= taken
+    return placed if may_span and not num_ranks else []

@@ -1,0 +1,70 @@
+"""What crosses between the engine and a rank: MessagePack bytes, which Monarch carries and does not look into."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from llamarl.config import Config
+from llamarl.engine.envelope import Envelope
+
+
+class Birth(Struct, frozen=True):
+    """One or more ranks of an executor, on one host."""
+
+    executor: str
+    incarnation: int
+    first_rank: int
+    num_ranks: int  # of the whole executor
+    builder: str  # MODULE:FUNCTION or FILE.py:FUNCTION
+    config: Config
+    weights_source: dict[str, str]
+    threads: int
+    snapshot: str  # a folder, or nothing
+    log: str
+    interface: str  # over which its ranks talk to each other
+    gpus: tuple[int, ...]  # of the host, one for each of the ranks
+    network: str  # the interface over which weights come and go, where they cross hosts
+    num_writers: int  # ranks of the role that publishes, where weights cross hosts; 0: they stay on one
+
+
+class Word(Struct, frozen=True, tag=True):
+    """What a rank says."""
+
+
+class Born(Word, frozen=True):
+    pid: int
+
+
+class Said(Word, frozen=True):
+    envelope: Envelope
+
+
+class Ended(Word, frozen=True):
+    """It was asked to stop, and has."""
+
+
+class Ask(Word, frozen=True):
+    """An operation on a meeting: a store that the engine keeps, in which the ranks of a process group find each other."""
+
+    number: int
+    meeting: str
+    operation: str
+    key: str
+    value: bytes = b""
+    expected: bytes = b""
+
+
+class Invite(Word, frozen=True):
+    """A reader needs all that publish to meet it."""
+
+    meeting: str
+    num_readers: int
+
+
+Anything = Born | Said | Ended | Ask | Invite
+
+encode = msgspec.msgpack.Encoder().encode
+decode_word = msgspec.msgpack.Decoder(Anything).decode
+decode_birth = msgspec.msgpack.Decoder(Birth).decode
+decode_ask = msgspec.msgpack.Decoder(Ask).decode

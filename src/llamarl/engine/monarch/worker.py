@@ -1,0 +1,94 @@
+"""A host's worker: Monarch's own host agent, with a nursery beside it, from which all processes there are forked.
+
+Run as a program by an engine that has no other hosts: `python -m llamarl.engine.monarch.worker URL PARENT READY FD...`, with
+descriptors that all processes there are to have. For a host of a cluster: `llamarl worker`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from llamarl.engine.forking import READY, die_with_parent, start_forking
+from llamarl.engine.monarch import stub
+from llamarl.engine.monarch.nursery import NURSERY
+from llamarl.errors import JobFailed
+
+PYTHON, STUB = "LLAMARL_PYTHON", "LLAMARL_STUB"
+# Monarch numbers the messages to each actor, also to the agent of a host. One that was started anew behind the same address
+# would wait for ever for those that the one before it got. So agents take messages as they come; all others keep the order.
+IN_ORDER = "HYPERACTOR_ENABLE_DEST_ACTOR_REORDERING_BUFFER"
+_NURSERY_S = 120.0  # for importing torch, however slow the disk
+
+
+class Nurseries:
+    """Always one: when it dies, its children die with it, and another takes its place behind the same descriptor."""
+
+    def __init__(self, inherited: Sequence[int]) -> None:
+        self._inherited = inherited
+        control, self._process = self._start()
+        self.fd = control.detach()
+        os.set_inheritable(self.fd, True)
+        self._wait_until_ready()
+        threading.Thread(target=self._replace, daemon=True).start()
+
+    def _start(self) -> tuple[socket.socket, int]:
+        control, process = start_forking("llamarl.engine.monarch.nursery", inherited=self._inherited)
+        return control, process.pid
+
+    def _wait_until_ready(self) -> None:
+        control = socket.socket(fileno=os.dup(self.fd))
+        poll = select.poll()
+        poll.register(control, select.POLLIN)
+        if not poll.poll(1000 * _NURSERY_S) or control.recv(len(READY)) != READY:
+            raise JobFailed("the process that starts executors could not start")
+        control.close()
+
+    def _replace(self) -> None:
+        """At once: orders to the next one wait in its socket until it has imported torch."""
+        while True:
+            os.waitpid(self._process, 0)
+            try:
+                control, self._process = self._start()
+                os.dup2(control.fileno(), self.fd)
+                control.close()
+                self._wait_until_ready()
+            except (OSError, JobFailed) as error:
+                print(f"llamarl worker: {error}", file=sys.stderr, flush=True)
+                os._exit(JobFailed.exit_code)
+
+
+def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
+    """Until killed."""
+    nurseries = Nurseries(inherited)
+    os.environ.update(
+        {
+            NURSERY: str(nurseries.fd),
+            PYTHON: sys.executable,
+            STUB: str(Path(stub.__file__).resolve()),
+            IN_ORDER: "false",
+        }
+    )
+    from monarch.actor import start_worker_loop_forever
+
+    loop = start_worker_loop_forever(address=url, ca="trust_all_connections")  # all that the transport lets through
+    if ready_fd >= 0:
+        os.write(ready_fd, READY)
+    loop.get()
+
+
+def main() -> None:
+    url, parent, ready_fd, *inherited = sys.argv[1:]
+    die_with_parent(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which alone decides
+    serve(url, [int(fd) for fd in inherited], int(ready_fd))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Which engine the tests of real processes run on: `local`, or what $LLAMARL_TEST_ENGINE says (`make test-monarch`)."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from llamarl.engine.local.engine import LocalEngine
+
+if TYPE_CHECKING:
+    from llamarl.engine.monarch.engine import MonarchEngine
+
+ENGINE = os.environ.get("LLAMARL_TEST_ENGINE", "local")
+
+
+def engine_class() -> type[LocalEngine] | type[MonarchEngine]:
+    if ENGINE == "local":
+        return LocalEngine
+    from llamarl.engine.monarch.engine import MonarchEngine
+
+    return MonarchEngine

@@ -1,0 +1,36 @@
+"""A generator that takes its time while a file is there, so that a test can do something to a job before it is over."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from llamarl.build import Site, build_generator
+from llamarl.executors.executor import Executor
+from llamarl.messages import Message, Report
+
+PACE = "LLAMARL_TEST_PACE"  # the file
+_SLICE_S = 0.2
+
+
+class Paced:
+    def __init__(self, honest: Executor) -> None:
+        self._honest, self._file = honest, Path(os.environ[PACE])
+
+    @property
+    def idle(self) -> bool:
+        return self._honest.idle
+
+    def handle(self, message: Message) -> Iterable[Report]:
+        return self._honest.handle(message)
+
+    def work(self) -> Iterable[Report]:
+        if self._file.exists():
+            time.sleep(_SLICE_S)
+        return self._honest.work()
+
+
+def paced_generator(site: Site) -> Executor:
+    return Paced(build_generator(site))
