@@ -76,8 +76,8 @@ Builder = Callable[[Site], Executor]
 def build_generator(site: Site) -> Executor:
     config, settings = site.config, site.config.generator
     part = TensorRank(site.rank, site.num_ranks)
-    number = index_of(site.executor) * site.num_ranks + site.rank if site.gpu is None else site.gpu
-    device = device_of("generator.device", settings.device, number)
+    number = index_of(site.executor) * site.num_ranks + site.rank
+    device = device_of("generator.device", settings.device, gpu_for(site, "generator", number))
     model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, shard=part.box)
     split_over_ranks(model, part)
     tokenizer = Tokenizer.load(config.model_folder)
@@ -142,7 +142,7 @@ def build_reward(site: Site) -> Executor:
 
 def build_reward_model(site: Site) -> Executor:
     config, settings = site.config, site.config.reward_model
-    device = device_of("reward_model.device", settings.device)
+    device = device_of("reward_model.device", settings.device, gpu_for(site, "reward_model", 0))
     folder = reward_model_folder(config)
     return RewardModel(
         load_classifier(folder, dtype=dtype_of(settings.dtype, device), device=device),
@@ -170,7 +170,7 @@ def check_reward_model(config: Config) -> None:
 def build_trainer(site: Site) -> Executor:
     config = site.config
     folder = site.snapshot / POLICY if site.snapshot else config.model_folder
-    device = device_of("trainer.device", config.trainer.device, site.rank if site.gpu is None else site.gpu)
+    device = device_of("trainer.device", config.trainer.device, gpu_for(site, "trainer", site.rank))
     mesh = make_mesh(config.trainer.data, config.trainer.tensor, site.rank, device)
     computing = computing_of(config, device, mesh)
     policy = load_policy(folder, computing)
@@ -243,8 +243,9 @@ def weight_transport(
         interface_for(config.engine.host_names, config.engine.trusted_network)
         return settle_transport(config.weights.transport, "group")
     trainer = [device_of("trainer.device", config.trainer.device, rank) for rank in range(config.trainer.ranks)]
-    num_generator_ranks = config.generator.replicas * config.generator.tensor
-    generator = [device_of("generator.device", config.generator.device, rank) for rank in range(num_generator_ranks)]
+    first = first_gpu(config, "generator")
+    numbers = range(first, first + config.generator.replicas * config.generator.tensor)
+    generator = [device_of("generator.device", config.generator.device, number) for number in numbers]
     writers, readers = ([Place("this host", str(device)) for device in side] for side in (trainer, generator))
     possible = choose_transport(writers, readers, config.engine.trusted_network, can_reach)
     return settle_transport(config.weights.transport, possible)
@@ -252,7 +253,7 @@ def weight_transport(
 
 def build_reference(site: Site) -> Executor:
     config = site.config
-    device = device_of("reference.device", config.reference.device, site.rank if site.gpu is None else site.gpu)
+    device = device_of("reference.device", config.reference.device, gpu_for(site, "reference", site.rank))
     mesh = make_mesh(config.reference.data, config.reference.tensor, site.rank, device)
     return Reference(load_policy(config.reference_folder, computing_of(config, device, mesh)))
 
@@ -303,6 +304,25 @@ def _check_ranks(section: str, settings: TrainerConfig | ReferenceConfig, shape:
             f"{section}.data: {settings.data} * {settings.tensor} ranks need as many CUDA devices; "
             f"there are {torch.cuda.device_count()}"
         )
+
+
+def gpu_for(site: Site, role: str, number: int) -> int:
+    """Where the engine has put this rank, or, on one host, the next one of its role's."""
+    return first_gpu(site.config, role) + number if site.gpu is None else site.gpu
+
+
+def first_gpu(config: Config, role: str) -> int:
+    """Side by side, roles have GPUs of their own as far as these go, the trainer's first; co-located, they share them."""
+    if config.placement == "colocated":
+        return 0
+    taken = {
+        "trainer": config.trainer.ranks,
+        "generator": config.generator.replicas * config.generator.tensor,
+        "reference": config.reference.ranks if config.reference_alone else 0,
+        "reward_model": 1,
+    }
+    roles = list(taken)
+    return sum(taken[before] for before in roles[: roles.index(role)])
 
 
 def device_of(key: str, setting: str, replica: int = 0) -> torch.device:
