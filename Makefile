@@ -19,7 +19,7 @@ test: .venv/dev
 # The same tests on the other engine. Monarch brings a package named `tests` and much else, so it has an environment of its own.
 MONARCH := .venv-monarch/bin
 test-monarch: .venv-monarch/dev
-	$(MONARCH)/pytest tests/monarch
+	$(MONARCH)/pytest tests/on_monarch
 	LLAMARL_TEST_ENGINE=monarch $(MONARCH)/pytest tests/dist/test_kills.py tests/dist/test_trainer_jobs.py \
 		tests/e2e/test_learning.py tests/e2e/test_deterministic.py \
 		-k "kills or several_ranks or accuracy_rise or timing or outside"
