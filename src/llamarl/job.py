@@ -144,7 +144,7 @@ class Job:
         outcome = "interrupted"
         may_fail: tuple[type[OSError], ...] = ()
         try:
-            with _stopping_on_sigterm(driver):
+            with _heeding_signals(driver, at_once=self.config.engine.kind == "inline"):
                 driver.run(begin)
             outcome = "stopped on request" if driver.stopped else "finished"
         except LlamaRLError as error:
@@ -256,13 +256,24 @@ def _try_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:
 
 
 @contextmanager
-def _stopping_on_sigterm(driver: Driver) -> Iterator[None]:
-    """SIGTERM asks for a snapshot and a clean end. Only the main thread may set handlers; elsewhere nothing is changed."""
+def _heeding_signals(driver: Driver, *, at_once: bool) -> Iterator[None]:
+    """SIGTERM asks for a snapshot and a clean end, Ctrl-C for an end without; a second Ctrl-C, or the first with `at_once`,
+    is raised wherever the program is. Only the main thread may set handlers; elsewhere nothing is changed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: driver.request_stop())
+
+    def interrupt(number: int, frame: object) -> None:
+        """By the loop, not from here: what is raised here may fall into a destructor and be lost."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        driver.interrupt()
+
+    heeded = {signal.SIGTERM: lambda number, frame: driver.request_stop()}
+    if not at_once and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        heeded[signal.SIGINT] = interrupt
+    before = {number: signal.signal(number, handler) for number, handler in heeded.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -44,6 +44,7 @@ class Driver:
         self._events: deque[ev.AnyEvent] = deque()
         self._stop_requested = False
         self.stopped = False
+        self._interrupted = False
         self._ended = False
         self._actions: dict[type[ev.Command], Callable[[Any], None]] = {
             ev.Start: self._start,
@@ -69,6 +70,8 @@ class Driver:
         while not self._ended:
             for arrival in self._engine.events():
                 self._tell(self._event_of(arrival))
+            if self._interrupted:
+                raise KeyboardInterrupt
             if self._stop_requested:
                 self._stop_requested = False
                 self._tell(ev.StopRequested())
@@ -76,6 +79,10 @@ class Driver:
     def request_stop(self) -> None:
         """Safe in a signal handler: the loop notices."""
         self._stop_requested = True
+
+    def interrupt(self) -> None:
+        """Likewise."""
+        self._interrupted = True
 
     def _tell(self, event: ev.AnyEvent | None) -> None:
         """Commands are carried out in order; what they bring about at once is told after them."""
