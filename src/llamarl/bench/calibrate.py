@@ -20,7 +20,7 @@ from llamarl.bench.decode import PRECISIONS, Case, DecodeBench
 from llamarl.bench.machine import Ceilings, Clock, measure_ceilings
 from llamarl.bench.train import TrainBench, prepare, time_update
 from llamarl.config import Generator
-from llamarl.engine.local.heap import keep_freed_memory
+from llamarl.engine.heap import keep_freed_memory
 from llamarl.plan.fit import Measured, fit_factors
 from llamarl.plan.generator import Replica, cached_on_cpu
 from llamarl.plan.gpus import GIB, GPUS, DecodeFactors, EngineFactors, Gpu, TrainFactors

@@ -9,7 +9,7 @@ CODE = """
 import resource, sys
 import numpy as np
 if sys.argv[1] == "kept":
-    from llamarl.engine.local.heap import keep_freed_memory
+    from llamarl.engine.heap import keep_freed_memory
     keep_freed_memory()
 def work():
     parts = [np.ones(1 << 20, dtype=np.float32) for _ in range(4)]  # 4 MiB each

@@ -16,9 +16,9 @@ import torch
 from llamarl.build import Site, load_builder
 from llamarl.engine import life
 from llamarl.engine.envelope import Envelope, encode
+from llamarl.engine.heap import keep_freed_memory
 from llamarl.engine.life import Closed
 from llamarl.engine.local.frames import BadFrame, FrameReader, encode_frame
-from llamarl.engine.local.heap import keep_freed_memory
 from llamarl.engine.local.wire import Birth
 from llamarl.engine.ranks import LOOPBACK, Ranks, meeting_in
 from llamarl.executors.executor import Executor

@@ -20,8 +20,8 @@ from monarch.actor import Actor, current_rank, endpoint
 from llamarl.build import Site, load_builder
 from llamarl.engine import life
 from llamarl.engine.envelope import Envelope
+from llamarl.engine.heap import keep_freed_memory
 from llamarl.engine.life import Closed
-from llamarl.engine.local.heap import keep_freed_memory
 from llamarl.engine.monarch.nursery import SLOTS
 from llamarl.engine.monarch.store import Asking
 from llamarl.engine.monarch.weights import EngineMeets
