@@ -67,9 +67,9 @@ def _reach(armed: Armed) -> None:
         case "delay":
             time.sleep(DELAY_S)
         case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.raise_signal(signal.SIGKILL)
         case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.raise_signal(signal.SIGSTOP)
 
 
 def _first(flag: str) -> bool:

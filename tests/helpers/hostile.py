@@ -93,8 +93,8 @@ DEEDS: dict[str, Callable[[], object]] = {
     "hangs_up": hang_up,
     "raises": fail,
     "exits": lambda: os._exit(3),
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "killed": lambda: signal.raise_signal(signal.SIGKILL),
+    "stopped": lambda: signal.raise_signal(signal.SIGSTOP),
 }
 
 
@@ -146,7 +146,8 @@ class LeaseKeeper:
     def handle(self, message: Message) -> Iterable[Report]:
         if isinstance(message, LoadWeights):
             with self._site.slots["trainer"].lease(message.version % 2):
-                os.kill(os.getpid(), signal.SIGSTOP)
+                _lease_kept().touch()
+                signal.raise_signal(signal.SIGSTOP)  # of this thread: `os.kill` would let it run on for a moment
         return self._honest.handle(message)
 
     def work(self) -> Iterable[Report]:
@@ -157,9 +158,18 @@ class LeaseKeeper:
         return self._honest.idle
 
 
+def _lease_kept() -> Path:
+    return Path(os.environ[PLAN_FOLDER]) / "lease_kept"
+
+
 def generator_that_may_keep_its_lease(site: Site) -> Executor:
+    """The honest replica waits for the other's deed: it would end a short job before a slow start of the other."""
     honest = build_generator(site)
-    return LeaseKeeper(honest, site) if next_deed(site.executor) == "keeps_lease" else honest
+    if next_deed(site.executor) == "keeps_lease":
+        return LeaseKeeper(honest, site)
+    while not _lease_kept().exists():
+        time.sleep(0.01)
+    return honest
 
 
 class PairedReward:
