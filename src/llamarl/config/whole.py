@@ -1,0 +1,122 @@
+"""All settings of a job in one, and what one section may not ask of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from llamarl.config.asking import Conversation, Model, Task
+from llamarl.config.judging import LLMJudge, Reward, RewardModel, Sandbox
+from llamarl.config.learning import Algo, Generator, Reference, Trainer
+from llamarl.config.running import Engine, Evaluate, Observe, Schedule, Snapshots, Weights
+from llamarl.config.section import Section
+from llamarl.errors import ConfigError
+from llamarl.types import Sampling
+
+
+class Config(Section, frozen=True):
+    seed: Annotated[int, Meta(ge=0, le=2**62, description="of prompts, sampling and everything else")] = 0
+    placement: Annotated[
+        Literal["split", "colocated"],
+        Meta(description="executors run side by side, or share all devices and take turns (needs max_staleness=0)"),
+    ] = "split"
+    model: Model = Model()
+    task: Task = Task()
+    reward: Reward = Reward()
+    sandbox: Sandbox = Sandbox()
+    llm_judge: LLMJudge = LLMJudge()
+    reward_model: RewardModel = RewardModel()
+    conversation: Conversation = Conversation()
+    generator: Generator = Generator()
+    trainer: Trainer = Trainer()
+    algo: Algo = Algo()
+    reference: Reference = Reference()
+    schedule: Schedule = Schedule()
+    snapshots: Snapshots = Snapshots()
+    evaluate: Evaluate = Evaluate()
+    engine: Engine = Engine()
+    weights: Weights = Weights()
+    observe: Observe = Observe()
+
+    def __post_init__(self) -> None:
+        _check_schedule(self)
+        if self.placement == "colocated":
+            _check_colocated(self)
+        if self.engine.kind == "inline":
+            _check_inline(self)
+        if self.evaluate.every and not self.evaluate.prompts:
+            raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
+
+    @property
+    def training_sampling(self) -> Sampling:
+        return Sampling(
+            samples=self.schedule.samples_per_group,
+            max_new_tokens=self.generator.max_new_tokens,
+            temperature=self.generator.temperature,
+            top_k=self.generator.top_k,
+            top_p=self.generator.top_p,
+            min_p=self.generator.min_p,
+        )
+
+    @property
+    def greedy_sampling(self) -> Sampling:
+        return Sampling(samples=1, max_new_tokens=self.generator.max_new_tokens, temperature=0.0)
+
+    @property
+    def num_parked(self) -> int:
+        """Conversations that may wait for a reply in each generator while others use the slots."""
+        return self.generator.slots if self.conversation.tool else 0
+
+    @property
+    def model_folder(self) -> Path:
+        return _model_folder(self.model.path)
+
+    @property
+    def reference_folder(self) -> Path:
+        return _model_folder(self.reference.model or self.model.path)
+
+    @property
+    def reference_alone(self) -> bool:
+        """Whether the reference policy is an executor of its own."""
+        return self.algo.reference_kl > 0 and self.reference.place == "own"
+
+
+def _model_folder(path: str) -> Path:
+    return Path(__file__).parents[1] / "assets" / "tiny" if path == "tiny" else Path(path).expanduser()
+
+
+def _check_schedule(config: Config) -> None:
+    schedule, generator = config.schedule, config.generator
+    if generator.slots < schedule.samples_per_group:
+        raise ConfigError(
+            f"generator.slots: {generator.slots} slots cannot hold one group of "
+            f"schedule.samples_per_group={schedule.samples_per_group}"
+        )
+    if schedule.deterministic and config.conversation.tool and generator.kv_pages:
+        raise ConfigError(
+            f"generator.kv_pages: with {generator.kv_pages} pages, timing decides which conversations are read again, "
+            "which schedule.deterministic rules out; set it to 0"
+        )
+
+
+def _check_colocated(config: Config) -> None:
+    if config.schedule.max_staleness:
+        raise ConfigError(
+            f"placement: colocated executors take turns, so schedule.max_staleness={config.schedule.max_staleness} "
+            "cannot take effect; set it to 0"
+        )
+    if config.generator.device != config.trainer.device:
+        raise ConfigError(
+            f"placement: colocated executors share their devices, but generator.device={config.generator.device} "
+            f"and trainer.device={config.trainer.device}"
+        )
+
+
+def _check_inline(config: Config) -> None:
+    reference_ranks = config.reference.ranks if config.reference_alone else 1
+    if max(config.generator.tensor, config.trainer.ranks, reference_ranks) > 1:
+        raise ConfigError(
+            "engine: inline runs everything in one process; generator.tensor, trainer.data and so on need local"
+        )
