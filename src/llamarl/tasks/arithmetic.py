@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import numpy as np
+from numpy.typing import NDArray
 
 from llamarl.config import Source
 from llamarl.tasks.datasets import Example
-from llamarl.tasks.task import is_held_out
+from llamarl.tasks.task import Lazily, is_held_out
 
 TEMPLATE = "{prompt}"
 SCORER = "exact"
@@ -16,9 +17,19 @@ def addition(a: int, b: int) -> Example:
     return Example(f"{a}+{b}=", str(a + b), str(a + b))
 
 
-def additions(settings: Source) -> Iterator[tuple[Example, bool]]:
-    """Each with whether it is held out. a+b and b+a go together, so that neither gives the other away."""
-    numbers = range(settings.max_operand + 1)
-    for a in numbers:
-        for b in numbers:
-            yield addition(a, b), is_held_out(f"{min(a, b)}+{max(a, b)}", settings.held_out)
+def additions(settings: Source) -> tuple[Lazily[Example], Lazily[Example]]:
+    """(training, held out), in the order 0+0, 0+1, ..."""
+    count = settings.max_operand + 1
+    held_out = _held_out_pairs(count, settings.held_out)
+
+    def chosen(pairs: NDArray[np.bool_]) -> Lazily[Example]:
+        return Lazily(lambda number: addition(*divmod(int(number), count)), np.flatnonzero(pairs))
+
+    return chosen(~held_out), chosen(held_out)
+
+
+def _held_out_pairs(count: int, share: float) -> NDArray[np.bool_]:
+    """A table over both operands. a+b and b+a go together, so that neither gives the other away."""
+    table = np.zeros((count, count), dtype=np.bool_)
+    table[np.triu_indices(count)] = [is_held_out(f"{a}+{b}", share) for a in range(count) for b in range(a, count)]
+    return table | table.T

@@ -9,6 +9,7 @@ import numpy as np
 from llamarl.config import Source
 from llamarl.errors import ConfigError
 from llamarl.tasks.datasets import Example
+from llamarl.tasks.task import Lazily
 from llamarl.types import Problem, Turn
 
 _MARK = "{prompt}"
@@ -44,13 +45,12 @@ class Prompting:
         return self._template.replace(_MARK, question)
 
 
-def choose_shots(settings: Source, train: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+def choose_shots(settings: Source, train: Sequence[Example]) -> tuple[list[Example], Sequence[Example]]:
     """(shots, the rest): always the same ones, and never asked as problems."""
     if not settings.few_shot:
-        return [], list(train)
+        return [], train
     if len(train) <= settings.few_shot:
         raise ConfigError(f"task.few_shot: only {len(train)} problems are there to take examples from")
-    order = np.random.default_rng(0).permutation(len(train))
-    chosen = {int(index) for index in order[: settings.few_shot]}
-    rest = [example for index, example in enumerate(train) if index not in chosen]
-    return [train[int(index)] for index in order[: settings.few_shot]], rest
+    chosen = np.random.default_rng(0).permutation(len(train))[: settings.few_shot]
+    rest = np.setdiff1d(np.arange(len(train)), chosen)
+    return [train[index] for index in chosen], Lazily(train.__getitem__, rest)

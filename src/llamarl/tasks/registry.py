@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from llamarl.config import Source
 from llamarl.config import Task as TaskConfig
@@ -10,7 +10,7 @@ from llamarl.tasks import arithmetic
 from llamarl.tasks.datasets import KINDS, Example, read_examples
 from llamarl.tasks.mixture import Mixture
 from llamarl.tasks.prompting import Prompting, choose_shots
-from llamarl.tasks.task import Prompter, Task, is_held_out
+from llamarl.tasks.task import Lazily, Prompter, Task, is_held_out
 
 
 def make_task(settings: TaskConfig, seed: int) -> Prompter:
@@ -24,13 +24,13 @@ def make_task(settings: TaskConfig, seed: int) -> Prompter:
 
 
 def make_single_task(settings: Source, seed: int, *, chat: bool = False, system: str = "") -> Task:
-    marked, test = _examples(settings)
-    train, held_out = ([example for example, kept in marked if kept is side] for side in (False, True))
+    train, held_out, test = _examples(settings)
     shots, train = choose_shots(settings, train)
     own_template, scorer = _habits(settings.kind)
     prompting = Prompting(settings.template or own_template, shots, scorer, chat=chat, system=system)
-    split = ([prompting.problem(example) for example in side] for side in (train, held_out, test))
-    train_problems, held_out_problems, test_problems = split
+    train_problems, held_out_problems, test_problems = (
+        Lazily(prompting.problem, side) for side in (train, held_out, test)
+    )
     return Task(train_problems, held_out_problems, seed=seed, test=test_problems)
 
 
@@ -46,9 +46,12 @@ def _habits(kind: str) -> tuple[str, str]:
     return KINDS[kind].template, KINDS[kind].scorer
 
 
-def _examples(settings: Source) -> tuple[Iterable[tuple[Example, bool]], list[Example]]:
-    """Examples, each with whether it is held out; and the fixed test examples."""
+def _examples(settings: Source) -> tuple[Sequence[Example], Sequence[Example], Sequence[Example]]:
+    """(training, held out, the fixed test examples)"""
     if settings.kind == "arithmetic":
-        return list(arithmetic.additions(settings)), []
-    train, test = read_examples(settings)
-    return [(example, is_held_out(example.question, settings.held_out)) for example in train], test
+        return *arithmetic.additions(settings), ()
+    examples, test = read_examples(settings)
+    sides: tuple[list[Example], list[Example]] = ([], [])
+    for example in examples:
+        sides[is_held_out(example.question, settings.held_out)].append(example)
+    return *sides, test

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llamarl.errors import InputError
 from llamarl.types import Problem
+
+Item = TypeVar("Item")
+
+
+class Lazily(Sequence[Item]):
+    """`make` of each of `sources`, made when it is asked for: a task may hold a million problems and ask a thousand."""
+
+    def __init__(self, make: Callable[[Any], Item], sources: Any) -> None:
+        self._make, self._sources = make, sources
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> Lazily[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | Lazily[Item]:
+        found = self._sources[index]
+        return Lazily(self._make, found) if isinstance(index, slice) else self._make(found)
 
 
 class Prompter(Protocol):

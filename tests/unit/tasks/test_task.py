@@ -12,7 +12,7 @@ from llamarl.config import Task as TaskConfig
 from llamarl.errors import InputError
 from llamarl.tasks.registry import make_single_task, make_task
 from llamarl.tasks.scorers import SCORERS
-from llamarl.tasks.task import Task, is_held_out
+from llamarl.tasks.task import Lazily, Task, is_held_out
 from llamarl.types import Problem
 
 PROBLEMS = [Problem(str(number), str(number)) for number in range(13)]
@@ -114,3 +114,19 @@ def test_a_task_without_problems_says_what_to_change() -> None:
     with pytest.raises(InputError, match=r"no problems are held out to evaluate on; raise task\.held_out"):
         empty.evaluation(1)
     assert list(empty.evaluation(0)) == []
+
+
+def test_only_problems_that_are_asked_are_made() -> None:
+    """A task may hold a million of them."""
+    made: list[str] = []
+
+    def make(number: int) -> Problem:
+        made.append(str(number))
+        return Problem(str(number), str(number))
+
+    task = Task(Lazily(make, range(1_000_000)), Lazily(make, range(1_000_000, 1_000_010)), seed=0)
+    asked = [task.problem(ordinal).prompt for ordinal in range(5)]
+    assert made == asked and len(set(asked)) == 5
+    assert len(task.evaluation(3)) == 3
+    assert len(made) == 8
+    assert [problem.answer for problem in Lazily(make, range(10))[2:4]] == ["2", "3"]
