@@ -18,14 +18,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from overlap import GROUPS, SAMPLES, update_times  # beside this script
+from pretending import GROUPS, SAMPLES, PretendedGenerator, PretendedTrainer, update_times  # beside this script
 
 from llamarl import Job
 from llamarl.build import Site, build_generator, build_trainer
 from llamarl.configfile import load_config
 from llamarl.executors.executor import Executor
-from llamarl.messages import BatchResult, GroupResult, Message, Report, WorkOnBatch, WorkOnGroup
-from llamarl.types import Completion, CompletionGroup, PromptGroup, VersionRun, floats_to_bytes, tokens_to_bytes
+from llamarl.messages import Report
+from llamarl.types import PromptGroup
 
 SIGMA = "TAIL_SIGMA"
 MEDIAN_S, LONGEST = 0.06, 16.0
@@ -43,50 +43,22 @@ def mean_group_s() -> float:
     return float(np.mean([group_s(ordinal) for ordinal in range(1000)]))
 
 
-class SleepingGenerator:
+class SleepingGenerator(PretendedGenerator):
     def __init__(self, honest: Executor) -> None:
-        self._honest = honest
+        super().__init__(honest)
         self._until: dict[int, tuple[float, PromptGroup]] = {}
-        self._version = 0
 
     @property
     def idle(self) -> bool:
         return not self._until
 
-    def handle(self, message: Message) -> Iterable[Report]:
-        if isinstance(message, WorkOnGroup) and isinstance(message.group, PromptGroup):
-            ordinal = message.group.ordinal
-            self._until[ordinal] = (time.monotonic() + group_s(ordinal), message.group)
-            return ()
-        self._version = getattr(message, "version", self._version)
-        return self._honest.handle(message)
+    def take(self, group: PromptGroup) -> None:
+        self._until[group.ordinal] = (time.monotonic() + group_s(group.ordinal), group)
 
     def work(self) -> Iterable[Report]:
         time.sleep(SLICE_S)
         done = [ordinal for ordinal, (until_s, _) in self._until.items() if until_s <= time.monotonic()]
-        return [GroupResult(CompletionGroup(self._until.pop(ordinal)[1], self._answers())) for ordinal in done]
-
-    def _answers(self) -> tuple[Completion, ...]:
-        runs = (VersionRun(self._version, 1),)
-        return (Completion(tokens_to_bytes([1]), floats_to_bytes([0.0]), runs, truncated=False),) * SAMPLES
-
-
-class SleepingTrainer:
-    def __init__(self, honest: Executor) -> None:
-        self._honest, self._update_s = honest, mean_group_s()
-
-    @property
-    def idle(self) -> bool:
-        return self._honest.idle
-
-    def handle(self, message: Message) -> Iterable[Report]:
-        if not isinstance(message, WorkOnBatch):
-            return self._honest.handle(message)
-        time.sleep(self._update_s)
-        return [BatchResult(message.update, {"groups": float(len(message.groups))})]
-
-    def work(self) -> Iterable[Report]:
-        return self._honest.work()
+        return [self.answer(self._until.pop(ordinal)[1]) for ordinal in done]
 
 
 def sleeping_generator(site: Site) -> Executor:
@@ -94,7 +66,8 @@ def sleeping_generator(site: Site) -> Executor:
 
 
 def sleeping_trainer(site: Site) -> Executor:
-    return SleepingTrainer(build_trainer(site))
+    update_s = mean_group_s()
+    return PretendedTrainer(build_trainer(site), lambda: time.sleep(update_s))
 
 
 def update_s(updates: int, staleness: int, *, deterministic: bool) -> float:

@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from pretending import update_times  # beside this script
+
 from llamarl import Job
 from llamarl.configfile import load_config
 
@@ -47,8 +49,7 @@ def measure(updates: int, engine: str) -> dict[str, float]:
         folder = Path(temporary) / "run"
         Job(config).run(folder)
         busy = busy_intervals(folder)
-        timings = map(json.loads, (folder / "timings.jsonl").read_text().splitlines())
-        at_s = [row["at_s"] for row in timings if "update" in row][WARM_UP - 1 :]
+        at_s = update_times(folder)[WARM_UP - 1 :]
     busy_s = sum(max(0.0, min(end_s, at_s[-1]) - max(start_s, at_s[0])) for start_s, end_s in busy)
     whole_s = at_s[-1] - at_s[0]
     return {"update_ms": 1e3 * whole_s / updates, "nobody_ms": 1e3 * (whole_s - busy_s) / updates}

@@ -23,12 +23,14 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
+from pretending import GROUPS, SAMPLES, PretendedGenerator, PretendedTrainer, update_times  # beside this script
+
 from llamarl import Job
 from llamarl.build import Site, build_generator, build_trainer
 from llamarl.configfile import load_config
 from llamarl.executors.executor import Executor
-from llamarl.messages import BatchResult, GroupResult, Message, Report, WorkOnBatch, WorkOnGroup
-from llamarl.types import Completion, CompletionGroup, PromptGroup, VersionRun, floats_to_bytes, tokens_to_bytes
+from llamarl.messages import Report
+from llamarl.types import PromptGroup
 
 PROMISED = 1.10
 SHAPES = {"generation-bound": (0.24, 0.06), "training-bound": (0.06, 0.24), "balanced": (0.16, 0.16)}
@@ -36,12 +38,10 @@ MODES = {
     "async": ["schedule.max_staleness=1"],
     "sync": ["schedule.max_staleness=0", "placement=colocated"],
 }
-GROUPS, SAMPLES = 8, 4
 WARM_UP = 3  # updates that are not counted: the line fills
 SLICE_S = 0.005  # of a generator, between looks at its inbox
 BLOCKS_PER_S, GENERATE_S, TRAIN_S = "OVERLAP_BLOCKS_PER_S", "OVERLAP_GENERATE_S", "OVERLAP_TRAIN_S"
 BLOCK = bytes(16_384)
-ANSWER = tokens_to_bytes([1])
 
 
 def compute(num_blocks: int) -> None:
@@ -67,27 +67,22 @@ def blocks(seconds: float) -> int:
     return round(seconds * setting(BLOCKS_PER_S))
 
 
-class BusyGenerator:
-    """Answers groups in turn, each after its share of the work of one update; loads weights as a real one."""
+class BusyGenerator(PretendedGenerator):
+    """Answers groups in turn, each after its share of the work of one update."""
 
     def __init__(self, honest: Executor) -> None:
-        self._honest = honest
+        super().__init__(honest)
         self._queue: deque[PromptGroup] = deque()
         self._per_group = blocks(setting(GENERATE_S) / GROUPS)
         self._slice = min(self._per_group, blocks(SLICE_S))
         self._left = self._per_group
-        self._version = 0
 
     @property
     def idle(self) -> bool:
         return not self._queue
 
-    def handle(self, message: Message) -> Iterable[Report]:
-        if isinstance(message, WorkOnGroup) and isinstance(message.group, PromptGroup):
-            self._queue.append(message.group)
-            return ()
-        self._version = getattr(message, "version", self._version)
-        return self._honest.handle(message)
+    def take(self, group: PromptGroup) -> None:
+        self._queue.append(group)
 
     def work(self) -> Iterable[Report]:
         now = min(self._slice, self._left)
@@ -96,29 +91,7 @@ class BusyGenerator:
         if self._left:
             return ()
         self._left = self._per_group
-        answer = Completion(ANSWER, floats_to_bytes([0.0]), (VersionRun(self._version, 1),), truncated=False)
-        return [GroupResult(CompletionGroup(self._queue.popleft(), (answer,) * SAMPLES))]
-
-
-class BusyTrainer:
-    """Spends the time of an update without changing a weight; publishes and saves as a real one."""
-
-    def __init__(self, honest: Executor) -> None:
-        self._honest = honest
-        self._per_update = blocks(setting(TRAIN_S))
-
-    @property
-    def idle(self) -> bool:
-        return self._honest.idle
-
-    def handle(self, message: Message) -> Iterable[Report]:
-        if not isinstance(message, WorkOnBatch):
-            return self._honest.handle(message)
-        compute(self._per_update)
-        return [BatchResult(message.update, {"groups": float(len(message.groups))})]
-
-    def work(self) -> Iterable[Report]:
-        return self._honest.work()
+        return [self.answer(self._queue.popleft())]
 
 
 def busy_generator(site: Site) -> Executor:
@@ -126,7 +99,8 @@ def busy_generator(site: Site) -> Executor:
 
 
 def busy_trainer(site: Site) -> Executor:
-    return BusyTrainer(build_trainer(site))
+    per_update = blocks(setting(TRAIN_S))
+    return PretendedTrainer(build_trainer(site), lambda: compute(per_update))
 
 
 def run_job(folder: Path, updates: int, mode: str) -> None:
@@ -141,11 +115,6 @@ def run_job(folder: Path, updates: int, mode: str) -> None:
     ]
     job = Job(load_config(None, overrides), builders={"generator": busy_generator, "trainer": busy_trainer})
     job.run(folder)
-
-
-def update_times(folder: Path) -> list[float]:
-    rows = map(json.loads, (folder / "timings.jsonl").read_text().splitlines())
-    return [row["at_s"] for row in rows if "update" in row]
 
 
 def parts(folder: Path, start_s: float, end_s: float) -> list[float]:

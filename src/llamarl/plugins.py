@@ -35,6 +35,8 @@ def _import(key: str, path: Path) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and typing look modules up there
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # so that it may import its neighbours; last, so that these hide nothing
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's file is foreign code: whatever it raises becomes one line

@@ -24,6 +24,7 @@ BOTTOM = (
     "plugins",
     "segments",
     "failpoints",
+    "frames",
 )
 SIBLINGS = ("model", "algo", "tasks", "plan", "observe")
 

@@ -12,7 +12,9 @@ from typing import Any
 import msgspec
 import torch
 
-_LENGTH = 8
+from llamarl.frames import FrameReader, encode_frame
+
+_READ_BYTES = 1 << 20
 
 
 class Actor:
@@ -82,20 +84,13 @@ def _live(make: Callable[[], object], connection: socket.socket, threads: int) -
 
 
 def _send(connection: socket.socket, value: object) -> None:
-    data = msgspec.msgpack.encode(value)
-    connection.sendall(len(data).to_bytes(_LENGTH, "little") + data)
+    connection.sendall(encode_frame(msgspec.msgpack.encode(value)))
 
 
 def _receive(connection: socket.socket) -> Any:
-    length = int.from_bytes(_exactly(connection, _LENGTH), "little")
-    return msgspec.msgpack.decode(_exactly(connection, length))
-
-
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        part = connection.recv(num_bytes - len(data))
-        if not part:
-            raise ConnectionError("the actor is gone")
-        data += part
-    return data
+    """The one message that is under way: both sides take turns."""
+    reader = FrameReader()
+    while data := connection.recv(_READ_BYTES):
+        for payload in reader.feed(data):
+            return msgspec.msgpack.decode(payload)
+    raise ConnectionError("the actor is gone")

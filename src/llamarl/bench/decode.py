@@ -17,13 +17,14 @@ from llamarl.bench.machine import (
     measure_ceilings,
     peak_memory_bytes,
     process_age_s,
-    synchronize,
 )
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.model.checkpoint import random_model
 from llamarl.model.quantise import FP8, Quantisation
 from llamarl.model.transformer import Transformer
+from llamarl.plan.terms import layer_products
 from llamarl.shapes import ModelShape
+from llamarl.train.speed import synchronize
 from llamarl.types import Problem, PromptGroup, Sampling, tokens_to_bytes
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}  # of the blocks' matrices
@@ -187,16 +188,11 @@ def floor_s(shape: ModelShape, case: Case, ceilings: Ceilings) -> float:
     width, operand = PRECISIONS[case.precision].itemsize, _OPERANDS[case.precision].itemsize
     plain = case.dtype.itemsize
 
-    def product_s(outputs: int, inputs: int) -> float:
+    def product_s(outputs: float, inputs: float) -> float:
         moved = outputs * inputs * width + case.batch * (inputs * operand + outputs * plain)
         return max(2 * case.batch * outputs * inputs / ceilings.flops, moved / ceilings.bytes)
 
-    layer_s = (
-        product_s(shape.q_size + 2 * shape.kv_size, shape.hidden_size)
-        + product_s(shape.hidden_size, shape.q_size)
-        + product_s(2 * shape.intermediate_size, shape.hidden_size)
-        + product_s(shape.hidden_size, shape.intermediate_size)
-    )
+    layer_s = sum(product_s(outputs, inputs) for outputs, inputs in layer_products(shape, tp=1))
     context, kv_width = case.prompt + case.new / 2, 1 if case.kv_cache == "fp8" else plain
     cache_bytes = case.batch * context * 2 * shape.num_layers * shape.kv_size * kv_width
     return shape.num_layers * layer_s + _head_s(shape, case, ceilings) + cache_bytes / ceilings.bytes

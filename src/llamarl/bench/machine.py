@@ -11,6 +11,7 @@ import torch
 from msgspec import Struct
 
 from llamarl.plan.gpus import Gpu, Rates
+from llamarl.train.speed import synchronize
 
 
 class Ceilings(Struct, frozen=True):
@@ -82,11 +83,6 @@ def best_s(
         synchronize(device)
         found.append(clock() - start_s)
     return sorted(found)[len(found) // 2]
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def process_age_s() -> float:

@@ -18,10 +18,10 @@ from llamarl.engine import life
 from llamarl.engine.envelope import Envelope, encode
 from llamarl.engine.heap import keep_freed_memory
 from llamarl.engine.life import Closed
-from llamarl.engine.local.frames import BadFrame, FrameReader, encode_frame
 from llamarl.engine.local.wire import Birth
 from llamarl.engine.ranks import LOOPBACK, Ranks, meeting_in
 from llamarl.executors.executor import Executor
+from llamarl.frames import BadFrame, FrameReader, encode_frame
 from llamarl.messages import Failed, Message, decode_message
 from llamarl.weights.slotfile import SlotFile
 

@@ -1,9 +1,8 @@
-"""What the pool and its workers tell each other: MessagePack behind a length, over a socket pair nobody else holds."""
+"""What the pool and its workers tell each other: MessagePack in frames, over a socket pair nobody else holds."""
 
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,11 +10,10 @@ import msgspec
 from msgspec import Struct
 
 from llamarl.config import Conversation, LLMJudge, Sandbox
+from llamarl.frames import BadFrame, FrameReader, encode_frame
 from llamarl.types import Turn
 
-_LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
-MAX_BYTES = 1 << 30
 KILL_SHARE = 0.9  # of the time limit: the rest is for killing, so that the limit itself is kept
 
 Status = Literal["ok", "error", "timeout"]
@@ -102,9 +100,7 @@ def unpack_turns(data: bytes) -> tuple[Turn, ...]:
 
 
 def send(connection: socket.socket, message: Struct) -> None:
-    payload = encode(message)
-    connection.sendall(_LENGTH.pack(len(payload)))
-    connection.sendall(payload)
+    connection.sendall(encode_frame(encode(message)))
 
 
 class Inbox:
@@ -112,31 +108,21 @@ class Inbox:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._buffer = bytearray()
+        self._reader, self._arrived = FrameReader(), list[bytes]()
 
     def receive(self) -> bytes | None:
         """One read, then the next whole message if there is one. Raises EOFError when the peer is gone."""
         data = self._connection.recv(_READ_BYTES)
         if not data:
             raise EOFError
-        self._buffer += data
-        return self._cut()
+        try:
+            self._arrived += self._reader.feed(data)
+        except BadFrame as error:
+            raise EOFError from error
+        return self._arrived.pop(0) if self._arrived else None
 
     def wait(self) -> bytes:
         """The next message, however long it takes."""
         while (message := self.receive()) is None:
             pass
-        return message
-
-    def _cut(self) -> bytes | None:
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > MAX_BYTES:
-            raise EOFError
-        end = _LENGTH.size + length
-        if len(self._buffer) < end:
-            return None
-        message = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
         return message

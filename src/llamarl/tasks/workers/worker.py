@@ -16,7 +16,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from llamarl.errors import LlamaRLError
+from llamarl.frames import BadFrame, FrameReader, encode_frame
 from llamarl.plugins import is_reference, load_function
 from llamarl.tasks.programs import load_examiner
 from llamarl.tasks.symbolic import load_equal
@@ -53,7 +53,6 @@ from llamarl.tasks.workers.wire import (
 
 _MAX_REASON = 200
 _READ_BYTES = 1 << 16
-_LENGTH = struct.Struct("<I")
 _MAX_VERDICT_BYTES = 1 << 26
 Scorer = Callable[[str, str, str], Any]
 
@@ -140,7 +139,7 @@ class Worker:
             die_with_parent(parent)
             limit(self._memory_mb, self._setup.timeout_s, on_top=self._foreign)
             said = encode(_answer(ask, self._loaded))
-            view = memoryview(_LENGTH.pack(len(said)) + said)
+            view = memoryview(encode_frame(said))
             while view:
                 view = view[os.write(writing, view) :]
         finally:
@@ -202,18 +201,18 @@ async def _awaited(value: Any) -> Any:
 
 
 def _read(reading: int, deadline_s: float) -> bytes | None:
-    """The child's one message, or what there is of it when the child ends; None when it is late."""
-    said, poll = b"", select.poll()
+    """The child's one message, or nothing when it ends without one; None when it is late."""
+    reader, poll = FrameReader(_MAX_VERDICT_BYTES), select.poll()
     poll.register(reading, select.POLLIN)
-    while len(said) < _LENGTH.size or len(said) < _LENGTH.size + _LENGTH.unpack_from(said)[0]:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or not poll.poll(left_s * 1000):
-            return None
+    while (left_s := deadline_s - time.monotonic()) > 0 and poll.poll(left_s * 1000):
         data = os.read(reading, _READ_BYTES)
-        if not data or len(said) > _MAX_VERDICT_BYTES:
-            break
-        said += data
-    return said[_LENGTH.size :]
+        try:
+            arrived = reader.feed(data)
+        except BadFrame:
+            return b""
+        if arrived or not data:
+            return arrived[0] if arrived else b""
+    return None
 
 
 def _end(pid: int) -> tuple[int, float]:

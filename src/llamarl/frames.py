@@ -1,4 +1,7 @@
-"""Messages on a byte stream: a fixed header (magic, checksum, length), then MessagePack. Anything else ends the stream."""
+"""Messages on a byte stream: a fixed header (magic, checksum, length), then MessagePack. Anything else ends the stream.
+
+Whatever two of our processes say to each other over a pipe or a socket pair is said in these frames.
+"""
 
 from __future__ import annotations
 
