@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.slots import (
+    LEASE_S,
+    bytes_of_slot,
+    entries_of,
+    held_by_another_process,
+    num_bytes_of,
+    random_weights,
+    same_bits,
+    writer_of,
+    zeros_like,
+)
 from torch import Tensor
 
-from llamarl.errors import BrokenWeights, CorruptWeights, LeaseTimeout, StaleWeights
+from llamarl.errors import CorruptWeights, LeaseTimeout, StaleWeights
 from llamarl.weights.memory import HostMemory
-from llamarl.weights.rank_slots import find
-from llamarl.weights.slotfile import MAX_RANKS, NUM_SLOTS, SlotFile
+from llamarl.weights.slotfile import NUM_SLOTS, SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
-from llamarl.weights.wire import Entry, Staging
-
-LEASE_S = 0.2
-
-HOLD_A_LEASE = """
-import fcntl, sys
-fcntl.lockf(int(sys.argv[1]), getattr(fcntl, sys.argv[3]), 1, int(sys.argv[2]))
-print("held", flush=True)
-sys.stdin.read()
-"""
+from llamarl.weights.wire import Staging
 
 
 @pytest.fixture
@@ -36,58 +34,6 @@ def file() -> Iterator[SlotFile]:
     file = SlotFile()
     yield file
     file.close()
-
-
-def random_weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Sizes that fill no cache line, many pieces of a checksum, and a single number."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes: dict[str, tuple[int, ...]] = {"embed": (301, 67), "norm": (5,), "scale": (), "big": (3, 128, 211)}
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-
-
-def zeros_like(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-
-
-def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(
-        torch.equal(
-            one[name].contiguous().view(-1).view(torch.uint8), other[name].contiguous().view(-1).view(torch.uint8)
-        )
-        for name in one
-    )
-
-
-def bytes_of_slot(file: SlotFile, slot: int) -> Tensor:
-    return find(file, rank=0, device=-1).memory.data(slot)
-
-
-def entries_of(file: SlotFile) -> dict[str, Entry]:
-    return {entry.name: entry for entry in find(file, rank=0, device=-1).manifest.entries}
-
-
-def num_bytes_of(weights: dict[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.itemsize for tensor in weights.values())
-
-
-def writer_of(file: SlotFile, weights: dict[str, Tensor], lease_s: float = LEASE_S) -> SlotWriter:
-    return SlotWriter(file, weights, lease_s=lease_s)
-
-
-@contextmanager
-def held_by_another_process(file: SlotFile, slot: int, exclusive: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """A reader elsewhere that has taken a lease and does not come to an end."""
-    command = [sys.executable, "-c", HOLD_A_LEASE, str(file.fd), str(slot * MAX_RANKS)]
-    command.append("LOCK_EX" if exclusive else "LOCK_SH")
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[file.fd], text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "held\n"
-            yield process
-        finally:
-            process.kill()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -377,83 +323,3 @@ def test_a_reader_sees_whole_versions_only_while_another_process_publishes(file:
         assert all((tensor == version).all() for tensor in target.values())
     assert os.waitpid(pid, 0)[1] == 0
     assert last in seen
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The passes over a slot's memory that readers make."""
-    made: list[str] = []
-
-    def noting(name: str) -> Callable[..., object]:
-        original = getattr(HostMemory, name)
-
-        def noted(*args: object) -> object:
-            made.append(name)
-            return original(*args)
-
-        return noted
-
-    for name in ("take", "digests", "read"):
-        monkeypatch.setattr(HostMemory, name, noting(name))
-    return made
-
-
-def loaded_reader(file: SlotFile, weights: dict[str, Tensor]) -> tuple[SlotWriter, SlotReader, dict[str, Tensor]]:
-    """A reader that has version 0, and a writer that has published version 1."""
-    writer, target = writer_of(file, weights), zeros_like(weights)
-    reader = SlotReader(file, target)
-    writer.publish(0)
-    reader.load(0)
-    weights["norm"].fill_(1.0)
-    writer.publish(1)
-    return writer, reader, target
-
-
-def test_a_reader_that_can_go_back_verifies_while_it_copies(file: SlotFile, passes: list[str]) -> None:
-    weights = random_weights()
-    _, reader, target = loaded_reader(file, weights)
-    assert passes == ["digests", "read"], "the first weights are verified before anything changes"
-    passes.clear()
-    reader.load(1)
-    assert passes == ["take"]
-    assert same_bits(target, weights)
-
-
-def test_damaged_weights_that_were_taken_are_given_back(file: SlotFile, passes: list[str]) -> None:
-    weights = random_weights()
-    writer, reader, target = loaded_reader(file, weights)
-    before = {name: tensor.clone() for name, tensor in target.items()}
-    bytes_of_slot(file, 1)[77] ^= 1
-    passes.clear()
-    for _ in range(2):
-        with pytest.raises(CorruptWeights, match="version 1 does not match its checksum"):
-            reader.load(1)
-        assert same_bits(target, before)
-    assert passes == ["take", "digests", "read"] * 2
-    writer.publish(1)
-    reader.load(1)
-    assert same_bits(target, weights)
-
-
-def test_where_there_is_no_way_back_weights_are_verified_first(file: SlotFile, passes: list[str]) -> None:
-    weights = random_weights()
-    writer, reader, target = loaded_reader(file, weights)
-    writer.publish(2)
-    passes.clear()
-    reader.load(1)
-    assert passes == ["digests", "read"], "the slot of version 0 holds version 2 by now"
-    with held_by_another_process(file, slot=1, exclusive=True):
-        passes.clear()
-        reader.load(2)
-        assert passes == ["digests", "read"], "somebody writes in the slot of version 1"
-    assert same_bits(target, weights)
-
-
-def test_a_reader_that_cannot_go_back_either_says_that_its_weights_are_lost(file: SlotFile) -> None:
-    _, reader, _ = loaded_reader(file, random_weights())
-    bytes_of_slot(file, 0)[3] ^= 1
-    bytes_of_slot(file, 1)[3] ^= 1
-    with pytest.raises(
-        BrokenWeights, match="version 0 does not match its checksum, nor does the one that was to replace it"
-    ):
-        reader.load(1)
