@@ -119,13 +119,20 @@ class Reader:
         torch.cuda.synchronize()
 
     def sums_match_reference(self, slot: int) -> bool:
-        from llamarl.weights.kernels import reference_sums
-
         memory = find(self._file, 0, DEVICE).memory
         data = memory.data(slot)
-        expected = reference_sums(data).cpu().numpy().tobytes()
+        expected = reference_sums(data, memory.block_bytes // 4).cpu().numpy().tobytes()
         found = memory.digests(slot, range(-(-len(data) // memory.block_bytes)))
         return found == expected == find(self._file, 0, DEVICE).read_digests(slot)
+
+
+def reference_sums(data: Tensor, block_words: int) -> Tensor:
+    """The kernels' sums with torch alone. Bytes up to a whole word count; the last block may be short."""
+    words = data.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    factors = 2 * (torch.arange(len(words), device=data.device) % block_words) + 1
+    blocks = torch.arange(len(words), device=data.device) // block_words
+    sums = torch.zeros(-(-len(words) // block_words), dtype=torch.int64, device=data.device)
+    return sums.index_add_(0, blocks, words * factors)
 
 
 def refused(actor: Actor, method: str, *args: object) -> str:

@@ -26,7 +26,6 @@ class Disk:
         self._fails_at, self._full, self._only = fails_at, full, only
         self.operations: list[str] = []
         self.synced: set[int] = set()  # inodes
-        self.renamed: list[tuple[Path, Path]] = []
         self.on_rename: Callable[[Path, Path], None] = lambda source, target: None
 
     @property

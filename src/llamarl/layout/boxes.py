@@ -25,10 +25,6 @@ def intersect(one: Box, other: Box) -> Box:
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-def is_inside(box: Box, frame: Box) -> bool:
-    return intersect(box, frame) == box
-
-
 def subtract(box: Box, cut: Box) -> Iterator[Box]:
     """What is left of a box without `cut`, which lies inside it, as boxes that do not overlap."""
     for dim, ((first, end), (cut_first, cut_end)) in enumerate(zip(box, cut, strict=True)):

@@ -46,10 +46,6 @@ class Tokenizer:
         text: str = self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
-    def token_id(self, token: str) -> int | None:
-        found: int | None = self._backend.token_to_id(token)
-        return found
-
     def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
         """The chat as the model was taught to see it, ready for its answer."""
         return self.encode(self._template.render(messages, add_generation_prompt=add_generation_prompt))

@@ -21,10 +21,6 @@ class Span(Struct, frozen=True, array_like=True):
     start_s: float
     end_s: float
 
-    @property
-    def duration_s(self) -> float:
-        return self.end_s - self.start_s
-
 
 MAX_SPANS = 200_000  # of one executor: a few megabytes here, some twenty in the file
 

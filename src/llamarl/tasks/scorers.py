@@ -119,4 +119,3 @@ _MAKERS: dict[str, Callable[[Reward], Scorer]] = {
     "format": _make_format,
     "length": _make_length,
 }
-SCORERS: dict[str, Scorer] = {"exact": exact, "numeric": numeric}

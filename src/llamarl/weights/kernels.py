@@ -195,12 +195,3 @@ def sums_of(data: Tensor) -> Tensor:
     table = tiles([Run(data.data_ptr(), 0, 0, len(data) // 4)]).to(data.device)
     launch(table, sums, copy=False, add=True)
     return sums
-
-
-def reference_sums(data: Tensor) -> Tensor:
-    """The same sums with torch alone, for tests. Bytes up to a whole word count; the last block may be short."""
-    words = data.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    factors = 2 * (torch.arange(len(words), device=data.device) % BLOCK_WORDS) + 1
-    blocks = torch.arange(len(words), device=data.device) // BLOCK_WORDS
-    sums = torch.zeros(-(-len(words) // BLOCK_WORDS), dtype=torch.int64, device=data.device)
-    return sums.index_add_(0, blocks, words * factors)

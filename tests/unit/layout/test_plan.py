@@ -10,7 +10,7 @@ from helpers.layouts import Ends, ends
 from hypothesis import given, settings
 
 from llamarl.errors import InputError
-from llamarl.layout.boxes import Box, intersect, is_inside, relative, shape_of, split_rows, subtract, volume, whole
+from llamarl.layout.boxes import Box, intersect, relative, shape_of, split_rows, subtract, volume, whole
 from llamarl.layout.plan import MIN_SHARED_BYTES, Holding, Kind, TransferPlan, kinds_of, plan_transfer
 
 
@@ -28,8 +28,8 @@ def test_every_element_is_received_exactly_once_from_a_rank_that_holds_it(found:
     plan = plan_of(found)
     received = [{name: np.zeros(shape_of(box)) for name, box in rank.items()} for rank in found.targets]
     for move in plan:
-        assert is_inside(move.box, found.sources[move.source][move.source_name])
-        assert is_inside(move.box, found.targets[move.target][move.target_name])
+        assert intersect(move.box, found.sources[move.source][move.source_name]) == move.box
+        assert intersect(move.box, found.targets[move.target][move.target_name]) == move.box
         frame = found.targets[move.target][move.target_name]
         received[move.target][move.target_name][relative(move.box, frame)] += 1
     assert all((count == 1).all() for rank in received for count in rank.values())

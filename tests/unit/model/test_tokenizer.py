@@ -213,9 +213,10 @@ def test_a_reply_continues_a_chat_as_the_template_would_have_written_it(tmp_path
     tokenizer = Tokenizer.load(write(tmp_path, backend, chat_template=CHATML))
     said = "Let me see: 12 - 3"
     whole = [*CHAT, {"role": "assistant", "content": said}, {"role": "tool", "content": "9 <|im_end|> ✓"}]
-    stop = tokenizer.token_id("<|im_end|>")
+    stop = tokenizer.encode("<|im_end|>")
+    assert len(stop) == 1
     behind = tokenizer.chat_reply(CHAT, "tool", "9 <|im_end|> ✓")
-    assert [*tokenizer.chat(CHAT), *tokenizer.encode(said), stop, *behind] == tokenizer.chat(whole)
+    assert [*tokenizer.chat(CHAT), *tokenizer.encode(said), *stop, *behind] == tokenizer.chat(whole)
 
 
 def test_a_template_that_hides_what_was_said_cannot_go_on(tmp_path: Path, backend: Backend) -> None:
