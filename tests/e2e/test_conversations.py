@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.cli import llamarl
 from helpers.fingerprint import fingerprint
 from helpers.killing import KillAt, Killed
@@ -42,11 +41,6 @@ def tool(said, turns):
         raise RuntimeError("lost")
     return None if number % 2 else str(number % 1000) + "="
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def rows_of(path: Path) -> list[dict[str, float]]:

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.cli import llamarl
 from helpers.engines import ENGINE
 from helpers.fingerprint import fingerprint
@@ -38,11 +37,6 @@ def settings(staleness: int, *more: str) -> list[str]:
         "evaluate.every=5",
         *more,
     ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["S=1", "S=2"])

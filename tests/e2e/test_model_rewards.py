@@ -34,11 +34,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def reward_model(tmp_path: Path) -> Path:
     """The shipped model with a score instead of its head."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.fingerprint import fingerprint
 from helpers.killing import TINY, KillAt, Killed
 from helpers.notes import Notes
@@ -25,11 +24,6 @@ SETTINGS = [
     "evaluate.prompts=16",
     "evaluate.every=5",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from random import Random
 
 import pytest
 import torch
+from helpers.decoding import decode_all
 from helpers.groups import prompt_group
 from helpers.models import EOS, SHAPE, VOCABULARY, copy_weights, lively_model
 from torch import Tensor
@@ -35,19 +35,6 @@ def make_decoder(
     decoder = ContinuousDecoder(model, limits, eos_ids=eos_ids, seed=seed)
     decoder.version = 0
     return decoder
-
-
-def decode_all(decoder: ContinuousDecoder, groups: Iterable[PromptGroup]) -> dict[int, CompletionGroup]:
-    for group in groups:
-        decoder.add(group)
-    found: dict[int, CompletionGroup] = {}
-    for _ in range(MAX_STEPS):
-        if decoder.idle:
-            return found
-        for done in decoder.step():
-            assert done.ordinal not in found
-            found[done.ordinal] = done
-    raise AssertionError("the decoder does not come to an end")
 
 
 def some_groups(seed: int = 0, count: int = 12, temperature: float = 1.0) -> list[PromptGroup]:

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 import torch
+from helpers.decoding import decode_all
 from helpers.groups import prompt_group
 from helpers.models import copy_weights, lively_model
 from hypothesis import given, settings
@@ -33,17 +34,6 @@ def decoder_with(slots: int, num_pages: int = 0, *, recompute: bool = False, bur
     decoder = ContinuousDecoder(lively_model(), limits, eos_ids=(), seed=5, recompute=recompute)
     decoder.version = 0
     return decoder
-
-
-def finish(decoder: ContinuousDecoder, groups: list[PromptGroup]) -> dict[int, CompletionGroup]:
-    for group in groups:
-        decoder.add(group)
-    found: dict[int, CompletionGroup] = {}
-    for _ in range(2000):
-        if decoder.idle:
-            return found
-        found.update({done.ordinal: done for done in decoder.step()})
-    raise AssertionError("the decoder does not come to an end")
 
 
 def groups_of(seed: int, count: int = 10) -> list[PromptGroup]:
@@ -82,7 +72,7 @@ def test_scarce_pages_pause_sequences_but_lose_and_change_nothing(num_pages: int
         pause(*args)  # type: ignore[arg-type]
 
     decoder._schedule.pause = counting  # type: ignore[method-assign,assignment]
-    same_tokens(finish(decoder, groups), finish(decoder_with(16), groups))
+    same_tokens(decode_all(decoder, groups), decode_all(decoder_with(16), groups))
     assert decoder._schedule.pool.num_free == num_pages, "every page came back"
     assert bool(paused) == (num_pages < 100), "pages were not as scarce as the test means them to be"
 
@@ -102,13 +92,13 @@ def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
 
 def test_samples_of_a_group_start_one_by_one_as_slots_become_free() -> None:
     groups = [prompt_group([3, 1, 4, 1, 5, 9], ordinal=0, samples=7, max_new_tokens=6)]
-    same_tokens(finish(decoder_with(3), groups), finish(decoder_with(16), groups))
+    same_tokens(decode_all(decoder_with(3), groups), decode_all(decoder_with(16), groups))
 
 
 @pytest.mark.parametrize("burst", [2, 3, 8])
 def test_several_steps_per_visit_give_the_same(burst: int) -> None:
     groups = groups_of(9)
-    assert finish(decoder_with(16, burst=burst), groups) == finish(decoder_with(16), groups)
+    assert decode_all(decoder_with(16, burst=burst), groups) == decode_all(decoder_with(16), groups)
 
 
 def test_recomputed_keys_are_those_of_the_new_weights() -> None:
@@ -121,7 +111,7 @@ def test_recomputed_keys_are_those_of_the_new_weights() -> None:
         assert decoder.step() == []
     copy_weights(new, decoder.model)
     decoder.version = 1
-    found = finish(decoder, [])[0]
+    found = decode_all(decoder, [])[0]
     assert any(len(completion.versions) > 1 for completion in found.completions), "none was under way at the change"
     for completion in found.completions:
         assert [run.version for run in completion.versions][:1] == [0]

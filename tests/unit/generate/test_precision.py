@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
+from helpers.decoding import decode_all
 from helpers.groups import prompt_group
 from helpers.models import SHAPE, copy_weights, lively_model
 from torch import Tensor
@@ -14,7 +13,7 @@ from llamarl.generate.cache import PagedCache, page_bytes
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.model.quantise import FP8, fp8_product, int8_product, quantise_rows
 from llamarl.model.transformer import Transformer, causal_attention
-from llamarl.types import CompletionGroup, PromptGroup, bytes_to_floats, bytes_to_tokens
+from llamarl.types import CompletionGroup, bytes_to_floats, bytes_to_tokens
 
 PROMPT = [5, 6, 7, 2, 9]
 EVERY_PRECISION = [
@@ -30,17 +29,6 @@ def decoder_of(model: Transformer, precision: Precision, **settings: int) -> Con
     decoder = ContinuousDecoder(model, Limits(**chosen), eos_ids=(), seed=3, precision=precision)
     decoder.version = 0
     return decoder
-
-
-def finish(decoder: ContinuousDecoder, groups: Iterable[PromptGroup]) -> dict[int, CompletionGroup]:
-    for group in groups:
-        decoder.add(group)
-    found: dict[int, CompletionGroup] = {}
-    for _ in range(500):
-        if decoder.idle:
-            return found
-        found.update({done.ordinal: done for done in decoder.step()})
-    raise AssertionError("the decoder does not come to an end")
 
 
 def narrow_attention(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
@@ -76,7 +64,7 @@ def differences(done: CompletionGroup, model: Transformer, *, narrow_cache: bool
 def test_logprobs_are_those_of_the_quantised_model(precision: Precision) -> None:
     """The decoder quantises its model in place, so that reading whole sequences with it is the plain twin."""
     model = lively_model()
-    done = finish(decoder_of(model, precision), [prompt_group(PROMPT, samples=8, max_new_tokens=12)])[0]
+    done = decode_all(decoder_of(model, precision), [prompt_group(PROMPT, samples=8, max_new_tokens=12)])[0]
     gap = differences(done, model, narrow_cache=precision.kv_cache == "fp8")
     # Where sums in another order fall on the other side of a border of fp8, a few tokens differ.
     assert gap.median() < 1e-5
@@ -92,8 +80,8 @@ def test_paging_refill_and_sharing_change_nothing(precision: Precision) -> None:
     groups = [
         prompt_group(PROMPT[: 1 + i % 5] * 2, ordinal=i, samples=1 + i % 4, max_new_tokens=4 + i % 8) for i in range(16)
     ]
-    expected = finish(decoder_of(lively_model(), precision), groups)
-    found = finish(decoder_of(lively_model(), precision, num_pages=13, slots=20), groups)
+    expected = decode_all(decoder_of(lively_model(), precision), groups)
+    found = decode_all(decoder_of(lively_model(), precision, num_pages=13, slots=20), groups)
     pairs = [
         (mine.tokens, theirs.tokens)
         for ordinal, group in expected.items()
@@ -109,13 +97,13 @@ def test_a_new_version_is_quantised_when_it_arrives(kind: str) -> None:
     precision = Precision(weights=kind)  # type: ignore[arg-type]
     decoder = decoder_of(serving, precision)
     group = prompt_group(PROMPT, samples=4, max_new_tokens=8)
-    before = finish(decoder, [group])[0]
+    before = decode_all(decoder, [group])[0]
     copy_weights(new, serving)
     decoder.version = 1
-    after = finish(decoder, [group])[0]
+    after = decode_all(decoder, [group])[0]
     fresh = decoder_of(lively_model(1), precision)
     fresh.version = 1
-    assert after == finish(fresh, [group])[0]
+    assert after == decode_all(fresh, [group])[0]
     assert after != before
 
 
