@@ -14,6 +14,7 @@ from helpers.fingerprint import fingerprint
 from helpers.jitter import jittery_generator, jittery_reward, jittery_trainer
 from helpers.killing import TINY, KillAt, Killed
 from helpers.outside import RunningJob
+from helpers.warm import WarmProcess
 
 from llamarl import Job
 from llamarl.configfile import load_config
@@ -83,7 +84,7 @@ def test_a_job_killed_from_outside_and_resumed_equals_never_killed(
 ) -> None:
     """The whole process, at whatever it was doing; resumed with another number of replicas."""
     staleness, folder = straight
-    job = RunningJob(tmp_path / "run", settings(staleness, f"engine={ENGINE}"))
+    job = RunningJob(tmp_path / "run", settings(staleness, f"engine={ENGINE}"), start=WarmProcess)
     try:
         ledger = tmp_path / "run" / "ledger"
         while job.running and not (ledger.is_dir() and any(path.stat().st_size for path in ledger.iterdir())):
@@ -102,7 +103,7 @@ def test_a_job_killed_right_after_a_snapshot_has_all_that_the_snapshot_counts_on
 ) -> None:
     staleness, folder = straight
     armed = {VARIABLE: f"snapshot.renamed:kill:{nth}:{tmp_path / 'reached'}"}
-    job = RunningJob(tmp_path / "run", settings(staleness, "engine=inline"), environment=armed)
+    job = RunningJob(tmp_path / "run", settings(staleness, "engine=inline"), environment=armed, start=WarmProcess)
     assert job.wait(60) == -signal.SIGKILL
     Job.resume(tmp_path / "run")
     assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(folder, UPDATES)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.failing import SEGMENT_BYTES, SMALL, all_failpoints, run_and_resume
+from helpers.warm import nest
 
 from llamarl import Job
 from llamarl.configfile import load_config
@@ -63,6 +64,7 @@ def test_processes_killed_or_stopped_at_twenty_places_lose_nothing(tmp_path: Pat
         sound = found.clean and (found.trained, found.updates, found.dropped) == (12, 6, {})
         return "" if sound else f"{case}: {found}"
 
+    nest()
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         assert not list(filter(None, pool.map(outcome, some_deaths())))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import time
+from functools import partial
 from pathlib import Path
 
 from helpers.killing import TINY
 from helpers.outside import RunningJob, process_state
+from helpers.warm import WarmProcess
 from llamarl.controller.ledger import Audit, audit, read_ledger
 from llamarl.failpoints import VARIABLE
 
@@ -25,10 +27,6 @@ SMALL = (
     "schedule.max_attempts=99",
 )
 SEGMENT_BYTES = 600  # many megabytes otherwise, of which a short run would not fill one
-_SMALL_SEGMENTS = (
-    "-c",
-    f"import llamarl.segments as s; s.MAX_SEGMENT_BYTES = {SEGMENT_BYTES}; import llamarl.cli as c; c.main()",
-)
 _RUN_S = 120.0
 
 
@@ -46,8 +44,9 @@ def all_failpoints() -> list[str]:
 def run_and_resume(folder: Path, name: str, action: str, nth: int) -> Audit:
     """`llamarl train` with the failpoint armed; when that ends or stops the job itself, it is resumed without."""
     flag = folder / "reached"
+    start = partial(WarmProcess, segment_bytes=SEGMENT_BYTES)
     armed = {VARIABLE: f"{name}:{action}:{nth}:{flag}"}
-    job = RunningJob(folder / "run", ["engine=local", *SMALL], environment=armed, program=_SMALL_SEGMENTS)
+    job = RunningJob(folder / "run", ["engine=local", *SMALL], environment=armed, start=start)
     try:
         deadline_s = time.monotonic() + _RUN_S
         while job.running and process_state(job.pid) != "T":

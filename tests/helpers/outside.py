@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 CONTROLLER = "controller"
 NUM_EXECUTORS = 3
@@ -40,6 +40,25 @@ def executors(controller: int) -> dict[str, int]:
     return found
 
 
+class Process(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Sequence[str], Mapping[str, str]], Process]
+
+
+def fresh(args: Sequence[str], environment: Mapping[str, str]) -> Process:
+    """`llamarl ARGS` in a new interpreter."""
+    return subprocess.Popen([sys.executable, "-m", "llamarl.cli", *args], env=environment)
+
+
 class RunningJob:
     """`llamarl train` as a process; killed, it is resumed."""
 
@@ -49,15 +68,15 @@ class RunningJob:
         settings: Sequence[str],
         *,
         environment: Mapping[str, str] | None = None,
-        program: Sequence[str] = ("-m", "llamarl.cli"),
+        start: Start = fresh,
     ) -> None:
-        """`environment` is added to this process's, for the first start only; `program` is what Python is told to run."""
-        self.folder, self._program = folder, program
+        """`environment` is added to this process's, for the first start only."""
+        self.folder, self._start_process = folder, start
         self._process = self._start(*settings, environment=environment)
 
-    def _start(self, *args: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        command = [sys.executable, *self._program, "train", "--run", str(self.folder), "--quiet", *args]
-        return subprocess.Popen(command, env={**os.environ, **(environment or {})})
+    def _start(self, *args: str, environment: Mapping[str, str] | None = None) -> Process:
+        command = ["train", "--run", str(self.folder), "--quiet", *args]
+        return self._start_process(command, {**os.environ, **(environment or {})})
 
     @property
     def pid(self) -> int:

@@ -1,0 +1,126 @@
+"""`llamarl ARGS` as a process of its own, forked from one that has imported torch: as from a fresh interpreter, but without
+its seconds of importing."""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from llamarl.engine.forking import MAX_MESSAGE, READY, Forks, control_from_arguments, start_forking
+
+_LOOK_S = 0.005
+
+
+class Order(Struct, frozen=True):
+    args: tuple[str, ...]
+    environment: dict[str, str]
+    segment_bytes: int  # 0: as many as the program says
+
+
+class Born(Struct, frozen=True, tag=True):
+    pid: int
+
+
+class Ended(Struct, frozen=True, tag=True):
+    pid: int
+    code: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_order = msgspec.msgpack.Decoder(Order).decode
+_decode_news = msgspec.msgpack.Decoder(Born | Ended).decode
+
+
+class Nest:
+    """The tests' side. Made by the main thread, since what a thread has started dies with it."""
+
+    def __init__(self) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+        self._control, self._process = start_forking("helpers.warm", environment={"PYTHONPATH": path})
+        assert self._control.recv(MAX_MESSAGE) == READY
+        self._lock = threading.Lock()
+        self._ended: dict[int, int] = {}
+
+    def start(self, order: Order) -> int:
+        with self._lock:
+            self._control.send(_encode(order))
+            while (born := self._hear()) is None:
+                pass
+        return born
+
+    def code_of(self, pid: int) -> int | None:
+        with self._lock:
+            while select.select([self._control], [], [], 0)[0]:
+                self._hear()
+            return self._ended.get(pid)
+
+    def _hear(self) -> int | None:
+        """The pid of one that was born."""
+        news = _decode_news(self._control.recv(MAX_MESSAGE))
+        if isinstance(news, Born):
+            return news.pid
+        self._ended[news.pid] = news.code
+        return None
+
+
+nest = functools.cache(Nest)
+
+
+class WarmProcess:
+    """As much of `subprocess.Popen` as tests need."""
+
+    def __init__(self, args: Sequence[str], environment: Mapping[str, str], segment_bytes: int = 0) -> None:
+        self.pid = nest().start(Order(tuple(args), dict(environment), segment_bytes))
+
+    def poll(self) -> int | None:
+        return nest().code_of(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline_s = time.monotonic() + (3600.0 if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError
+            time.sleep(_LOOK_S)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class _Warm(Forks):
+    def obey(self, data: bytes, fds: list[int]) -> None:
+        order = _decode_order(data)
+        self.say(_encode(Born(self.fork(lambda: _live(order)))))
+
+    def buried(self, pid: int, status: int) -> None:
+        self.say(_encode(Ended(pid, os.waitstatus_to_exitcode(status))))
+
+
+def _live(order: Order) -> None:
+    from llamarl import cli, failpoints, segments
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    failpoints._armed = failpoints._from_environment()
+    segments.MAX_SEGMENT_BYTES = order.segment_bytes or segments.MAX_SEGMENT_BYTES
+    sys.argv = ["llamarl", *order.args]
+    cli.main()
+
+
+if __name__ == "__main__":
+    control = control_from_arguments()
+
+    _Warm(control).run()
