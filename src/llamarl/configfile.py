@@ -177,7 +177,7 @@ def _as_section(key: str, value: Any, section: type[Section]) -> dict[str, Any]:
 
 
 def _nearest(key: str) -> str:
-    known = [known_key for known_key, _, _ in describe()]
+    known = _known_keys()
     elsewhere = [full for full in known if full.rpartition(".")[2] == key.rpartition(".")[2]]
     near = elsewhere if len(elsewhere) == 1 else difflib.get_close_matches(key, [*known, *_hints(Config)], n=1)
     return f"; did you mean '{near[0]}'?" if near else "; `llamarl config` lists all keys"
@@ -208,6 +208,11 @@ def _choices(key: str) -> tuple[str, ...]:
     for name in sections:
         section = _hints(section)[name]
     return typing.get_args(_hints(section)[last])
+
+
+@functools.cache
+def _known_keys() -> tuple[str, ...]:
+    return tuple(key for key, _, _ in describe())
 
 
 @functools.cache
