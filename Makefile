@@ -28,9 +28,8 @@ test-monarch: .venv-monarch/dev
 test-cluster: .venv-monarch/dev
 	$(MONARCH)/pytest tests/cluster
 
-# A hundred thousand hostile answers (`HOSTILE=5000` for fewer), hostile programs in every sandbox, ten thousand simulated disasters, a kill and a stop at
-# every failpoint, then half an hour of real kills and stops;
-# `make soak KILLS=20 EVERY=3` has fewer of the last.
+# A hundred thousand hostile answers (`HOSTILE=5000` for fewer), hostile programs in every sandbox, ten thousand simulated
+# disasters, a kill and a stop at every failpoint, then half an hour of real kills and stops (`KILLS=20 EVERY=3` for fewer).
 soak: .venv/dev
 	LLAMARL_HOSTILE=$(or $(HOSTILE),100000) $(BIN)/pytest tests/unit/tasks/test_hostile.py tests/unit/tasks/test_hostile_programs.py
 	$(BIN)/python scripts/chaos.py
