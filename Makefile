@@ -20,9 +20,9 @@ test: .venv/dev
 MONARCH := .venv-monarch/bin
 test-monarch: .venv-monarch/dev
 	$(MONARCH)/pytest tests/on_monarch
-	LLAMARL_TEST_ENGINE=monarch $(MONARCH)/pytest tests/dist/test_kills.py tests/dist/test_trainer_jobs.py \
-		tests/e2e/test_learning.py tests/e2e/test_deterministic.py \
-		-k "kills or several_ranks or accuracy_rise or timing or outside"
+	LLAMARL_TEST_ENGINE=monarch $(MONARCH)/pytest tests/dist/test_kills.py tests/dist/test_ended_by_force.py \
+		tests/dist/test_trainer_jobs.py tests/e2e/test_learning.py tests/e2e/test_deterministic.py \
+		-k "kills or by_force or several_ranks or accuracy_rise or timing or outside"
 
 # Three hosts on this machine: network namespaces, which need root.
 test-cluster: .venv-monarch/dev

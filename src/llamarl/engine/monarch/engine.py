@@ -57,7 +57,8 @@ class MonarchRank(Rank):
     name: str  # by which its process can be killed
     processes: Any  # Monarch's mesh of them
     ended: bool = False
-    sent: int = 0  # messages to it
+    outgoing: list[bytes] = field(default_factory=list)  # messages to it that Monarch does not have yet
+    sent: int = 0  # parcels of them
     heard: int = 0  # words from it
 
 
@@ -112,9 +113,12 @@ class MonarchEngine(Supervision[MonarchRank]):
         if isinstance(message, LoadWeights) and self._crosses_hosts and self._holding.holds(executor, message):
             return
         self._owe(state)
-        self._deliver(state, message)
+        state.outgoing.append(encode_message(message))
 
     def events(self) -> Sequence[Arrival | Death]:
+        """What was sent since the last call goes out first, in one parcel to each: a parcel of one costs Monarch as much, and
+        a generator that is told of its groups one by one begins with the first few."""
+        self._deliver()
         wait_s = _WAIT_S
         while (heard := self._client.next(wait_s)) is not None:
             wait_s = 0.0
@@ -312,10 +316,12 @@ class MonarchEngine(Supervision[MonarchRank]):
 
     # What is said
 
-    def _deliver(self, state: MonarchRank, message: Message) -> None:
-        with suppress(Exception):  # the border to Monarch: it knows of a death that we will hear of
-            state.actor.deliver.broadcast(state.sent, encode_message(message))
-            state.sent += 1
+    def _deliver(self) -> None:
+        for state in [one for one in self._ranks.values() if one.outgoing]:
+            with suppress(Exception):  # the border to Monarch: it knows of a death that we will hear of
+                state.actor.deliver.broadcast(state.sent, state.outgoing)
+                state.sent += 1
+            state.outgoing = []
 
     def _answer(self, spoken: Spoken, ask: Ask) -> None:
         """By the listening thread, so that ranks meet also while the driver is busy."""

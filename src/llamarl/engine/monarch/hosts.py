@@ -36,6 +36,7 @@ _TRY_AGAIN_S = 1.0
 _CONNECT_S = 2.0
 _ATTACH_S = 6.0
 _TRY_S = 15.0  # from the first word to the first pulse
+_LONGEST_FOLDER = 30  # bytes of the path of a folder that Monarch can have its sockets in
 
 
 class Reach(Protocol):
@@ -73,12 +74,28 @@ class Elsewhere:
         pass
 
 
+class SocketFolder:
+    """A folder of our own, with a path that leaves room for Monarch's names. It goes when this process does, also when that
+    is killed: a shell waits for the end of a pipe that nobody else holds."""
+
+    def __init__(self) -> None:
+        usual = tempfile.gettempdir()
+        short = len(os.fsencode(usual)) <= _LONGEST_FOLDER
+        self.path = tempfile.mkdtemp(prefix="llamarl-", dir=usual if short else "/tmp")
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", 'cat; rm -rf -- "$0"', self.path], stdin=subprocess.PIPE, process_group=0
+        )
+
+    def close(self) -> None:
+        self._remover.communicate()
+
+
 class OwnWorker:
     """A worker of the engine's own, on this machine, behind a Unix socket in a folder that only the user can enter."""
 
     def __init__(self, slots: Mapping[str, SlotFile], log: Path) -> None:
         self._slots, self._log = slots, log
-        self._folder = tempfile.TemporaryDirectory(prefix="llamarl-")
+        self._folder = SocketFolder()
         self._number = 0
         self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -102,7 +119,7 @@ class OwnWorker:
 
     def _start(self) -> None:
         self._number, self._was_ready = self._number + 1, False
-        self.url = f"ipc://{self._folder.name}/{self._number}"
+        self.url = f"ipc://{self._folder.path}/{self._number}"
         self._ready, theirs = socket.socketpair()
         fds = [fd for file in self._slots.values() for fd in file.fds]
         named = ";".join(f"{role}:{','.join(map(str, file.fds))}" for role, file in self._slots.items())
@@ -114,7 +131,7 @@ class OwnWorker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, SLOTS: named, "TMPDIR": self._folder.name},  # so that Monarch's sockets go with it
+                env={**os.environ, SLOTS: named, "TMPDIR": self._folder.path},  # so that Monarch's sockets go with it
                 process_group=0,
             )
         theirs.close()
@@ -124,7 +141,7 @@ class OwnWorker:
             self._process.kill()  # and the kernel all that it has started
             self._process.wait()
             self._ready.close()
-        self._folder.cleanup()
+        self._folder.close()
 
 
 class Host:

@@ -14,7 +14,7 @@ from llamarl.engine.monarch.addresses import certificate_variables, url_of
 from llamarl.errors import ConfigError
 
 _ENVIRONMENT = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",  # how often it looks whether a process is alive; else 10 s
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # how often it looks whether a process is alive; else 10 s
     "MONARCH_FILE_LOG": "error",  # into a log in the shared temporary folder, at info unless told
 }
 

@@ -44,12 +44,13 @@ class PortLine:
         self._sending = threading.Lock()  # weights may be published, and reported, by a thread of their own
         self.last_sent_s = 0.0
 
-    def deliver(self, number: int, data: bytes) -> None:
+    def deliver(self, number: int, messages: list[bytes]) -> None:
         """What arrives out of order, or after something that did not arrive, ends this rank."""
         if number != self._received:
-            self.say(Said(Envelope((Failed(f"message {self._received} of the engine was lost"),), ())))
+            self.say(Said(Envelope((Failed(f"parcel {self._received} of the engine was lost"),), ())))
         self._received += 1
-        self._inbox.put(data)
+        for data in messages:
+            self._inbox.put(data)
 
     def next(self, *, wait: bool) -> Message | None:
         try:
@@ -80,8 +81,8 @@ class RankActor(Actor):
         threading.Thread(target=self._live, daemon=True).start()
 
     @endpoint
-    def deliver(self, number: int, data: bytes) -> None:
-        self._line.deliver(number, data)
+    def deliver(self, number: int, messages: list[bytes]) -> None:
+        self._line.deliver(number, messages)
 
     @endpoint
     def answer(self, number: int, value: bytes) -> None:
