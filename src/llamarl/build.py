@@ -31,7 +31,7 @@ from llamarl.model.checkpoint import load_model
 from llamarl.model.classifier import load_classifier, open_classifier
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.model.training_state import POLICY
+from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.plugins import is_reference, load_function
 from llamarl.shapes import ModelShape, parameter_shapes
 from llamarl.tasks.judge import Judge
@@ -178,7 +178,7 @@ def build_trainer(site: Site) -> Executor:
         policy, make_loss(config), settings=config.trainer, algo=config.algo, updates=config.schedule.updates
     )
     load_masters(policy.model, learner.optimizer, folder)
-    if site.snapshot:
+    if site.snapshot and not keeps_policy_only(site.snapshot):
         restore(learner.optimizer, site.snapshot, mesh)
     hosted = config.algo.reference_kl > 0 and not config.reference_alone
     reference = HostedReference(load_policy(config.reference_folder, computing)) if hosted else None
@@ -190,6 +190,7 @@ def build_trainer(site: Site) -> Executor:
         carry_from=config.model_folder,
         reference=reference,
         tell=site.tell_engine if beside else None,
+        policy_only_at=config.schedule.updates if config.snapshots.at_end == "policy" else None,
     )
 
 
