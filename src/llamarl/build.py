@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from llamarl.algo.losses import LOSSES, Loss
 from llamarl.config import Config
-from llamarl.config import Generator as GeneratorConfig
 from llamarl.config import Reference as ReferenceConfig
 from llamarl.config import Trainer as TrainerConfig
 from llamarl.controller.line import index_of, role_of
@@ -83,12 +82,12 @@ def build_generator(site: Site) -> Executor:
     tokenizer = Tokenizer.load(config.model_folder)
     decoder = ContinuousDecoder(
         model,
-        generator_limits(settings, parked=config.num_parked),
+        Limits.of(config),
         eos_ids=tokenizer.eos_ids,
         seed=config.seed,
         recompute=settings.kv_on_new_weights == "recompute",
         tensor_ranks=part.count,
-        precision=Precision(weights=settings.quantise, kv_cache=settings.kv_cache),
+        precision=Precision.of(settings),
         max_turns=config.conversation.max_turns if config.conversation.tool else 1,
     )
     sizes = parameter_shapes(model.shape)
@@ -112,18 +111,6 @@ def weight_reader(site: Site, held: Parameters, device: torch.device) -> WeightR
         num_readers=site.num_ranks,
         limit_s=site.config.weights.lease_s,
         all_true=true_for_all if site.num_ranks > 1 else lambda mine: mine,
-    )
-
-
-def generator_limits(settings: GeneratorConfig, *, parked: int = 0) -> Limits:
-    return Limits(
-        slots=settings.slots,
-        max_prompt_tokens=settings.max_prompt_tokens,
-        max_new_tokens=settings.max_new_tokens,
-        page_tokens=settings.page_tokens,
-        num_pages=settings.kv_pages,
-        burst=settings.burst,
-        parked=parked,
     )
 
 
