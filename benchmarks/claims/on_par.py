@@ -9,6 +9,7 @@ sync above -3 points; hoped for: above -1.5. Learning is compared, not time: two
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -79,9 +80,10 @@ def tell(task: str, figures: dict[str, Any], stale: dict[int, list[float]]) -> N
 def main() -> None:
     options = read_options(__doc__)
     pairs = [(staleness, seed) for seed in SEEDS for staleness in STALENESS]
-    chains = [partial(trained, *pair, options) for pair in pairs]
     first = partial(asked, "before", options.chosen("model.path", QWEN), options)
-    (_, before), *after = side_by_side([lambda: (0.0, first()), *chains], options)
+    chains: list[Callable[[], tuple[float, Asked]]] = [lambda: (0.0, first())]
+    chains += [partial(trained, *pair, options) for pair in pairs]
+    (_, before), *after = side_by_side(chains, options)
     stale: dict[int, list[float]] = {number: [] for number in STALENESS}
     results: dict[str, dict[int, list[list[bool]]]] = {task: {number: [] for number in STALENESS} for task in before}
     for (staleness, _), (realised, found) in zip(pairs, after, strict=True):

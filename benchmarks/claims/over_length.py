@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import long_tails
-from arms import Arm, Options, Record, keep
+from arms import MATH, Arm, Options, Record, keep
 from plot import lines
 from predicted import MACHINE
 
@@ -65,7 +65,7 @@ def rehearsed(arm: Arm, limit: int, lengths: Sequence[int], prompt: int, skipped
     file.write_text("\n".join(str(min(limit, length)) for length in lengths))
     settings = [*arm.settings, f"generator.max_new_tokens={limit}", f"schedule.updates={UPDATES}"]
     scene = Scene(
-        config=load_config(long_tails.MATH, settings),
+        config=load_config(MATH, settings),
         shape=shape_named(QWEN_SHAPE),
         gpu=gpu_named(args.gpu),
         gpus=1,

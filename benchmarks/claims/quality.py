@@ -72,7 +72,7 @@ def main() -> None:
 def row_of(name: str, right: dict[str, list[bool]], device: torch.device, options: Options) -> dict[str, Any]:
     paired = np.array(right[name], dtype=float) - np.array(right["bf16"], dtype=float)
     config = load_config(GSM8K, [*options.settings, *PRECISIONS[name]])
-    row = {
+    row: dict[str, Any] = {
         "accuracy": float(np.mean(right[name])),
         "difference": float(paired.mean()),
         "interval": list(bootstrap(paired.tolist())),

@@ -9,6 +9,7 @@ that what was learnt is compared and not how it is decoded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,8 +59,9 @@ def tell(name: str, row: dict[str, Any]) -> None:
 def main() -> None:
     options = read_options(__doc__)
     asked = partial(right_in_gsm8k, "on_par/before", options.chosen("model.path", QWEN), options)
-    chains = [partial(trained, arm, options) for arm in arms().values()]
-    (_, before), *after = side_by_side([lambda: ({}, asked()), *chains], options)
+    chains: list[Callable[[], tuple[dict[str, Any], list[bool]]]] = [lambda: ({}, asked())]
+    chains += [partial(trained, arm, options) for arm in arms().values()]
+    (_, before), *after = side_by_side(chains, options)
     table = dict(zip(arms(), after, strict=True))
     first = np.array(table[FIRST][1], dtype=float)
     print(f"before: {np.mean(before):.1%}")
