@@ -80,10 +80,11 @@ class Precision:
 
     weights: Quantisation = "none"
     kv_cache: Literal["auto", "fp8"] = "auto"  # auto: as the parameters
+    keep_wide: bool = True  # the weights that narrow ones are made of, since that is how new ones arrive
 
     @classmethod
-    def of(cls, settings: GeneratorConfig) -> Precision:
-        return cls(weights=settings.quantise, kv_cache=settings.kv_cache)
+    def of(cls, settings: GeneratorConfig, *, keep_wide: bool = False) -> Precision:
+        return cls(weights=settings.quantise, kv_cache=settings.kv_cache, keep_wide=keep_wide)
 
     def cache_dtype(self, model: Transformer) -> torch.dtype:
         return FP8 if self.kv_cache == "fp8" else model.lm_head.weight.dtype
@@ -110,7 +111,7 @@ class ContinuousDecoder:
         With `max_turns` above 1, a sequence that ends its turn is parked, and `take_turns` says so."""
         check_stops(eos_ids, model.shape.vocab_size)
         fuse(model)
-        self._narrow_weights = quantise(model, precision.weights)
+        self._narrow_weights = quantise(model, precision.weights, keep_wide=precision.keep_wide)
         weight, cache_dtype = model.lm_head.weight, precision.cache_dtype(model)
         num_pages = choose_num_pages(limits, model, cache_dtype, tensor_ranks)
         cache = PagedCache(

@@ -52,7 +52,7 @@ class Scene(Struct, frozen=True, kw_only=True):
     @property
     def generator_precision(self) -> str:
         settings, named = self.config.generator, {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
-        quantised = "fp8" if settings.quantise != "none" else ""  # int8 takes as many bytes
+        quantised = settings.quantise if settings.quantise != "none" else ""
         return self.precision or quantised or named.get(settings.dtype, "fp32" if self.gpu.is_cpu else "bf16")
 
     @property

@@ -119,6 +119,23 @@ def test_a_new_version_is_quantised_when_it_arrives(kind: str) -> None:
     assert after != before
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_without_the_wide_weights_nothing_is_computed_otherwise_and_their_memory_is_gone(kind: str) -> None:
+    both, alone = lively_model(0), lively_model(0)
+    group = prompt_group(PROMPT, samples=4, max_new_tokens=8)
+    wide = decoder_of(both, Precision(weights=kind))  # type: ignore[arg-type]
+    narrow = decoder_of(alone, Precision(weights=kind, keep_wide=False))  # type: ignore[arg-type]
+    assert finish(narrow, [group]) == finish(wide, [group])
+    held = {name: parameter for name, parameter in alone.named_parameters() if name.endswith("_proj.weight")}
+    assert held and all(parameter.dtype.itemsize == 1 for parameter in held.values())
+    scales = dict(alone.named_buffers())
+    assert scales.keys() == {f"{name}_scale" for name in held}
+    for name, parameter in both.named_parameters():
+        if name in held:
+            near = held[name].float() * scales[f"{name}_scale"]
+            assert (near - parameter).abs().max() <= parameter.abs().max() / 14
+
+
 @pytest.mark.parametrize("dtype", [FP8, torch.int8])
 def test_quantised_rows_are_as_near_as_their_format_allows(dtype: torch.dtype) -> None:
     x = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)) * torch.tensor(
