@@ -121,7 +121,7 @@ def read_options(description: str | None) -> Options:
     parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings for every run, such as model.path=..."
     )
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     args.results.mkdir(parents=True, exist_ok=True)
     return Options(args.runs, args.results, tuple(args.settings), args.at_most, args.math, args.beside)
 

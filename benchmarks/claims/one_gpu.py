@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     shape = shape_named(args.shape)
     shape = replace(shape, num_layers=args.layers) if args.layers else shape
     name = f"one_gpu-{args.shape}-{shape.num_layers}"

@@ -72,11 +72,11 @@ def main() -> None:
     errors = [abs(row[key]) for row in table.values() for key in ("error", "planned_error") if key in row]
     print(f"largest error {max(errors):.1%} (must 15%, hoped for 8%)")
     args.results.mkdir(parents=True, exist_ok=True)
-    figures = {"machine": args.gpu, "runs": table, "largest": max(errors), "met": max(errors) <= MUST}
+    figures = {"machine": Path(args.gpu).name, "runs": table, "largest": max(errors), "met": max(errors) <= MUST}
     values = {f"{name}, {what}": row[f"{what}_s"] for name, row in table.items() for what in ("measured", "simulated")}
     keep(
         "predicted",
-        Options(args.runs, args.results, (), 0, Path()),
+        Options(args.runs, args.results, tuple(map(str, args.named)), 0, Path()),
         figures,
         bars("Update time, measured and predicted", "seconds", values, " s"),
     )

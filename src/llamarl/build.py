@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +104,9 @@ def build_generator(site: Site) -> Executor:
 def held_parts(model: Transformer, part: TensorRank) -> Parameters:
     """Where a generator rank's weights arrive: its parts of all parameters and, where these are narrow, of their scales."""
     sizes = parameter_shapes(model.shape)
-    held = {name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()}
+    held: dict[str, tuple[torch.Tensor, Sequence[slice]]] = {
+        name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()
+    }
     for name, scale in model.named_buffers():
         rows, columns = held[name.removesuffix(SCALE)][1]
         segment = part.rank if columns.start else 0  # one for each rank, where ranks share rows
