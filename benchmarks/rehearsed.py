@@ -48,7 +48,9 @@ def seen(run: Path, limit: int) -> tuple[int, Lengths, float]:
         return max(1, round(prompt)), Lengths(f"file:{run / 'lengths'}"), skipped
     mean = fmean(row["answer_tokens"] for row in metrics)
     truncated = fmean(row["truncated_share"] for row in metrics)
-    return max(1, round(document_tokens(run, metrics) - mean)), lengths_of(mean, truncated, limit), skipped
+    kept = run / "lengths"  # of a run whose groups were not kept
+    answers = Lengths(f"file:{kept}") if kept.exists() else lengths_of(mean, truncated, limit)
+    return max(1, round(document_tokens(run, metrics) - mean)), answers, skipped
 
 
 def stored(run: Path) -> Iterator[RolloutGroup]:
