@@ -43,8 +43,8 @@ def seen(run: Path, limit: int) -> tuple[int, Lengths, float]:
     groups = list(stored(run))
     if len(groups) >= ENOUGH:
         prompt = fmean(len(group.prompt.prompt_tokens) // 4 for group in groups)
-        answers = [str(one.completion.num_tokens) for group in groups for one in group.rollouts]
-        (run / "lengths").write_text("\n".join(answers))
+        tokens = [str(one.completion.num_tokens) for group in groups for one in group.rollouts]
+        (run / "lengths").write_text("\n".join(tokens))
         return max(1, round(prompt)), Lengths(f"file:{run / 'lengths'}"), skipped
     mean = fmean(row["answer_tokens"] for row in metrics)
     truncated = fmean(row["truncated_share"] for row in metrics)
