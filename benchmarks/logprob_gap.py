@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llamarl.algo.batch import document_of
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.train.policy import Computing, load_policy
@@ -38,10 +38,13 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def sample(
-    folder: Path, texts: Sequence[str], sampling: Sampling, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    dtype: torch.dtype,
+    device: torch.device,
+    precision: Precision = AS_THE_MODEL,
 ) -> list[CompletionGroup]:
-    tokenizer = Tokenizer.load(folder)
-    prompts = [tokenizer.encode(text) for text in texts]
     limits = Limits(
         slots=sampling.samples * len(prompts),
         max_prompt_tokens=max(map(len, prompts)),
@@ -49,10 +52,11 @@ def sample(
     )
     published = torch.bfloat16 if dtype == torch.float16 else dtype  # as a trainer of that precision holds its weights
     model = load_model(folder, dtype=published, device=device).to(dtype)
-    decoder = ContinuousDecoder(model, limits, eos_ids=tokenizer.eos_ids, seed=0)
+    eos_ids = Tokenizer.load(folder).eos_ids
+    decoder = ContinuousDecoder(model, limits, eos_ids=eos_ids, seed=0, precision=precision)
     decoder.version = 0
     for ordinal, tokens in enumerate(prompts):
-        decoder.add(PromptGroup(ordinal, Problem(texts[ordinal], ""), tokens_to_bytes(tokens), sampling))
+        decoder.add(PromptGroup(ordinal, Problem("", ""), tokens_to_bytes(tokens), sampling))
     done: list[CompletionGroup] = []
     while not decoder.idle:
         done += decoder.step()
@@ -81,7 +85,8 @@ def main() -> None:
     device, names = torch.device(args.device), [args.generator or args.dtype, args.trainer or args.dtype]
     generator, trainer = (getattr(torch, name or "bfloat16") for name in names)
     sampling = Sampling(samples=args.samples, max_new_tokens=args.new, temperature=1.0)
-    groups = sample(args.model, args.prompt or PROMPTS, sampling, generator, device)
+    prompts = [Tokenizer.load(args.model).encode(text) for text in args.prompt or PROMPTS]
+    groups = sample(args.model, prompts, sampling, generator, device)
     for compiled in (False, True) if device.type == "cuda" else (False,):
         found = gaps(args.model, groups, Computing(device, trainer, compiled=compiled))
         print(

@@ -24,26 +24,16 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any
+from statistics import median
 
-import msgspec
+from rehearsed import compare, print_table
 
 from llamarl.config import Config
-from llamarl.configfile import load_config
 from llamarl.model.hf_config import read_shape
-from llamarl.observe.run_folder import CONFIG, GROUPS, METRICS, TIMINGS, read_rows
-from llamarl.plan.gpus import gpu_named
-from llamarl.plan.lengths import Lengths, lognormal_with
-from llamarl.segments import read_records
 from llamarl.shapes import ModelShape
-from llamarl.simulate.scene import Scene, make_simulation, shape_of_job
-from llamarl.types import RolloutGroup
 
 PROMISED = 0.15
-ENOUGH = 32  # groups whose lengths say more than a mean does
 COMMON = [
     "generator.threads=1",
     "trainer.threads=1",
@@ -79,83 +69,6 @@ JOBS: dict[str, list[str]] = {
     "default job, S = 1": [],
     "few long answers, S = 1": ["model.path=LONG", *LONG],
 }
-
-
-def measured(run: Path) -> dict[str, float]:
-    """Seconds of an update, and of the passes in it, from the run's record."""
-    rows = [row for row in read_rows(run / TIMINGS) if "update" in row]
-    counted = rows[max(1, len(rows) // 10) :]
-    return {
-        "update_s": fmean(row["update_s"] for row in counted),
-        "training_s": fmean(row.get("compute_s", 0.0) for row in counted),
-    }
-
-
-def seen(run: Path, limit: int) -> tuple[int, Lengths, float]:
-    """Tokens of a prompt, lengths of answers, share of groups with equal rewards."""
-    metrics = [row for row in read_rows(run / METRICS) if row["role"] == "trainer"]
-    skipped = fmean(row["zero_variance_share"] for row in metrics)
-    groups = list(stored(run))
-    if len(groups) >= ENOUGH:
-        prompt = fmean(len(group.prompt.prompt_tokens) // 4 for group in groups)
-        answers = [str(one.completion.num_tokens) for group in groups for one in group.rollouts]
-        (run / "lengths").write_text("\n".join(answers))
-        return max(1, round(prompt)), Lengths(f"file:{run / 'lengths'}"), skipped
-    mean = fmean(row["answer_tokens"] for row in metrics)
-    truncated = fmean(row["truncated_share"] for row in metrics)
-    return max(1, round(document_tokens(run, metrics) - mean)), lengths_of(mean, truncated, limit), skipped
-
-
-def stored(run: Path) -> Iterator[RolloutGroup]:
-    """What is left in the run's store: of a short run, all its groups."""
-    for _, record in read_records(run / GROUPS) if (run / GROUPS).is_dir() else ():
-        yield msgspec.msgpack.decode(record, type=RolloutGroup)
-
-
-def document_tokens(run: Path, metrics: list[dict[str, Any]]) -> float:
-    """Prompt and answer, on average over what was trained on."""
-    timings = [row for row in read_rows(run / TIMINGS) if "update" in row and "compute_s" in row]
-    keeps = load_config(run / CONFIG).algo.zero_variance == "keep"
-    trained = [row["completions"] * (1 if keeps else 1 - row["zero_variance_share"]) for row in metrics]
-    return float(sum(row["tokens_per_s"] * row["compute_s"] for row in timings) / max(1.0, sum(trained)))
-
-
-def lengths_of(mean: float, truncated: float, limit: int) -> Lengths:
-    if truncated > 0.5 or mean > 0.97 * limit:
-        return Lengths(f"fixed:{min(limit, round(mean))}")
-    return lognormal_with(mean, truncated, limit)
-
-
-def predicted(run: Path, gpu: str, gpus: int, model: str) -> dict[str, float]:
-    config = load_config(run / CONFIG)
-    prompt, answers, skipped = seen(run, config.generator.max_new_tokens)
-    scene = Scene(
-        config=config,
-        shape=shape_of_job(config, model),
-        gpu=gpu_named(gpu),
-        gpus=gpus,
-        answers=answers,
-        prompt=prompt,
-        skipped=skipped,
-    )
-    found = make_simulation(scene).run()
-    return {"update_s": found.update_s, "training_s": found.update_s * (1 - found.idle_share["trainer"])}
-
-
-def compare(run: Path, gpu: str, gpus: int, model: str) -> dict[str, Any]:
-    was, said = measured(run), predicted(run, gpu, gpus, model)
-    return {"run": run.name, "measured": was, "predicted": said, "error": said["update_s"] / was["update_s"] - 1}
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    print("| run | update measured, s | predicted, s | error | of it training, s | predicted, s |")
-    print("|---|---:|---:|---:|---:|---:|")
-    for row in rows:
-        was, said = row["measured"], row["predicted"]
-        print(
-            f"| {row['run']} | {was['update_s']:.3f} | {said['update_s']:.3f} | {row['error']:+.1%} "
-            f"| {was['training_s']:.3f} | {said['training_s']:.3f} |"
-        )
 
 
 def make_model(folder: Path, hidden: int, layers: int) -> None:

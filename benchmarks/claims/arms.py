@@ -5,7 +5,8 @@ of them goes on with the next.
     record = made(arm, options)                 # runs `llamarl train`, the GPU watched beside it
 
 `options` come from the command line of a claim (`read_options`): where runs and results lie, and KEY=VALUE settings for
-every arm, such as the folders of model and data.
+every arm, such as the folders of model and data. Claims that read learning, not time, may make several runs at a time on
+one GPU (`side_by_side`, --beside N): while one starts, compiles or saves, another computes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,6 +53,9 @@ SYNC = Arm(
 )
 
 
+Made = TypeVar("Made")
+
+
 @dataclass
 class Options:
     runs: Path
@@ -56,12 +63,44 @@ class Options:
     settings: tuple[str, ...]
     at_most: int  # runs that may still be made
     math: Path  # folder of MATH, with MATH-500 as its test.jsonl
+    beside: int = 1  # runs at a time
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, what: str) -> None:
         """Called before anything long, so that a series of runs can be spread over several commands."""
-        if not self.at_most:
-            sys.exit(f"{what}: is the next to be made; the same command goes on with it")
-        self.at_most -= 1
+        with self._lock:
+            if not self.at_most:
+                sys.exit(f"{what}: is the next to be made; the same command goes on with it")
+            self.at_most -= 1
+
+    def chosen(self, key: str, default: str) -> str:
+        """What the command line says about a setting."""
+        found = [one.partition("=")[2] for one in self.settings if one.startswith(f"{key}=")]
+        return found[-1] if found else default
+
+
+def side_by_side(chains: Sequence[Callable[[], Made]], options: Options) -> list[Made]:
+    """The results of all, in order, `--beside` of them under way at a time. One that fails leaves the others alone, and is
+    told of when they have ended."""
+    with ThreadPoolExecutor(options.beside) as pool:
+        ended = [pool.submit(chain) for chain in chains]
+    if failed := [str(one.exception()) for one in ended if one.exception() is not None]:
+        sys.exit("\n".join(failed))
+    return [one.result() for one in ended]
+
+
+def llamarl(name: str, command: Sequence[str], options: Options) -> int:
+    """Its exit status. Of several at a time, every line of output says whose it is."""
+    print(f"== {name}: llamarl {' '.join(command)}", flush=True)
+    whole = [sys.executable, "-m", "llamarl.cli", *command]
+    if options.beside == 1:
+        return subprocess.run(whole, check=False).returncode
+    with subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.write(f"{name}: {line}")
+            sys.stdout.flush()
+    return process.returncode
 
 
 def read_options(description: str | None) -> Options:
@@ -77,11 +116,14 @@ def read_options(description: str | None) -> Options:
         "--at-most", type=int, default=10_000, metavar="N", help="stop after N runs; the same command goes on"
     )
     parser.add_argument(
+        "--beside", type=int, default=1, metavar="N", help="N at a time, where learning is read and not time"
+    )
+    parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings for every run, such as model.path=..."
     )
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     args.results.mkdir(parents=True, exist_ok=True)
-    return Options(args.runs, args.results, tuple(args.settings), args.at_most, args.math)
+    return Options(args.runs, args.results, tuple(args.settings), args.at_most, args.math, args.beside)
 
 
 @dataclass(frozen=True)
@@ -113,6 +155,16 @@ class Record:
         self.metrics = {row["update"]: row for row in _rows(folder / "metrics.jsonl") if row["role"] == "trainer"}
         self.accuracy = {row["version"]: row["accuracy"] for row in _rows(folder / "evaluations.jsonl")}
         self.transfers = [row for row in timings if "version" in row]
+
+    @property
+    def alone(self) -> bool:
+        """Whether it had the machine to itself: the times of others say nothing."""
+        return not _beside_file(self.folder).exists()
+
+    def mean(self, metric: str) -> float:
+        """Over all updates that have it."""
+        found = [row[metric] for row in self.metrics.values() if metric in row]
+        return float(sum(found) / max(1, len(found)))
 
     def window(self, first: int, last: int) -> Window:
         return Window(first, last, self.updates[first - 1]["at_s"], self.updates[last]["at_s"])
@@ -151,7 +203,7 @@ def made(arm: Arm, options: Options) -> Record:
         _check(folder, settings)
     else:
         options.begin(arm.name)
-        _run(arm, folder, settings)
+        _run(arm, folder, settings, options)
     return Record(folder)
 
 
@@ -164,14 +216,15 @@ def _check(folder: Path, settings: Sequence[str]) -> None:
         sys.exit(f"{folder}: this run was broken off; remove it, and the same command runs it anew")
 
 
-def _run(arm: Arm, folder: Path, settings: Sequence[str]) -> None:
+def _run(arm: Arm, folder: Path, settings: Sequence[str], options: Options) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _settings_file(folder).write_text(json.dumps(list(settings)))
-    train = ["train", str(arm.config), *settings, "--run", str(folder)]
-    print(f"== {arm.name}: llamarl {' '.join(train)}", flush=True)
-    with GpuWatch(_watch_file(folder)):
-        ended = subprocess.run([sys.executable, "-m", "llamarl.cli", *train], check=False)
-    if ended.returncode:
+    alone = options.beside == 1
+    if not alone:
+        _beside_file(folder).write_text(f"{options.beside}\n")
+    with GpuWatch(_watch_file(folder)) if alone else nullcontext():
+        status = llamarl(arm.name, ["train", str(arm.config), *settings, "--run", str(folder)], options)
+    if status:
         sys.exit(f"{arm.name}: the run failed; its logs lie in {folder / 'logs'}")
 
 
@@ -201,6 +254,10 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _beside_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.beside")
 
 
 def _watch_file(folder: Path) -> Path:

@@ -23,6 +23,14 @@ def gpu_name() -> str:
     return subprocess.run(_query("name"), capture_output=True, text=True, check=True).stdout.strip()
 
 
+def memory_used() -> int:
+    """Bytes of all GPUs' memory that are in use; 0 where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    found = subprocess.run(_query("memory.used"), capture_output=True, text=True, check=True).stdout.split()
+    return sum(int(mib) for mib in found) << 20
+
+
 class GpuWatch:
     """Appends a row [unix seconds, busy share] to a file several times a second; nothing where there is no GPU."""
 

@@ -1,4 +1,4 @@
-"""Which updates of a run are compared: those after the start and before the first evaluation in between."""
+"""Which updates of a run are compared: those after the start, before the first evaluation in between, and before the end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from arms import Record, Window
 WARM_UP = 5  # updates: what is compiled, is compiled by then
 
 
-def steady(record: Record, num_updates: int | None = None) -> Window:
-    later = [version for version in record.accuracy if version > WARM_UP]
-    end = min([*later, len(record.updates)]) - 1
-    last = end if num_updates is None else min(end, WARM_UP + num_updates - 1)
-    return record.window(WARM_UP, last)
+def steady(record: Record, num_updates: int | None = None, max_staleness: int = 0) -> Window:
+    """Where many groups may be under way, the line has to fill first, and drains at the end: then no new ones come."""
+    first = WARM_UP + max_staleness
+    later = [version for version in record.accuracy if version > first]
+    end = min([*later, len(record.updates) - max_staleness]) - 1
+    last = end if num_updates is None else min(end, first + num_updates - 1)
+    return record.window(first, last)

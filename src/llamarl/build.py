@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from llamarl.algo.losses import LOSSES, Loss
 from llamarl.config import Config
-from llamarl.config import Generator as GeneratorConfig
 from llamarl.config import Reference as ReferenceConfig
 from llamarl.config import Trainer as TrainerConfig
 from llamarl.controller.line import index_of, role_of
@@ -26,12 +25,14 @@ from llamarl.executors.trainer import Trainer
 from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
+from llamarl.layout.model import SCALE
 from llamarl.messages import ReaderStuck, Report
 from llamarl.model.checkpoint import load_model
 from llamarl.model.classifier import load_classifier, open_classifier
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.model.training_state import POLICY
+from llamarl.model.training_state import POLICY, keeps_policy_only
+from llamarl.model.transformer import Transformer
 from llamarl.plugins import is_reference, load_function
 from llamarl.shapes import ModelShape, parameter_shapes
 from llamarl.tasks.judge import Judge
@@ -83,23 +84,34 @@ def build_generator(site: Site) -> Executor:
     tokenizer = Tokenizer.load(config.model_folder)
     decoder = ContinuousDecoder(
         model,
-        generator_limits(settings, parked=config.num_parked),
+        Limits.of(config),
         eos_ids=tokenizer.eos_ids,
         seed=config.seed,
         recompute=settings.kv_on_new_weights == "recompute",
         tensor_ranks=part.count,
-        precision=Precision(weights=settings.quantise, kv_cache=settings.kv_cache),
+        precision=Precision.of(settings, keep_wide=wire_precision(config) != "fp8"),
         max_turns=config.conversation.max_turns if config.conversation.tool else 1,
     )
-    sizes = parameter_shapes(model.shape)
-    held = {name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()}
     return Generator(
         decoder,
-        weight_reader(site, held, device),
+        weight_reader(site, held_parts(model, part), device),
         make_conversations(config, decoder, tokenizer, part) if config.conversation.tool else None,
         max_failure_share=config.conversation.max_failure_share,
         deterministic=config.schedule.deterministic,
     )
+
+
+def held_parts(model: Transformer, part: TensorRank) -> Parameters:
+    """Where a generator rank's weights arrive: its parts of all parameters and, where these are narrow, of their scales."""
+    sizes = parameter_shapes(model.shape)
+    held: dict[str, tuple[torch.Tensor, Sequence[slice]]] = {
+        name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()
+    }
+    for name, scale in model.named_buffers():
+        rows, columns = held[name.removesuffix(SCALE)][1]
+        segment = part.rank if columns.start else 0  # one for each rank, where ranks share rows
+        held[name] = (scale, (rows, slice(segment, segment + 1)))
+    return held
 
 
 def weight_reader(site: Site, held: Parameters, device: torch.device) -> WeightReader:
@@ -112,18 +124,6 @@ def weight_reader(site: Site, held: Parameters, device: torch.device) -> WeightR
         num_readers=site.num_ranks,
         limit_s=site.config.weights.lease_s,
         all_true=true_for_all if site.num_ranks > 1 else lambda mine: mine,
-    )
-
-
-def generator_limits(settings: GeneratorConfig, *, parked: int = 0) -> Limits:
-    return Limits(
-        slots=settings.slots,
-        max_prompt_tokens=settings.max_prompt_tokens,
-        max_new_tokens=settings.max_new_tokens,
-        page_tokens=settings.page_tokens,
-        num_pages=settings.kv_pages,
-        burst=settings.burst,
-        parked=parked,
     )
 
 
@@ -178,7 +178,7 @@ def build_trainer(site: Site) -> Executor:
         policy, make_loss(config), settings=config.trainer, algo=config.algo, updates=config.schedule.updates
     )
     load_masters(policy.model, learner.optimizer, folder)
-    if site.snapshot:
+    if site.snapshot and not keeps_policy_only(site.snapshot):
         restore(learner.optimizer, site.snapshot, mesh)
     hosted = config.algo.reference_kl > 0 and not config.reference_alone
     reference = HostedReference(load_policy(config.reference_folder, computing)) if hosted else None
@@ -190,6 +190,7 @@ def build_trainer(site: Site) -> Executor:
         carry_from=config.model_folder,
         reference=reference,
         tell=site.tell_engine if beside else None,
+        policy_only_at=config.schedule.updates if config.snapshots.at_end == "policy" else None,
     )
 
 
@@ -219,9 +220,13 @@ def weight_writer(site: Site, policy: Policy) -> WeightWriter:
 
 def wire_precision(config: Config) -> str:
     """Weights travel as the generators hold them: half the bytes where those are narrower. What fp16 generators hold are the
-    trainer's own bf16 numbers."""
+    trainer's own bf16 numbers. int8, and fp8 where trainer ranks share a row that has one scale, are made on arrival."""
     device = device_of("generator.device", config.generator.device)
-    return "fp32" if dtype_of(config.generator.dtype, device) == torch.float32 else "bf16"
+    dtype = dtype_of(config.generator.dtype, device)
+    whole_rows = config.generator.tensor % config.trainer.tensor == 0
+    if config.generator.quantise == "fp8" and dtype == torch.bfloat16 and whole_rows:
+        return "fp8"
+    return "fp32" if dtype == torch.float32 else "bf16"
 
 
 def largest_of_all(flags: torch.Tensor) -> None:

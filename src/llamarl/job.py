@@ -48,7 +48,7 @@ from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, RunFolder, dated_run_f
 from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
-from llamarl.resume import recover, refuse_other_meaning
+from llamarl.resume import recover, refuse_ended, refuse_other_meaning
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import make_task, own_scorers
 from llamarl.tasks.tools.desk import Desk
@@ -105,6 +105,7 @@ class Job:
         before = load_config(path / CONFIG)
         job = cls(config or load_config(path / CONFIG, overrides), line=line, builders=builders)
         refuse_other_meaning(before, job.config)
+        refuse_ended(path)
         recovered = recover(path, job.config, job.line.group_roles[-1].done)
         for problem in recovered.problems:
             shown.note(problem)

@@ -15,7 +15,8 @@ from llamarl.controller.ledger import Passed, Record, read_ledger
 from llamarl.controller.recovery import resumption
 from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, InputError
+from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.observe.run_folder import EVALUATIONS, GROUPS, LEDGER, METRICS, SNAPSHOTS, read_rows
 from llamarl.segments import segment_files
 
@@ -91,6 +92,17 @@ def recover(folder: Path, config: Config, settled_state: str) -> Recovered:
         evaluations=evaluated,
         tokens_generated=sum(tokens.values()),
     )
+
+
+def refuse_ended(folder: Path) -> None:
+    """A run that kept its policy alone has nothing to go on from."""
+    snapshots = Snapshots(folder / SNAPSHOTS, keep=1)
+    for version in snapshots.versions()[-1:]:
+        if keeps_policy_only(snapshots.path(version)):
+            raise InputError(
+                f"--resume: {folder} ended after update {version} and kept its policy only (snapshots.at_end=policy); "
+                f"a new run can begin with it: model.path={snapshots.path(version) / POLICY}"
+            )
 
 
 def refuse_other_meaning(before: Config, now: Config) -> None:

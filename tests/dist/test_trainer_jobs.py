@@ -96,3 +96,10 @@ def test_several_ranks_in_one_process_are_refused() -> None:
 def test_what_cannot_work_is_told_before_anything_starts(setting: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         Job(load_config(None, [*SMALL, "algo.reference_kl=0.1", setting]))
+
+
+def test_ranks_that_were_probed_and_had_nothing_to_train_on_can_still_be_saved(tmp_path: Path) -> None:
+    """All rewards are equal, so that passes are made forward only, and the snapshot comes right after one."""
+    idle = ["schedule.max_staleness=1", "schedule.probe_every=1", "reward.scorer=none", "trainer.data=2"]
+    summary = Job(load_config(None, [*SMALL, *idle])).run(tmp_path / "run")
+    assert (summary.outcome, summary.restarts) == ("finished", 0)

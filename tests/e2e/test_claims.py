@@ -47,6 +47,34 @@ def test_claims_run_read_and_share_their_arms(tmp_path: Path) -> None:
     assert (other.returncode, "was made with other settings" in other.stderr) == (1, True)
 
 
+BESIDE = ["--beside", "2", "--math", str(ROOT / "tests" / "data" / "math")]
+
+
+def test_of_several_arms_at_a_time_each_line_has_its_name_and_one_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    """The small MATH of the tests has no test problems, so it cannot be asked."""
+    ended = claim("on_par", tmp_path, *BESIDE, "--at-most", "4", "schedule.updates=1", "schedule.max_staleness=0")
+    assert ended.returncode == 1
+    assert ".MATH-500: the model could not be asked\n" in ended.stderr
+    assert "is the next to be made; the same command goes on with it" in ended.stderr
+    first = tmp_path / "runs" / "on_par" / "S0-0"
+    assert json.loads((first / "summary.json").read_text())["policy"] == "snapshots/1/policy"
+    assert not (first / "snapshots" / "1" / "trainer").exists()
+    assert first.with_name("S0-0.beside").read_text() == "2\n"
+    begun = [line for line in ended.stdout.splitlines() if not line.startswith(("==", "on_par/"))]
+    assert not begun, "a line that says not whose it is"
+
+
+def test_predictions_are_held_against_runs_that_had_the_gpu_to_themselves(tmp_path: Path) -> None:
+    runs = [ROOT / "benchmarks" / "runs" / name for name in ("h200_sync", "h200_async")]
+    script = ROOT / "benchmarks" / "claims" / "predicted.py"
+    command = [sys.executable, str(script), "--model", "qwen2.5-1.5b", "--results", str(tmp_path), *map(str, runs)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    figures = json.loads((tmp_path / "predicted.json").read_text())
+    assert figures["met"] and figures["largest"] < 0.08
+    assert "planned_s" in figures["runs"]["h200_sync"] and "planned_s" not in figures["runs"]["h200_async"]
+
+
 def test_a_run_that_was_broken_off_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "runs" / "async").mkdir(parents=True)
     (tmp_path / "runs" / "async.settings.json").write_text(json.dumps(SETTINGS))

@@ -17,6 +17,7 @@ from llamarl.configfile import load_config
     [
         (["generator.quantise=int8"], 1e-5, 0.05),
         (["generator.quantise=fp8", "generator.kv_cache=fp8"], 1e-3, 0.5),
+        (["generator.quantise=fp8", "generator.dtype=bfloat16"], 1e-3, 0.5),  # which travels as fp8
         (["generator.dtype=float16", "trainer.dtype=float16"], 1e-7, 0.01),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else "",

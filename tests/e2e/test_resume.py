@@ -69,3 +69,24 @@ def test_settings_that_would_make_it_another_run_are_refused_by_name(tmp_path: P
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run"):
         Job.resume(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["inline", "local"])
+def test_a_run_that_kept_its_policy_alone_says_so_and_its_policy_can_be_trained_on(engine: str, tmp_path: Path) -> None:
+    brief = [*TINY, f"engine={engine}", "schedule.updates=3", "snapshots.every=2", "evaluate.prompts=8"]
+    folder = tmp_path / "run"
+    summary = Job(load_config(None, [*brief, "snapshots.at_end=policy"])).run(folder)
+    assert summary.policy == "snapshots/3/policy"
+    assert not (folder / "snapshots" / "3" / "trainer").exists()
+    assert (folder / "snapshots" / "2" / "trainer").exists()  # those in between can be gone on from
+    with pytest.raises(InputError, match=r"ended after update 3 and kept its policy only .*snapshots/3/policy$"):
+        Job.resume(folder)
+    again = Job(load_config(None, [*brief, f"model.path={folder / summary.policy}", "snapshots.at_end=none"]))
+    last = again.run(tmp_path / "again")
+    assert last.updates == 3 and last.policy == "snapshots/2/policy"
+    assert last.eval_before == summary.eval_after
+
+
+def test_with_none_at_the_end_a_snapshot_under_way_is_still_finished(tmp_path: Path) -> None:
+    settings = [*TINY, "engine=inline", "schedule.updates=4", "snapshots.every=4", "snapshots.at_end=none"]
+    assert Job(load_config(None, settings)).run(tmp_path / "run").policy == "snapshots/4/policy"

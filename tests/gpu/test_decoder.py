@@ -9,9 +9,10 @@ import pytest
 import torch
 from helpers.groups import prompt_group
 from helpers.models import copy_weights, lively_model
+from msgspec.structs import replace
 from torch import Tensor
 
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.sampling import Knobs, least_kept, sample_tokens, uniform_draws
 from llamarl.model import ops
 from llamarl.model.checkpoint import random_model
@@ -171,6 +172,29 @@ def test_weights_change_in_flight_without_new_graphs(device: torch.device) -> No
             expected = logprobs_under(model, [5, 6, 7], tokens, 1.0)[first:last].tolist()
             assert said[first:last] == pytest.approx(expected, abs=2e-3)
     assert mixed
+
+
+def test_narrow_weights_arrive_in_flight_without_new_graphs_and_without_wide_copies(device: torch.device) -> None:
+    """As a job's fp8 weights do: values and scales are written where the graphs read them."""
+    precision = Precision(weights="fp8", keep_wide=False)
+    shape = replace(SHAPE, intermediate_size=256)  # sizes of fp8 products are multiples of 16
+    serving, new = (lively_model(seed, shape).to(device, torch.bfloat16) for seed in (0, 1))
+    limits = Limits(slots=16, max_prompt_tokens=40, max_new_tokens=16)
+    decoder, fresh = (
+        ContinuousDecoder(one, limits, eos_ids=(), seed=SEED, precision=precision) for one in (serving, new)
+    )
+    group = prompt_group([5, 6, 7], samples=8, max_new_tokens=16)
+    before = finish(decoder, [group])
+    graphs = len(decoder._device._graphs._captured)
+    for mine, theirs in zip(
+        [*serving.parameters(), *serving.buffers()], [*new.parameters(), *new.buffers()], strict=True
+    ):
+        mine.data.copy_(theirs.data)
+    assert agreement(finish(decoder, [group]), finish(fresh, [group])) == 1.0
+    assert agreement(finish(decoder, [group]), before) < 1.0
+    assert len(decoder._device._graphs._captured) == graphs
+    held = [one for name, one in serving.named_parameters() if name.endswith("_proj.weight")]
+    assert all(one.dtype == torch.float8_e4m3fn for one in held)
 
 
 @torch.no_grad()

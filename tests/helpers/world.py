@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Literal
 
 from llamarl.config import Evaluate, Schedule, Snapshots
 from llamarl.controller import events as ev
@@ -43,11 +44,11 @@ class World:
         every: int = 0,
         save_every: int = 0,
         begin: ev.AnyEvent | None = None,
+        at_end: Literal["whole", "policy", "none"] = "whole",
     ) -> None:
         self.schedule = schedule
-        self.controller = Controller(
-            line, schedule, Evaluate(prompts=prompts, every=every), Snapshots(every=save_every)
-        )
+        snapshots = Snapshots(every=save_every, at_end=at_end)
+        self.controller = Controller(line, schedule, Evaluate(prompts=prompts, every=every), snapshots)
         self.line = line
         self.capacity = {role.name: role.capacity for role in line.roles}
         self.outstanding: list[ev.AnyCommand] = []

@@ -26,6 +26,9 @@ AnswerOption = Annotated[
         help="tokens of the answers: fixed:N, uniform:min=A,max=B, lognormal:median=M,sigma=S,max=N, file:PATH",
     ),
 ]
+SkippedOption = Annotated[
+    float, typer.Option(min=0.0, max=0.99, help="share of groups whose rewards are all equal: not trained on")
+]
 PromptOption = Annotated[int, typer.Option(min=0, help="tokens of a prompt; 0: as many as it may have")]
 
 
@@ -37,6 +40,7 @@ def plan_command(
     samples: Annotated[int, typer.Option(min=2, help="answers to each prompt")] = 8,
     prompt: Annotated[int, typer.Option(min=1, help="tokens of a prompt")] = 512,
     answer: AnswerOption = "lognormal:median=800,sigma=1,max=8192",
+    skipped: SkippedOption = 0.0,
     max_staleness: Annotated[int, typer.Option(min=1, help="versions a trained group may lag behind")] = 1,
     precision: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="of the generators: bf16, fp8; may be given twice")
@@ -62,7 +66,7 @@ def plan_command(
         shape=shape_named(model),
         gpu=settled,
         gpus=gpus,
-        work=Workload(groups=groups, samples=samples, prompt=prompt, answers=Lengths(answer)),
+        work=Workload(groups=groups, samples=samples, prompt=prompt, answers=Lengths(answer), skipped=skipped),
         max_staleness=max_staleness,
         precisions=tuple(precision or ["fp32" if settled.is_cpu else "bf16"]),
     )
@@ -123,9 +127,7 @@ def simulate_command(
     ] = "",
     prompt: PromptOption = 0,
     answer: AnswerOption = "",
-    skipped: Annotated[
-        float, typer.Option(min=0.0, max=0.99, help="share of groups whose rewards are all equal: not trained on")
-    ] = 0.0,
+    skipped: SkippedOption = 0.0,
     hours: Annotated[float, typer.Option(min=0.0, help="stop after so many virtual hours; 0: at the end")] = 0.0,
     mtbf: Annotated[
         float, typer.Option(min=0.0, help="hours between failures of one GPU, on average; 0: nothing fails")

@@ -251,13 +251,19 @@ class Controller:
 
     def _wind_up(self, version: int) -> None:
         """No update will follow: make sure of the last snapshot, finish the last evaluation, end."""
-        if version not in self._unseen_snapshots and version != self.training.saved:
+        if self._lacks_snapshot(version):
             self.training.save_now(version)
             self.training.advance()
         elif self.stopping:
             self._end(ev.Finish(stopped=True), closed=f"stopped on request after update {version}")
         elif self.newest == version and self.evaluation.all_done:
             self._end(ev.Finish(), closed="finished")
+
+    def _lacks_snapshot(self, version: int) -> bool:
+        """One that has been begun is always finished; who is stopped will go on, and needs one."""
+        if version in self._unseen_snapshots or version == self.training.saved:
+            return False
+        return self.stopping or self.snapshots.at_end != "none" or self.training.snapshot is not None
 
     def _make_visible(self, version: int) -> None:
         self.newest = version

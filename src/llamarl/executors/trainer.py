@@ -35,7 +35,8 @@ _LOOK_AGAIN_S = 0.005  # how long a slice of "work" waits for a snapshot that is
 
 class Trainer:
     """`reference` is there when the reference policy shares these ranks; otherwise its column comes with the rollouts.
-    With `tell`, weights are published beside the next passes, and it is told when they can be read."""
+    With `tell`, weights are published beside the next passes, and it is told when they can be read. Of the version
+    `policy_only_at` the policy alone is saved."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class Trainer:
         carry_from: Path,
         reference: HostedReference | None = None,
         tell: Callable[[Report], None] | None = None,
+        policy_only_at: int | None = None,
     ) -> None:
         self.learner, self._weights, self._reference = learner, weights, reference
         self._tell = tell or (lambda report: None)
@@ -53,6 +55,7 @@ class Trainer:
             learner.hold = self._beside.hold
         mesh = learner.policy.computing.mesh
         self._state = TrainingState(self.model, self.optimizer, carry_from, mesh)
+        self._policy_only_at = policy_only_at
         self._exchange = Exchange(mesh)
         self._pool = ThreadPoolExecutor(1)
         self._saving: tuple[int, Future[dict[str, str]]] | None = None
@@ -112,7 +115,7 @@ class Trainer:
         """Copy, then write in a thread: the next update waits for the copy only."""
         if self._saving is not None:
             wait([self._saving[1]])  # an attempt that the controller has given up
-        self._state.take()
+        self._state.take(policy_only=message.version == self._policy_only_at)
         self._saving = (message.version, self._pool.submit(self._state.write, Path(message.folder)))
 
 

@@ -7,6 +7,7 @@ change between any two bursts; the versions that sampled a completion are kept t
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +15,8 @@ from typing import Literal
 
 import torch
 
+from llamarl.config import Config
+from llamarl.config import Generator as GeneratorConfig
 from llamarl.errors import ConfigError
 from llamarl.generate.cache import PagedCache, members_of_reading, page_bytes
 from llamarl.generate.device import Burst, DeviceSide
@@ -48,6 +51,20 @@ class Limits:
     burst: int = 0  # decode steps per visit of the host; 0: 1 on a CPU, 8 on a GPU
     parked: int = 0  # conversations that may wait for a reply, with their pages, besides those in slots
 
+    @classmethod
+    def of(cls, config: Config, *, sequences: int = sys.maxsize) -> Limits:
+        """As the settings say; no more slots than there will ever be sequences."""
+        settings = config.generator
+        return cls(
+            slots=min(settings.slots, sequences),
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_new_tokens=settings.max_new_tokens,
+            page_tokens=settings.page_tokens,
+            num_pages=settings.kv_pages,
+            burst=settings.burst,
+            parked=config.num_parked,
+        )
+
     @property
     def length(self) -> int:
         return self.max_prompt_tokens + self.max_new_tokens
@@ -63,6 +80,11 @@ class Precision:
 
     weights: Quantisation = "none"
     kv_cache: Literal["auto", "fp8"] = "auto"  # auto: as the parameters
+    keep_wide: bool = True  # the weights that narrow ones are made of, since that is how new ones arrive
+
+    @classmethod
+    def of(cls, settings: GeneratorConfig, *, keep_wide: bool = False) -> Precision:
+        return cls(weights=settings.quantise, kv_cache=settings.kv_cache, keep_wide=keep_wide)
 
     def cache_dtype(self, model: Transformer) -> torch.dtype:
         return FP8 if self.kv_cache == "fp8" else model.lm_head.weight.dtype
@@ -89,7 +111,7 @@ class ContinuousDecoder:
         With `max_turns` above 1, a sequence that ends its turn is parked, and `take_turns` says so."""
         check_stops(eos_ids, model.shape.vocab_size)
         fuse(model)
-        self._narrow_weights = quantise(model, precision.weights)
+        self._narrow_weights = quantise(model, precision.weights, keep_wide=precision.keep_wide)
         weight, cache_dtype = model.lm_head.weight, precision.cache_dtype(model)
         num_pages = choose_num_pages(limits, model, cache_dtype, tensor_ranks)
         cache = PagedCache(

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from llamarl.config import Config
 from llamarl.errors import InputError, ModelError
 from llamarl.generate.conversation import Conversations, make_conversations
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.prompting import judged_text, prompt_tokens
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
@@ -197,15 +197,14 @@ def evaluate(
         top_p=settings.top_p if temperature else 1.0,
         min_p=settings.min_p if temperature else 0.0,
     )
-    limits = Limits(
-        slots=min(settings.slots, max(samples, len(problems) * samples)),
-        max_prompt_tokens=settings.max_prompt_tokens,
-        max_new_tokens=settings.max_new_tokens,
-        parked=config.num_parked,
-    )
     talk = config.conversation
     decoder = ContinuousDecoder(
-        model, limits, eos_ids=tokenizer.eos_ids, seed=config.seed, max_turns=talk.max_turns if talk.tool else 1
+        model,
+        Limits.of(config, sequences=max(1, len(problems)) * samples),
+        eos_ids=tokenizer.eos_ids,
+        seed=config.seed,
+        precision=Precision.of(settings),
+        max_turns=talk.max_turns if talk.tool else 1,
     )
     conversations = make_conversations(config, decoder, tokenizer) if talk.tool else None
     try:

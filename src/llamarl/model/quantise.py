@@ -1,8 +1,9 @@
 """Products with quantised weights, for inference: fp8 (weights and what they multiply) or int8 (weights alone).
 
-A model's parameters stay as they are: that is where new weights arrive. `quantise` puts a narrow copy beside every matrix of
-the blocks, and `refresh` fills these copies again, in place, so that graphs captured over them stay valid. Every output of a
-product has its own scale, and in fp8 every row of its input too. Embedding, norms and head are not quantised.
+`quantise` makes a narrow copy of every matrix of the blocks. Where new weights arrive wide, the wide ones stay beside it, and
+`refresh` fills the copies again, in place, so that graphs captured over them stay valid. Where they arrive narrow, or never,
+the narrow ones become the parameters, with their scales as `..._scale`, and the wide ones are gone. Every output of a product
+has its own scale, and in fp8 every row of its input too. Embedding, norms and head are not quantised.
 
 What a GPU computes with `quantise_kernels.py` and `torch._scaled_mm` stands here in plain PyTorch as well: a CPU runs it, and
 a GPU test holds one against the other.
@@ -10,7 +11,7 @@ a GPU test holds one against the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -69,9 +70,10 @@ class QuantisedWeight:
     """A narrow copy of a weight, and products with it."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, kind: Quantisation) -> None:
-        self._dtype = FP8 if kind == "fp8" else torch.int8
+        self._dtype, self._out_dtype = FP8 if kind == "fp8" else torch.int8, weight_NK.dtype
         _check(weight_NK, kind)
-        self._weight_NK, self._bias_N = weight_NK, bias_N
+        self._wide_NK: Tensor | None = weight_NK
+        self._bias_N = bias_N
         self._values_NK = torch.empty_like(weight_NK, dtype=self._dtype)
         self._scales_N = torch.empty(len(weight_NK), dtype=torch.float32, device=weight_NK.device)
         self._one = torch.ones((), dtype=torch.float32, device=weight_NK.device)
@@ -79,9 +81,20 @@ class QuantisedWeight:
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        values_NK, scales_N = quantise_rows(self._weight_NK, self._dtype)
+        assert self._wide_NK is not None, "it is what arrives"
+        values_NK, scales_N = quantise_rows(self._wide_NK, self._dtype)
         self._values_NK.copy_(values_NK)
         self._scales_N.copy_(scales_N)
+
+    def replace(self, layers: Sequence[nn.Linear]) -> None:
+        """From now on these layers, which it is the joined weight of, hold the narrow values and their scales alone."""
+        start = 0
+        for layer in layers:
+            end = start + len(layer.weight)
+            layer.weight = nn.Parameter(self._values_NK[start:end], requires_grad=False)
+            layer.register_buffer("weight_scale", self._scales_N[start:end, None])
+            start = end
+        self._wide_NK = None
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """residual += the product, on a GPU: in fp8 the scales wait until the sum, since without them products are faster."""
@@ -102,7 +115,7 @@ class QuantisedWeight:
         if self._dtype == FP8:
             values, scales = x if isinstance(x, tuple) else quantise_rows(x, FP8)
             flat = (values.flatten(0, -2), scales.flatten())
-            return fp8_product(flat, weight, self._bias_N, self._weight_NK.dtype).view(*values.shape[:-1], -1)
+            return fp8_product(flat, weight, self._bias_N, self._out_dtype).view(*values.shape[:-1], -1)
         assert isinstance(x, Tensor)
         return int8_product(x.flatten(0, -2), weight, self._bias_N).view(*x.shape[:-1], -1)
 
@@ -136,28 +149,41 @@ class QuantisedLinear(ProductLinear):
         self.product, self.add_to = narrow, narrow.add_to
 
 
-def quantise(model: Transformer, kind: Quantisation) -> list[QuantisedWeight]:
-    """Of a model that is already fused. Returns what must be refreshed whenever the weights have changed."""
+def quantise(model: Transformer, kind: Quantisation, *, keep_wide: bool = True) -> list[QuantisedWeight]:
+    """Of a model that is already fused. Returns what must be refreshed whenever wide weights have arrived."""
     if kind == "none":
         return []
     if kind == "fp8":
         for block in model.model.layers:
             for norm in (block.input_layernorm, block.post_attention_layernorm):
                 norm.__class__ = NarrowNorm
-    return [narrow for part in list(model.modules()) for narrow in _quantise_part(part, kind)]
+    found = [narrow for part in list(model.modules()) for narrow in _quantise_part(part, kind, keep_wide)]
+    if not keep_wide and model.lm_head.weight.is_cuda:
+        torch.cuda.empty_cache()  # the memory of the wide ones, for the cache and for others
+    return found if keep_wide else []
 
 
-def _quantise_part(part: nn.Module, kind: Quantisation) -> Iterator[QuantisedWeight]:
+def _quantise_part(part: nn.Module, kind: Quantisation, keep_wide: bool) -> Iterator[QuantisedWeight]:
     if not isinstance(part, Attention | MLP):
         return
+    inputs, output = _names(part)
     assert isinstance(part.fused, Joined), "fuse the model first"
-    part.fused = QuantisedWeight(part.fused.weight, part.fused.bias, kind)
-    yield part.fused
-    name = "o_proj" if isinstance(part, Attention) else "down_proj"
-    layer = getattr(part, name)
+    part.fused = joined = QuantisedWeight(part.fused.weight, part.fused.bias, kind)
+    layer = getattr(part, output)
     narrow = QuantisedWeight(layer.weight, None, kind)
     if isinstance(layer, ProductLinear):  # it is split over ranks, and sums over them
         layer.product = narrow
     else:
-        setattr(part, name, QuantisedLinear(layer, narrow))
+        setattr(part, output, QuantisedLinear(layer, narrow))
+    if not keep_wide:
+        joined.replace([getattr(part, name) for name in inputs])
+        narrow.replace([getattr(part, output)])
+    yield joined
     yield narrow
+
+
+def _names(part: Attention | MLP) -> tuple[tuple[str, ...], str]:
+    """Layers whose weights are joined, and the one behind them."""
+    if isinstance(part, Attention):
+        return ("q_proj", "k_proj", "v_proj"), "o_proj"
+    return ("gate_proj", "up_proj"), "down_proj"

@@ -14,6 +14,11 @@ _HASH_BYTES = 1 << 20
 _MAX_HASHED_AT_ONCE = 8
 
 
+def keeps_policy_only(snapshot: Path) -> bool:
+    """Made at the end of a run with `snapshots.at_end: policy`: there is nothing to go on from."""
+    return (snapshot / POLICY).is_dir() and not (snapshot / OPTIMIZER).exists()
+
+
 def hash_files(folder: Path, files: Iterable[Path]) -> dict[str, str]:
     """By path inside `folder`. Several at a time: one core would take longer to hash a large state than to write it."""
     paths = sorted(files)

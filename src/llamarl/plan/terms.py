@@ -13,7 +13,7 @@ from math import log2
 from llamarl.plan.gpus import Factors, Gpu
 from llamarl.shapes import ModelShape, block_parameters
 
-WIDTH = {"fp32": 4, "bf16": 2, "fp8": 1}  # bytes of a weight
+WIDTH = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}  # bytes of a weight
 CPU_PREFILL_ROWS = 16  # prompts that a CPU always reads at once (generate/device.py)
 MIN_BUCKET = 16  # tokens; prompts are padded to the next power of two (generate/step.py)
 
@@ -43,7 +43,8 @@ def product_s(gpu: Gpu, precision: str, rows: float, outputs: float, inputs: flo
     """max(2 * rows * outputs * inputs / FLOP rate, bytes of weights, input and output / memory rate)."""
     moved = outputs * inputs * WIDTH[precision]
     moved += rows * (inputs * activation_width(precision) + outputs * max(out_width, activation_width(precision)))
-    return max(2 * rows * outputs * inputs / gpu.flops(precision), moved / gpu.bytes_per_s)
+    rate = gpu.flops("bf16" if precision == "int8" else precision)  # int8 weights meet bf16 inputs
+    return max(2 * rows * outputs * inputs / rate, moved / gpu.bytes_per_s)
 
 
 def block_products_s(shape: ModelShape, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
@@ -54,8 +55,7 @@ def block_products_s(shape: ModelShape, gpu: Gpu, precision: str, rows: float, t
 
 def head_s(shape: ModelShape, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
     """The head's product, whose fp32 scores are written; the head stays bf16 where the rest is narrower."""
-    wide = "bf16" if precision == "fp8" else precision
-    return product_s(gpu, wide, rows, shape.vocab_size / tp, shape.hidden_size, out_width=4)
+    return product_s(gpu, _products_in(precision), rows, shape.vocab_size / tp, shape.hidden_size, out_width=4)
 
 
 # Generating
@@ -110,8 +110,8 @@ def prefill_s(shape: ModelShape, gpu: Gpu, precision: str, prompts: int, tokens:
 
 
 def _products_in(precision: str) -> str:
-    """Attention is computed in bf16 where weights are narrower."""
-    return "bf16" if precision == "fp8" else precision
+    """Attention and head are computed in bf16 where weights are narrower."""
+    return "bf16" if WIDTH[precision] == 1 else precision
 
 
 # Training
@@ -242,12 +242,12 @@ def activation_bytes(shape: ModelShape, tokens: float, recompute: str, tp: int) 
 
 
 def wire(precision: str) -> str:
-    """What weights travel in: our generators take bf16 and quantise what has arrived."""
-    return "bf16" if precision == "fp8" else precision
+    """What weights travel in: as generators hold them; int8 is made of bf16 on arrival."""
+    return "bf16" if precision == "int8" else precision
 
 
 def held_bytes(shape: ModelShape, precision: str) -> float:
-    """Of a generator's weights: narrow copies stand beside those that arrived (model/quantise.py)."""
+    """Of a generator's weights: copies made on arrival stand beside what arrived (model/quantise.py)."""
     narrow = block_parameters(shape) * WIDTH[precision] if wire(precision) != precision else 0
     return weight_bytes(shape, wire(precision)) + narrow
 

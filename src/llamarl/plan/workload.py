@@ -19,6 +19,7 @@ class Workload(Struct, frozen=True, kw_only=True):
     samples: int  # answers to each
     prompt: int  # tokens
     answers: Lengths
+    skipped: float = 0.0  # share of groups whose rewards are all equal: nothing is trained on them
 
     @property
     def answers_per_update(self) -> int:
@@ -29,8 +30,8 @@ class Workload(Struct, frozen=True, kw_only=True):
         return self.prompt + self.answers.longest
 
     def batch(self, gpu: Gpu) -> Batch:
-        """A typical update."""
-        count, answers = self.answers_per_update, self.answers
+        """A typical update, as far as it is trained on."""
+        count, answers = self.answers_per_update * (1 - self.skipped), self.answers
         if gpu.is_cpu:
             typical = [self.prompt + answers.quantile((at + 0.5) / 64) for at in range(64)]
             one = packed(gpu, typical, answers.mean / (self.prompt + answers.mean))

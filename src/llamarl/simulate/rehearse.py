@@ -32,6 +32,7 @@ def scene_of(plan: Plan, question: Question) -> Scene:
         answers=work.answers,
         prompt=work.prompt,
         precision=plan.generators.replica.precision,
+        skipped=work.skipped,
     )
 
 

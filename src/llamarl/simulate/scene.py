@@ -31,6 +31,7 @@ from llamarl.types import GroupFacts
 
 _NOTHING = GroupFacts()
 STATE_BYTES = 12  # per parameter, of a snapshot: master and two moments
+POLICY_BYTES = 2  # of one that keeps the policy alone
 DISK_BYTES_PER_S = 1e9
 
 
@@ -51,7 +52,7 @@ class Scene(Struct, frozen=True, kw_only=True):
     @property
     def generator_precision(self) -> str:
         settings, named = self.config.generator, {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
-        quantised = "fp8" if settings.quantise != "none" else ""  # int8 takes as many bytes
+        quantised = settings.quantise if settings.quantise != "none" else ""
         return self.precision or quantised or named.get(settings.dtype, "fp32" if self.gpu.is_cpu else "bf16")
 
     @property
@@ -120,11 +121,19 @@ def make_simulation(scene: Scene, hear: Callable[[Record], None] = lambda record
         timeline,
         answers,
         ranks=_ranks(line, scene.gpu),
-        background=lambda command: STATE_BYTES * scene.shape.num_parameters / scene.trainer.ranks / DISK_BYTES_PER_S,
+        background=lambda command: _saved_bytes(scene, command) / DISK_BYTES_PER_S,
         faults=scene.faults,
         hear=hear,
         max_s=scene.max_s,
     )
+
+
+def _saved_bytes(scene: Scene, command: ev.AnyCommand) -> float:
+    """By one rank: its part of masters and moments, or, at the end, of what is asked for then."""
+    config = scene.config
+    last = isinstance(command, ev.Save) and command.version == config.schedule.updates
+    policy_only = last and config.snapshots.at_end == "policy"
+    return (POLICY_BYTES if policy_only else STATE_BYTES) * scene.shape.num_parameters / scene.trainer.ranks
 
 
 def _answers(scene: Scene) -> Answers:

@@ -7,6 +7,7 @@ the fp32 master exactly, in the memory of one fp32 number instead of one and a h
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from llamarl.config import Trainer as TrainerConfig
+from llamarl.errors import ConfigError
 
 _EPSILON = 1e-8
+_ALIGNED = 64  # bytes
 _AHEAD = 2  # parameters whose state travels from host memory while another is updated
 
 
@@ -32,6 +35,12 @@ class Slot:
     local: Tensor  # this rank's memory of it
     decay: float
     state: dict[str, Tensor]
+
+    @property
+    def kinds(self) -> dict[str, torch.dtype]:
+        """What its state is made of."""
+        moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        return moments | ({"low": torch.int16} if self.local.dtype == torch.bfloat16 else {})
 
     @property
     def grad(self) -> Tensor | None:
@@ -54,6 +63,9 @@ class AdamW:
         self._accumulated: dict[str, Tensor] = {}
         device = self.slots[0].local.device
         self._offload = _Offload(self.slots, device) if settings.offload and device.type == "cuda" else None
+        if self._offload is None:
+            for slot in self.slots:
+                slot.state = {key: torch.zeros_like(slot.local, dtype=dtype) for key, dtype in slot.kinds.items()}
 
     # Gradients
 
@@ -183,10 +195,7 @@ class AdamW:
 def _make_slot(name: str, parameter: Tensor, settings: TrainerConfig) -> Slot:
     local = parameter.detach()
     local = local.to_local() if isinstance(local, DTensor) else local
-    state = {key: torch.zeros_like(local, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
-    if local.dtype == torch.bfloat16:
-        state["low"] = torch.zeros_like(local, dtype=torch.int16)
-    return Slot(name, parameter, local, settings.weight_decay if parameter.dim() > 1 else 0.0, state)
+    return Slot(name, parameter, local, settings.weight_decay if parameter.dim() > 1 else 0.0, {})
 
 
 def split_halves(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,15 +239,49 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
+def host_state(slots: Sequence[Slot]) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+    """Zeroed state of all slots in host memory, and the one piece that it lies in: exactly as large as it must be, and never
+    on the device, where a large model leaves no room for it."""
+    sizes = [
+        (slot, key, dtype, slot.local.numel() * dtype.itemsize) for slot in slots for key, dtype in slot.kinds.items()
+    ]
+    memory = torch.empty(sum(_aligned(size) for *_, size in sizes), dtype=torch.uint8).zero_()
+    home: dict[str, dict[str, Tensor]] = {slot.name: {} for slot in slots}
+    start = 0
+    for slot, key, dtype, size in sizes:
+        home[slot.name][key] = memory[start : start + size].view(dtype).view(slot.local.shape)
+        start += _aligned(size)
+    return memory, home
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
+
+
+def _pin(memory: Tensor) -> None:
+    """Torch's own pinned memory comes in powers of two, and may take twice as much."""
+    if status := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            f"trainer.offload: {memory.nbytes / 1e9:.0f} GB of host memory cannot be pinned (CUDA error {status}); "
+            "is there so much, and may this process lock it (ulimit -l)?"
+        )
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
+
 class _Offload:
     """State in pinned host memory, brought to the device and back parameter by parameter, beside the steps themselves."""
 
     def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
         self._device = device
         self._incoming, self._outgoing = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._home: dict[str, dict[str, Tensor]] = {}
+        memory, self._home = host_state(slots)
+        _pin(memory)
+        weakref.finalize(self, _unpin, memory).atexit = False
         for slot in slots:
-            slot.state = self._home[slot.name] = {key: one.cpu().pin_memory() for key, one in slot.state.items()}
+            slot.state = self._home[slot.name]
 
     def stream(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
         current = torch.cuda.current_stream(self._device)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from llamarl.algo.batch import Document
@@ -71,7 +72,10 @@ class Policy:
     def logprobs(self, pack: Pack) -> Tensor:
         pack = pack.to(self.computing.device)
         hidden_NC = self.hidden(pack)
-        return chunked_logprobs(hidden_NC, self.head_weight, pack.targets_N, self.head)[0]
+        logprobs_N = chunked_logprobs(hidden_NC, self.head_weight, pack.targets_N, self.head)[0]
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # else a backward pass would, and snapshots find parts only after one
+        return logprobs_N
 
 
 def _vocabulary_of(model: Transformer, mesh: Mesh) -> Vocabulary:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ from llamarl.errors import InputError, ModelError
 from llamarl.failpoints import failpoint
 from llamarl.model.checkpoint import empty_model, open_checkpoint, save_model
 from llamarl.model.safetensors_file import Span, read_spans
-from llamarl.model.tensor_io import read_tensor, write_tensors
+from llamarl.model.tensor_io import DTYPES, read_tensor, write_tensors
 from llamarl.model.training_state import OPTIMIZER, POLICY, hash_files
 from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import LONE_RANK, Mesh
@@ -44,42 +44,66 @@ class TrainingState:
     def __init__(self, model: Transformer, optimizer: AdamW, carry_from: Path, mesh: Mesh = LONE_RANK) -> None:
         self._model, self._optimizer, self._carry_from = model, optimizer, carry_from
         self._mesh = mesh
-        self._copy = empty_model(model.shape, dtype=torch.float32, device="cpu") if self._mesh.rank == 0 else None
+        self._policy_copy: Transformer | None = None
         self._optimizer_copy: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Every rank calls this at the same time."""
-        copies = dict(self._copy.named_parameters()) if self._copy is not None else {}
+    def take(self, *, policy_only: bool = False) -> None:
+        """Every rank calls this at the same time. The policy alone, which nobody goes on from, is as narrow as the model
+        folder that training began with."""
+        copies = self._room_for_policy(folder_dtype(self._carry_from) if policy_only else torch.float32)
         parameters = dict(self._model.named_parameters())
         for name, master in self._optimizer.masters():
             whole = gather(master, parameters[name])
             if name in copies:
                 copies[name].copy_(whole)
+        self._optimizer_copy = {} if policy_only else self._copy_optimizer()
+
+    def _room_for_policy(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        if self._mesh.rank > 0:
+            return {}
+        if self._policy_copy is None or self._policy_copy.lm_head.weight.dtype != dtype:
+            self._policy_copy = None  # first its memory, then other
+            self._policy_copy = empty_model(self._model.shape, dtype=dtype, device="cpu")
+        return dict(self._policy_copy.named_parameters())
+
+    def _copy_optimizer(self) -> dict[str, Tensor]:
+        copies = self._optimizer_copy
         for name, tensor in self._optimizer.state_tensors().items():
-            if name not in self._optimizer_copy:
-                self._optimizer_copy[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self._optimizer_copy[name].copy_(tensor)
-        self._optimizer_copy[_STEPS] = torch.tensor([float(self._optimizer.num_steps)])
+            if name not in copies:
+                copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copies[name].copy_(tensor)
+        return {**copies, _STEPS: torch.tensor([float(self._optimizer.num_steps)])}
 
     def write(self, folder: Path) -> dict[str, str]:
         """This rank's files below `folder`; returns the sha256 of each, by its path inside `folder`. A rank touches only
         what is its own, also of an attempt that was given up."""
-        target, files = folder / OPTIMIZER, []
-        target.mkdir(parents=True, exist_ok=True)
+        files: list[Path] = []
         failpoint("state.policy")
-        if self._copy is not None:
+        if self._policy_copy is not None:
             shutil.rmtree(folder / POLICY, ignore_errors=True)
-            save_model(self._copy, folder / POLICY, carry_from=self._carry_from)
+            save_model(self._policy_copy, folder / POLICY, carry_from=self._carry_from)
             files += [path for path in (folder / POLICY).iterdir() if path.is_file()]
-            files.append(_write_mesh(target, self._mesh))
+        if self._optimizer_copy:
+            files += self._write_optimizer(folder / OPTIMIZER)
+        return hash_files(folder, files)
+
+    def _write_optimizer(self, target: Path) -> Iterator[Path]:
+        target.mkdir(parents=True, exist_ok=True)
+        if self._mesh.rank == 0:
+            yield _write_mesh(target, self._mesh)
         for number, part in enumerate(_parts(self._optimizer_copy)):
             path = target / f"{_prefix(self._mesh)}{number:05}.safetensors"
             write_tensors(path, part, torch.float32)
             failpoint("state.optimizer")
             _sync(path)
-            files.append(path)
-        return hash_files(folder, files)
+            yield path
+
+
+def folder_dtype(folder: Path) -> torch.dtype:
+    """Of a model folder's weights; of the widest, where they differ."""
+    found = {DTYPES[span.dtype] for span in open_checkpoint(folder).spans.values()}
+    return max(found, key=lambda dtype: dtype.itemsize)
 
 
 def gather(master: Tensor, parameter: Tensor) -> Tensor:

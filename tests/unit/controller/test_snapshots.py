@@ -58,3 +58,18 @@ def test_a_trainer_heard_to_have_started_twice_publishes_every_version_once() ->
     world.run(lambda count: 0)
     published = [event.version for event in world.history if isinstance(event, ev.Published)]
     assert published == [0, 1, 2, 3, 4, 5]
+
+
+def saved_by(world: World) -> list[int]:
+    return [event.version for event in world.history if isinstance(event, ev.Committed)]
+
+
+def test_none_at_the_end_means_none_unless_the_job_is_stopped_before() -> None:
+    schedule = Schedule(updates=5, groups_per_update=1, samples_per_group=2, max_staleness=2)
+    ended, stopped = (World(standard_line(capacity=100), schedule, at_end="none") for _ in range(2))
+    ended.run(lambda count: 0)
+    run_until(stopped, lambda: stopped.newest == 2, but=ev.Save)
+    stopped.feed(ev.StopRequested())
+    stopped.run(lambda count: 0)
+    assert saved_by(ended) == []
+    assert len(saved_by(stopped)) == 1, "who is stopped will go on, and needs a snapshot"

@@ -21,11 +21,11 @@ from llamarl.configfile import load_config
 from llamarl.controller.ledger import audit, read_ledger
 from llamarl.engine.snapshots import Snapshots, why_damaged
 from llamarl.errors import InputError, JobFailed, ModelError
-from llamarl.model.checkpoint import load_model
-from llamarl.model.training_state import POLICY
+from llamarl.model.checkpoint import load_model, save_model
+from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.segments import segment_files
 from llamarl.train.optimizer import AdamW
-from llamarl.train.state import TrainingState, restore
+from llamarl.train.state import TrainingState, folder_dtype, restore
 
 OLD, NEW = 3, 6
 
@@ -270,3 +270,27 @@ def test_damage_in_the_middle_of_ledger_or_groups_is_one_line(half_a_run: Path, 
         with pytest.raises(InputError, match=rf"{name}/{first.name}: damaged at byte \d+ \(.*\)$") as error:
             Job.resume(folder)
         assert error.value.exit_code == 2
+
+
+def test_the_policy_alone_is_as_narrow_as_the_model_folder_and_nothing_else_is_written(tmp_path: Path) -> None:
+    model = lively_model()
+    save_model(model, tmp_path / "began", dtype=torch.bfloat16, carry_from=load_config(None, []).model_folder)
+    optimizer = AdamW(dict(model.named_parameters()), TrainerConfig())
+    state = TrainingState(model, optimizer, carry_from=tmp_path / "began")
+    state.take()
+    state.write(tmp_path / "whole")
+    state.take(policy_only=True)
+    files = state.write(tmp_path / "policy")
+    assert keeps_policy_only(tmp_path / "policy") and not keeps_policy_only(tmp_path / "whole")
+    assert all(name.startswith(f"{POLICY}/") for name in files)
+    assert folder_dtype(tmp_path / "policy" / POLICY) == torch.bfloat16
+    assert folder_dtype(tmp_path / "whole" / POLICY) == torch.float32
+    kept = load_model(tmp_path / "policy" / POLICY)
+    for mine, theirs in zip(model.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(mine.detach().bfloat16().float(), theirs)
+
+
+def test_after_the_policy_alone_a_whole_snapshot_is_whole_again(saver: Saver) -> None:
+    saver.state.take(policy_only=True)
+    saver.save(NEW)
+    assert len(loaded(saver.snapshots.path(NEW))) == len(loaded(saver.snapshots.path(OLD)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.decoding import decode_all
@@ -9,10 +11,13 @@ from helpers.groups import prompt_group
 from helpers.models import SHAPE, copy_weights, lively_model
 from torch import Tensor
 
+from llamarl.configfile import load_config
+from llamarl.generate import evaluate as evaluation
 from llamarl.generate.cache import PagedCache, page_bytes
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.model.quantise import FP8, fp8_product, int8_product, quantise_rows
 from llamarl.model.transformer import Transformer, causal_attention
+from llamarl.tasks.registry import make_task
 from llamarl.types import CompletionGroup, bytes_to_floats, bytes_to_tokens
 
 PROMPT = [5, 6, 7, 2, 9]
@@ -105,6 +110,55 @@ def test_a_new_version_is_quantised_when_it_arrives(kind: str) -> None:
     fresh.version = 1
     assert after == decode_all(fresh, [group])[0]
     assert after != before
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_without_the_wide_weights_nothing_is_computed_otherwise_and_their_memory_is_gone(kind: str) -> None:
+    both, alone = lively_model(0), lively_model(0)
+    group = prompt_group(PROMPT, samples=4, max_new_tokens=8)
+    wide = decoder_of(both, Precision(weights=kind))  # type: ignore[arg-type]
+    narrow = decoder_of(alone, Precision(weights=kind, keep_wide=False))  # type: ignore[arg-type]
+    assert decode_all(narrow, [group]) == decode_all(wide, [group])
+    held = {name: parameter for name, parameter in alone.named_parameters() if name.endswith("_proj.weight")}
+    assert held and all(parameter.dtype.itemsize == 1 for parameter in held.values())
+    scales = dict(alone.named_buffers())
+    assert scales.keys() == {f"{name}_scale" for name in held}
+    for name, parameter in both.named_parameters():
+        if name in held:
+            near = held[name].float() * scales[f"{name}_scale"]
+            assert (near - parameter).abs().max() <= parameter.abs().max() / 14
+
+
+def test_narrow_weights_that_arrive_are_what_is_computed_with() -> None:
+    serving, new = lively_model(0), lively_model(1)
+    decoder, fresh = (decoder_of(model, Precision(weights="fp8", keep_wide=False)) for model in (serving, new))
+    group = prompt_group(PROMPT, samples=4, max_new_tokens=8)
+    before = decode_all(decoder, [group])
+    copy_weights(new, serving)
+    for mine, theirs in zip(serving.buffers(), new.buffers(), strict=True):
+        mine.copy_(theirs)
+    assert decode_all(decoder, [group]) == decode_all(fresh, [group]) != before
+
+
+def test_an_evaluation_decodes_as_the_generators_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ContinuousDecoder] = []
+
+    class Seen(ContinuousDecoder):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, **how)
+            made.append(self)
+
+    monkeypatch.setattr(evaluation, "ContinuousDecoder", Seen)
+    settings = ["generator.quantise=fp8", "generator.kv_cache=fp8", "generator.kv_pages=77", "generator.burst=3"]
+    config = load_config(None, settings)
+    problems = make_task(config.task, config.seed).evaluation(4)
+    found = evaluation.evaluate(
+        config, problems, samples=1, temperature=0.0, device="cpu", progress=lambda done, asked: None
+    )
+    assert found.problems == 4
+    limits, held = made[0].limits, dict(made[0].model.named_parameters())
+    assert (limits.slots, limits.num_pages, limits.burst) == (4, 77, 3)
+    assert held["model.layers.0.self_attn.q_proj.weight"].dtype == FP8
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.int8])

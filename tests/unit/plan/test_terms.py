@@ -43,9 +43,10 @@ def test_fp8_halves_the_layers_but_neither_embedding_nor_head() -> None:
     assert wide / 2 < narrow < 0.57 * wide
 
 
-def test_a_quantised_generator_holds_what_arrived_and_a_narrow_copy() -> None:
+def test_fp8_arrives_as_it_is_held_and_int8_stands_beside_what_arrived() -> None:
     assert held_bytes(EIGHT, "bf16") == weight_bytes(EIGHT, "bf16")
-    assert held_bytes(EIGHT, "fp8") == weight_bytes(EIGHT, "bf16") + block_parameters(EIGHT)
+    assert held_bytes(EIGHT, "fp8") == weight_bytes(EIGHT, "fp8")
+    assert held_bytes(EIGHT, "int8") == weight_bytes(EIGHT, "bf16") + block_parameters(EIGHT)
 
 
 def test_training_costs_six_operations_for_each_weight_and_token() -> None:

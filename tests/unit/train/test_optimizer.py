@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from llamarl.config import Trainer as TrainerConfig
-from llamarl.train.optimizer import AdamW, gradient_norm, join_halves, split_halves
+from llamarl.train.optimizer import AdamW, gradient_norm, host_state, join_halves, split_halves
 
 SETTINGS = TrainerConfig(weight_decay=0.1, betas=(0.9, 0.95))
 
@@ -115,3 +117,20 @@ def test_a_step_that_is_not_sound_leaves_every_bit_where_it_is(dtype: torch.dtyp
     assert optimizer.num_steps == 1
     assert all(torch.equal(master, before[name]) for name, master in optimizer.masters())
     assert all(torch.equal(tensor, state[name]) for name, tensor in optimizer.state_tensors().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_in_host_memory_is_what_it_would_be_on_the_device_in_one_piece_without_waste(dtype: torch.dtype) -> None:
+    optimizer = AdamW(parameters(dtype), TrainerConfig())
+    memory, home = host_state(optimizer.slots)
+    for slot in optimizer.slots:
+        for key, here in slot.state.items():
+            there = home[slot.name][key]
+            assert (there.shape, there.dtype) == (here.shape, here.dtype) and not there.any()
+            there.fill_(1)
+    wanted = sum(one.nbytes for slot in optimizer.slots for one in slot.state.values())
+    parts = [one for state in home.values() for one in state.values()]
+    assert sum(one.nbytes for one in parts) == wanted
+    assert memory.nbytes - wanted < 64 * len(parts)
+    starts = sorted((one.data_ptr(), one.nbytes) for one in parts)
+    assert all(start + size <= other for (start, size), (other, _) in pairwise(starts))
