@@ -22,6 +22,7 @@ SEED = 3
     ("narrow", "sharing"), [(False, False), (False, True), (True, False)], ids=["", "sharing", "fp8"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("page", "width", "shared_pages"), [(16, 21, 9), (64, 6, 3)], ids=["pages of 16", "of 64"])
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "size"),
     [(5, 4, 2, 8), (1, 8, 8, 64), (300, 8, 2, 64), (40, 14, 2, 64), (9, 32, 8, 128), (48, 12, 2, 128)],
@@ -31,13 +32,16 @@ def test_attention_over_pages(
     heads: int,
     kv_heads: int,
     size: int,
+    page: int,
+    width: int,
+    shared_pages: int,
     dtype: torch.dtype,
     narrow: bool,
     sharing: bool,
     device: torch.device,
 ) -> None:
     """Query and key are turned, key and value written, and everything up to there attended to. With sharing, every three rows
-    (the last may be alone) begin with the same nine pages, which is more than one block."""
+    (the last may be alone) begin with the same pages, which are more than one block."""
     from llamarl.generate import attention_kernels
 
     generator = torch.Generator(device=device).manual_seed(0)
@@ -45,7 +49,6 @@ def test_attention_over_pages(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
-    page, width = 16, 21
     num_pages = rows * width + 1
     ours, twin = (
         PagedCache(shape_of(heads, kv_heads, size), num_pages, page, dtype=FP8 if narrow else dtype, device=device)
@@ -64,7 +67,9 @@ def test_attention_over_pages(
     positions_S[-1] = page * width - 1
     readings = None
     if sharing:
-        readings = share(slots_B, table_SP, positions_S, min(3, members_of_reading(heads // kv_heads)), 9, page)
+        readings = share(
+            slots_B, table_SP, positions_S, min(3, members_of_reading(heads // kv_heads)), shared_pages, page
+        )
     qkv = normal(rows, 1, (heads + 2 * kv_heads) * size)
     sizes = [heads * size, kv_heads * size, kv_heads * size]
     q, k, v = (part.view(rows, 1, -1, size) for part in torch.split(qkv, sizes, dim=-1))

@@ -45,6 +45,7 @@ class Case(Struct, frozen=True):
     device: str
     kv_cache: Literal["auto", "fp8"] = "auto"
     burst: int = 0
+    page_tokens: int = 16
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,7 +87,13 @@ def profile_decode(shape: ModelShape, case: Case) -> str:
 
 def _decoder_of(shape: ModelShape, case: Case, longest: int) -> ContinuousDecoder:
     model = random_model(shape, dtype=case.dtype, device=torch.device(case.device))
-    limits = Limits(slots=case.batch, max_prompt_tokens=case.prompt, max_new_tokens=longest, burst=case.burst)
+    limits = Limits(
+        slots=case.batch,
+        max_prompt_tokens=case.prompt,
+        max_new_tokens=longest,
+        burst=case.burst,
+        page_tokens=case.page_tokens,
+    )
     decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=0, precision=case.narrow)
     decoder.version = 0
     return decoder

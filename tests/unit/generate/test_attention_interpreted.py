@@ -1,0 +1,24 @@
+"""Triton's interpreter runs the kernels of decode attention on a CPU; where Triton is not installed, nobody can."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "attention_variants.py"
+
+
+def test_attention_kernels_compute_what_plain_pytorch_computes() -> None:
+    """The kernel in use, and two tilings of the one on trial."""
+    pytest.importorskip("triton")
+    command = [sys.executable, str(SCRIPT), "--tiny", "--case=SmolLM2", "--slice=0/6"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    faults = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert len(faults) == 3, done.stderr
+    assert not any(faults.values()), faults
