@@ -13,9 +13,10 @@ from llamarl.engine.envelope import Envelope
 from llamarl.engine.ranks import Ranks
 from llamarl.engine.runner import Runner
 from llamarl.executors.executor import Executor
-from llamarl.messages import Failed, Message, Report, Stop, Up
+from llamarl.messages import Failed, Message, Report, Stop, Up, WorkOnGroup
 
 _SIGN_OF_LIFE_S = 1.0
+_QUICK_S = 0.001
 
 
 class Line(Protocol):
@@ -53,16 +54,30 @@ def tell_failure(line: Line, error: BaseException) -> None:
 
 
 def _serve(runner: Runner, line: Line, ranks: Ranks) -> None:
-    """Rank 0: the only one the engine talks to. It tells the others what to do, and it alone reports."""
+    """Rank 0: the only one the engine talks to. It tells the others what to do, and it alone reports. What is said of groups
+    that were quickly done waits for the next group, if that has already come: an envelope costs as much as a small group."""
     tell(line, Up())
+    held: list[Report] = []
+    quick = False
     while True:
-        message = line.next(wait=runner.idle)
+        message = line.next(wait=runner.idle and not held)
+        if held and not (quick and isinstance(message, WorkOnGroup)):
+            line.send(Envelope(tuple(held), runner.take_spans()))
+            held = []
+            if message is None and runner.idle:
+                continue
         ranks.tell(message)
         if isinstance(message, Stop):
             return
-        reports = runner.handle(message) if message is not None else runner.work()
-        if reports or time.monotonic() - line.last_sent_s > _SIGN_OF_LIFE_S:
-            line.send(Envelope(tuple(reports), runner.take_spans()))
+        began_s = time.monotonic()
+        try:
+            held += runner.handle(message) if message is not None else runner.work()
+        except Exception:
+            line.send(Envelope(tuple(held), ()))  # what was done before is done
+            raise
+        quick = isinstance(message, WorkOnGroup) and time.monotonic() - began_s < _QUICK_S
+        if not held and time.monotonic() - line.last_sent_s > _SIGN_OF_LIFE_S:
+            line.send(Envelope((), runner.take_spans()))
 
 
 def _follow(runner: Runner, line: Line, ranks: Ranks) -> None:
