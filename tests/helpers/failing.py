@@ -18,7 +18,7 @@ SMALL = (
     *TINY,
     "schedule.updates=6",
     "schedule.groups_per_update=2",
-    "snapshots.every=2",
+    "snapshots.every=1",  # while one is being written the next is left out, so that a quick run may make half of them
     "snapshots.keep=1",
     "evaluate.prompts=8",
     "engine.silence_s=1.5",
