@@ -19,38 +19,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llamarl.build import Site
 from llamarl.configfile import load_config
 from llamarl.controller.default_line import default_line
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.local.engine import LocalEngine
 from llamarl.engine.monarch.install import check_engine
-from llamarl.executors.executor import Executor
-from llamarl.messages import Message, Report, Up
+from llamarl.messages import Up
 
 PROMISED = 0.03
 ENGINES = ("local", "monarch")
 KEYS = ("update_ms", "nobody_ms")
 EXECUTOR = "reward/0"
+IDLE = Path(__file__).parents[1] / "tests" / "helpers" / "hostile.py"  # executors that tests of engines use
 PAUSE_S = 3.2  # who dies sooner after its start would have to wait before the next
-
-
-class Idle:
-    idle = True
-
-    def handle(self, message: Message) -> Iterable[Report]:
-        return ()
-
-    def work(self) -> Iterable[Report]:
-        return ()
-
-
-def idle_executor(site: Site) -> Executor:
-    return Idle()
 
 
 def overhead(engine: str, updates: int) -> dict[str, float]:
@@ -71,7 +56,7 @@ def starting(engine: str, restarts: int) -> dict[str, float]:
     config = load_config(None, [f"engine={engine}"])
     check_engine(config.engine)
     line = default_line(config)
-    builders = {role.name: f"{Path(__file__).resolve()}:{idle_executor.__name__}" for role in line.roles}
+    builders = {role.name: f"{IDLE.resolve()}:idle_executor" for role in line.roles}
     noticed, back = [], []
     with tempfile.TemporaryDirectory() as folder:
         began_s = time.monotonic()

@@ -37,7 +37,7 @@ ASYNC = Arm(
     (*COMMON, "schedule.updates=36", f"schedule.max_staleness={STALENESS}", f"schedule.window={WINDOW}"),
     MATH,
 )
-MUST, HOPED, MUST_IDLE, HOPED_IDLE = 1.5, 2.0, 0.08, 0.03
+MUST, MUST_IDLE = 1.5, 0.08
 
 
 def arms_of(options: Options) -> dict[str, Record]:

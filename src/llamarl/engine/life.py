@@ -16,7 +16,7 @@ from llamarl.executors.executor import Executor
 from llamarl.messages import Failed, Message, Report, Stop, Up, WorkOnGroup
 
 _SIGN_OF_LIFE_S = 1.0
-_QUICK_S = 0.001
+_QUICK_S = 0.001  # for a group: whoever takes longer has said what it did before it takes the next
 
 
 class Line(Protocol):
@@ -72,8 +72,9 @@ def _serve(runner: Runner, line: Line, ranks: Ranks) -> None:
         began_s = time.monotonic()
         try:
             held += runner.handle(message) if message is not None else runner.work()
-        except Exception:
-            line.send(Envelope(tuple(held), ()))  # what was done before is done
+        except (Exception, SystemExit):
+            if held:
+                line.send(Envelope(tuple(held), runner.take_spans()))  # what was done before is done
             raise
         quick = isinstance(message, WorkOnGroup) and time.monotonic() - began_s < _QUICK_S
         if not held and time.monotonic() - line.last_sent_s > _SIGN_OF_LIFE_S:
