@@ -54,6 +54,7 @@ SYNC = Arm(
 
 
 Made = TypeVar("Made")
+_SAYING = threading.Lock()
 
 
 @dataclass
@@ -91,16 +92,22 @@ def side_by_side(chains: Sequence[Callable[[], Made]], options: Options) -> list
 
 def llamarl(name: str, command: Sequence[str], options: Options) -> int:
     """Its exit status. Of several at a time, every line of output says whose it is."""
-    print(f"== {name}: llamarl {' '.join(command)}", flush=True)
+    _say(f"== {name}: llamarl {' '.join(command)}")
     whole = [sys.executable, "-m", "llamarl.cli", *command]
     if options.beside == 1:
         return subprocess.run(whole, check=False).returncode
     with subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            sys.stdout.write(f"{name}: {line}")
-            sys.stdout.flush()
+            _say(f"{name}: {line.rstrip()}")
     return process.returncode
+
+
+def _say(line: str) -> None:
+    """Whole: `print` writes a line and its end apart, and another thread's line may come between them."""
+    with _SAYING:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
 
 
 def read_options(description: str | None) -> Options:
