@@ -22,8 +22,9 @@ from llamarl.config import Config
 from llamarl.configfile import describe, load_config
 from llamarl.controller.ledger import Audit, audit, read_ledger
 from llamarl.controller.replay import replay
+from llamarl.engine.local.nursery import start_nursery_ahead
 from llamarl.errors import InputError, Interrupted, LlamaRLError
-from llamarl.observe.run_folder import EVENTS, LEDGER
+from llamarl.observe.run_folder import CONFIG, EVENTS, LEDGER, dated_run_folder
 
 if TYPE_CHECKING:
     from llamarl.tasks.task import Prompter
@@ -78,14 +79,18 @@ def train(
         settings.insert(0, config)
     elif config:
         path = Path(config)
-    if resume and run is None:
-        raise InputError("--resume: name the run folder with --run DIR")
+    if resume:
+        if run is None:
+            raise InputError("--resume: name the run folder with --run DIR")
+        if path is None and (run / CONFIG).is_file():
+            path = run / CONFIG
     settled = load_config(path, settings)  # mistakes are told at once, before torch is imported
+    if settled.engine.kind == "local":
+        start_nursery_ahead()
 
     from llamarl.job import Job
     from llamarl.observe.display import make_display
     from llamarl.observe.report import print_report
-    from llamarl.observe.run_folder import dated_run_folder
 
     console = Console()
     folder = run or dated_run_folder()

@@ -198,8 +198,11 @@ def control_from_arguments() -> socket.socket:
 
 
 def import_what_children_need() -> None:
-    """torch above all; and what the first optimizer of a process makes torch import."""
-    import torch._dynamo  # noqa: F401
+    """torch above all; and, where there may be a GPU to compile for, its compiler."""
+    import torch
 
     import llamarl.build
     import llamarl.engine.life  # noqa: F401
+
+    if torch.version.cuda:
+        import torch._dynamo

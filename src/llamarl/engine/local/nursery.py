@@ -63,9 +63,17 @@ def _live(birth: Birth, fds: list[int]) -> None:
     live(birth, fds)
 
 
+_ahead: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
+
+
 def start_nursery() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """The engine's side: the new process, and the control socket to it."""
-    return start_forking("llamarl.engine.local.nursery")
+    return _ahead.pop() if _ahead else start_forking("llamarl.engine.local.nursery")
+
+
+def start_nursery_ahead() -> None:
+    """For the next `start_nursery`. Called before this process imports torch, so that both import it at the same time."""
+    _ahead.append(start_forking("llamarl.engine.local.nursery"))
 
 
 def main() -> None:
