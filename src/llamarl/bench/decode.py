@@ -79,10 +79,13 @@ class DecodeResult(Struct, frozen=True):
 
 
 def profile_decode(shape: ModelShape, case: Case) -> str:
-    """Where the time of a few bursts goes."""
+    """Where the time of a few bursts goes, and of a run with heavy-tailed lengths."""
     bench = DecodeBench(shape, case)
     bench.run([case.new] * case.batch)
-    return kernel_times(lambda: bench.run([_PROFILED_STEPS] * case.batch))
+    steady = kernel_times(lambda: bench.run([_PROFILED_STEPS] * case.batch))
+    bench.heavy_tailed()
+    heavy = kernel_times(lambda: bench.refilled(bench.heavy_tailed_lengths()))
+    return f"{steady}\n\nheavy-tailed lengths:\n{heavy}"
 
 
 def _decoder_of(shape: ModelShape, case: Case, longest: int) -> ContinuousDecoder:
@@ -171,19 +174,33 @@ class DecodeBench:
         self.decoder.version += 1
 
     def heavy_tailed(self) -> float:
-        """Tokens per second from start until nothing waits any more: as in training, there is always a next prompt."""
+        """Tokens per second with heavy-tailed lengths and continuous refill."""
+        lengths = self.heavy_tailed_lengths()
+        self.refilled(lengths)  # captures what is to be measured: a graph for each number of prompts that come at once
+        self._drain()
+        rate = self.refilled(lengths)
+        self._drain()
+        return rate
+
+    def heavy_tailed_lengths(self) -> list[int]:
         case, lengths = self._case, list[int]()
         while len(lengths) < _ROUNDS * case.batch:
             drawn = round(case.median * math.exp(self._chance.gauss(0, _SPREAD)))
             lengths += [min(max(1, drawn), _LONGEST * case.median)] * case.samples
+        return lengths
+
+    def refilled(self, lengths: list[int]) -> float:
+        """Tokens per second from start until nothing waits any more: as in training, there is always a next prompt."""
         self._add(lengths)
-        before, start_s = self.decoder.tokens_sampled, time.perf_counter()
+        before, start_s = self.decoder.tokens_sampled, self._clock()
         while self.decoder.num_waiting:
             self.decoder.step()
-        tokens, seconds = self.decoder.tokens_sampled - before, time.perf_counter() - start_s
+        synchronize(self._device)
+        return (self.decoder.tokens_sampled - before) / (self._clock() - start_s)
+
+    def _drain(self) -> None:
         while not self.decoder.idle:
             self.decoder.step()
-        return tokens / seconds
 
 
 def _clone(model: Transformer) -> list[torch.Tensor]:

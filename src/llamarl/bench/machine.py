@@ -52,16 +52,18 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_times(action: Callable[[], object], rows: int = 30) -> str:
-    """Which kernels the device spends its time in while the action runs, and how much."""
+    """Which kernels the device spends its time in while the action runs, how much, and how long it takes by the clock."""
     on_gpu = torch.cuda.is_available()
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
+        start_s = time.perf_counter()
         action()
+        wall_ms = 1e3 * (time.perf_counter() - start_s)
     events = [(event.key, _device_us(event), event.count) for event in profiler.key_averages()]
     total_us = sum(spent_us for _, spent_us, _ in events)
     longest = sorted(events, key=lambda event: -event[1])[:rows]
     lines = [f"{spent / 1e3:9.2f} ms {spent / total_us:6.1%} {count:5}x  {key[:110]}" for key, spent, count in longest]
-    return "\n".join([*lines, f"{total_us / 1e3:9.2f} ms in all kernels"])
+    return "\n".join([*lines, f"{total_us / 1e3:9.2f} ms in all kernels, {wall_ms:.2f} ms by the clock"])
 
 
 def _device_us(event: object) -> float:
