@@ -6,7 +6,7 @@
 
 Models have random weights, and one follows the other in one process; the first token is that of fresh processes, without
 compiled kernels on disk and with those of the one before. A rate is the median of three runs with all slots busy, from the
-end of the first burst. What a real job reaches (Qwen on GSM8K) comes from a job: see `docs/results.md`.
+end of the first burst. What a real job reaches (Qwen on GSM8K): `generator_in_a_job.py`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from llamarl.algo.metrics import describe_groups
 from llamarl.executors.executor import Executor
 from llamarl.messages import BatchResult, GroupResult, Message, Report, WorkOnBatch, WorkOnGroup
 from llamarl.types import Completion, CompletionGroup, PromptGroup, VersionRun, floats_to_bytes, tokens_to_bytes
@@ -59,7 +60,7 @@ class PretendedTrainer:
         if not isinstance(message, WorkOnBatch):
             return self._honest.handle(message)
         self._spend()
-        return [BatchResult(message.update, {"groups": float(len(message.groups))})]
+        return [BatchResult(message.update, describe_groups(message.groups))]
 
     def work(self) -> Iterable[Report]:
         return self._honest.work()

@@ -1,0 +1,103 @@
+"""How much of its steady rate a generator keeps in a real job: real prompts, answers that end when they end, refill, judging,
+messages, ledger, new versions all the time.
+
+    python benchmarks/generator_in_a_job.py [--updates 40] [--staleness 1,4] [--json result.json] [KEY=VALUE ...]
+
+The job is `examples/gsm8k_qwen.yaml`, with a trainer that takes its batch and publishes the next version without computing
+anything: the generator has the GPU to itself, as where the trainer has another. Tokens of the answers trained on are
+counted from the tenth update on, when every graph has been captured. The steady rate is that of the same shape with random
+weights, all slots busy, with prompts and answers of the job's mean lengths. Exits with 1 if no staleness reaches 75%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+
+import torch
+from pretending import PretendedTrainer, update_times  # beside this script
+
+from llamarl import Job
+from llamarl.bench.decode import Case, DecodeBench
+from llamarl.build import Site, build_trainer
+from llamarl.config import Config
+from llamarl.configfile import load_config
+from llamarl.executors.executor import Executor
+from llamarl.generate.prompting import prompt_tokens
+from llamarl.model.hf_config import read_shape
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.tasks.registry import make_task
+
+PROMISED = 0.75
+WARM_UP = 10
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_qwen.yaml"
+PROBLEMS = 256  # whose prompts are counted
+
+
+def instant_trainer(site: Site) -> Executor:
+    return PretendedTrainer(build_trainer(site), lambda: None)
+
+
+def rate_in_job(config: Config) -> tuple[float, float]:
+    """Tokens a second, and the mean length of an answer."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "run"
+        Job(config, builders={"trainer": instant_trainer}).run(folder)
+        at_s = update_times(folder)[WARM_UP - 1 :]
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    counted = [row for row in rows if row["role"] == "trainer" and row["update"] >= WARM_UP]
+    tokens = sum(row["answer_tokens"] * row["completions"] for row in counted)
+    return tokens / (at_s[-1] - at_s[0]), tokens / sum(row["completions"] for row in counted)
+
+
+def steady_rate(config: Config, answer_tokens: float, device: str) -> float:
+    tokenizer, task = Tokenizer.load(config.model_folder), make_task(config.task, config.seed)
+    prompts = [prompt_tokens(tokenizer, problem) for problem in task.evaluation(PROBLEMS, "held_out")]
+    case = Case(
+        model=str(config.model_folder),
+        batch=config.generator.slots,
+        prompt=round(mean(map(len, prompts))),
+        new=round(answer_tokens),
+        samples=config.schedule.samples_per_group,
+        precision="bf16" if device == "cuda" else "fp32",
+        device=device,
+    )
+    bench = DecodeBench(read_shape(config.model_folder), case, longest=case.new)
+    lengths = [case.new] * case.batch
+    bench.run(lengths)  # captures what is to be measured
+    _, busy_s = bench.run(lengths)
+    return case.batch * (case.new - bench.decoder.burst_steps) / busy_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--staleness", default="1,4", help="one run for each of these")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="such as model.path=... and task.path=...")
+    args = parser.parse_intermixed_args()
+    device, rows = "cuda" if torch.cuda.is_available() else "cpu", []
+    print(
+        "| staleness | tokens/s in the job | tokens of an answer | steady tokens/s | share |\n|---:|---:|---:|---:|---:|"
+    )
+    for staleness in map(int, args.staleness.split(",")):
+        schedule = [f"schedule.updates={args.updates}", f"schedule.max_staleness={staleness}"]
+        ours = [*schedule, "evaluate.prompts=0", "evaluate.every=0", "snapshots.at_end=policy"]
+        config = load_config(EXAMPLE, [*ours, *args.settings])
+        rate, answer = rate_in_job(config)
+        steady = steady_rate(config, answer, device)
+        rows.append({"staleness": staleness, "rate": rate, "answer": answer, "steady": steady, "share": rate / steady})
+        print(f"| {staleness} | {rate:,.0f} | {answer:.0f} | {steady:,.0f} | {rate / steady:.1%} |", flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    sys.exit(max(row["share"] for row in rows) < PROMISED)
+
+
+if __name__ == "__main__":
+    main()
