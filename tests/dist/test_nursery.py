@@ -24,7 +24,7 @@ from llamarl.engine.forking import READY
 from llamarl.engine.local import engine as engine_module
 from llamarl.engine.local import nursery as nursery_module
 from llamarl.engine.local.engine import LocalEngine
-from llamarl.engine.local.nursery import start_nursery_ahead
+from llamarl.engine.local.nursery import nursery_ahead
 from llamarl.engine.local.wire import Obituary
 from llamarl.engine.supervision import Backoff
 from llamarl.frames import encode_frame
@@ -156,18 +156,25 @@ def test_the_engine_ignores_news_that_are_none(tmp_path: Path, monkeypatch: pyte
         theirs.close()
 
 
-def test_a_nursery_that_was_started_ahead_is_the_next_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nursery_module, "_ahead", [])
-    start_nursery_ahead()
-    [(_, ahead)] = nursery_module._ahead
-    first, second = Bench(tmp_path / "first"), Bench(tmp_path / "second")
-    try:
-        assert first.engine._nursery is ahead
-        assert second.engine._nursery is not ahead
-        first.raise_child()
-    finally:
-        first.engine.stop()
-        second.engine.stop()
+def test_a_nursery_that_was_started_ahead_is_the_next_engines(tmp_path: Path) -> None:
+    with nursery_ahead():
+        [(_, ahead)] = nursery_module._ahead
+        first, second = Bench(tmp_path / "first"), Bench(tmp_path / "second")
+        try:
+            assert first.engine._nursery is ahead
+            assert second.engine._nursery is not ahead
+            first.raise_child()
+        finally:
+            first.engine.stop()
+            second.engine.stop()
+
+
+def test_a_nursery_that_was_started_ahead_and_never_needed_is_ended() -> None:
+    before = num_descriptors()
+    with nursery_ahead():
+        [(_, ahead)] = nursery_module._ahead
+    assert ahead.poll() is not None
+    assert num_descriptors() == before
 
 
 def test_stopping_before_the_nursery_is_ready_is_quick_and_leaves_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,14 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from llamarl.engine.forking import MAX_MESSAGE, READY, Forks, control_from_arguments, start_forking
+from llamarl.engine.forking import (
+    MAX_MESSAGE,
+    READY,
+    Forks,
+    control_from_arguments,
+    import_what_children_need,
+    start_forking,
+)
 
 _LOOK_S = 0.005
 
@@ -122,5 +129,8 @@ def _live(order: Order) -> None:
 
 if __name__ == "__main__":
     control = control_from_arguments()
+    import_what_children_need()
+
+    import llamarl.job  # noqa: F401
 
     _Warm(control).run()

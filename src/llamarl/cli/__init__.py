@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,7 @@ from llamarl.config import Config
 from llamarl.configfile import describe, load_config
 from llamarl.controller.ledger import Audit, audit, read_ledger
 from llamarl.controller.replay import replay
-from llamarl.engine.local.nursery import start_nursery_ahead
+from llamarl.engine.local.nursery import nursery_ahead
 from llamarl.errors import InputError, Interrupted, LlamaRLError
 from llamarl.observe.run_folder import CONFIG, EVENTS, LEDGER, dated_run_folder
 
@@ -85,22 +85,23 @@ def train(
         if path is None and (run / CONFIG).is_file():
             path = run / CONFIG
     settled = load_config(path, settings)  # mistakes are told at once, before torch is imported
-    if settled.engine.kind == "local":
-        start_nursery_ahead()
+    with nursery_ahead() if settled.engine.kind == "local" else nullcontext():
+        _train(settled, run or dated_run_folder(), resume=resume, quiet=quiet)
 
+
+def _train(config: Config, folder: Path, *, resume: bool, quiet: bool) -> None:
     from llamarl.job import Job
     from llamarl.observe.display import make_display
     from llamarl.observe.report import print_report
 
     console = Console()
-    folder = run or dated_run_folder()
-    job = None if resume else Job(settled)
+    job = None if resume else Job(config)
     if not quiet:
         console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
     display = make_display(console, quiet=quiet)
     try:
         if job is None:
-            summary = Job.resume(folder, config=settled if path else None, overrides=settings, display=display)
+            summary = Job.resume(folder, config=config, display=display)
         else:
             summary = job.run(folder, display=display)
     except KeyboardInterrupt:

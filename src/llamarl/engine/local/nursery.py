@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import msgspec
 
@@ -71,9 +72,19 @@ def start_nursery() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     return _ahead.pop() if _ahead else start_forking("llamarl.engine.local.nursery")
 
 
-def start_nursery_ahead() -> None:
-    """For the next `start_nursery`. Called before this process imports torch, so that both import it at the same time."""
+@contextmanager
+def nursery_ahead() -> Iterator[None]:
+    """One for the next `start_nursery`, if that comes within. To be entered before this process imports torch, so that both
+    import it at the same time."""
     _ahead.append(start_forking("llamarl.engine.local.nursery"))
+    try:
+        yield
+    finally:
+        while _ahead:
+            control, process = _ahead.pop()
+            control.close()
+            process.kill()
+            process.wait()
 
 
 def main() -> None:
