@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before.
-FORKING := $(wildcard tests/dist/test_transfer_*.py tests/unit/weights/*.py)
+FORKING := $(wildcard tests/dist/test_transfer_*.py) tests/unit/weights
 
 .PHONY: train test test-monarch test-cluster soak venv format bench clean
 
@@ -14,7 +14,9 @@ test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest $(FORKING)
-	$(BIN)/pytest $(addprefix --ignore=,$(FORKING))
+	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit --ignore=tests/unit/weights --ignore=tests/unit/tasks
+	$(BIN)/pytest tests/unit/tasks # alone: they look for programs that are left on the whole machine
+	$(BIN)/pytest --ignore=tests/unit $(addprefix --ignore=,$(FORKING))
 
 # The same tests on the other engine. Monarch brings a package named `tests` and much else, so it has an environment of its own.
 MONARCH := .venv-monarch/bin
