@@ -46,7 +46,7 @@ def running(tmp_path: Path) -> Iterator[dict[str, Any]]:
             start_new_session=True,
         )
     try:
-        assert wait_until(lambda: all(trained_updates(tmp_path / name / "run") > 1 for name in jobs), 120)
+        assert wait_until(lambda: all(trained_updates(tmp_path / name / "run") > 1 for name in jobs), 60)
         yield {"jobs": jobs, "shared_memory": shared_memory}
     finally:
         signal.signal(signal.SIGINT, ours)
@@ -70,9 +70,9 @@ def test_ctrl_c_and_kill_9_leave_no_process_no_shared_memory_and_no_file(
     for name in ("interrupted", "killed"):
         assert all_gone(f"{MARK}={tmp_path / name}", within_s=10)  # a busy machine is slow to end them
         assert not [path for path in (tmp_path / name / "tmp").iterdir() if not is_monarchs_own(path)]
-    assert wait_until(lambda: set(os.listdir("/dev/shm")) <= running["shared_memory"], 10)
+    assert wait_until(lambda: set(os.listdir("/dev/shm")) <= running["shared_memory"], 3)
     run = tmp_path / "interrupted" / "run"
-    assert interrupted.wait(10) == 130
+    assert interrupted.wait(3) == 130
     said = interrupted.stderr.read().decode()
     assert said == f"llamarl: interrupted; the record so far is in {run}\n"
     assert json.loads((run / "summary.json").read_text())["outcome"] == "interrupted"

@@ -94,7 +94,7 @@ def test_the_death_of_a_child_is_an_event_within_a_second_and_names_the_signal(b
 def test_last_words_are_heard_even_when_a_message_finds_the_executor_dead(bench: Bench) -> None:
     child = bench.raise_child("trainer/0")
     bench.engine.send("trainer/0", PublishWeights(0))
-    assert wait_until(lambda: not is_alive(child), 10)  # its report lies unread
+    assert wait_until(lambda: not is_alive(child), 3)  # its report lies unread
     bench.engine.send("trainer/0", PublishWeights(1))
     assert bench.death() == "ValueError: no PublishWeights for me"
 
@@ -133,7 +133,7 @@ def test_the_death_of_the_nursery_is_the_death_of_its_children_and_a_new_one_tak
     child = bench.raise_child()
     bench.engine._nursery.kill()
     assert bench.death() == "the process that starts executors died"
-    assert wait_until(lambda: not is_alive(child), 10)
+    assert wait_until(lambda: not is_alive(child), 1)
     bench.raise_child()
 
 

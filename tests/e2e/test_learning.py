@@ -11,8 +11,8 @@ from llamarl import Job
 from llamarl.config import Config
 from llamarl.configfile import load_config
 
-A_QUARTER = Config().schedule.updates // 4
-SHORT = [f"engine={ENGINE}", f"schedule.updates={A_QUARTER}", "trainer.final_lr_share=1.0"]
+A_THIRD = Config().schedule.updates // 3
+SHORT = [f"engine={ENGINE}", f"schedule.updates={A_THIRD}", "trainer.final_lr_share=1.0"]
 
 
 def test_reward_and_held_out_accuracy_rise(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_every_death_is_named_and_nothing_is_lost_or_left_behind(tmp_path: Path)
     assert found.clean and found.rewinds == len(PLAN["trainer/0"])
     for executor, deeds in PLAN.items():
         assert deaths(tmp_path / "run", executor) == [SAID[deed] for deed in deeds], executor
-    assert wait_until(lambda: not marked_processes(f"{MARK}={tmp_path}") - {os.getpid()}, 20), "a process is left"
+    assert wait_until(lambda: not marked_processes(f"{MARK}={tmp_path}") - {os.getpid()}, 5), "a process is left"
     left = {path.name for path in set(TEMPORARY.iterdir()) - before}
     assert not [name for name in left if name.startswith("llamarl-")]
     assert {one.partition(" ")[0] for one in listened_on} <= {"unix"}, "on one machine nothing but Unix sockets"
@@ -151,4 +151,4 @@ def test_all_dies_with_the_main_process(tmp_path: Path) -> None:
         assert len(children) > 5
     finally:
         job.end()
-    assert wait_until(lambda: not any(map(is_alive, children)), 20), "a child outlived the job"
+    assert wait_until(lambda: not any(map(is_alive, children)), 5), "a child outlived the job"

@@ -107,9 +107,9 @@ def test_right_and_wrong_are_still_told_apart_after_all_that(judge: Judge) -> No
 def test_scorers_that_run_in_this_process_are_quick_about_every_case(scorer: str) -> None:
     judge = Judge(Reward(scorer=scorer))
     for case in named_cases():
-        started_s = time.thread_time()
+        started_s = time.perf_counter()
         outcome = judge.score(case.text, PROBLEM)
-        assert time.thread_time() - started_s < 1.0, case.name
+        assert time.perf_counter() - started_s < 1.0, case.name
         assert outcome.status == "ok" and 0.0 <= outcome.reward <= 1.0, case.name
         assert outcome.reward == 0.0 or scorer in ("format", "length"), case.name
     for case in random_cases(NUM_RANDOM):

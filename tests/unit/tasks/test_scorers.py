@@ -87,7 +87,7 @@ def test_numeric_tells_long_numbers_apart() -> None:
 
 @any_scorer
 def test_a_huge_completion_costs_next_to_nothing(scorer: Scorer) -> None:
-    started_s = time.thread_time()
+    started_s = time.perf_counter()
     for text in ("9" * 1_000_000, " " * 1_000_000, "1." * 500_000, "-" * 1_000_000):
         assert scorer(text, "82", "") == 0.0
-    assert time.thread_time() - started_s < 2.0
+    assert time.perf_counter() - started_s < 2.0

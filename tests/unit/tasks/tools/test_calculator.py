@@ -62,10 +62,10 @@ def test_what_is_none_is_refused_with_the_reason(text: str, reason: str) -> None
 
 @given(text=st.text(alphabet="0123456789+-*/^(). ", max_size=400))
 def test_nothing_takes_long(text: str) -> None:
-    start_s = time.thread_time()
+    start_s = time.perf_counter()
     with suppress(NoExpression):
         assert len(compute(text)) < 1000
-    assert time.thread_time() - start_s < 1.0
+    assert time.perf_counter() - start_s < 1.0
 
 
 @pytest.mark.parametrize(
