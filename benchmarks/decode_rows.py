@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -113,7 +112,7 @@ def rate_rows(rates: Iterable[Rate], device: str, tiny: bool, page: int) -> Iter
 def rows_of(rate: Rate, case: Case, tiny: bool, found: dict[str, float]) -> Iterable[Row]:
     # Slots as long as the heavy tail needs, or as the answers are.
     bench = DecodeBench(TINY if tiny else shape_named(rate.model), case, 0 if rate.tails else case.new)
-    found[rate.name] = steady(bench, case.new, case.batch)
+    found[rate.name] = bench.steady(RUNS)
     yield judged(rate, found)
     if rate.tails:
         share = bench.heavy_tailed() / found[rate.name]
@@ -126,12 +125,6 @@ def case_of(rate: Rate, device: str, tiny: bool) -> Case:
     precision = "fp32" if tiny and rate.precision == "bf16" else rate.precision
     batch, prompt, new = (8, 16, 16) if tiny else (rate.batch, rate.prompt, 256)
     return Case(rate.model, batch, prompt, new, SAMPLES, precision, device, rate.kv_cache, rate.burst)
-
-
-def steady(bench: DecodeBench, new: int, batch: int) -> float:
-    bench.run([new] * batch)  # captures what is to be measured
-    busy_s = statistics.median(bench.run([new] * batch)[1] for _ in range(RUNS))
-    return batch * (new - bench.decoder.burst_steps) / busy_s
 
 
 def judged(rate: Rate, found: dict[str, float]) -> Row:

@@ -66,11 +66,7 @@ def steady_rate(config: Config, answer_tokens: float, device: str) -> float:
         precision="bf16" if device == "cuda" else "fp32",
         device=device,
     )
-    bench = DecodeBench(read_shape(config.model_folder), case, longest=case.new)
-    lengths = [case.new] * case.batch
-    bench.run(lengths)  # captures what is to be measured
-    _, busy_s = bench.run(lengths)
-    return case.batch * (case.new - bench.decoder.burst_steps) / busy_s
+    return DecodeBench(read_shape(config.model_folder), case, longest=case.new).steady()
 
 
 def main() -> None:

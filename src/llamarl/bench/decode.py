@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 import time
 from typing import Literal
 
@@ -83,8 +84,10 @@ def profile_decode(shape: ModelShape, case: Case) -> str:
     bench = DecodeBench(shape, case)
     bench.run([case.new] * case.batch)
     steady = kernel_times(lambda: bench.run([_PROFILED_STEPS] * case.batch))
-    bench.heavy_tailed()
-    heavy = kernel_times(lambda: bench.refilled(bench.heavy_tailed_lengths()))
+    lengths = bench.heavy_tailed_lengths()
+    bench.refilled(lengths)
+    bench.drain()
+    heavy = kernel_times(lambda: bench.refilled(lengths))
     return f"{steady}\n\nheavy-tailed lengths:\n{heavy}"
 
 
@@ -111,7 +114,7 @@ def bench_decode(shape: ModelShape, case: Case) -> DecodeResult:
     bench.run(steady)  # captures what is to be measured
     whole_s, busy_s = bench.run(steady)
     changed_s, _ = bench.run(steady, change_weights=True)
-    rate = case.batch * (case.new - decoder.burst_steps) / busy_s
+    rate = bench.rate(busy_s)
     heavy = bench.heavy_tailed()
     ceilings = measure_ceilings(device, _OPERANDS[case.precision] if device.type == "cuda" else case.dtype)
     floor = case.batch / floor_s(shape, case, ceilings)
@@ -168,6 +171,16 @@ class DecodeBench:
         self.peak_bytes = peak_memory_bytes(self._device)
         return end_s - start_s, end_s - first_s
 
+    def rate(self, busy_s: float) -> float:
+        """Tokens per second with all slots busy, of a run that took so long from the end of its first burst."""
+        return self._case.batch * (self._case.new - self.decoder.burst_steps) / busy_s
+
+    def steady(self, runs: int = 1) -> float:
+        """The median rate of several runs."""
+        lengths = [self._case.new] * self._case.batch
+        self.run(lengths)  # captures what is to be measured
+        return self.rate(statistics.median(self.run(lengths)[1] for _ in range(runs)))
+
     @torch.no_grad()
     def _change(self, weights: list[torch.Tensor]) -> None:
         torch._foreach_copy_(list(self.decoder.model.parameters()), weights)
@@ -177,9 +190,9 @@ class DecodeBench:
         """Tokens per second with heavy-tailed lengths and continuous refill."""
         lengths = self.heavy_tailed_lengths()
         self.refilled(lengths)  # captures what is to be measured: a graph for each number of prompts that come at once
-        self._drain()
+        self.drain()
         rate = self.refilled(lengths)
-        self._drain()
+        self.drain()
         return rate
 
     def heavy_tailed_lengths(self) -> list[int]:
@@ -198,7 +211,7 @@ class DecodeBench:
         synchronize(self._device)
         return (self.decoder.tokens_sampled - before) / (self._clock() - start_s)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         while not self.decoder.idle:
             self.decoder.step()
 
