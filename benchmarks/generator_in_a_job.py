@@ -36,6 +36,7 @@ PROMISED = 0.75
 WARM_UP = 10
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_qwen.yaml"
 PROBLEMS = 256  # whose prompts are counted
+SHORTEST = 16  # tokens, as in `llamarl bench decode`: a rate is counted from the second burst on
 
 
 def instant_trainer(site: Site) -> Executor:
@@ -61,7 +62,7 @@ def steady_rate(config: Config, answer_tokens: float, device: str) -> float:
         model=str(config.model_folder),
         batch=config.generator.slots,
         prompt=round(mean(map(len, prompts))),
-        new=round(answer_tokens),
+        new=max(SHORTEST, round(answer_tokens)),
         samples=config.schedule.samples_per_group,
         precision="bf16" if device == "cuda" else "fp32",
         device=device,
