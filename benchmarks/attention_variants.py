@@ -1,8 +1,8 @@
-"""Decode attention in several tilings: the kernel in use against the one on trial (`attention_trials.py`), layer by layer.
+"""Decode attention in several tilings, layer by layer.
 
     python benchmarks/attention_variants.py [--case 1B] [--budget 170] [--workers 8] [--json result.json]
 
-Every variant is first held against plain PyTorch on a small scene, in processes of their own, which also compile it; one that
+Every tiling is first held against plain PyTorch on a small scene, in processes of their own, which also compile it; one that
 fails is reported as such. Then each is timed: a CUDA graph of eight layers, each with a cache of its own, so that nothing is
 found in the GPU's own memory; the median of several replays. TB/s counts keys, values and scales that must be read, once.
 Without a GPU, `TRITON_INTERPRET=1 ... --tiny` checks on a CPU and times nothing worth reading.
@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,48 +65,39 @@ CASES = (
     Case("1B shared", 256, 32, 8, 64, 250, prompt=128),
 )
 Tile = tuple[int, int, int, int]  # tokens of a page; block, warps, stages
-IN_USE: tuple[Tile, ...] = ((16, 64, 4, 3), (64, 64, 4, 3), (64, 32, 1, 3))
-TRIALS: dict[tuple[int, bool], tuple[Tile, ...]] = {
+TILES: dict[tuple[int, bool], tuple[Tile, ...]] = {
     (64, False): (
         (16, 16, 1, 3),
         (16, 16, 1, 4),
+        (16, 16, 1, 5),
+        (16, 16, 1, 6),
         (16, 32, 1, 3),
-        (16, 32, 1, 2),
+        (16, 16, 1, 8),
         (64, 32, 1, 3),
-        (64, 32, 1, 2),
-        (64, 64, 1, 2),
-        (64, 64, 2, 3),
-        (16, 32, 2, 3),
         (64, 64, 4, 3),
     ),
     (128, False): (
         (16, 16, 1, 3),
         (16, 16, 1, 4),
-        (16, 32, 1, 2),
+        (16, 16, 1, 5),
+        (16, 16, 1, 6),
         (64, 32, 1, 2),
         (64, 32, 1, 3),
-        (16, 32, 2, 3),
-        (64, 64, 2, 2),
-        (64, 64, 4, 3),
     ),
     (128, True): (
-        (16, 16, 1, 3),
-        (16, 16, 1, 4),
-        (16, 32, 1, 3),
         (16, 32, 1, 2),
-        (64, 32, 1, 3),
-        (64, 32, 1, 2),
+        (16, 32, 1, 3),
+        (16, 32, 1, 4),
+        (16, 16, 1, 6),
         (64, 64, 2, 3),
-        (64, 64, 4, 3),
     ),
 }
-SHARED_TILES = ((64, 4, 3), (32, 4, 3), (32, 2, 3), (32, 4, 4))
+SHARED_TILES = ((64, 4, 3), (32, 4, 3), (32, 4, 4), (16, 4, 4))
 
 
 @dataclass(frozen=True)
 class Variant:
     case: str
-    kernel: str  # in use, trial; trial, early: started before the one before it has ended
     tile: Tile
     shared_tile: tuple[int, int, int] | None = None
 
@@ -115,20 +105,15 @@ class Variant:
     def name(self) -> str:
         page, *tile = self.tile
         shared = f", prompts {'/'.join(map(str, self.shared_tile))}" if self.shared_tile else ""
-        return f"{self.kernel}, page {page}, {'/'.join(map(str, tile))}{shared}"
+        return f"page {page}, {'/'.join(map(str, tile))}{shared}"
 
 
 def variants(case: Case) -> list[Variant]:
-    shared = bool(case.prompt)
-    narrow_sharing = shared and case.narrow  # the kernel in use cannot
-    in_use = [] if narrow_sharing else [Variant(case.name, "in use", tile) for tile in IN_USE[: 1 if shared else 3]]
-    tiles = TRIALS[case.size, case.narrow]
-    if not shared:
-        early = [Variant(case.name, "trial, early", tile) for tile in tiles[1:5:2]]
-        return in_use + [Variant(case.name, "trial", tile) for tile in tiles] + early
-    likely = [tile for tile in tiles if tile[1:] in ((32, 1, 2), (16, 1, 4), (32, 1, 3))]
-    trials = [Variant(case.name, "trial", tile, SHARED_TILES[0]) for tile in likely]
-    return in_use + trials + [replace(trials[-1], shared_tile=tile) for tile in SHARED_TILES[1:]]
+    """Where prompts are shared: the second tiling, with several for the prompts."""
+    tiles = TILES[case.size, case.narrow]
+    if not case.prompt:
+        return [Variant(case.name, tile) for tile in tiles]
+    return [Variant(case.name, tiles[1], shared) for shared in SHARED_TILES]
 
 
 @dataclass
@@ -219,19 +204,15 @@ Attend = Callable[[Scene, int], Tensor]
 
 
 def attend_of(variant: Variant) -> Attend:
-    import attention_trials  # beside this script
+    from llamarl.generate import attention_kernels as kernels
 
-    from llamarl.generate import attention_kernels
-
-    module: Any = attention_kernels if variant.kernel == "in use" else attention_trials
-    how = module.Tiling(*variant.tile[1:], *([True] if variant.kernel == "trial, early" else []))
-    more = {"shared_how": module.Tiling(*variant.shared_tile)} if variant.shared_tile else {}
+    how = kernels.Tiling(*variant.tile[1:])
+    shared_how = kernels.Tiling(*variant.shared_tile) if variant.shared_tile else None
 
     def attend(scene: Scene, layer: int) -> Tensor:
         keys, values = scene.cache.keys(layer), scene.cache.values(layer)
         where = (scene.table_SP, scene.slots_B, scene.positions_S, scene.rope, scene.readings)
-        found: Tensor = module.attend_pages(scene.qkv, keys, values, *where, how=how, **more)
-        return found
+        return kernels.attend_pages(scene.qkv, keys, values, *where, how=how, shared_how=shared_how)
 
     return attend
 
@@ -351,38 +332,6 @@ def check_slice(work: list[tuple[Case, Variant]], part: str, device: torch.devic
         print(json.dumps([f"{case.name}: {variant.name}", check(case, variant, device, rows)]), flush=True)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Of the kernel on trial: a size of pages, and the best tiling with it by head size and precision."""
-
-    page: int
-    tiles: dict[tuple[int, bool], tuple[int, int, int, bool]]  # block, warps, stages, early
-    shared_tiles: dict[tuple[int, bool], tuple[int, int, int]]
-
-
-def choose(results: list[dict[str, Any]]) -> Choice:
-    """The page whose best tilings are quickest over the cases that decide: 1B, 8B, and 8B with fp8."""
-    by_name = {case.name: case for case in CASES}
-    timed = [row for row in results if row["us"] > 0 and row["kernel"] != "in use"]
-
-    def best(case: str, page: int) -> dict[str, Any]:
-        rows = [row for row in timed if row["case"] == case and row["tile"][0] == page]
-        return min(rows, key=lambda row: float(row["us"]), default={"us": math.inf})
-
-    decisive = [name for name in ("1B", "8B", "8B fp8") if any(row["case"] == name for row in timed)]
-    page = min((16, 64), key=lambda page: math.prod(best(name, page)["us"] for name in decisive))
-    tiles, shared_tiles = {}, {}
-    for name in decisive:
-        found, key = best(name, page), (by_name[name].size, by_name[name].narrow)
-        tiles[key] = (*found["tile"][1:], found["kernel"] == "trial, early")
-    for name in ("8B shared", "8B fp8 shared"):
-        rows = [row for row in timed if row["case"] == name]
-        if rows:
-            quickest = min(rows, key=lambda row: float(row["us"]))
-            shared_tiles[by_name[name].size, by_name[name].narrow] = tuple(quickest["shared_tile"])
-    return Choice(page, tiles, shared_tiles)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", default=[], choices=[case.name for case in CASES])
@@ -419,8 +368,7 @@ def main() -> None:
         print(f"| {case.name} | {variant.name} | {note or f'{us:.1f}'} | {rate:.2f} |", flush=True)
         results.append({**asdict(variant), "us": us, "tb_per_s": rate, "note": note})
     ceilings = measure_ceilings(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    print(f"\n{choose(results)}")
-    print(f"a copy: {ceilings.bytes / 1e12:.2f} TB/s; all in {time.perf_counter() - start_s:.0f} s")
+    print(f"\na copy: {ceilings.bytes / 1e12:.2f} TB/s; all in {time.perf_counter() - start_s:.0f} s")
     if arguments.json:
         arguments.json.write_text(json.dumps({"copy_tb_per_s": ceilings.bytes / 1e12, "variants": results}, indent=1))
 

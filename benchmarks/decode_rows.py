@@ -1,7 +1,6 @@
 """All that is promised of decoding on one GPU, in one table: rates, heavy tails, sampling filters, the first token.
 
     python benchmarks/decode_rows.py [--only "1B bf16"] [--json result.json]
-    python benchmarks/decode_rows.py --trial --timed variants.json     # with the attention of `attention_trials.py`
     python benchmarks/decode_rows.py --tiny          # a model of a few thousand parameters, on any machine
 
 Models have random weights, and one follows the other in one process; the first token is that of fresh processes, without
@@ -22,18 +21,15 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from attention_variants import choose, graph_s, plain_s  # beside this script
+from attention_variants import graph_s, plain_s  # beside this script
 from msgspec import structs
-from torch import Tensor
 
 from llamarl.bench.decode import Case, DecodeBench
 from llamarl.bench.machine import process_age_s
-from llamarl.generate.cache import Pages
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
-from llamarl.generate.scheduler import Batch
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.shapes import ModelShape, shape_named
 
@@ -202,41 +198,6 @@ def first_token_s(device: str, tiny: bool) -> float:
     return process_age_s()
 
 
-def put_on_trial(timed: Path | None) -> int | None:
-    """In the place of the attention in use; it shares readings of fp8 too. `timed`: what `attention_variants.py --json` has
-    written, to take the best tilings from. Returns the size of pages that goes with them."""
-    import attention_trials as trials
-
-    from llamarl.generate import attention_kernels, device
-
-    choice = choose(json.loads(timed.read_text())["variants"]) if timed else None
-
-    def attend(qkv: tuple[Tensor, Tensor, Tensor], keys: Pages, *others: Any) -> Tensor:
-        key = (qkv[0].shape[-1], keys.narrow)
-        own, shared = (choice.tiles.get(key), choice.shared_tiles.get(key)) if choice else (None, None)
-        how, shared_how = (trials.Tiling(*tile) if tile else None for tile in (own, shared))
-        values, table_SP, slots_B, positions_S, rope, readings = others
-        return trials.attend_pages(
-            qkv, keys, values, table_SP, slots_B, positions_S, rope, readings, how=how, shared_how=shared_how
-        )
-
-    kernels: Any = attention_kernels
-    kernels.attend_pages = attend
-    side_class: Any = device.DeviceSide
-    pays = side_class._pays
-
-    def pays_also_narrow(side: device.DeviceSide, batch: Batch, width: int) -> bool:
-        cache = side._steps.cache
-        narrow, cache.narrow = cache.narrow, False
-        try:
-            return bool(pays(side, batch, width))
-        finally:
-            cache.narrow = narrow
-
-    side_class._pays = pays_also_narrow
-    return choice.page if choice else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [rate.name for rate in RATES]
@@ -245,11 +206,7 @@ def main() -> None:
     parser.add_argument(
         "--first-token", action="store_true", help="print the seconds to the first token of this process"
     )
-    parser.add_argument("--trial", action="store_true", help="decode with `attention_trials.py`")
-    parser.add_argument(
-        "--timed", type=Path, help="--trial: in the best tilings of this JSON of `attention_variants.py`"
-    )
-    parser.add_argument("--page", type=int, help="tokens in a page of the KV cache; default: 16, or as --timed says")
+    parser.add_argument("--page", type=int, default=16, help="tokens in a page of the KV cache")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -258,11 +215,10 @@ def main() -> None:
     if arguments.first_token:
         print(first_token_s(device, arguments.tiny))
         return
-    page = (put_on_trial(arguments.timed) if arguments.trial else None) or 16
     start_s, wanted = time.perf_counter(), arguments.only or [*names, "sampling", "first token"]
     rates = [rate for rate in RATES if rate.name in wanted]
     parts: list[tuple[bool, Callable[[], Iterable[Row]]]] = [
-        (bool(rates), lambda: rate_rows(rates, device, arguments.tiny, arguments.page or page)),
+        (bool(rates), lambda: rate_rows(rates, device, arguments.tiny, arguments.page)),
         ("sampling" in wanted, lambda: sampling_rows(torch.device(device), arguments.tiny)),
         ("first token" in wanted, lambda: first_token_rows(arguments.tiny)),
     ]

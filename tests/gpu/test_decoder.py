@@ -302,5 +302,12 @@ def test_products_are_added_to_the_residual_also_in_parts(
     x, weight = (torch.randn(size, inner, generator=generator, device=device).to(dtype) for size in (rows, outer))
     residual = torch.randn(rows, outer, generator=generator, device=device)
     expected = residual.double() + x.double() @ weight.double().t()
-    kernels.add_product(residual, x, weight)
+    terms = kernels.add_product(residual, x, weight)
+    assert (terms is not None) == (parts > 1 and dtype != torch.float32)
+    if terms is not None:
+        norm_weight, summed = torch.randn(outer, generator=generator, device=device).to(dtype), residual.clone()
+        kernels.add_terms(summed, terms)
+        normed = kernels.add_and_norm(residual, terms, norm_weight, 1e-5)
+        assert torch.equal(residual, summed), "the norm adds what is still to be added"
+        torch.testing.assert_close(normed, ops.rms_norm(summed, norm_weight, 1e-5), atol=3e-2, rtol=2e-2)
     assert (residual - expected).norm() / expected.norm() < 1e-5

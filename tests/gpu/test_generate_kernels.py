@@ -19,7 +19,9 @@ SEED = 3
 
 
 @pytest.mark.parametrize(
-    ("narrow", "sharing"), [(False, False), (False, True), (True, False)], ids=["", "sharing", "fp8"]
+    ("narrow", "sharing"),
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["", "sharing", "fp8", "fp8 sharing"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("page", "width", "shared_pages"), [(16, 21, 9), (64, 6, 3)], ids=["pages of 16", "of 64"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.model.checkpoint import random_model
-from llamarl.model.ops import rms_norm
+from llamarl.model.ops import rms_norm, silu_times
 from llamarl.model.quantise import FP8, fp8_product, int8_product, quantise_rows
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.shapes import ModelShape
@@ -54,6 +54,39 @@ def test_norms_are_quantised_alike(size: int, device: torch.device) -> None:
     torch.testing.assert_close(found[1], expected[1], atol=0, rtol=1e-2)
     wide = [values.float() * scales[..., None] for values, scales in (found, expected)]
     assert (wide[0] - wide[1]).norm() / wide[1].norm() < 0.01, "more than borders of rounding"
+
+
+@pytest.mark.parametrize("size", [64, 576, 14336])
+def test_gates_are_quantised_alike(size: int, device: torch.device) -> None:
+    from llamarl.model import quantise_kernels
+    from llamarl.model.kernels import Terms
+
+    parts = 2 * normal(device, 1, 2, 17, 2 * size)
+    scales = (0.5 + torch.rand(34, device=device), 0.5 + torch.rand(2 * size, device=device))
+    gate_up = parts[0].float() * scales[0].view(2, 17, 1) * scales[1]
+    found = quantise_kernels.silu_rows(Terms(parts, scales))
+    expected = quantise_rows(silu_times(gate_up).to(torch.bfloat16), FP8)
+    torch.testing.assert_close(found[1], expected[1], atol=0, rtol=1e-2)
+    wide = [values.float() * scales[..., None] for values, scales in (found, expected)]
+    assert (wide[0] - wide[1]).norm() / wide[1].norm() < 0.01, "more than borders of rounding"
+
+
+def test_what_a_product_leaves_to_be_added_is_added_before_the_norm(device: torch.device) -> None:
+    from llamarl.model import kernels, quantise_kernels
+
+    parts, weight = normal(device, 1, 34, 576), normal(device, 576)
+    scales = (torch.rand(34, device=device), torch.rand(576, device=device))
+    terms = kernels.Terms(parts, scales)
+    residual, summed = (normal(device, 2, 17, 576).float() for _ in range(2))
+    kernels.add_terms(summed, terms)
+    expected = residual + (parts[0].float() * scales[0][:, None] * scales[1]).view_as(residual)
+    torch.testing.assert_close(summed, expected)
+    found, plain = (
+        quantise_kernels.norm_rows(residual, weight, 1e-5, terms),
+        quantise_kernels.norm_rows(summed, weight, 1e-5),
+    )
+    assert torch.equal(residual, summed)
+    assert torch.equal(found[0].view(torch.uint8), plain[0].view(torch.uint8)) and torch.equal(found[1], plain[1])
 
 
 @pytest.mark.parametrize("rows", [1, 17, 256, 300])

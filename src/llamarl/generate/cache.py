@@ -33,10 +33,10 @@ class Pages:
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor]:
-        """For a kernel: the values in their own type, and the scales (or anything)."""
+        """For a kernel: the values, in fp8 two by two, and the scales (or anything)."""
         if self.scales_KPT is None:
             return self.values_KPTD, self.values_KPTD
-        return self.values_KPTD.view(FP8), self.scales_KPT
+        return self.values_KPTD.view(torch.int16), self.scales_KPT
 
     def put(self, pages_N: Tensor, within_N: Tensor, new_NKD: Tensor) -> Tensor:
         """Returns what can be read there afterwards, [N, K, D]."""
@@ -161,10 +161,12 @@ class DecodeAttention:
         positions_S: Tensor,
         rope: Rope,
         readings: Readings | None = None,
+        *,
+        uneven: bool = False,
     ) -> None:
-        """`rope`: cos and sin of all positions, [T, 1, D]."""
+        """`rope`: cos and sin of all positions, [T, 1, D]. `uneven`: see `Batch`."""
         self._cache, self._table_SP, self._slots_B, self._positions_S = cache, table_SP, slots_B, positions_S
-        self._rope, self._readings = rope, readings
+        self._rope, self._readings, self._uneven = rope, readings, uneven
         if table_SP.is_cuda:
             return
         positions_B = positions_S[slots_B]
@@ -180,10 +182,8 @@ class DecodeAttention:
         if q_B1HD.is_cuda:
             from llamarl.generate.attention_kernels import attend_pages as attend_pages_on_gpu
 
-            qkv = (q_B1HD, k_B1KD, v_B1KD)
-            return attend_pages_on_gpu(
-                qkv, keys, values, self._table_SP, self._slots_B, self._positions_S, self._rope, self._readings
-            )
+            qkv, where = (q_B1HD, k_B1KD, v_B1KD), (self._table_SP, self._slots_B, self._positions_S)
+            return attend_pages_on_gpu(qkv, keys, values, *where, self._rope, self._readings, uneven=self._uneven)
         q_B1HD, k_B1KD = rotate(q_B1HD, self._rope_B), rotate(k_B1KD, self._rope_B)
         keys.put(self._pages_B, self._within_B, k_B1KD[:, 0])
         values.put(self._pages_B, self._within_B, v_B1KD[:, 0])

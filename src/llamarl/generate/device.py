@@ -25,7 +25,7 @@ from llamarl.generate.slots import Opening, upload
 from llamarl.generate.step import Steps, bucket_of
 
 _SHARING_PROGRAMS = 512  # fewer cannot keep a GPU busy without cutting sequences into parts
-_SHARING_BYTES = 128 << 20  # of a layer; measured on an H200: 58 MB are a loss, 350 MB a gain
+_SHARING_BYTES = 256 << 20  # of a layer; measured on an H200: 58 and 176 MB are a loss, 350 MB a gain
 EMPTY_BATCH = Batch([], [], [], [])
 PREFILL_ROWS = 16  # on a CPU always so many: products of fewer rows may round differently
 
@@ -137,13 +137,13 @@ class DeviceSide:
     def _decode_of(self, batch: Batch, steps: int, filtered: bool) -> Body:
         """On a CPU all slots take part, always: a row's rounding must not depend on how many there are."""
         if not self._on_gpu:
-            return lambda: self._decode(self._batch, steps, filtered, shared=False)
+            return lambda: self._decode(self._batch, steps, filtered)
         width = min(1 << (len(batch.slots) - 1).bit_length(), self._state.num_slots)
         shared = self._pays(batch, width)
         kept_4B = self._batch[:, :width]
         run = self._graphs.of(
-            ("decode", width, steps, filtered, shared),
-            lambda: self._decode(kept_4B, steps, filtered, shared=shared),
+            ("decode", width, steps, filtered, batch.uneven, shared),
+            lambda: self._decode(kept_4B, steps, filtered, shared=shared, uneven=batch.uneven),
             lambda: self._batch.copy_(self._rows(EMPTY_BATCH, self._state.num_slots)),
         )
         kept_4B.copy_(upload(self._rows(batch, width), self._device), non_blocking=True)
@@ -153,7 +153,7 @@ class DeviceSide:
         """Whether reading shared pages once saves more than one more kernel costs: enough rows, and enough to save."""
         cache = self._steps.cache
         enough_rows = width * cache.num_kv_heads >= _SHARING_PROGRAMS
-        return enough_rows and not cache.narrow and batch.saved_tokens * cache.token_bytes >= _SHARING_BYTES
+        return enough_rows and batch.saved_tokens * cache.token_bytes >= _SHARING_BYTES
 
     def _rows(self, batch: Batch, width: int) -> Tensor:
         """Rows without a sequence point to nobody's slot."""
@@ -163,10 +163,12 @@ class DeviceSide:
             row[: len(values)] = values
         return torch.from_numpy(rows)
 
-    def _decode(self, batch_4B: Tensor, steps: int, filtered: bool, *, shared: bool) -> None:
+    def _decode(
+        self, batch_4B: Tensor, steps: int, filtered: bool, *, shared: bool = False, uneven: bool = False
+    ) -> None:
         readings = Readings(*batch_4B[1:]) if shared else None
         for _ in range(steps):
-            self._steps.decode(batch_4B[0], filtered=filtered, readings=readings)
+            self._steps.decode(batch_4B[0], filtered=filtered, readings=readings, uneven=uneven)
 
     def _look(self) -> Burst:
         number = self.num_bursts - 1

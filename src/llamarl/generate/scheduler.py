@@ -19,6 +19,7 @@ from llamarl.generate.pages import PagePool, pages_for
 from llamarl.types import Completion, Given, PromptGroup, bytes_to_tokens
 
 NOBODY = -1  # the version of tokens that were not sampled
+_UNEVEN = 3  # times the mean: the longest
 Key = tuple[int, int]  # of a sequence: the ordinal of its group, and which of its samples
 
 
@@ -129,12 +130,13 @@ class Admission:
 @dataclass(frozen=True)
 class Batch:
     """Slots in the order of their rows, those that share pages side by side: reading i serves `counts[i]` rows from
-    `firsts[i]` on, and row b has its first `skips[b]` tokens from there."""
+    `firsts[i]` on, and row b has its first `skips[b]` tokens from there. `uneven`: some are far longer than most."""
 
     slots: list[int]
     firsts: list[int]
     counts: list[int]
     skips: list[int]
+    uneven: bool = False
 
     @property
     def saved_tokens(self) -> int:
@@ -145,9 +147,11 @@ class Batch:
 def make_batch(running: Iterable[Running], members: int, page_tokens: int) -> Batch:
     """At most `members` rows for one reading."""
     together: dict[int, list[Running]] = defaultdict(list)
+    lengths = list[int]()
     for one in running:
         together[one.pages[0] if one.shared_pages else -1 - one.slot].append(one)
-    batch = Batch([], [], [], [])
+        lengths.append(one.tokens_after(0))
+    batch = Batch([], [], [], [], uneven=max(lengths) * len(lengths) > _UNEVEN * sum(lengths))
     for alike in together.values():
         for start in range(0, len(alike), members):
             some = alike[start : start + members]

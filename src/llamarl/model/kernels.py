@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -118,6 +120,32 @@ def silu_times(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def _summed(
+    residual_ptr,
+    parts_ptr,
+    row_scales_ptr,
+    column_scales_ptr,
+    row,
+    columns,
+    inside,
+    size,
+    part_stride,
+    PARTS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """The residual stream with all parts added, which is also written."""
+    at = row * size + columns
+    total = tl.load(parts_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts_ptr + part * part_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        total *= tl.load(row_scales_ptr + row) * tl.load(column_scales_ptr + columns, mask=inside, other=0.0)
+    total += tl.load(residual_ptr + at, mask=inside, other=0.0)
+    tl.store(residual_ptr + at, total, mask=inside)
+    return total
+
+
+@triton.jit
 def _add_parts(
     residual_ptr,
     parts_ptr,
@@ -129,47 +157,96 @@ def _add_parts(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # fmt: off
+    _summed(residual_ptr, parts_ptr, row_scales_ptr, column_scales_ptr, tl.program_id(0).to(tl.int64), columns,
+            columns < size, size, part_stride, PARTS, SCALED)
+    # fmt: on
+
+
+@triton.jit
+def _add_and_norm(
+    residual_ptr,
+    parts_ptr,
+    row_scales_ptr,
+    column_scales_ptr,
+    weight_ptr,
+    out_ptr,
+    size,
+    part_stride,
+    eps,
+    PARTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < size
-    at = row * size + columns
-    total = tl.load(parts_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts_ptr + part * part_stride + at, mask=inside, other=0.0).to(tl.float32)
-    if SCALED:
-        total *= tl.load(row_scales_ptr + row) * tl.load(column_scales_ptr + columns, mask=inside, other=0.0)
-    tl.store(residual_ptr + at, tl.load(residual_ptr + at, mask=inside, other=0.0) + total, mask=inside)
+    # fmt: off
+    x = _summed(residual_ptr, parts_ptr, row_scales_ptr, column_scales_ptr, row, columns, inside, size, part_stride,
+                PARTS, SCALED)
+    # fmt: on
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + columns, _narrowed(weight * normed, out_ptr.dtype.element_ty), mask=inside)
 
 
-def add_parts(residual_MN: Tensor, parts_PMN: Tensor, scales: tuple[Tensor, Tensor] | None = None) -> None:
-    """residual += the sum of the parts, which may still have to be multiplied by a scale for each row and each column."""
-    num_parts, rows, size = parts_PMN.shape
+@dataclass(frozen=True)
+class Terms:
+    """What is still to be added to the residual stream: the sum of the parts, times a scale for each row and each column."""
+
+    parts_PMN: Tensor
+    scales: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.parts_PMN, *(self.scales or (self.parts_PMN, self.parts_PMN))
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"PARTS": len(self.parts_PMN), "SCALED": self.scales is not None}
+
+
+def add_terms(residual: Tensor, terms: Terms) -> None:
+    _, rows, size = terms.parts_PMN.shape
     block = min(_MAX_BLOCK, triton.next_power_of_2(size))
     _add_parts[(rows, triton.cdiv(size, block))](
-        residual_MN,
-        parts_PMN,
-        *(scales or (residual_MN, residual_MN)),
-        size,
-        rows * size,
-        PARTS=num_parts,
-        SCALED=scales is not None,
-        BLOCK=block,
-        num_warps=4,
+        residual, *terms.pointers, size, rows * size, **terms.options, BLOCK=block, num_warps=4
     )
 
 
-def add_product(residual_MN: Tensor, x_MK: Tensor, weight_NK: Tensor) -> None:
-    """residual += x @ weight.t(), summed in fp32."""
+def add_and_norm(residual: Tensor, terms: Terms, weight: Tensor, eps: float) -> Tensor:
+    """`add_terms`, then `rms_norm`, in one pass."""
+    _, rows, size = terms.parts_PMN.shape
+    out = torch.empty(residual.shape, dtype=weight.dtype, device=residual.device)
+    block = triton.next_power_of_2(size)
+    _add_and_norm[(rows,)](
+        residual,
+        *terms.pointers,
+        weight,
+        out,
+        size,
+        rows * size,
+        eps,
+        **terms.options,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return out
+
+
+def add_product(residual_MN: Tensor, x_MK: Tensor, weight_NK: Tensor) -> Terms | None:
+    """residual += x @ weight.t(), summed in fp32; or what is then still to be added."""
     (rows, inner), outer = x_MK.shape, len(weight_NK)
     num_parts = parts_of_product(rows, outer, inner) if x_MK.dtype != torch.float32 else 1
     if num_parts > 1:
         x_PMk = x_MK.view(rows, num_parts, -1).transpose(0, 1)
         weight_PkN = weight_NK.view(outer, num_parts, -1).permute(1, 2, 0)
-        add_parts(residual_MN, torch.bmm(x_PMk, weight_PkN, out_dtype=torch.float32))
-    elif x_MK.dtype == torch.float32:
+        return Terms(torch.bmm(x_PMk, weight_PkN, out_dtype=torch.float32))
+    if x_MK.dtype == torch.float32:
         torch.addmm(residual_MN, x_MK, weight_NK.t(), out=residual_MN)
     else:
         torch.addmm(residual_MN, x_MK, weight_NK.t(), out_dtype=torch.float32, out=residual_MN)
+    return None
 
 
 def parts_of_product(rows: int, outer: int, inner: int) -> int:

@@ -9,11 +9,15 @@ take narrow operands. What lies between two products is computed in fp32 and rou
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from llamarl.model import kernels
 
 LARGEST_HALF = 65504.0
 Rope = tuple[Tensor, Tensor]  # cos and sin in fp32, [B, T, 1, D]
@@ -24,8 +28,36 @@ def fused(x: Tensor) -> bool:
     return x.is_cuda and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+@dataclass
+class Residual:
+    """The residual stream of inference on a GPU: fp32, added to in place. What a product leaves to be added waits for the
+    next norm, which reads all of it anyway."""
+
+    sum: Tensor
+    terms: kernels.Terms | None = None
+
+    def take_terms(self) -> kernels.Terms | None:
+        terms, self.terms = self.terms, None
+        return terms
+
+    def settled(self) -> Tensor:
+        if terms := self.take_terms():
+            from llamarl.model import kernels
+
+            kernels.add_terms(self.sum, terms)
+        return self.sum
+
+
+Stream = Tensor | Residual
+
+
+def rms_norm(x: Stream, weight: Tensor, eps: float) -> Tensor:
     """In the precision of the weight, whatever that of x."""
+    if isinstance(x, Residual):
+        from llamarl.model import kernels
+
+        terms = x.take_terms()
+        return kernels.add_and_norm(x.sum, terms, weight, eps) if terms else kernels.rms_norm(x.sum, weight, eps)
     if fused(x):
         from llamarl.model import kernels
 
@@ -65,23 +97,25 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-LARGEST_HALF, LARGEST_HALF).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
-def add_projection(residual: Tensor, linear: nn.Linear, x: Tensor) -> Tensor:
-    """residual + linear(x) in fp32; in inference on a GPU the sum is part of the product and overwrites the residual.
-    A parallel layer has more to do, and a quantised one (`quantise.QuantisedLinear`) its own way."""
-    add_to: Any = getattr(linear, "add_to", None)
-    if fused(x) and add_to:
-        add_to(residual, x)
-        return residual
-    plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
-    if plain and fused(x):
+def add_projection(residual: Stream, linear: nn.Linear, x: Any) -> Stream:
+    """residual + linear(x) in fp32; in inference on a GPU the sum overwrites the residual, now or with the next norm.
+    A parallel layer has more to do, and a quantised one (`quantise.QuantisedLinear`) its own way, also with x."""
+    total = residual.settled() if isinstance(residual, Residual) else residual
+    in_place, terms_of = fused(total), getattr(linear, "terms", None)
+    if in_place and terms_of:
+        return Residual(total, terms_of(x))
+    if in_place and _plain(linear):
         from llamarl.model import kernels
 
-        kernels.add_product(residual.flatten(0, -2), x.flatten(0, -2), linear.weight)
-        return residual
-    if plain and x.is_cuda and x.dtype != torch.float32:
-        return residual + wide_product(x, linear.weight)
-    out: Tensor = residual + linear(x)
+        return Residual(total, kernels.add_product(total.flatten(0, -2), x.flatten(0, -2), linear.weight))
+    if _plain(linear) and x.is_cuda and x.dtype != torch.float32:
+        return total + wide_product(x, linear.weight)
+    out: Tensor = total + linear(x)
     return out
+
+
+def _plain(linear: nn.Linear) -> bool:
+    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:

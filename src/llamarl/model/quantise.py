@@ -12,14 +12,17 @@ a GPU test holds one against the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from llamarl.errors import ConfigError
-from llamarl.model.ops import fused
+from llamarl.model.ops import Residual, Stream, fused, silu_times
 from llamarl.model.transformer import MLP, Attention, Joined, ProductLinear, RMSNorm, Transformer
+
+if TYPE_CHECKING:
+    from llamarl.model import kernels
 
 Quantisation = Literal["none", "fp8", "int8"]
 
@@ -96,28 +99,41 @@ class QuantisedWeight:
             start = end
         self._wide_NK = None
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual += the product, on a GPU: in fp8 the scales wait until the sum, since without them products are faster."""
-        from llamarl.model import kernels
+    def terms(self, x: Tensor | Rows) -> kernels.Terms:
+        """The product, on a GPU, as it is added to the residual stream: in fp8 the scales wait until then, since without them
+        products are faster."""
+        from llamarl.model.kernels import Terms
 
-        total_MN, flat_MK = residual.flatten(0, -2), x.flatten(0, -2)
         if self._dtype != FP8:
-            kernels.add_parts(total_MN, self(flat_MK)[None])
-            return
-        values_MK, scales_M = quantise_rows(flat_MK, FP8)
+            assert isinstance(x, Tensor)
+            return Terms(self(x.flatten(0, -2))[None])
+        values_MK, scales_M = _flat_rows(x)
         out_MN = torch._scaled_mm(
             values_MK, self._values_NK.t(), self._one, self._one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-        kernels.add_parts(total_MN, out_MN[None], (scales_M, self._scales_N))
+        return Terms(out_MN[None], (scales_M, self._scales_N))
+
+    def unscaled(self, x: Rows) -> Tensor | kernels.Terms:
+        """For whoever can apply the scales: on a GPU they wait for that."""
+        if not fused(x[0]):
+            return self(x)
+        from llamarl.model.kernels import Terms
+
+        terms = self.terms(x)
+        return Terms(terms.parts_PMN.view(1, *x[0].shape[:-1], -1), terms.scales)
 
     def __call__(self, x: Tensor | Rows) -> Tensor:
         weight = (self._values_NK, self._scales_N)
         if self._dtype == FP8:
-            values, scales = x if isinstance(x, tuple) else quantise_rows(x, FP8)
-            flat = (values.flatten(0, -2), scales.flatten())
-            return fp8_product(flat, weight, self._bias_N, self._out_dtype).view(*values.shape[:-1], -1)
+            outer = (x[0] if isinstance(x, tuple) else x).shape[:-1]
+            return fp8_product(_flat_rows(x), weight, self._bias_N, self._out_dtype).view(*outer, -1)
         assert isinstance(x, Tensor)
         return int8_product(x.flatten(0, -2), weight, self._bias_N).view(*x.shape[:-1], -1)
+
+
+def _flat_rows(x: Tensor | Rows) -> Rows:
+    values, scales = x if isinstance(x, tuple) else quantise_rows(x, FP8)
+    return values.flatten(0, -2), scales.flatten()
 
 
 def _check(weight_NK: Tensor, kind: Quantisation) -> None:
@@ -135,18 +151,28 @@ def _check(weight_NK: Tensor, kind: Quantisation) -> None:
 class NarrowNorm(RMSNorm):
     """For products that take fp8: the norm and its quantising are one pass on a GPU."""
 
-    def forward(self, x: Tensor) -> Rows:  # type: ignore[override]
-        if fused(x):
+    def forward(self, x: Stream) -> Rows:  # type: ignore[override]
+        if isinstance(x, Residual) or fused(x):
             from llamarl.model import quantise_kernels
 
-            return quantise_kernels.norm_rows(x, self.weight, self.eps)
+            total, terms = (x.sum, x.take_terms()) if isinstance(x, Residual) else (x, None)
+            return quantise_kernels.norm_rows(total, self.weight, self.eps, terms)
         return quantise_rows(super().forward(x), FP8)
+
+
+def narrow_silu_times(gate_up: Tensor | kernels.Terms) -> Rows:
+    """For a product that takes fp8: the scales of the one before, `silu_times` and quantising are one pass on a GPU."""
+    if isinstance(gate_up, Tensor):
+        return quantise_rows(silu_times(gate_up), FP8)
+    from llamarl.model import quantise_kernels
+
+    return quantise_kernels.silu_rows(gate_up)
 
 
 class QuantisedLinear(ProductLinear):
     def __init__(self, layer: nn.Linear, narrow: QuantisedWeight) -> None:
         super().__init__(layer)
-        self.product, self.add_to = narrow, narrow.add_to
+        self.product, self.terms = narrow, narrow.terms
 
 
 def quantise(model: Transformer, kind: Quantisation, *, keep_wide: bool = True) -> list[QuantisedWeight]:
@@ -169,6 +195,8 @@ def _quantise_part(part: nn.Module, kind: Quantisation, keep_wide: bool) -> Iter
     inputs, output = _names(part)
     assert isinstance(part.fused, Joined), "fuse the model first"
     part.fused = joined = QuantisedWeight(part.fused.weight, part.fused.bias, kind)
+    if isinstance(part, MLP) and kind == "fp8":
+        part.fused, part.activate = joined.unscaled, narrow_silu_times
     layer = getattr(part, output)
     narrow = QuantisedWeight(layer.weight, None, kind)
     if isinstance(layer, ProductLinear):  # it is split over ranks, and sums over them

@@ -7,59 +7,123 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llamarl.model.kernels import Terms, _summed
+
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _OUT, _IN = 128, 64  # of one tile of the weights
 
 
 @triton.jit
-def _quantise_rows(
-    x_ptr, values_ptr, scales_ptr, size, row_stride, LARGEST: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    x = tl.load(x_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+def _put_row(x, values_ptr, scales_ptr, row, columns, inside, size, LARGEST: tl.constexpr, WHOLE: tl.constexpr = False):
     scale = tl.maximum(tl.max(tl.abs(x), axis=0) / LARGEST, 1e-12)
     tl.store(scales_ptr + row, scale)
-    scaled = tl.div_rn(x, scale)
-    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
+    scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), -LARGEST), LARGEST)
     if WHOLE:
         scaled = _to_even(scaled)
     tl.store(values_ptr + row * size + columns, scaled.to(values_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _norm_rows(x_ptr, weight_ptr, values_ptr, scales_ptr, size, eps, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+def _quantise_rows(
+    x_ptr, values_ptr, scales_ptr, size, row_stride, LARGEST: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < size
-    x = tl.load(x_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    _put_row(x, values_ptr, scales_ptr, row, columns, inside, size, LARGEST, WHOLE)
+
+
+@triton.jit
+def _silu_rows(
+    x_ptr,
+    row_scales_ptr,
+    column_scales_ptr,
+    values_ptr,
+    scales_ptr,
+    size,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = columns < size
+    at = x_ptr + row * 2 * size + columns
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(row_scales_ptr + row)
+    gate *= scale * tl.load(column_scales_ptr + columns, mask=inside, other=0.0)
+    up *= scale * tl.load(column_scales_ptr + size + columns, mask=inside, other=0.0)
+    inner = (gate * tl.sigmoid(gate) * up).to(x_ptr.dtype.element_ty).to(tl.float32)  # as if it had been written
+    _put_row(inner, values_ptr, scales_ptr, row, columns, inside, size, LARGEST)
+
+
+def silu_rows(gate_up: Terms) -> tuple[Tensor, Tensor]:
+    """`ops.silu_times` of one part, [1, ..., N], and its scales; quantised to fp8 row by row."""
+    _, *outer, double = gate_up.parts_PMN.shape
+    size = double // 2
+    values = torch.empty(*outer, size, dtype=torch.float8_e4m3fn, device=gate_up.parts_PMN.device)
+    scales = torch.empty(outer, dtype=torch.float32, device=values.device)
+    block = triton.next_power_of_2(size)
+    _silu_rows[(scales.numel(),)](
+        *gate_up.pointers, values, scales, size, LARGEST=448.0, BLOCK=block, num_warps=_warps(block)
+    )
+    return values, scales
+
+
+@triton.jit
+def _put_normed(x, weight_ptr, values_ptr, scales_ptr, row, columns, inside, size, eps, LARGEST: tl.constexpr):
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps) * weight.to(tl.float32)
     normed = normed.to(weight.dtype).to(tl.float32)  # as if the norm had been written
-    scale = tl.maximum(tl.max(tl.abs(normed), axis=0) / LARGEST, 1e-12)
-    tl.store(scales_ptr + row, scale)
-    scaled = tl.minimum(tl.maximum(tl.div_rn(normed, scale), -LARGEST), LARGEST)
-    tl.store(values_ptr + row * size + columns, scaled.to(values_ptr.dtype.element_ty), mask=inside)
+    _put_row(normed, values_ptr, scales_ptr, row, columns, inside, size, LARGEST)
 
 
-def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`ops.rms_norm`, quantised to fp8 row by row."""
+@triton.jit
+def _norm_rows(x_ptr, weight_ptr, values_ptr, scales_ptr, size, eps, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = columns < size
+    x = tl.load(x_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    _put_normed(x, weight_ptr, values_ptr, scales_ptr, row, columns, inside, size, eps, LARGEST)
+
+
+@triton.jit
+def _add_and_norm_rows(
+    residual_ptr,
+    parts_ptr,
+    row_scales_ptr,
+    column_scales_ptr,
+    weight_ptr,
+    values_ptr,
+    scales_ptr,
+    size,
+    part_stride,
+    eps,
+    PARTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = columns < size
+    # fmt: off
+    x = _summed(residual_ptr, parts_ptr, row_scales_ptr, column_scales_ptr, row, columns, inside, size, part_stride,
+                PARTS, SCALED)
+    # fmt: on
+    _put_normed(x, weight_ptr, values_ptr, scales_ptr, row, columns, inside, size, eps, LARGEST)
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float, terms: Terms | None = None) -> tuple[Tensor, Tensor]:
+    """`ops.rms_norm`, quantised to fp8 row by row; if terms are still to be added to x, that is done too."""
     size = x.shape[-1]
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(size)
-    _norm_rows[(scales.numel(),)](
-        x.contiguous(),
-        weight,
-        values,
-        scales,
-        size,
-        eps,
-        LARGEST=448.0,
-        BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
-    )
+    block, rows = triton.next_power_of_2(size), scales.numel()
+    options = {"LARGEST": 448.0, "BLOCK": block, "num_warps": _warps(block)}
+    if terms is None:
+        _norm_rows[(rows,)](x.contiguous(), weight, values, scales, size, eps, **options)
+    else:
+        _add_and_norm_rows[(rows,)](
+            x, *terms.pointers, weight, values, scales, size, rows * size, eps, **terms.options, **options
+        )
     return values, scales
 
 
@@ -85,7 +149,7 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         LARGEST=_LARGEST[dtype],
         BLOCK=block,
         WHOLE=dtype == torch.int8,
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=_warps(block),
     )
     return values, scales
 
@@ -147,3 +211,7 @@ def int8_product(x_MK: Tensor, weight_NK: Tensor, scales_N: Tensor, bias_N: Tens
         num_stages=4,
     )
     return out_MN
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 512))

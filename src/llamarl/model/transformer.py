@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from llamarl.model.ops import Rope, add_projection, gated, rms_norm, rotate, scores, silu_times
+from llamarl.model.ops import Rope, Stream, add_projection, gated, rms_norm, rotate, scores, silu_times
 from llamarl.shapes import ModelShape
 
 # attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads serving H query heads. Queries and keys have been
@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Stream) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
         self.fused: Product | None = None  # with all three; see `fuse`
 
-    def forward(self, x_BTC: Tensor, rope: Rope | None, attend: Attend, residual: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, rope: Rope | None, attend: Attend, residual: Stream) -> Stream:
         q, k, v_BTKD = (part.view(*part.shape[:2], -1, self.head_dim) for part in self._project(x_BTC))
         q_BTHD, k_BTKD = self.q_norm(q), self.k_norm(k)
         if rope is not None:
@@ -91,13 +91,14 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-        self.fused: Product | None = None  # with gate above up; see `fuse`
+        self.fused: Callable[[Any], Any] | None = None  # with gate above up, as `activate` takes it; see `fuse`
+        self.activate: Callable[[Tensor], Any] = silu_times  # as `down_proj` takes it
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Stream) -> Stream:
         if self.fused is None:
             inner = gated(self.gate_proj(x), self.up_proj(x))
         else:
-            inner = silu_times(self.fused(x))
+            inner = self.activate(self.fused(x))
         return add_projection(residual, self.down_proj, inner)
 
 
@@ -109,9 +110,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
+    def forward(self, x: Stream, rope: Rope | None, attend: Attend) -> Stream:
         x = self.self_attn(self.input_layernorm(x), rope, attend, residual=x)
-        out: Tensor = self.mlp(self.post_attention_layernorm(x), residual=x)
+        out: Stream = self.mlp(self.post_attention_layernorm(x), residual=x)
         return out
 
 
@@ -145,9 +146,10 @@ class Transformer(nn.Module):
         x_BTC: Tensor = self.model.embed_tokens(tokens_BT).float()
         if not getattr(attend, "rotates", False):
             rope = rope or rope_table(self.shape, positions_BT)
+        stream: Stream = x_BTC
         for block in self.model.layers:
-            x_BTC = block(x_BTC, rope, attend)
-        hidden: Tensor = self.model.norm(x_BTC)
+            stream = block(stream, rope, attend)
+        hidden: Tensor = self.model.norm(stream)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

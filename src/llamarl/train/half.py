@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llamarl.model.ops import narrowed, rms_norm
+from llamarl.model.ops import Stream, narrowed, rms_norm
 from llamarl.model.transformer import MLP, Attention, RMSNorm, Transformer
 
 
@@ -36,7 +36,7 @@ def take_half_operands(model: Transformer) -> None:
 class WideNorm(RMSNorm):
     """Not rounded: what reads it rounds to fp16."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Stream) -> Tensor:
         return rms_norm(x, self.weight.float(), self.eps)
 
 
