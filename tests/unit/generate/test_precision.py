@@ -9,9 +9,11 @@ import torch
 from helpers.decoding import decode_all
 from helpers.groups import prompt_group
 from helpers.models import SHAPE, copy_weights, lively_model
+from msgspec.structs import replace
 from torch import Tensor
 
 from llamarl.configfile import load_config
+from llamarl.errors import ConfigError
 from llamarl.generate import evaluate as evaluation
 from llamarl.generate.cache import PagedCache, page_bytes
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
@@ -34,6 +36,15 @@ def decoder_of(model: Transformer, precision: Precision, **settings: int) -> Con
     decoder = ContinuousDecoder(model, Limits(**chosen), eos_ids=(), seed=3, precision=precision)
     decoder.version = 0
     return decoder
+
+
+def test_keys_that_fp8_cannot_hold_are_refused() -> None:
+    """As those of Qwen2.5, whose first layer adds 354 to some."""
+    model = lively_model(shape=replace(SHAPE, qkv_bias=True))
+    model.get_parameter("model.layers.1.self_attn.k_proj.bias").data[3] = -354.0
+    with pytest.raises(ConfigError, match=r"generator\.kv_cache: fp8 cannot hold .* layers\.1\..* adds up to 354; "):
+        decoder_of(model, Precision(kv_cache="fp8"))
+    decoder_of(model, Precision())
 
 
 def narrow_attention(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
