@@ -7,12 +7,14 @@ The job is `examples/gsm8k_qwen.yaml`, with a trainer that takes its batch and p
 anything: the generator has the GPU to itself, as where the trainer has another. Tokens of the answers trained on are
 counted from the tenth update on, when every graph has been captured. The steady rate is that of the same shape with random
 weights, all slots busy, with prompts and answers of the job's mean lengths. Exits with 1 if no staleness reaches 75%.
+With --watch it also tells where the generator's time went (`watched.py`); events on the GPU cost a little of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +22,7 @@ from statistics import mean
 
 import torch
 from pretending import PretendedTrainer, update_times  # beside this script
+from watched import WATCH_FILE, shares, watched_generator  # too
 
 from llamarl import Job
 from llamarl.bench.decode import Case, DecodeBench
@@ -43,16 +46,33 @@ def instant_trainer(site: Site) -> Executor:
     return PretendedTrainer(build_trainer(site), lambda: None)
 
 
-def rate_in_job(config: Config) -> tuple[float, float]:
+def rate_in_job(config: Config, *, watch: bool) -> tuple[float, float]:
     """Tokens a second, and the mean length of an answer."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "run"
-        Job(config, builders={"trainer": instant_trainer}).run(folder)
+        folder, file = Path(temporary) / "run", Path(temporary) / "watched"
+        os.environ[WATCH_FILE] = str(file)
+        Job(config, builders={"trainer": instant_trainer, **({"generator": watched_generator} if watch else {})}).run(
+            folder
+        )
         at_s = update_times(folder)[WARM_UP - 1 :]
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        if watch:
+            begun_s = json.loads((folder / "summary.json").read_text())["started_at"]
+            tell(shares(file, begun_s + at_s[0]))
     counted = [row for row in rows if row["role"] == "trainer" and row["update"] >= WARM_UP]
     tokens = sum(row["answer_tokens"] * row["completions"] for row in counted)
     return tokens / (at_s[-1] - at_s[0]), tokens / sum(row["completions"] for row in counted)
+
+
+def tell(found: dict[str, float]) -> None:
+    print(
+        f"a burst takes {found['burst_s'] * 1e3:.1f} ms, with {found['rows']:.0f} sequences in slots", file=sys.stderr
+    )
+    for name, value in sorted(found.items()):
+        if name.startswith(("host", "gpu")):
+            print(f"{name:14} {value:6.1%} of the time", file=sys.stderr)
+        elif name.startswith("times"):
+            print(f"{name.removeprefix('times '):14} {value:6.2f} a burst", file=sys.stderr)
 
 
 def steady_rate(config: Config, answer_tokens: float, device: str) -> float:
@@ -74,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=40)
     parser.add_argument("--staleness", default="1,4", help="one run for each of these")
+    parser.add_argument("--watch", action="store_true", help="tell where the generator's time went")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="such as model.path=... and task.path=...")
     args = parser.parse_intermixed_args()
@@ -85,7 +106,7 @@ def main() -> None:
         schedule = [f"schedule.updates={args.updates}", f"schedule.max_staleness={staleness}"]
         ours = [*schedule, "evaluate.prompts=0", "evaluate.every=0", "snapshots.at_end=policy"]
         config = load_config(EXAMPLE, [*ours, *args.settings])
-        rate, answer = rate_in_job(config)
+        rate, answer = rate_in_job(config, watch=args.watch)
         steady = steady_rate(config, answer, device)
         rows.append({"staleness": staleness, "rate": rate, "answer": answer, "steady": steady, "share": rate / steady})
         print(f"| {staleness} | {rate:,.0f} | {answer:.0f} | {steady:,.0f} | {rate / steady:.1%} |", flush=True)

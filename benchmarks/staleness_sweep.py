@@ -40,7 +40,7 @@ FREE = EngineFactors(group_s=0, message_s=0, update_s=0, score_s=0)
 class Pace:
     """A decode step takes a + b * answers under way."""
 
-    prompt, late_steps, cached_token_s = 0, 0.0, 0.0
+    prompt, slots, late_steps, cached_token_s = 0, 1 << 30, 0.0, 0.0
 
     def __init__(self, a: float, b: float) -> None:
         self._a, self._b = a, b

@@ -6,6 +6,9 @@ from llamarl.config import Config
 from llamarl.controller.line import SOURCE, Channel, Line, Role
 
 GROUPS_AHEAD = 4  # groups that may lie in the reward's inbox, so that it need not wait for the next
+GENERATOR_AHEAD = (
+    2  # times its slots: a group stays until the longest of its answers has ended, and no slot should wait
+)
 
 
 def default_line(config: Config) -> Line:
@@ -21,7 +24,8 @@ def default_line(config: Config) -> Line:
                 done="generated",
                 executors=config.generator.replicas,
                 ranks=config.generator.tensor,
-                capacity=config.generator.slots + config.num_parked,
+                capacity=GENERATOR_AHEAD * config.generator.slots + config.num_parked,
+                at_once=config.generator.slots + config.num_parked,
                 threads=config.generator.threads,
             ),
             Role(name="reward", unit="group", done="scored", capacity=GROUPS_AHEAD * samples, threads=1),

@@ -23,6 +23,7 @@ class Role(Struct, frozen=True, kw_only=True):
     ranks: int = 1  # processes that are one executor; the engine talks to the first of them
     threads: int = 0  # cores each of them may use; 0: all
     capacity: int = 1  # completions that one executor holds at once (unit "group")
+    at_once: int = 0  # of these, that it works on; what else it holds waits there; 0: all
     restartable: bool = True  # False: its state cannot be brought back, so its death ends the job
 
 

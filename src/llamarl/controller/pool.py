@@ -65,26 +65,36 @@ class Executor:
 class Pool:
     """Finds the executor with the fewest groups among those that may be given one; cheap with thousands of them.
 
+    What would only wait at an executor is given to it if nobody has fewer groups, not even one that cannot be given any just
+    now: else whoever has taken new weights first would get all that the others are about to ask for.
+
     A heap of (groups, index) for each size of group and each version that is asked for, since who is too full for one may
-    have room for a smaller one. Entries may be out of date: one counts only if it still says the truth."""
+    have room for a smaller one; and one of all that are up. Entries may be out of date: one counts only if it still says the
+    truth."""
 
     def __init__(self, role: Role, position: int, reads_weights: bool) -> None:
         self.role, self._reads_weights = role, reads_weights
         self.executors = [
             Executor(name, role, index, position, reads_weights) for index, name in enumerate(executor_names(role))
         ]
+        self._at_once = role.at_once or role.capacity
         self._heaps: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._up: list[tuple[int, int]] = []
 
     def touch(self, executor: Executor) -> None:
         """Call whenever the executor may have become available, or what it holds has changed."""
         if not executor.up:
             return
         entry, room = (len(executor.groups), executor.index), self.role.capacity - executor.occupied
+        self._put(self._up, entry)
         for (num_completions, _), heap in self._heaps.items():
-            if len(heap) > 64 + 4 * len(self.executors):
-                heap[:] = self._entries()
             if num_completions <= room:
-                heapq.heappush(heap, entry)
+                self._put(heap, entry)
+
+    def _put(self, heap: list[tuple[int, int]], entry: tuple[int, int]) -> None:
+        if len(heap) > 64 + 4 * len(self.executors):
+            heap[:] = self._entries()
+        heapq.heappush(heap, entry)
 
     def least_busy(self, num_completions: int, version: int) -> Executor | None:
         """Who gets the next group of `num_completions` completions; None when all are full, at another version, or down."""
@@ -94,9 +104,18 @@ class Pool:
             executor = self.executors[index]
             fits = executor.occupied + num_completions <= self.role.capacity
             if fits and num_groups == len(executor.groups) and self._available(executor, version):
-                return executor
+                waits = executor.occupied + num_completions > self._at_once
+                return None if waits and self._fewest_groups() < num_groups else executor
             heapq.heappop(heap)  # `touch` brings it back when something about it changes
         return None
+
+    def _fewest_groups(self) -> int:
+        """Of all that are up."""
+        while True:
+            num_groups, index = self._up[0]
+            if self.executors[index].up and num_groups == len(self.executors[index].groups):
+                return num_groups
+            heapq.heappop(self._up)
 
     def _heap_of(self, num_completions: int, version: int) -> list[tuple[int, int]]:
         key = (num_completions, version if self._reads_weights else 0)
@@ -108,7 +127,7 @@ class Pool:
 
     @property
     def num_entries(self) -> int:
-        return sum(map(len, self._heaps.values()))
+        return len(self._up) + sum(map(len, self._heaps.values()))
 
     def _entries(self) -> list[tuple[int, int]]:
         return sorted((len(executor.groups), executor.index) for executor in self.executors if executor.up)

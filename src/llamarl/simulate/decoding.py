@@ -1,7 +1,8 @@
 """A replica's decoding in virtual time, from the end of one answer to the end of the next.
 
-Every answer under way grows by one token in each decode step, so the step at which it ends is known when it starts. How long
-a step takes depends on how many answers are under way and on how long they are; between two ends it grows evenly.
+Every answer under way grows by one token in each decode step, so the step at which it ends is known when it starts; and one
+that waits for a slot starts where another ends, so that too is known when it comes. How long a step takes depends on how
+many answers are under way and on how long they are; between two ends it grows evenly.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ class Pace(Protocol):
 
     @property
     def prompt(self) -> int: ...
+
+    @property
+    def slots(self) -> int: ...
 
     @property
     def late_steps(self) -> float: ...
@@ -39,34 +43,48 @@ class Decoding:
 
     def clear(self) -> None:
         self._step = 0.0  # steps made so far
-        self._ends: list[float] = []  # the step at which each answer under way ends, in order
+        self._free: list[float] = []  # a heap: the step at which each slot that was ever used is free again
+        self._starts: list[float] = []  # the step at which each answer that waits for a slot gets one, in order
+        self._ends: list[float] = []  # the step at which each answer under way or waiting ends, in order
         self._groups: list[tuple[float, int]] = []  # a heap: the step at which a group's last answer ends, ordinal
         self._mean_start = 0.0  # the step at which answers under way have started, on average
 
     def start(self, ordinal: int, lengths: list[int]) -> None:
+        last = 0.0
         for length in lengths:
-            insort(self._ends, self._step + length + self._late)
-        heapq.heappush(self._groups, (self._step + max(lengths) + self._late, ordinal))
-        self._mean_start += (self._step - self._mean_start) * len(lengths) / len(self._ends)
+            if (self._free and self._free[0] <= self._step) or len(self._free) >= self.replica.slots:
+                start = max(self._step, heapq.heappop(self._free))
+            else:
+                start = self._step
+            end = start + length + self._late
+            heapq.heappush(self._free, end)
+            insort(self._ends, end)
+            if start > self._step:
+                insort(self._starts, start)
+            else:
+                self._mean_start += (start - self._mean_start) / self._active(0, 0)
+            last = max(last, end)
+        heapq.heappush(self._groups, (last, ordinal))
 
     def due_s(self) -> float:
         """Until the next group is whole."""
         if not self._groups:
             return inf
-        last, at, spent_s = self._groups[0][0], self._step, 0.0
+        last, at, spent_s, started, mean = self._groups[0][0], self._step, 0.0, 0, self._mean_start
         for ended in range(bisect_right(self._ends, last)):
             end = self._ends[ended]
-            first_s, slope_s = self._pace(ended, at)
+            first_s, slope_s = self._pace(ended, started, at, mean)
             spent_s += (end - at) * (first_s + slope_s * (end - at) / 2)
             at = end
+            started, mean = self._started_by(end, ended + 1, started, mean)
         return spent_s
 
     def advance(self, worked_s: float) -> list[int]:
         """Returns the groups that are whole now."""
-        ended = 0
+        ended = started = 0
         while ended < len(self._ends):
             end = self._ends[ended]
-            first_s, slope_s = self._pace(ended, self._step)
+            first_s, slope_s = self._pace(ended, started, self._step, self._mean_start)
             needed_s = (end - self._step) * (first_s + slope_s * (end - self._step) / 2)
             if needed_s > worked_s * (1 + 1e-12) + 1e-12:
                 self._step += _steps_in(worked_s, first_s, slope_s)
@@ -74,13 +92,26 @@ class Decoding:
             worked_s = max(0.0, worked_s - needed_s)
             self._step = end
             ended += 1
-        del self._ends[:ended]
+            started, self._mean_start = self._started_by(end, ended, started, self._mean_start)
+        del self._ends[:ended], self._starts[:started]
         return self._whole()
 
-    def _pace(self, ended: int, step: float) -> tuple[float, float]:
-        """Seconds of a step when the first `ended` answers are over, and by how much each step takes longer."""
-        active = len(self._ends) - ended
-        cached = active * max(0.0, self.replica.prompt + step - self._mean_start)
+    def _started_by(self, step: float, ended: int, started: int, mean: float) -> tuple[int, float]:
+        """How many of those that waited have started, and when answers under way then have, on average."""
+        while started < len(self._starts) and self._starts[started] <= step:
+            started += 1
+            active = self._active(ended, started)
+            mean += (self._starts[started - 1] - mean) / active
+        return started, mean
+
+    def _active(self, ended: int, started: int) -> int:
+        """When the first `ended` answers are over, and so many that waited have started."""
+        return len(self._ends) - ended - (len(self._starts) - started)
+
+    def _pace(self, ended: int, started: int, step: float, mean_start: float) -> tuple[float, float]:
+        """Seconds of a step then, and by how much each step takes longer."""
+        active = self._active(ended, started)
+        cached = active * max(0.0, self.replica.prompt + step - mean_start)
         return self.replica.step_s(active, cached), active * self._per_token_s
 
     def _whole(self) -> list[int]:

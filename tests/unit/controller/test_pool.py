@@ -12,8 +12,10 @@ from llamarl.controller.line import Role
 from llamarl.controller.pool import Executor, Life, Pool
 
 
-def make_pool(executors: int, capacity: int, *, reads_weights: bool = True) -> Pool:
-    role = Role(name="generator", unit="group", done="generated", executors=executors, capacity=capacity)
+def make_pool(executors: int, capacity: int, *, reads_weights: bool = True, at_once: int = 0) -> Pool:
+    role = Role(
+        name="generator", unit="group", done="generated", executors=executors, capacity=capacity, at_once=at_once
+    )
     return Pool(role, 0, reads_weights)
 
 
@@ -24,7 +26,7 @@ def bring_up(pool: Pool, version: int = 0) -> None:
 
 
 def plain_search(pool: Pool, num_completions: int, newest: int) -> Executor | None:
-    """Fewest groups; among equals the first."""
+    """Fewest groups; among equals the first. What would wait there is not given while another, ready or not, has fewer."""
     fit = [
         executor
         for executor in pool.executors
@@ -32,7 +34,11 @@ def plain_search(pool: Pool, num_completions: int, newest: int) -> Executor | No
         and executor.occupied + num_completions <= pool.role.capacity
         and (not executor.reads_weights or (newest >= 0 and executor.version == newest))
     ]
-    return min(fit, key=lambda executor: (len(executor.groups), executor.index), default=None)
+    chosen = min(fit, key=lambda executor: (len(executor.groups), executor.index), default=None)
+    if chosen is None or chosen.occupied + num_completions <= (pool.role.at_once or pool.role.capacity):
+        return chosen
+    fewest = min(len(executor.groups) for executor in pool.executors if executor.up)
+    return chosen if len(chosen.groups) == fewest else None
 
 
 @settings(max_examples=150)
@@ -40,13 +46,15 @@ def plain_search(pool: Pool, num_completions: int, newest: int) -> Executor | No
     seed=st.integers(0, 2**32),
     executors=st.integers(1, 6),
     capacity=st.integers(1, 9),
+    at_once=st.integers(0, 9),
     weights=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     reads_weights=st.booleans(),
 )
 def test_it_chooses_whom_a_plain_search_would_choose(
-    seed: int, executors: int, capacity: int, weights: list[int], reads_weights: bool
+    seed: int, executors: int, capacity: int, at_once: int, weights: list[int], reads_weights: bool
 ) -> None:
-    random, pool, newest = Random(seed), make_pool(executors, capacity, reads_weights=reads_weights), -1
+    pool = make_pool(executors, capacity, reads_weights=reads_weights, at_once=min(at_once, capacity))
+    random, newest = Random(seed), -1
     for ordinal in range(200):
         executor = random.choice(pool.executors)
         action = random.random()
@@ -99,6 +107,27 @@ def test_nobody_is_given_more_than_its_capacity() -> None:
         given += 1
     assert given == 4
     assert [executor.occupied for executor in pool.executors] == [4, 4]
+
+
+def test_what_would_only_wait_is_not_given_while_another_has_fewer() -> None:
+    pool = make_pool(2, 6, at_once=2)
+    bring_up(pool)
+    pool.executors[1].version = -1  # it takes new weights just now
+    for ordinal in (0, 1):
+        chosen = pool.least_busy(1, 0)
+        assert chosen is pool.executors[0]
+        chosen.take(ordinal, 1)
+        pool.touch(chosen)
+    assert pool.least_busy(1, 0) is None, "the other one is about to ask for it"
+    pool.executors[1].version = 0
+    pool.touch(pool.executors[1])
+    given = []
+    for ordinal in range(2, 12):
+        if (chosen := pool.least_busy(1, 0)) is not None:
+            chosen.take(ordinal, 1)
+            pool.touch(chosen)
+            given.append(chosen.index)
+    assert given == [1, 1, 0, 1, 0, 1, 0, 1, 0, 1]
 
 
 def test_a_group_that_does_not_fit_does_not_hide_room_for_a_smaller_one() -> None:
