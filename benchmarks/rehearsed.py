@@ -24,6 +24,7 @@ from llamarl.simulate.scene import Scene, make_simulation, shape_of_job
 from llamarl.types import RolloutGroup
 
 ENOUGH = 32  # groups whose lengths say more than a mean does
+LENGTHS, PROMPT = "lengths", "prompt_tokens"  # of all answers, and of a prompt on average; in the run's folder
 
 
 def measured(run: Path) -> dict[str, float]:
@@ -44,13 +45,13 @@ def seen(run: Path, limit: int) -> tuple[int, Lengths, float]:
     if len(groups) >= ENOUGH:
         prompt = fmean(len(group.prompt.prompt_tokens) // 4 for group in groups)
         tokens = [str(one.completion.num_tokens) for group in groups for one in group.rollouts]
-        (run / "lengths").write_text("\n".join(tokens))
-        return max(1, round(prompt)), Lengths(f"file:{run / 'lengths'}"), skipped
+        (run / LENGTHS).write_text("\n".join(tokens))
+        (run / PROMPT).write_text(f"{prompt:.1f}\n")
+    if (run / LENGTHS).exists():  # from now on without the groups, which are large
+        return max(1, round(float((run / PROMPT).read_text()))), Lengths(f"file:{run / LENGTHS}"), skipped
     mean = fmean(row["answer_tokens"] for row in metrics)
     truncated = fmean(row["truncated_share"] for row in metrics)
-    kept = run / "lengths"  # of a run whose groups were not kept
-    answers = Lengths(f"file:{kept}") if kept.exists() else lengths_of(mean, truncated, limit)
-    return max(1, round(document_tokens(run, metrics) - mean)), answers, skipped
+    return max(1, round(document_tokens(run, metrics) - mean)), lengths_of(mean, truncated, limit), skipped
 
 
 def stored(run: Path) -> Iterator[RolloutGroup]:

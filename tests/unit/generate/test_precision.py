@@ -42,7 +42,7 @@ def test_keys_that_fp8_cannot_hold_are_refused() -> None:
     """As those of Qwen2.5, whose first layer adds 354 to some."""
     model = lively_model(shape=replace(SHAPE, qkv_bias=True))
     model.get_parameter("model.layers.1.self_attn.k_proj.bias").data[3] = -354.0
-    with pytest.raises(ConfigError, match=r"generator\.kv_cache: fp8 cannot hold .* layers\.1\..* adds up to 354; "):
+    with pytest.raises(ConfigError, match=r"generator\.kv_cache: fp8 cannot hold .*layers\.1\..* adds up to 354; "):
         decoder_of(model, Precision(kv_cache="fp8"))
     decoder_of(model, Precision())
 
