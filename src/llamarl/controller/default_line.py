@@ -6,9 +6,7 @@ from llamarl.config import Config
 from llamarl.controller.line import SOURCE, Channel, Line, Role
 
 GROUPS_AHEAD = 4  # groups that may lie in the reward's inbox, so that it need not wait for the next
-GENERATOR_AHEAD = (
-    2  # times its slots: a group stays until the longest of its answers has ended, and no slot should wait
-)
+GENERATOR_AHEAD = 3  # times its slots: none should wait while a group's longest answer is written
 
 
 def default_line(config: Config) -> Line:
