@@ -48,7 +48,7 @@ class Case:
     context: int
     narrow: bool = False
     prompt: int = 0  # shared by groups of 8
-    tails: bool = False  # log-normal contexts about the mean
+    spread: float = 0.0  # of log-normal contexts about the mean; 0: all are equal
     longest_first: bool = True
 
 
@@ -58,13 +58,15 @@ CASES = (
     Case("8B fp8", 256, 32, 8, 128, 500, narrow=True),
     Case("8B shared", 256, 32, 8, 128, 500, prompt=384),
     Case("8B fp8 shared", 256, 32, 8, 128, 500, narrow=True, prompt=384),
-    Case("1B tails", 256, 32, 8, 64, 370, tails=True),
-    Case("1B tails, any order", 256, 32, 8, 64, 370, tails=True, longest_first=False),
+    Case("1B tails", 256, 32, 8, 64, 370, spread=0.8),
+    Case("1B tails, any order", 256, 32, 8, 64, 370, spread=0.8, longest_first=False),
     Case("SmolLM2", 512, 9, 3, 64, 250),
     Case("Qwen 1.5B", 256, 12, 2, 128, 400),
+    Case("Qwen 1.5B, GSM8K", 512, 12, 2, 128, 320, spread=0.35),
+    Case("Qwen 1.5B, MATH", 512, 12, 2, 128, 620, spread=0.8),
     Case("1B shared", 256, 32, 8, 64, 250, prompt=128),
 )
-Tile = tuple[int, int, int, int]  # tokens of a page; block, warps, stages
+Tile = tuple[int, ...]  # tokens of a page; block, warps, stages and, unless it is left to the kernel, parts
 TILES: dict[tuple[int, bool], tuple[Tile, ...]] = {
     (64, False): (
         (16, 16, 1, 3),
@@ -72,23 +74,23 @@ TILES: dict[tuple[int, bool], tuple[Tile, ...]] = {
         (16, 16, 1, 5),
         (16, 16, 1, 6),
         (16, 32, 1, 3),
-        (16, 16, 1, 8),
-        (64, 32, 1, 3),
+        (16, 16, 1, 3, 2),
+        (16, 16, 1, 3, 4),
         (64, 64, 4, 3),
     ),
     (128, False): (
         (16, 16, 1, 3),
         (16, 16, 1, 4),
-        (16, 16, 1, 5),
         (16, 16, 1, 6),
+        (16, 16, 1, 4, 1),
+        (16, 16, 1, 4, 2),
+        (16, 16, 1, 4, 4),
         (64, 32, 1, 2),
-        (64, 32, 1, 3),
     ),
     (128, True): (
         (16, 32, 1, 2),
         (16, 32, 1, 3),
-        (16, 32, 1, 4),
-        (16, 16, 1, 6),
+        (16, 32, 1, 2, 2),
         (64, 64, 2, 3),
     ),
 }
@@ -131,10 +133,10 @@ class Scene:
 
 
 def contexts_of(case: Case, rows: int) -> list[int]:
-    if not case.tails:
+    if not case.spread:
         return [case.context] * rows
-    chance, mean = random.Random(0), case.context / math.exp(0.5 * 0.8**2)
-    found = [round(min(8 * mean, max(4.0, mean * math.exp(chance.gauss(0, 0.8))))) for _ in range(rows)]
+    chance, median = random.Random(0), case.context / math.exp(0.5 * case.spread**2)
+    found = [round(min(8 * median, max(4.0, median * math.exp(chance.gauss(0, case.spread))))) for _ in range(rows)]
     return sorted(found, reverse=True) if case.longest_first else found
 
 

@@ -22,7 +22,7 @@ from statistics import mean
 
 import torch
 from pretending import PretendedTrainer, update_times  # beside this script
-from watched import WATCH_FILE, shares, watched_generator  # too
+from watched import KERNELS, WATCH_FILE, shares, watched_generator  # too
 
 from llamarl import Job
 from llamarl.bench.decode import Case, DecodeBench
@@ -59,6 +59,8 @@ def rate_in_job(config: Config, *, watch: bool) -> tuple[float, float]:
         if watch:
             begun_s = json.loads((folder / "summary.json").read_text())["started_at"]
             tell(shares(file, begun_s + at_s[0]))
+            if (kernels := file.with_name(file.name + KERNELS)).exists():
+                print(f"during a few bursts:\n{kernels.read_text()}", file=sys.stderr)
     counted = [row for row in rows if row["role"] == "trainer" and row["update"] >= WARM_UP]
     tokens = sum(row["answer_tokens"] * row["completions"] for row in counted)
     return tokens / (at_s[-1] - at_s[0]), tokens / sum(row["completions"] for row in counted)

@@ -1,5 +1,6 @@
 """A generator that notes where its time goes: what its host does, and what the GPU does by its own clock. It appends a row
-of sums to the file that WATCH_FILE names, every few bursts; `shares` compares two of them."""
+of sums to the file that WATCH_FILE names, every few bursts; `shares` compares two of them. Once, some hundred bursts after
+the start, it also writes which kernels ran during a few bursts, to the file beside it (`KERNELS`)."""
 
 from __future__ import annotations
 
@@ -13,12 +14,15 @@ from typing import Any
 
 import torch
 
+from llamarl.bench.machine import KernelTimes
 from llamarl.build import Site, build_generator
 from llamarl.executors.executor import Executor
 from llamarl.messages import LoadWeights, Message, Report
 
 WATCH_FILE = "LLAMARL_WATCH_FILE"
+KERNELS = ".kernels"  # behind the name of that file
 _EVERY = 10  # bursts
+_PROFILED = range(400, 416)
 
 
 class Watched:
@@ -27,6 +31,7 @@ class Watched:
     def __init__(self, honest: Any, file: Path) -> None:
         self._honest, self._file = honest, file
         self._sums: dict[str, float] = defaultdict(float)
+        self._kernels = KernelTimes()
         self._begun: deque[tuple[str, Any, Any]] = deque()  # on the GPU, in order
         decoder, device = honest._decoder, honest._decoder._device
         self._decoder, self._on_gpu = decoder, device._on_gpu
@@ -46,6 +51,11 @@ class Watched:
     def work(self) -> Iterable[Report]:
         reports: list[Report] = self._on_host("step", lambda: list(self._honest.work()))()
         self._sums["bursts"] += 1
+        if self._sums["bursts"] == _PROFILED.start:
+            self._kernels.start()
+        elif self._sums["bursts"] == _PROFILED.stop:
+            self._kernels.stop()
+            self._file.with_name(self._file.name + KERNELS).write_text(self._kernels.table())
         self._sums["rows"] += len(self._decoder._schedule.running)
         if self._sums["bursts"] % _EVERY == 0:
             self._add_up()

@@ -51,24 +51,47 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def kernel_times(action: Callable[[], object], rows: int = 30) -> str:
-    """Which kernels the device spends its time in while the action runs, how much, and how long it takes by the clock."""
-    on_gpu = torch.cuda.is_available()
-    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as profiler:
-        start_s = time.perf_counter()
-        action()
-        wall_ms = 1e3 * (time.perf_counter() - start_s)
-    events = [(event.key, _device_us(event), event.count) for event in profiler.key_averages()]
-    total_us = sum(spent_us for _, spent_us, _ in events)
-    longest = sorted(events, key=lambda event: -event[1])[:rows]
-    lines = [f"{spent / 1e3:9.2f} ms {spent / total_us:6.1%} {count:5}x  {key[:110]}" for key, spent, count in longest]
-    return "\n".join([*lines, f"{total_us / 1e3:9.2f} ms in all kernels, {wall_ms:.2f} ms by the clock"])
+class KernelTimes:
+    """Which kernels the device spends its time in between `start` and `stop`, which calls the host, and how long that takes by
+    the clock."""
+
+    def __init__(self) -> None:
+        self._on_gpu = torch.cuda.is_available()
+        activity = torch.profiler.ProfilerActivity.CUDA if self._on_gpu else torch.profiler.ProfilerActivity.CPU
+        self._profiler = torch.profiler.profile(activities=[activity])
+
+    def start(self) -> None:
+        self._profiler.start()
+        self._start_s = time.perf_counter()
+
+    def stop(self) -> None:
+        self._wall_ms = 1e3 * (time.perf_counter() - self._start_s)
+        self._profiler.stop()
+
+    def table(self, rows: int = 30) -> str:
+        events = self._profiler.key_averages()
+        device = [(event.key, float(getattr(event, "self_device_time_total", 0.0)), event.count) for event in events]
+        host = [(event.key, float(getattr(event, "self_cpu_time_total", 0.0)), event.count) for event in events]
+        kernels, calls = ([row for row in device if row[1]], host) if self._on_gpu else (host, [])
+        total_us = sum(spent_us for _, spent_us, _ in kernels)
+        lines = _longest(kernels, rows, total_us)
+        lines.append(f"{total_us / 1e3:9.2f} ms in all kernels, {self._wall_ms:.2f} ms by the clock")
+        if calls:
+            lines += ["calls of the host:", *_longest(calls, 5, 1e3 * self._wall_ms)]
+        return "\n".join(lines)
 
 
-def _device_us(event: object) -> float:
-    on_device = float(getattr(event, "self_device_time_total", 0.0))
-    return on_device or float(getattr(event, "self_cpu_time_total", 0.0))
+def kernel_times(action: Callable[[], object]) -> str:
+    times = KernelTimes()
+    times.start()
+    action()
+    times.stop()
+    return times.table()
+
+
+def _longest(rows: list[tuple[str, float, int]], count: int, whole_us: float) -> list[str]:
+    longest = sorted(rows, key=lambda row: -row[1])[:count]
+    return [f"{spent / 1e3:9.2f} ms {spent / whole_us:6.1%} {times:5}x  {key[:110]}" for key, spent, times in longest]
 
 
 def best_s(

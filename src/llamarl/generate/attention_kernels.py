@@ -35,6 +35,7 @@ class Tiling(NamedTuple):
     block: int  # tokens of the cache, read at once
     warps: int
     stages: int
+    parts: int = 0  # that a sequence is cut into; 0: as many as it takes to keep a GPU busy
 
     @property
     def options(self) -> dict[str, int]:
@@ -278,7 +279,8 @@ def attend_pages(
         "NARROW": keys.narrow,
         "INTERPRETED": _INTERPRETED,
     }
-    parts = 1 if readings else _num_parts(rows * kv_heads)
+    how = how or tiling(size, columns, narrow=keys.narrow, uneven=uneven)
+    parts = 1 if readings else how.parts or _num_parts(rows * kv_heads)
     out = torch.empty(rows, 1, heads, size, dtype=qkv[0].dtype, device=table_SP.device)
     partial = out if parts == 1 else torch.empty(rows, heads, parts, size, dtype=torch.float32, device=out.device)
     sums = torch.empty(rows, heads, parts, dtype=torch.float32, device=out.device)
@@ -330,11 +332,11 @@ def attend_pages(
         PARTS=parts,
         SHARED_PARTS=_SHARED_PARTS if readings else 0,
         **sizes,
-        **(how or tiling(size, columns, narrow=keys.narrow, uneven=uneven)).options,
+        **how.options,
     )
     if parts > 1:
         padded = triton.next_power_of_2(size)
-        _join_parts[(rows * heads,)](partial, sums, out, SIZE=size, PADDED=padded, PARTS=parts, num_warps=4)
+        _join_parts[(rows * heads,)](partial, sums, out, SIZE=size, PADDED=padded, PARTS=parts, num_warps=1)
     return out
 
 
