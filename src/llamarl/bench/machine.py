@@ -52,8 +52,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class KernelTimes:
-    """Which kernels the device spends its time in between `start` and `stop`, which calls the host, and how long that takes by
-    the clock."""
+    """In which kernels the device spends the time between `start` and `stop`, in which calls the host, and how long it is."""
 
     def __init__(self) -> None:
         self._on_gpu = torch.cuda.is_available()
