@@ -19,6 +19,7 @@ BOTTOM = (
     "config",
     "configfile",
     "shapes",
+    "padding",
     "layout",
     "messages",
     "plugins",

@@ -23,9 +23,10 @@ from llamarl.generate.device import Burst, DeviceSide
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
 from llamarl.generate.scheduler import NOBODY, GroupUnderway, Key, Running, Scheduler, Sequence, make_batch
 from llamarl.generate.slots import Opening, SlotState
-from llamarl.generate.step import Steps, bucket_of
+from llamarl.generate.step import Steps
 from llamarl.model.quantise import FP8, Quantisation, quantise
 from llamarl.model.transformer import Transformer, fuse
+from llamarl.padding import padded_tokens
 from llamarl.types import (
     Completion,
     CompletionGroup,
@@ -129,7 +130,7 @@ class ContinuousDecoder:
         table_SP = torch.full(
             (limits.slots + 1, limits.pages_per_slot), NO_PAGE, dtype=torch.int32, device=weight.device
         )
-        steps = Steps(model, cache, state, table_SP, seed=seed, length=bucket_of(limits.length))
+        steps = Steps(model, cache, state, table_SP, seed=seed, length=padded_tokens(limits.length))
         self.model, self.limits, self._recompute, self._version = model, limits, recompute, -1
         self._device = DeviceSide(steps, graphs=graphs)
         self._schedule = Scheduler(limits.slots, PagePool(num_pages), limits.page_tokens)

@@ -22,7 +22,8 @@ from llamarl.generate.graphs import Body, Graphs
 from llamarl.generate.pages import NO_PAGE
 from llamarl.generate.scheduler import Batch, Extension, Fill, Sampled
 from llamarl.generate.slots import Opening, upload
-from llamarl.generate.step import Steps, bucket_of
+from llamarl.generate.step import Steps
+from llamarl.padding import padded_rows, padded_tokens
 
 _SHARING_PROGRAMS = 512  # fewer cannot keep a GPU busy without cutting sequences into parts
 _SHARING_BYTES = 256 << 20  # of a layer; measured on an H200: 58 and 176 MB are a loss, 350 MB a gain
@@ -139,7 +140,7 @@ class DeviceSide:
         """On a CPU all slots take part, always: a row's rounding must not depend on how many there are."""
         if not self._on_gpu:
             return lambda: self._decode(self._batch, steps, filtered)
-        width = min(1 << (len(batch.slots) - 1).bit_length(), self._state.num_slots)
+        width = padded_rows(len(batch.slots), self._state.num_slots)
         shared = self._pays(batch, width)
         kept_4B = self._batch[:, :width]
         run = self._graphs.of(
@@ -207,7 +208,7 @@ def _batches(unread: Iterable[_Unread]) -> Iterator[tuple[int, list[_Unread]]]:
     """Sequences of about the same length together, each time with the length they are padded to."""
 
     def bucket(one: _Unread) -> int:
-        return bucket_of(len(one.tokens))
+        return padded_tokens(len(one.tokens))
 
     for size, members in groupby(sorted(unread, key=bucket), key=bucket):
         rows = list(members)

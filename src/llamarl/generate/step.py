@@ -12,13 +12,6 @@ from llamarl.generate.slots import SlotState
 from llamarl.model.ops import Rope
 from llamarl.model.transformer import Transformer, rope_up_to
 
-MIN_BUCKET = 16
-
-
-def bucket_of(num_tokens: int) -> int:
-    """Sequences are padded to the next power of two, so that few shapes occur."""
-    return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length())
-
 
 class Steps:
     """Model, cache and slots, as one device sees them."""

@@ -8,11 +8,11 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from llamarl.padding import padded_rows, padded_tokens
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import (
     CPU_PREFILL_ROWS,
-    MIN_BUCKET,
     decode_exchange_s,
     decode_terms,
     kv_bytes_per_token,
@@ -21,7 +21,8 @@ from llamarl.plan.terms import (
 )
 from llamarl.shapes import ModelShape
 
-_ROUNDED_UP = 1.44  # 1 / ln 2
+# By `padded_rows`, on average: (1 / 2 + 1 / 3) / ln 2. Few rows are rounded further up, and cost nothing.
+_ROUNDED_UP = 1.2
 GPU_BURST = 8  # decode steps between two looks at the results, one burst late (generate/decoder.py)
 
 
@@ -42,10 +43,8 @@ class Replica(Struct, frozen=True, dict=True):
     length: int  # tokens that a slot has room for, prompt and answer
 
     def rows(self, active: float) -> int:
-        """What a step is computed for: all slots on a CPU, the next power of two on a GPU."""
-        if self.gpu.is_cpu:
-            return self.slots
-        return min(1 << max(0, (int(active) - 1).bit_length()), self.slots)
+        """What a step is computed for: all slots on a CPU."""
+        return self.slots if self.gpu.is_cpu else padded_rows(int(active), self.slots)
 
     @cached_property
     def cached_token_s(self) -> float:
@@ -64,7 +63,7 @@ class Replica(Struct, frozen=True, dict=True):
         return self._known_steps_s[count] + self.cached_token_s * cached_tokens
 
     def typical_step_s(self, active: NDArray[np.float64], cached_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """As `step_s`, for many at once and without its jumps: on average the next power of two is 1.44 times as many."""
+        """As `step_s`, for many at once and without its jumps."""
         rows, seconds = self._steps_by_rows
         found: NDArray[np.float64] = (
             np.interp(active * _ROUNDED_UP, rows, seconds) + self.cached_token_s * cached_tokens
@@ -101,7 +100,7 @@ class Replica(Struct, frozen=True, dict=True):
         return {}
 
     def _prefill_s(self, groups: int) -> float:
-        bucket = max(MIN_BUCKET, 1 << max(0, self.prompt - 2).bit_length())
+        bucket = padded_tokens(self.prompt - 1)
         if self.gpu.is_cpu:
             calls = -(-groups // CPU_PREFILL_ROWS)
             return calls * prefill_s(self.shape, self.gpu, self.precision, CPU_PREFILL_ROWS, bucket, self.tp)
@@ -120,9 +119,9 @@ class Replica(Struct, frozen=True, dict=True):
 
     def drain_s(self, count: float, total: float, samples: int, answers: Lengths) -> float:
         """`count` answers that start together, until the last of `total` (over all replicas) has ended. Where there are
-        more than slots, the others follow as groups become whole."""
-        slots, held = min(self.slots, count), answers.longest_of(samples)
-        waiting_s = (count - slots) / slots * held * self.steady_step_s(slots * answers.mean / held, answers)
+        more than slots, the others follow as slots become free."""
+        slots = min(self.slots, count)
+        waiting_s = (count - slots) / slots * (answers.mean + self.late_steps) * self.steady_step_s(slots, answers)
         return self.prefill_s(max(1, round(count / samples))) + waiting_s + self._ending_s(slots, total, answers)
 
     def _ending_s(self, count: float, total: float, answers: Lengths) -> float:

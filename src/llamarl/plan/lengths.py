@@ -65,8 +65,11 @@ class Lengths:
         return self.mean_square / (2 * self.mean)
 
     def share_above(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of the answers, that are longer than each of these."""
-        return 1 - self.edges[np.searchsorted(self.values, lengths, side="right")]
+        """Of the answers, that are longer than each of these; straight lines between the quantiles that are known."""
+        found: NDArray[np.float64] = np.interp(
+            lengths, self.values, 1 - (self.edges[:-1] + self.edges[1:]) / 2, left=1, right=0
+        )
+        return found
 
     def longest_of(self, count: float) -> float:
         """Expected length of the longest of so many."""

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
+from llamarl.controller.default_line import GENERATOR_AHEAD
 from llamarl.plan.generator import Replica
 from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, sync_s, weight_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
@@ -160,14 +161,15 @@ class Space:
         return Plan(trainers, generators, False, max_staleness, terms[limit], limit)
 
     def full_s(self, generators: Generators, max_staleness: int) -> float:
-        """For the answers of an update, with as many groups under way all the time as places and slots allow. A group
-        holds its slots until its longest answer has ended."""
+        """For the answers of an update, with as many under way all the time as slots and places allow. A group holds its
+        place until its longest answer has ended, but an answer its slot only until it has ended itself."""
         work, replica = self.question.work, generators.replica
-        each, held = work.groups / generators.replicas, work.answers.longest_of(work.samples)
-        groups = min(replica.slots / work.samples, (max_staleness + 1) * each)
-        active = groups * work.samples * work.answers.mean / held
+        each, late = work.answers_per_update / generators.replicas, replica.late_steps
+        mean, longest = work.answers.mean + late, work.answers.longest_of(work.samples) + late
+        places = min(GENERATOR_AHEAD * replica.slots, (max_staleness + 1) * each)
+        active = min(replica.slots, places * mean / longest)
         step_s = replica.steady_step_s(max(1.0, active), work.answers)
-        return each / groups * (held + replica.late_steps) * step_s + replica.prefill_s(max(1, round(each)))
+        return each * mean / active * step_s + replica.prefill_s(max(1, round(each / work.samples)))
 
     def _cohorts_s(self, generators: Generators, max_staleness: int, after_s: float) -> float:
         """An update's answers are admitted together, and S + 1 such cohorts are under way at a time, each K decode steps
@@ -182,12 +184,11 @@ class Space:
         return self._period_s(generators, steps, cohorts)
 
     def _queued_steps(self, generators: Generators, steps: float, cohorts: int) -> float:
-        """How long the last group of a cohort waits for its slots, which groups of older cohorts still hold."""
+        """How long the last answer of a cohort waits for a slot, which answers of older cohorts still hold."""
         work = self.question.work
-        room = generators.replica.slots / work.samples
-        alive = 1 - (1 - work.answers.share_above(np.arange(cohorts, dtype=np.float64) * steps)) ** work.samples
-        wanted = float(alive.sum()) * work.groups / generators.replicas
-        return max(0.0, wanted / room - 1) * work.answers.longest_of(work.samples)
+        alive = work.answers.share_above(np.arange(cohorts, dtype=np.float64) * steps)
+        wanted = float(alive.sum()) * work.answers_per_update / generators.replicas
+        return max(0.0, wanted / generators.replica.slots - 1) * (work.answers.mean + generators.replica.late_steps)
 
     def _period_s(self, generators: Generators, steps: float, cohorts: int) -> float:
         """That many decode steps, from one admission to the next, while answers of all cohorts end."""

@@ -15,7 +15,6 @@ from llamarl.shapes import ModelShape, block_parameters
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}  # bytes of a weight
 CPU_PREFILL_ROWS = 16  # prompts that a CPU always reads at once (generate/device.py)
-MIN_BUCKET = 16  # tokens; prompts are padded to the next power of two (generate/step.py)
 
 Terms = Mapping[str, float]
 
