@@ -16,7 +16,8 @@ test: .venv/dev
 	$(BIN)/pytest $(FORKING)
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit --ignore=tests/unit/weights --ignore=tests/unit/tasks
 	$(BIN)/pytest tests/unit/tasks # alone: they look for programs that are left on the whole machine
-	$(BIN)/pytest --ignore=tests/unit $(addprefix --ignore=,$(FORKING))
+	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/e2e
+	$(BIN)/pytest --ignore=tests/unit --ignore=tests/e2e $(addprefix --ignore=,$(FORKING))
 
 # The same tests on the other engine. Monarch brings a package named `tests` and much else, so it has an environment of its own.
 MONARCH := .venv-monarch/bin
