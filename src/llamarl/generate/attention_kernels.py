@@ -336,7 +336,7 @@ def attend_pages(
     )
     if parts > 1:
         padded = triton.next_power_of_2(size)
-        _join_parts[(rows * heads,)](partial, sums, out, SIZE=size, PADDED=padded, PARTS=parts, num_warps=1)
+        _join_parts[(rows * heads,)](partial, sums, out, SIZE=size, PADDED=padded, PARTS=parts, num_warps=4)
     return out
 
 

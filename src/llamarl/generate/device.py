@@ -51,8 +51,7 @@ class DeviceSide:
         self._steps, self._state, self._device = steps, steps.state, steps.state.device
         self._on_gpu = self._device.type == "cuda"
         self._graphs = Graphs(self._device, enabled=graphs)
-        # Of high priority: what is read beside a burst should not wait for it.
-        self._side = torch.cuda.Stream(priority=-1) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream() if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._table = np.full(steps.table_SP.shape, NO_PAGE, dtype=np.int32)
         self._table_changed = False
         self._batch = torch.zeros(4, self._state.num_slots, dtype=torch.int64, device=self._device)  # as `Batch` has it
