@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llamarl.model.kernels import narrowed
+
 
 @triton.jit
 def turned(at, cos_at, sin_at, size, in_size, mask, SIZE: tl.constexpr):
@@ -28,7 +30,7 @@ def turned(at, cos_at, sin_at, size, in_size, mask, SIZE: tl.constexpr):
 def operand(q, NARROW: tl.constexpr):
     """A query as it meets the keys: fp8 is widened to fp16, which is one instruction."""
     if NARROW and q.dtype != tl.float32:
-        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+        q = narrowed(q.to(tl.float32), tl.float16)
     return q
 
 

@@ -16,7 +16,7 @@ _LONG_SUM = 4096
 
 
 @triton.jit
-def _narrowed(x, dtype: tl.constexpr):
+def narrowed(x, dtype: tl.constexpr):
     """`ops.narrowed`."""
     if dtype == tl.float16:
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
@@ -32,7 +32,7 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, inner, outer_stride, inner_stride, siz
     x = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + columns, _narrowed(weight * normed, out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * size + columns, narrowed(weight * normed, out_ptr.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -106,7 +106,7 @@ def _silu_times(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
     tl.store(
-        out_ptr + row * size + columns, _narrowed(gate * tl.sigmoid(gate) * up, out_ptr.dtype.element_ty), mask=inside
+        out_ptr + row * size + columns, narrowed(gate * tl.sigmoid(gate) * up, out_ptr.dtype.element_ty), mask=inside
     )
 
 
@@ -120,7 +120,7 @@ def silu_times(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _summed(
+def summed(
     residual_ptr,
     parts_ptr,
     row_scales_ptr,
@@ -159,7 +159,7 @@ def _add_parts(
 ):
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # fmt: off
-    _summed(residual_ptr, parts_ptr, row_scales_ptr, column_scales_ptr, tl.program_id(0).to(tl.int64), columns,
+    summed(residual_ptr, parts_ptr, row_scales_ptr, column_scales_ptr, tl.program_id(0).to(tl.int64), columns,
             columns < size, size, part_stride, PARTS, SCALED)
     # fmt: on
 
@@ -182,12 +182,12 @@ def _add_and_norm(
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < size
     # fmt: off
-    x = _summed(residual_ptr, parts_ptr, row_scales_ptr, column_scales_ptr, row, columns, inside, size, part_stride,
+    x = summed(residual_ptr, parts_ptr, row_scales_ptr, column_scales_ptr, row, columns, inside, size, part_stride,
                 PARTS, SCALED)
     # fmt: on
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + columns, _narrowed(weight * normed, out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * size + columns, narrowed(weight * normed, out_ptr.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llamarl.model.kernels import Terms, _summed
+from llamarl.model.kernels import Terms, summed
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _OUT, _IN = 128, 64  # of one tile of the weights
@@ -105,7 +105,7 @@ def _add_and_norm_rows(
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < size
     # fmt: off
-    x = _summed(residual_ptr, parts_ptr, row_scales_ptr, column_scales_ptr, row, columns, inside, size, part_stride,
+    x = summed(residual_ptr, parts_ptr, row_scales_ptr, column_scales_ptr, row, columns, inside, size, part_stride,
                 PARTS, SCALED)
     # fmt: on
     _put_normed(x, weight_ptr, values_ptr, scales_ptr, row, columns, inside, size, eps, LARGEST)
