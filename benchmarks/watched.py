@@ -9,7 +9,9 @@ import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -35,9 +37,16 @@ class Watched:
         self._begun: deque[tuple[str, Any, Any]] = deque()  # on the GPU, in order
         decoder, device = honest._decoder, honest._decoder._device
         self._decoder, self._on_gpu = decoder, device._on_gpu
+        graphs, schedule = device._graphs, decoder._schedule
         device.launch, device.fill = self._on_device("decode", device.launch), self._on_device("prefill", device.fill)
-        for name, owner in (("_admit", decoder), ("_launch", decoder), ("_collect", decoder), ("read", device)):
-            setattr(owner, name, self._on_host(name.strip("_"), getattr(owner, name)))
+        for owner, *names in (
+            (decoder, "_admit", "_make_room", "_launch", "_collect"),
+            (device, "fill", "copy_pages", "open", "launch", "read"),
+            (schedule, "admit"),
+            (graphs, "_capture"),
+        ):
+            for name in names:
+                setattr(owner, name, self._on_host(f"{type(owner).__name__}.{name}", getattr(owner, name)))
 
     @property
     def idle(self) -> bool:
@@ -64,12 +73,13 @@ class Watched:
         return reports
 
     def _on_host(self, name: str, action: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
             start_s = time.perf_counter()
             try:
-                return action(*arguments)
+                return action(*arguments, **options)
             finally:
                 self._sums[f"host {name}"] += time.perf_counter() - start_s
+                self._sums[f"times {name}"] += 1
 
         return timed
 
@@ -97,12 +107,16 @@ def watched_generator(site: Site) -> Executor:
     return Watched(build_generator(site), Path(os.environ[WATCH_FILE]))
 
 
-def shares(file: Path, from_s: float) -> dict[str, float]:
-    """Of the time since `from_s` (unix seconds): seconds as shares of it, and per burst what was counted."""
-    rows = [(at, Counter(sums)) for at, sums in map(json.loads, file.read_text().splitlines()) if at >= from_s]
+def shares(file: Path, from_s: float, to_s: float) -> dict[str, float]:
+    """Of the time in between (unix seconds): seconds as shares of it, and per burst what was counted."""
+    noted = map(json.loads, file.read_text().splitlines())
+    rows = [(at_s, Counter(sums)) for at_s, sums in noted if from_s <= at_s <= to_s]
     (first_s, first), (last_s, last) = rows[0], rows[-1]
     bursts = last["bursts"] - first["bursts"]
-    found = {"burst_s": (last_s - first_s) / bursts}
+    found = {
+        "burst_s": (last_s - first_s) / bursts,
+        "median_s": median(later_s - earlier_s for (earlier_s, _), (later_s, _) in pairwise(rows)) / _EVERY,
+    }
     for name in last:
         change = last[name] - first[name]
         found[name] = change / (last_s - first_s if name.startswith(("host", "gpu")) else bursts)

@@ -20,7 +20,7 @@ from plot import lines
 
 from llamarl.tasks.statistics import bootstrap
 
-STALENESS, SEEDS, UPDATES = (0, 1, 4), (0, 1), 40
+STALENESS, SEEDS, UPDATES = (0, 1, 4), (0, 1), 25
 MUST = -0.03
 # Explicit sizes, since several jobs share a GPU: a trainer of about 50 GB, and a cache that holds answers of mean length.
 SMALL = ("trainer.tokens_per_pack=4096", "snapshots.at_end=policy")

@@ -130,6 +130,19 @@ def test_graphs_paging_refill_and_bursts_change_nothing(settings: dict[str, obje
     assert agreement(found, expected) >= 0.98
 
 
+def test_graphs_of_fewer_rows_and_of_prompts_change_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, groups = model_on(device), some_groups()
+    expected = finish(decoder_of(model), groups)
+    monkeypatch.setattr("llamarl.generate.graphs._WORTH", 0)
+    at_once = decoder_of(model)
+    assert agreement(finish(at_once, groups), expected) >= 0.98
+    captured = list(at_once._device._graphs._captured)
+    assert any(key[0] == "prefill" for key in captured)  # type: ignore[index]
+    assert any(key[0] == "decode" and key[1] < at_once.limits.slots for key in captured)  # type: ignore[index]
+
+
 @pytest.mark.parametrize("slots", [256, 300])
 def test_reading_shared_prompts_once_changes_nothing(
     slots: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -74,11 +74,14 @@ class DeviceSide:
         if (rows, bucket) not in self._prefill_inputs:
             self._prefill_inputs[rows, bucket] = torch.zeros(2, rows, bucket, dtype=torch.int64, device=self._device)
         kept_2RT = self._prefill_inputs[rows, bucket]
-        run = self._graphs.of(
-            ("prefill", rows, bucket), lambda: self._steps.prefill(kept_2RT[0], kept_2RT[1]), kept_2RT.zero_
-        )
+        key = ("prefill", rows, bucket)
+
+        def run() -> None:
+            self._steps.prefill(kept_2RT[0], kept_2RT[1])
+
+        replay = self._graphs.of(key, run, kept_2RT.zero_) if self._graphs.worth(key) else run
         kept_2RT.copy_(upload(self._prefill_rows(fills, rows, bucket), self._device), non_blocking=True)
-        run()
+        replay()
 
     def _prefill_rows(self, fills: Sequence[Fill], rows: int, bucket: int) -> Tensor:
         """Tokens, and the page of each; what is beyond a sequence goes to nobody's page."""
@@ -136,15 +139,21 @@ class DeviceSide:
         return self._look()
 
     def _decode_of(self, batch: Batch, steps: int, filtered: bool) -> Body:
-        """On a CPU all slots take part, always: a row's rounding must not depend on how many there are."""
+        """On a CPU all slots take part, always: a row's rounding must not depend on how many there are. On a GPU until a
+        graph of fewer rows is worth its capture."""
         if not self._on_gpu:
             return lambda: self._decode(self._batch, steps, filtered)
+
+        def key_of(width: int) -> tuple[str, int, int, bool, bool, bool]:
+            return "decode", width, steps, filtered, batch.uneven, self._pays(batch, width)
+
         width = padded_rows(len(batch.slots), self._state.num_slots)
-        shared = self._pays(batch, width)
-        kept_4B = self._batch[:, :width]
+        if not self._graphs.worth(key_of(width)):
+            width = self._state.num_slots
+        key, kept_4B = key_of(width), self._batch[:, :width]
         run = self._graphs.of(
-            ("decode", width, steps, filtered, batch.uneven, shared),
-            lambda: self._decode(kept_4B, steps, filtered, shared=shared, uneven=batch.uneven),
+            key,
+            lambda: self._decode(kept_4B, steps, filtered, shared=key[-1], uneven=batch.uneven),
             lambda: self._batch.copy_(self._rows(EMPTY_BATCH, self._state.num_slots)),
         )
         kept_4B.copy_(upload(self._rows(batch, width), self._device), non_blocking=True)
@@ -173,14 +182,17 @@ class DeviceSide:
 
     def _look(self) -> Burst:
         number = self.num_bursts - 1
-        if not self._on_gpu:
-            return Burst(number, self._state.active, self._state.counts, None)
         active, counts = (self._to_host(column) for column in (self._state.active, self._state.counts))
+        if not self._on_gpu:
+            return Burst(number, active, counts, None)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return Burst(number, active, counts, done)
 
     def _to_host(self, column: Tensor) -> Tensor:
+        """It is there when the stream has come so far."""
+        if not self._on_gpu:
+            return column
         kept = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
         return kept.copy_(column, non_blocking=True)
 
@@ -190,13 +202,15 @@ class DeviceSide:
         """What these slots have sampled; they must have ended, or nothing must be in flight."""
         if not slots:
             return []
+        state, longest = self._state, max(counts)
         with torch.cuda.stream(self._side) if self._side else nullcontext():
-            rows = torch.tensor(slots, device=self._device)
-            state, longest = self._state, max(counts)
+            rows = upload(torch.tensor(slots), self._device)
             columns = [
-                column[rows, :longest].cpu().numpy()
+                self._to_host(column[rows, :longest]).numpy()
                 for column in (state.out_tokens, state.out_logprobs, state.out_versions)
             ]
+        if self._side:
+            self._side.synchronize()
         return [Sampled(*(column[row, :count].tolist() for column in columns)) for row, count in enumerate(counts)]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 
 import torch
 
 Body = Callable[[], object]
+_WORTH = 16  # uses: a capture takes as long as about ten bursts, and everything waits for it
 
 
 class Graphs:
@@ -15,7 +17,14 @@ class Graphs:
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         self._enabled = enabled and device.type == "cuda"
         self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._wanted: Counter[Hashable] = Counter()
         self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
+
+    def worth(self, key: Hashable) -> bool:
+        """Whether this one has been asked for often enough that its capture pays; until then, do it in another way. Shapes
+        that occur now and then, as when a job starts or ends, never hold up all others."""
+        self._wanted[key] += 1
+        return not self._enabled or key in self._captured or self._wanted[key] > _WORTH
 
     def of(self, key: Hashable, body: Body, blank: Body) -> Body:
         """What runs the body. Its inputs must be tensors that stay; `blank` sets them so that a run changes nothing, which

@@ -63,7 +63,7 @@ class SlotState:
             column[rows] = whole[:, index].to(column.dtype)
         for index, column in enumerate((self.temperatures, self.top_p, self.min_p)):
             column[rows] = real[:, index]
-        self.active[rows] = True
+        self.active.index_fill_(0, rows, True)  # `[rows] = True` would wait for the device
 
     def close(self, slot: int) -> None:
         """Stop a slot from outside; those that ended by themselves are inactive already."""
