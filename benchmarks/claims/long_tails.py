@@ -41,7 +41,7 @@ MUST, MUST_IDLE = 1.5, 0.08
 
 
 def arms_of(options: Options) -> dict[str, Record]:
-    return {"async": made(ASYNC, options), "sync": made(SYNC, options)}
+    return {"sync": made(SYNC, options), "async": made(ASYNC, options)}
 
 
 def rows_of(records: dict[str, Record]) -> dict[str, dict[str, Any]]:
