@@ -147,13 +147,14 @@ class DeviceSide:
         def key_of(width: int) -> tuple[str, int, int, bool, bool, bool]:
             return "decode", width, steps, filtered, batch.uneven, self._pays(batch, width)
 
-        width = padded_rows(len(batch.slots), self._state.num_slots)
-        if not self._graphs.worth(key_of(width)):
-            width = self._state.num_slots
-        key, kept_4B = key_of(width), self._batch[:, :width]
+        key = key_of(padded_rows(len(batch.slots), self._state.num_slots))
+        if not self._graphs.worth(key):
+            key = key_of(self._state.num_slots)
+        _, width, *_, shared = key
+        kept_4B = self._batch[:, :width]
         run = self._graphs.of(
             key,
-            lambda: self._decode(kept_4B, steps, filtered, shared=key[-1], uneven=batch.uneven),
+            lambda: self._decode(kept_4B, steps, filtered, shared=shared, uneven=batch.uneven),
             lambda: self._batch.copy_(self._rows(EMPTY_BATCH, self._state.num_slots)),
         )
         kept_4B.copy_(upload(self._rows(batch, width), self._device), non_blocking=True)

@@ -1,8 +1,16 @@
+"""Which shapes are captured, and when. What a graph computes is tested on a GPU."""
+
 from __future__ import annotations
 
-import torch
+from types import SimpleNamespace
+from typing import Any
 
+import torch
+from helpers.models import lively_model
+
+from llamarl.generate.decoder import ContinuousDecoder, Limits
 from llamarl.generate.graphs import _WORTH, Graphs
+from llamarl.generate.scheduler import Batch
 
 
 def test_a_shape_that_occurs_now_and_then_is_not_worth_a_capture() -> None:
@@ -11,3 +19,14 @@ def test_a_shape_that_occurs_now_and_then_is_not_worth_a_capture() -> None:
     graphs._enabled = True
     assert [graphs.worth("often") for _ in range(_WORTH + 1)] == [False] * _WORTH + [True]
     assert not graphs.worth("another")
+
+
+def test_all_slots_take_part_until_a_graph_of_fewer_rows_is_worth_its_capture() -> None:
+    limits = Limits(slots=32, max_prompt_tokens=8, max_new_tokens=8)
+    device: Any = ContinuousDecoder(lively_model(), limits, eos_ids=(), seed=0)._device
+    device._on_gpu = device._graphs._enabled = True  # as far as the choice goes
+    device._graphs._capture = lambda body: SimpleNamespace(replay=body)
+    for _ in range(_WORTH + 2):
+        device._decode_of(Batch(slots=[5, 9, 2], firsts=[], counts=[], skips=[0] * 3), 8, False)
+    assert [key[:2] for key in device._graphs._captured] == [("decode", 32), ("decode", 4)]
+    assert device._batch[0, :4].tolist() == [5, 9, 2, 32], "the row without a sequence points to nobody's slot"
