@@ -40,7 +40,7 @@ def test_smollm2_arithmetic_trains_with_the_tiny_model(tmp_path: Path) -> None:
 
 def test_math_trains_with_the_tiny_model_and_is_judged_by_workers(tmp_path: Path) -> None:
     data = ["task.path=tests/data/math", "task.held_out=0.2", "evaluate.split=held_out", "evaluate.every=0"]
-    small = [*BRIEF, *TINY, "generator.kv_pages=0"]
+    small = [*BRIEF, *TINY, "generator.kv_pages=0", "schedule.window=1"]
     code, _, err = llamarl("train", "examples/math_qwen.yaml", *small, *data, "--run", tmp_path / "run")
     assert (code, err) == (0, "")
     assert llamarl("audit", tmp_path / "run").code == 0

@@ -143,6 +143,28 @@ def test_graphs_of_fewer_rows_and_of_prompts_change_nothing(
     assert any(key[0] == "decode" and key[1] < at_once.limits.slots for key in captured)  # type: ignore[index]
 
 
+def test_the_host_launches_without_waiting_for_the_device(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences end and others start; only a capture, and looking at what came out, may wait."""
+    monkeypatch.setattr("llamarl.generate.graphs._WORTH", 10**9)
+    monkeypatch.setattr("llamarl.generate.scheduler._UNEVEN", 10**9)
+    decoder = decoder_of(model_on(device), slots=8)
+    for group in some_groups():
+        decoder.add(group)
+    decoder.step()  # captures
+    while decoder._schedule.num_waiting:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            decoder._admit()
+            decoder._make_room()
+            decoder._launch()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        while len(decoder._in_flight) > 1:
+            decoder._collect()
+
+
 @pytest.mark.parametrize("slots", [256, 300])
 def test_reading_shared_prompts_once_changes_nothing(
     slots: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

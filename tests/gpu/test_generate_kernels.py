@@ -42,10 +42,35 @@ def test_attention_over_pages(
     sharing: bool,
     device: torch.device,
 ) -> None:
+    attention_agrees(
+        rows, (heads, kv_heads, size), (page, width), dtype, device, narrow, shared_pages if sharing else 0
+    )
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "size"), [(300, 8, 2, 64), (280, 12, 2, 128), (9, 12, 2, 128)])
+def test_only_long_sequences_are_cut_into_parts(
+    rows: int, heads: int, kv_heads: int, size: int, narrow: bool, device: torch.device
+) -> None:
+    attention_agrees(rows, (heads, kv_heads, size), (16, 130), torch.bfloat16, device, narrow, uneven=True)
+
+
+def attention_agrees(
+    rows: int,
+    model: tuple[int, int, int],
+    pages: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    narrow: bool,
+    shared_pages: int = 0,
+    *,
+    uneven: bool = False,
+) -> None:
     """Query and key are turned, key and value written, and everything up to there attended to. With sharing, every three rows
     (the last may be alone) begin with the same pages, which are more than one block."""
     from llamarl.generate import attention_kernels
 
+    (heads, kv_heads, size), (page, width) = model, pages
     generator = torch.Generator(device=device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -68,7 +93,7 @@ def test_attention_over_pages(
     positions_S[0] = 0
     positions_S[-1] = page * width - 1
     readings = None
-    if sharing:
+    if shared_pages:
         readings = share(
             slots_B, table_SP, positions_S, min(3, members_of_reading(heads // kv_heads)), shared_pages, page
         )
@@ -86,7 +111,7 @@ def test_attention_over_pages(
     turned = ops.rotate(q, at).float()  # type: ignore[arg-type]
     expected = attend_pages(turned, _wide(twin.keys(0)), _wide(twin.values(0)), table_BP, mask)
     found = attention_kernels.attend_pages(
-        (q, k, v), ours.keys(0), ours.values(0), table_SP, slots_B, positions_S, rope, readings
+        (q, k, v), ours.keys(0), ours.values(0), table_SP, slots_B, positions_S, rope, readings, uneven=uneven
     )
 
     for mine, theirs in ((ours.keys(0), twin.keys(0)), (ours.values(0), twin.values(0))):

@@ -35,7 +35,8 @@ class Tiling(NamedTuple):
     block: int  # tokens of the cache, read at once
     warps: int
     stages: int
-    parts: int = 0  # that a sequence is cut into; 0: as many as it takes to keep a GPU busy
+    parts: int = 0  # that a sequence is cut into at most; 0: as many as it takes to keep a GPU busy
+    least: int = 1  # blocks of a part, so that only long sequences are cut
 
     @property
     def options(self) -> dict[str, int]:
@@ -44,12 +45,22 @@ class Tiling(NamedTuple):
 
 def tiling(head_dim: int, columns: int, *, narrow: bool = False, shared: bool = False, uneven: bool = False) -> Tiling:
     """As measured by benchmarks/attention_variants.py. `columns`: query heads side by side; many leave no registers for one
-    warp. A sequence that is far longer than others is read alone in the end: then more of it must be under way at once."""
+    warp. A sequence that is far longer than others would be read alone in the end: such are cut into parts."""
     if shared or columns > 16:
         return Tiling(16, 4, 4)
     if narrow:
-        return Tiling(32, 1, 3 if uneven else 2)
-    return Tiling(16, 1, 6 if uneven else 3 if head_dim <= 64 else 4)
+        return Tiling(32, 1, 2, 8, 16) if uneven else Tiling(32, 1, 2)
+    if uneven:
+        return Tiling(16, 1, 3, 4 if head_dim <= 64 else 8, 32)
+    return Tiling(16, 1, 3 if head_dim <= 64 else 4)
+
+
+@triton.jit
+def _cut(tokens, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
+    """Blocks of the sequence, of one of its parts, and how many parts it has."""
+    num_blocks = tl.cdiv(tokens, BLOCK)
+    per_part = tl.maximum(tl.cdiv(num_blocks, PARTS), LEAST)
+    return num_blocks, per_part, tl.maximum(tl.cdiv(num_blocks, per_part), 1)
 
 
 @triton.jit
@@ -62,6 +73,7 @@ def _attend_pages(
     values_ptr,
     value_scales_ptr,
     out_ptr,
+    partial_ptr,
     sums_ptr,
     table_ptr,
     slots_ptr,
@@ -85,16 +97,21 @@ def _attend_pages(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
     NARROW: tl.constexpr,
     SHARED_PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program: the query heads that share one key-value head of one sequence, over one part of its tokens. With
-    SHARED_PARTS, what several sequences have in common has been attended to, in so many parts."""
-    head, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One program: the query heads that share one key-value head of one sequence, over one part of its tokens; those of long
+    sequences come first. With SHARED_PARTS, what several sequences have in common has been attended to, in so many parts."""
+    head, row, part = tl.program_id(0), tl.program_id(1), PARTS - 1 - tl.program_id(2)
     slot = tl.load(slots_ptr + row)
     position = tl.load(positions_ptr + slot).to(tl.int32)
     skip = tl.load(skips_ptr + row).to(tl.int32) if SHARED_PARTS > 0 else 0
+    num_blocks, per_part, parts = _cut(position - skip, BLOCK, PARTS, LEAST)
+    if PARTS > 1:  # noqa: SIM102 (known when it is compiled)
+        if part >= parts:
+            return
     table = table_ptr + slot * table_row
     step: tl.constexpr = 2 if NARROW else 1
     width: tl.constexpr = SIZE // step
@@ -111,8 +128,6 @@ def _attend_pages(
     largest, total = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.float32)
     low = tl.zeros([PADDED // step, COLUMNS], tl.float32)
     high = tl.zeros([PADDED // step, COLUMNS], tl.float32) if NARROW else 0.0
-    num_blocks = tl.cdiv(position - skip, BLOCK)
-    per_part = tl.cdiv(num_blocks, PARTS)
     first = part * per_part
     last = tl.minimum(first + per_part, num_blocks)
     # fmt: off
@@ -123,7 +138,7 @@ def _attend_pages(
     )
     # fmt: on
     heads = row * HEADS + head * GROUP + query
-    if part == PARTS - 1:
+    if part == parts - 1:
         # The new token: it is in nobody's cache yet, so it goes there from here.
         new = step * column
         k_at, v_at = k_ptr + row * k_row + head * SIZE, v_ptr + row * v_row + head * SIZE
@@ -151,11 +166,14 @@ def _attend_pages(
             # fmt: on
 
     inverse = (1.0 / tl.where(total > 0, total, 1.0))[None, :]
-    at = (heads[None, :] * PARTS + part) * SIZE
-    store(out_ptr, at, low * inverse, high * inverse, column, step, both, NARROW)
-    if PARTS > 1:
+    whole = parts == 1 if PARTS > 1 else True
+    if whole:
+        store(out_ptr, heads[None, :] * SIZE, low * inverse, high * inverse, column, step, both, NARROW)
+    else:
+        at = heads * PARTS + part
+        store(partial_ptr, at[None, :] * SIZE, low * inverse, high * inverse, column, step, both, NARROW)
         log_total = tl.where(total > 0, largest + tl.log2(total), float("-inf"))
-        tl.store(sums_ptr + heads * PARTS + part, log_total, mask=in_group)
+        tl.store(sums_ptr + at, log_total, mask=in_group)
 
 
 @triton.jit
@@ -237,16 +255,39 @@ def _attend_shared(
 
 
 @triton.jit
-def _join_parts(parts_ptr, sums_ptr, out_ptr, SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr):
-    at = tl.program_id(0)
-    part = tl.arange(0, PARTS)
-    size = tl.arange(0, PADDED)
-    in_size = size < SIZE
-    sums = tl.load(sums_ptr + at * PARTS + part)
-    weight = tl.exp2(sums - tl.max(sums, axis=0))
-    parts = tl.load(parts_ptr + (at * PARTS + part[:, None]) * SIZE + size[None, :], mask=in_size[None, :], other=0.0)
-    joined = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-    tl.store(out_ptr + at * SIZE + size, joined.to(out_ptr.dtype.element_ty), mask=in_size)
+def _join_parts(
+    partial_ptr,
+    sums_ptr,
+    out_ptr,
+    slots_ptr,
+    positions_ptr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """One program: the query heads that share one key-value head of one sequence, if that was cut."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions_ptr + tl.load(slots_ptr + row)).to(tl.int32)
+    _, _, parts = _cut(position, BLOCK, PARTS, LEAST)
+    if parts == 1:
+        return
+    query, part, size = tl.arange(0, COLUMNS), tl.arange(0, PARTS), tl.arange(0, PADDED)
+    heads, in_group, in_size = row * HEADS + head * GROUP + query, query < GROUP, size < SIZE
+    at = heads[:, None] * PARTS + part[None, :]
+    there = in_group[:, None] & (part < parts)[None, :]
+    sums = tl.load(sums_ptr + at, mask=there, other=float("-inf"))
+    weight = tl.where(there, tl.exp2(sums - tl.max(sums, axis=1)[:, None]), 0.0)
+    inside = there[:, :, None] & in_size[None, None, :]
+    found = tl.load(partial_ptr + at[:, :, None] * SIZE + size[None, None, :], mask=inside, other=0.0)
+    total = tl.where(in_group, tl.sum(weight, axis=1), 1.0)
+    joined = tl.sum(found * weight[:, :, None], axis=1) / total[:, None]
+    out = out_ptr + heads[:, None] * SIZE + size[None, :]
+    tl.store(out, joined.to(out_ptr.dtype.element_ty), mask=in_group[:, None] & in_size[None, :])
 
 
 def attend_pages(
@@ -279,8 +320,9 @@ def attend_pages(
         "NARROW": keys.narrow,
         "INTERPRETED": _INTERPRETED,
     }
-    how = how or tiling(size, columns, narrow=keys.narrow, uneven=uneven)
-    parts = 1 if readings else how.parts or _num_parts(rows * kv_heads)
+    programs = rows * kv_heads
+    how = how or tiling(size, columns, narrow=keys.narrow, uneven=uneven and _num_parts(programs) <= 2)
+    parts = 1 if readings else how.parts or _num_parts(programs)
     out = torch.empty(rows, 1, heads, size, dtype=qkv[0].dtype, device=table_SP.device)
     partial = out if parts == 1 else torch.empty(rows, heads, parts, size, dtype=torch.float32, device=out.device)
     sums = torch.empty(rows, heads, parts, dtype=torch.float32, device=out.device)
@@ -315,6 +357,7 @@ def attend_pages(
         *qkv,
         *keys.pointers,
         *values.pointers,
+        out,
         partial,
         sums,
         table_SP,
@@ -330,13 +373,28 @@ def attend_pages(
         table_SP.stride(0),
         COLUMNS=columns,
         PARTS=parts,
+        LEAST=how.least,
         SHARED_PARTS=_SHARED_PARTS if readings else 0,
         **sizes,
         **how.options,
     )
     if parts > 1:
-        padded = triton.next_power_of_2(size)
-        _join_parts[(rows * heads,)](partial, sums, out, SIZE=size, PADDED=padded, PARTS=parts, num_warps=4)
+        _join_parts[(kv_heads, rows)](
+            partial,
+            sums,
+            out,
+            slots_B,
+            positions_S,
+            HEADS=heads,
+            GROUP=group,
+            COLUMNS=triton.next_power_of_2(group),
+            SIZE=size,
+            PADDED=triton.next_power_of_2(size),
+            BLOCK=how.block,
+            PARTS=parts,
+            LEAST=how.least,
+            num_warps=4,
+        )
     return out
 
 
