@@ -27,10 +27,11 @@ ENOUGH = 32  # groups whose lengths say more than a mean does
 LENGTHS, PROMPT = "lengths", "prompt_tokens"  # of all answers, and of a prompt on average; in the run's folder
 
 
-def measured(run: Path) -> dict[str, float]:
-    """Seconds of an update, and of the passes in it, from the run's record."""
+def measured(run: Path, warm_up: int = 1) -> dict[str, float]:
+    """Seconds of an update, and of the passes in it, from the run's record: all updates but the first tenth, and at least
+    `warm_up`."""
     rows = [row for row in read_rows(run / TIMINGS) if "update" in row]
-    counted = rows[max(1, len(rows) // 10) :]
+    counted = rows[max(warm_up, len(rows) // 10) :]
     return {
         "update_s": fmean(row["update_s"] for row in counted),
         "training_s": fmean(row.get("compute_s", 0.0) for row in counted),
