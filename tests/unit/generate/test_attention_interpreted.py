@@ -20,5 +20,5 @@ def test_attention_kernels_compute_what_plain_pytorch_computes() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     faults = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert len(faults) == 3, done.stderr
+    assert len(faults) == 4, done.stderr
     assert not any(faults.values()), faults
