@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from helpers.groups import prompt_group
+from helpers.ranks import leave_group
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.model.checkpoint import load_model
@@ -58,7 +59,7 @@ def main() -> None:
     for name, precision in (("found", AS_THE_MODEL), ("quantised", quantised)):
         found = decode(folder / "model", TensorRank(rank, count), precision)
         (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from helpers.ranks import leave_group
 from helpers.training import CPU, make_test_documents
 from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
 from llamarl.config import Algo
@@ -140,8 +141,7 @@ def main() -> None:
         found = TASKS[task](mesh, folder)
         if rank == 0:
             save_file({name: tensor.detach().float().contiguous() for name, tensor in found.items()}, folder / task)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":
