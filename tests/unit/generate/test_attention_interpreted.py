@@ -13,12 +13,13 @@ import pytest
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "attention_variants.py"
 
 
-def test_attention_kernels_compute_what_plain_pytorch_computes() -> None:
-    """In a few tilings: a block inside a page, over several pages, and of several warps."""
+@pytest.mark.parametrize("case", ["SmolLM2", "1B tails"])
+def test_attention_kernels_compute_what_plain_pytorch_computes(case: str) -> None:
+    """In a few tilings: a block inside a page, over several pages, and of several warps; long sequences cut into parts."""
     pytest.importorskip("triton")
-    command = [sys.executable, str(SCRIPT), "--tiny", "--case=SmolLM2", "--slice=1/3"]
+    command = [sys.executable, str(SCRIPT), "--tiny", f"--case={case}", "--slice=1/3"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     faults = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert len(faults) == 4, done.stderr
+    assert len(faults) == 5, done.stderr
     assert not any(faults.values()), faults
