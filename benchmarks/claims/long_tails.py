@@ -30,6 +30,7 @@ SYNC = Arm(
         "placement=colocated",
         "generator.slots=256",
         "generator.kv_pages=0",
+        "generator.burst=0",
     ),
     MATH,
 )

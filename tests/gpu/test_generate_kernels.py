@@ -48,11 +48,12 @@ def test_attention_over_pages(
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("parts", [2, 4, 8])
 @pytest.mark.parametrize(("rows", "heads", "kv_heads", "size"), [(300, 8, 2, 64), (280, 12, 2, 128), (9, 12, 2, 128)])
 def test_only_long_sequences_are_cut_into_parts(
-    rows: int, heads: int, kv_heads: int, size: int, narrow: bool, device: torch.device
+    rows: int, heads: int, kv_heads: int, size: int, parts: int, narrow: bool, device: torch.device
 ) -> None:
-    attention_agrees(rows, (heads, kv_heads, size), (16, 130), torch.bfloat16, device, narrow, uneven=True)
+    attention_agrees(rows, (heads, kv_heads, size), (16, 130), torch.bfloat16, device, narrow, parts=parts)
 
 
 def attention_agrees(
@@ -64,7 +65,7 @@ def attention_agrees(
     narrow: bool,
     shared_pages: int = 0,
     *,
-    uneven: bool = False,
+    parts: int = 0,
 ) -> None:
     """Query and key are turned, key and value written, and everything up to there attended to. With sharing, every three rows
     (the last may be alone) begin with the same pages, which are more than one block."""
@@ -111,7 +112,7 @@ def attention_agrees(
     turned = ops.rotate(q, at).float()  # type: ignore[arg-type]
     expected = attend_pages(turned, _wide(twin.keys(0)), _wide(twin.values(0)), table_BP, mask)
     found = attention_kernels.attend_pages(
-        (q, k, v), ours.keys(0), ours.values(0), table_SP, slots_B, positions_S, rope, readings, uneven=uneven
+        (q, k, v), ours.keys(0), ours.values(0), table_SP, slots_B, positions_S, rope, readings, parts=parts
     )
 
     for mine, theirs in ((ours.keys(0), twin.keys(0)), (ours.values(0), twin.values(0))):

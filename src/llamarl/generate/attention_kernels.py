@@ -25,6 +25,7 @@ from llamarl.model.ops import Rope
 
 _BUSY_PROGRAMS = 1024  # enough to keep a large GPU's memory busy; fewer sequences are cut into more parts
 _MAX_PARTS = 16
+_LEAST_TOKENS = 512  # of a part, where only long sequences are cut
 _SHARED_PARTS = 4
 _MIN_COLUMNS = 8  # of a product of a tensor core, which are query heads here
 _MIN_INNER = 16
@@ -43,16 +44,18 @@ class Tiling(NamedTuple):
         return {"BLOCK": self.block, "num_warps": self.warps, "num_stages": self.stages}
 
 
-def tiling(head_dim: int, columns: int, *, narrow: bool = False, shared: bool = False, uneven: bool = False) -> Tiling:
+def tiling(head_dim: int, columns: int, *, narrow: bool = False, shared: bool = False, parts: int = 0) -> Tiling:
     """As measured by benchmarks/attention_variants.py. `columns`: query heads side by side; many leave no registers for one
-    warp. A sequence that is far longer than others would be read alone in the end: such are cut into parts."""
+    warp. A sequence that is far longer than others would be read alone in the end: such are cut into `parts` at most."""
     if shared or columns > 16:
         return Tiling(16, 4, 4)
     if narrow:
-        return Tiling(32, 1, 2, 8, 16) if uneven else Tiling(32, 1, 2)
-    if uneven:
-        return Tiling(16, 1, 3, 4 if head_dim <= 64 else 8, 32)
-    return Tiling(16, 1, 3 if head_dim <= 64 else 4)
+        return _cutting(Tiling(32, 1, 2), parts)
+    return _cutting(Tiling(16, 1, 3 if parts or head_dim <= 64 else 4), parts)
+
+
+def _cutting(how: Tiling, parts: int) -> Tiling:
+    return how._replace(parts=parts, least=_LEAST_TOKENS // how.block) if parts else how
 
 
 @triton.jit
@@ -300,7 +303,7 @@ def attend_pages(
     rope: Rope,
     readings: Readings | None = None,
     *,
-    uneven: bool = False,
+    parts: int = 0,
     how: Tiling | None = None,
     shared_how: Tiling | None = None,
 ) -> Tensor:
@@ -321,11 +324,13 @@ def attend_pages(
         "INTERPRETED": _INTERPRETED,
     }
     programs = rows * kv_heads
-    how = how or tiling(size, columns, narrow=keys.narrow, uneven=uneven and _num_parts(programs) <= 2)
-    parts = 1 if readings else how.parts or _num_parts(programs)
+    how = how or tiling(size, columns, narrow=keys.narrow, parts=parts if _num_parts(programs) <= 2 else 0)
+    num_parts = 1 if readings else how.parts or _num_parts(programs)
     out = torch.empty(rows, 1, heads, size, dtype=qkv[0].dtype, device=table_SP.device)
-    partial = out if parts == 1 else torch.empty(rows, heads, parts, size, dtype=torch.float32, device=out.device)
-    sums = torch.empty(rows, heads, parts, dtype=torch.float32, device=out.device)
+    partial = (
+        out if num_parts == 1 else torch.empty(rows, heads, num_parts, size, dtype=torch.float32, device=out.device)
+    )
+    sums = torch.empty(rows, heads, num_parts, dtype=torch.float32, device=out.device)
     shared, shared_sums = partial, sums  # anything, where nothing is shared
     if readings:
         shared = torch.empty(rows, heads, _SHARED_PARTS, size, dtype=torch.float32, device=out.device)
@@ -353,7 +358,7 @@ def attend_pages(
             **sizes,
             **(shared_how or tiling(size, together, narrow=keys.narrow, shared=True)).options,
         )
-    _attend_pages[(kv_heads, rows, parts)](
+    _attend_pages[(kv_heads, rows, num_parts)](
         *qkv,
         *keys.pointers,
         *values.pointers,
@@ -372,13 +377,13 @@ def attend_pages(
         head_tokens,
         table_SP.stride(0),
         COLUMNS=columns,
-        PARTS=parts,
+        PARTS=num_parts,
         LEAST=how.least,
         SHARED_PARTS=_SHARED_PARTS if readings else 0,
         **sizes,
         **how.options,
     )
-    if parts > 1:
+    if num_parts > 1:
         _join_parts[(kv_heads, rows)](
             partial,
             sums,
@@ -391,7 +396,7 @@ def attend_pages(
             SIZE=size,
             PADDED=triton.next_power_of_2(size),
             BLOCK=how.block,
-            PARTS=parts,
+            PARTS=num_parts,
             LEAST=how.least,
             num_warps=4,
         )

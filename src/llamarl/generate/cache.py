@@ -162,11 +162,11 @@ class DecodeAttention:
         rope: Rope,
         readings: Readings | None = None,
         *,
-        uneven: bool = False,
+        parts: int = 0,
     ) -> None:
-        """`rope`: cos and sin of all positions, [T, 1, D]. `uneven`: see `Batch`."""
+        """`rope`: cos and sin of all positions, [T, 1, D]. `parts`: see `Batch`."""
         self._cache, self._table_SP, self._slots_B, self._positions_S = cache, table_SP, slots_B, positions_S
-        self._rope, self._readings, self._uneven = rope, readings, uneven
+        self._rope, self._readings, self._parts = rope, readings, parts
         if table_SP.is_cuda:
             return
         positions_B = positions_S[slots_B]
@@ -183,7 +183,7 @@ class DecodeAttention:
             from llamarl.generate.attention_kernels import attend_pages as attend_pages_on_gpu
 
             qkv, where = (q_B1HD, k_B1KD, v_B1KD), (self._table_SP, self._slots_B, self._positions_S)
-            return attend_pages_on_gpu(qkv, keys, values, *where, self._rope, self._readings, uneven=self._uneven)
+            return attend_pages_on_gpu(qkv, keys, values, *where, self._rope, self._readings, parts=self._parts)
         q_B1HD, k_B1KD = rotate(q_B1HD, self._rope_B), rotate(k_B1KD, self._rope_B)
         keys.put(self._pages_B, self._within_B, k_B1KD[:, 0])
         values.put(self._pages_B, self._within_B, v_B1KD[:, 0])

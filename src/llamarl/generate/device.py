@@ -144,8 +144,8 @@ class DeviceSide:
         if not self._on_gpu:
             return lambda: self._decode(self._batch, steps, filtered)
 
-        def key_of(width: int) -> tuple[str, int, int, bool, bool, bool]:
-            return "decode", width, steps, filtered, batch.uneven, self._pays(batch, width)
+        def key_of(width: int) -> tuple[str, int, int, bool, int, bool]:
+            return "decode", width, steps, filtered, batch.parts, self._pays(batch, width)
 
         key = key_of(padded_rows(len(batch.slots), self._state.num_slots))
         if not self._graphs.worth(key):
@@ -154,7 +154,7 @@ class DeviceSide:
         kept_4B = self._batch[:, :width]
         run = self._graphs.of(
             key,
-            lambda: self._decode(kept_4B, steps, filtered, shared=shared, uneven=batch.uneven),
+            lambda: self._decode(kept_4B, steps, filtered, shared=shared, parts=batch.parts),
             lambda: self._batch.copy_(self._rows(EMPTY_BATCH, self._state.num_slots)),
         )
         kept_4B.copy_(upload(self._rows(batch, width), self._device), non_blocking=True)
@@ -174,12 +174,10 @@ class DeviceSide:
             row[: len(values)] = values
         return torch.from_numpy(rows)
 
-    def _decode(
-        self, batch_4B: Tensor, steps: int, filtered: bool, *, shared: bool = False, uneven: bool = False
-    ) -> None:
+    def _decode(self, batch_4B: Tensor, steps: int, filtered: bool, *, shared: bool = False, parts: int = 0) -> None:
         readings = Readings(*batch_4B[1:]) if shared else None
         for _ in range(steps):
-            self._steps.decode(batch_4B[0], filtered=filtered, readings=readings, uneven=uneven)
+            self._steps.decode(batch_4B[0], filtered=filtered, readings=readings, parts=parts)
 
     def _look(self) -> Burst:
         number = self.num_bursts - 1

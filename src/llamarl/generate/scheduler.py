@@ -11,7 +11,7 @@ behind them. Only when pages run out does it lose them too, and is then read aga
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,8 @@ from llamarl.generate.pages import PagePool, pages_for
 from llamarl.types import Completion, Given, PromptGroup, bytes_to_tokens
 
 NOBODY = -1  # the version of tokens that were not sampled
-_UNEVEN = 3  # times the mean: the longest
+_UNEVEN = 2  # times the mean: the longest
+_PART_TOKENS, _MAX_PARTS = 512, 8  # of a sequence that is far longer than others
 Key = tuple[int, int]  # of a sequence: the ordinal of its group, and which of its samples
 
 
@@ -130,13 +131,14 @@ class Admission:
 @dataclass(frozen=True)
 class Batch:
     """Slots in the order of their rows, those that share pages side by side: reading i serves `counts[i]` rows from
-    `firsts[i]` on, and row b has its first `skips[b]` tokens from there. `uneven`: some are far longer than most."""
+    `firsts[i]` on, and row b has its first `skips[b]` tokens from there. Long sequences come first, and if some are far
+    longer than most, attention cuts them into `parts`."""
 
     slots: list[int]
     firsts: list[int]
     counts: list[int]
     skips: list[int]
-    uneven: bool = False
+    parts: int = 0
 
     @property
     def saved_tokens(self) -> int:
@@ -144,15 +146,23 @@ class Batch:
         return sum((count - 1) * self.skips[first] for first, count in zip(self.firsts, self.counts, strict=True))
 
 
-def make_batch(running: Iterable[Running], members: int, page_tokens: int) -> Batch:
+def parts_for(lengths: Collection[int]) -> int:
+    """A power of two, as measured by benchmarks/attention_variants.py; 0: nothing need be cut."""
+    longest = max(lengths)
+    if longest * len(lengths) <= _UNEVEN * sum(lengths):
+        return 0
+    fitting = -(-longest // _PART_TOKENS)
+    return min(_MAX_PARTS, 1 << fitting.bit_length() - 1) if fitting > 1 else 0
+
+
+def make_batch(running: Collection[Running], members: int, page_tokens: int) -> Batch:
     """At most `members` rows for one reading."""
     together: dict[int, list[Running]] = defaultdict(list)
-    lengths = list[int]()
+    lengths = {one.slot: one.tokens_after(0) for one in running}
     for one in running:
         together[one.pages[0] if one.shared_pages else -1 - one.slot].append(one)
-        lengths.append(one.tokens_after(0))
-    batch = Batch([], [], [], [], uneven=max(lengths) * len(lengths) > _UNEVEN * sum(lengths))
-    for alike in together.values():
+    batch = Batch([], [], [], [], parts=parts_for(lengths.values()))
+    for alike in sorted(together.values(), key=lambda alike: max(lengths[one.slot] for one in alike), reverse=True):
         for start in range(0, len(alike), members):
             some = alike[start : start + members]
             skip = some[0].shared_pages * page_tokens if len(some) > 1 else 0

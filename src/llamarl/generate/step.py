@@ -36,15 +36,11 @@ class Steps:
         self.model(tokens_RT, positions_RT, attend, self._rope_at(positions_RT))
 
     @torch.inference_mode()
-    def decode(
-        self, slots_B: Tensor, *, filtered: bool, readings: Readings | None = None, uneven: bool = False
-    ) -> None:
+    def decode(self, slots_B: Tensor, *, filtered: bool, readings: Readings | None = None, parts: int = 0) -> None:
         """One more token for each of these slots; those that are inactive stay as they are."""
         state = self.state
         tokens_B1, positions_B1 = state.tokens[slots_B][:, None], state.positions[slots_B][:, None]
-        attend = DecodeAttention(
-            self.cache, self.table_SP, slots_B, state.positions, self._rope, readings, uneven=uneven
-        )
+        attend = DecodeAttention(self.cache, self.table_SP, slots_B, state.positions, self._rope, readings, parts=parts)
         hidden_B1C = self.model(tokens_B1, positions_B1, attend)
         logits_BV = self.model.logits(hidden_B1C[:, 0])
         if logits_BV.is_cuda:

@@ -7,7 +7,7 @@ from random import Random
 from helpers.groups import prompt_group
 
 from llamarl.generate.pages import PagePool
-from llamarl.generate.scheduler import Batch, Running, Sampled, Scheduler, make_batch
+from llamarl.generate.scheduler import Batch, Running, Sampled, Scheduler, make_batch, parts_for
 
 PAGE, STEPS = 4, 4
 
@@ -67,3 +67,22 @@ def test_a_sequence_that_was_paused_has_pages_of_its_own() -> None:
     batch = make_batch(scheduler.running.values(), 8, PAGE)
     pages_read(batch, scheduler.running)
     assert batch.counts == [3]
+
+
+def test_long_sequences_come_first_and_their_group_with_them() -> None:
+    scheduler = scheduler_with([3, 2, 2], prompt_tokens=14)
+    for one in scheduler.running.values():
+        one.max_count = 20 if one.sequence.group.prompt.ordinal == 1 else one.slot
+    batch = make_batch(scheduler.running.values(), 8, PAGE)
+    pages_read(batch, scheduler.running)
+    ordinals = [scheduler.running[slot].sequence.group.prompt.ordinal for slot in batch.slots]
+    assert ordinals == [1, 1, 2, 2, 0, 0, 0]
+
+
+def test_only_what_is_far_longer_than_the_rest_is_cut_and_into_as_many_parts_as_it_needs() -> None:
+    assert parts_for([300, 300, 500]) == 0
+    assert parts_for([4096] * 8) == 0
+    assert parts_for([100] * 20 + [400]) == 0  # would be one part
+    assert parts_for([300] * 20 + [900]) == 2
+    assert parts_for([300] * 20 + [2150]) == 4
+    assert parts_for([900] * 20 + [4096]) == parts_for([900] * 20 + [9000]) == 8
