@@ -39,9 +39,9 @@ def measured(run: Path, warm_up: int = 1) -> dict[str, float]:
 
 
 def seen(run: Path, limit: int) -> tuple[int, Lengths, float]:
-    """Tokens of a prompt, lengths of answers, share of groups with equal rewards."""
+    """Tokens of a prompt, lengths of answers, share of answer tokens in groups with equal rewards."""
     metrics = [row for row in read_rows(run / METRICS) if row["role"] == "trainer"]
-    skipped = fmean(row["zero_variance_share"] for row in metrics)
+    skipped = 1 - sum(row["trained_tokens"] for row in metrics) / sum(map(_answer_tokens, metrics))
     groups = list(stored(run))
     if len(groups) >= ENOUGH:
         prompt = fmean(len(group.prompt.prompt_tokens) // 4 for group in groups)
@@ -53,6 +53,10 @@ def seen(run: Path, limit: int) -> tuple[int, Lengths, float]:
     mean = fmean(row["answer_tokens"] for row in metrics)
     truncated = fmean(row["truncated_share"] for row in metrics)
     return max(1, round(document_tokens(run, metrics) - mean)), lengths_of(mean, truncated, limit), skipped
+
+
+def _answer_tokens(row: dict[str, Any]) -> float:
+    return float(row["answer_tokens"] * row["completions"])
 
 
 def stored(run: Path) -> Iterator[RolloutGroup]:

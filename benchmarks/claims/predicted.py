@@ -4,9 +4,8 @@
     python benchmarks/claims/predicted.py --gpu machine.json [--runs FOLDER] [--model SHAPE] [RUN ...]
 
 Held against the runs of these claims that lie in --runs, or against those that are named. A run that shared its GPU with
-another (--beside) says nothing about time and is left out. A run with a machine.json in its folder is held against that: what
-was calibrated when it was made. Measured is the mean over all updates but the first tenth, and but those in which shapes are
-still compiled. Must: within 15%; hoped for: 8%. Needs no GPU.
+another (--beside) says nothing about time and is left out. Measured is the mean over all updates but the first tenth, and
+but those in which shapes are still compiled. Must: within 15%; hoped for: 8%. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ def runs_of_claims(runs: Path) -> list[Path]:
 
 
 def held_against(run: Path, gpu: str, model: str) -> dict[str, Any]:
-    own = run / "machine.json"  # of runs that are kept: what was measured when they were made
-    gpu = str(own) if own.exists() else gpu
     scene, was_s = scene_of(run, gpu, 1, model), measured(run, WARM_UP)["update_s"]
     said_s, plan_s = predicted(scene)["update_s"], planned(scene)
     row = {"measured_s": was_s, "simulated_s": said_s, "error": said_s / was_s - 1}

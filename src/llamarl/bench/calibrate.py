@@ -1,7 +1,7 @@
 """`llamarl bench --calibrate`: measure this machine, and write the description that plan and simulate read.
 
 First what the hardware does at best: a large product, a large copy. Then our own generator and trainer on a few small models
-of random weights: from those times the factors are fitted that say how much of the hardware they reach. Under a minute. On a
+of random weights: from those times the factors are fitted that say how much of the hardware they reach. About a minute. On a
 CPU with one thread, times are those of its core, so that other programs on the machine do not count.
 """
 
