@@ -65,6 +65,7 @@ class Options:
     at_most: int  # runs that may still be made
     math: Path  # folder of MATH, with MATH-500 as its test.jsonl
     beside: int = 1  # runs at a time
+    made_on: dict[str, Any] = field(default_factory=dict)  # when and on what the runs that are read were made
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, what: str) -> None:
@@ -211,6 +212,8 @@ def made(arm: Arm, options: Options) -> Record:
     else:
         options.begin(arm.name)
         _run(arm, folder, settings, options)
+    if _made_on_file(folder).exists():
+        options.made_on = json.loads(_made_on_file(folder).read_text())
     return Record(folder)
 
 
@@ -226,6 +229,7 @@ def _check(folder: Path, settings: Sequence[str]) -> None:
 def _run(arm: Arm, folder: Path, settings: Sequence[str], options: Options) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _settings_file(folder).write_text(json.dumps(list(settings)))
+    _made_on_file(folder).write_text(json.dumps(_here()))
     alone = options.beside == 1
     if not alone:
         _beside_file(folder).write_text(f"{options.beside}\n")
@@ -240,15 +244,19 @@ def _settings_file(folder: Path) -> Path:
 
 
 def keep(name: str, options: Options, figures: dict[str, Any], plot: str) -> None:
-    """JSON and plot of a claim, with what it was measured on and by which command."""
+    """JSON and plot of a claim, with what it was measured on and by which command. Runs that were made elsewhere say so."""
     command = " ".join(["python", str(Path(sys.argv[0])), *options.settings])
-    where = {"date": date.today().isoformat(), "gpu": gpu_name(), "versions": _versions(), "command": command}
+    where = {**(options.made_on or _here()), "command": command}
     (options.results / f"{name}.json").write_text(json.dumps({**where, **figures}, indent=2) + "\n")
     (options.results / f"{name}.svg").write_text(plot)
 
 
 def as_figures(window: Window) -> dict[str, Any]:
     return {**asdict(window), "update_s": window.update_s}
+
+
+def _here() -> dict[str, Any]:
+    return {"date": date.today().isoformat(), "gpu": gpu_name(), "versions": _versions()}
 
 
 def _versions() -> dict[str, str]:
@@ -261,6 +269,10 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _made_on_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.made_on.json")
 
 
 def _beside_file(folder: Path) -> Path:

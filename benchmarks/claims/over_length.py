@@ -96,8 +96,9 @@ def predictions(
 
 def points(runs: Path) -> dict[str, float]:
     """Of claim 6, in the steady state."""
-    folders = {name: runs / arm.name for name, arm in (("sync", long_tails.SYNC), ("async", long_tails.ASYNC))}
-    rows = long_tails.rows_of({name: Record(folder) for name, folder in folders.items()})
+    rows = long_tails.rows_of(
+        {name: [Record(runs / arm.name) for arm in same] for name, same in long_tails.ARMS.items()}
+    )
     return {name: float(row["update_s"]) for name, row in rows.items()}
 
 

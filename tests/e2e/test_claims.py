@@ -43,6 +43,12 @@ def test_claims_run_read_and_share_their_arms(tmp_path: Path) -> None:
     assert figures["async_against_sync"]["sync"]["trainer_waits"] > 0.1
     assert figures["async_against_sync"]["async"]["gpu_idle"] is None
     assert 0 < figures["weight_sync"]["share"] < 1
+    made_on = tmp_path / "runs" / "sync.made_on.json"
+    made_on.write_text(json.dumps({**json.loads(made_on.read_text()), "gpu": "another"}))
+    (tmp_path / "runs" / "async.made_on.json").write_text(made_on.read_text())
+    claim("async_against_sync", tmp_path)
+    told = json.loads((tmp_path / "results" / "async_against_sync.json").read_text())
+    assert told == {**figures["async_against_sync"], "gpu": "another"}, "what was made elsewhere counts as made here"
     other = claim("learns", tmp_path, "seed=1")
     assert (other.returncode, "was made with other settings" in other.stderr) == (1, True)
 
@@ -87,6 +93,19 @@ def test_a_series_of_runs_can_be_spread_over_commands(tmp_path: Path) -> None:
     ended = claim("long_tails", tmp_path, "--at-most", "0")
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr == "long_sync: is the next to be made; the same command goes on with it\n"
+
+
+def test_runs_of_the_same_job_count_by_their_updates_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
+    import long_tails
+
+    def run(updates: int, seconds: float, tokens: float, waits: float, idle: float | None = 0.0) -> dict[str, object]:
+        row = {"first": 5, "last": 4 + updates, "start_s": 10.0, "end_s": 10.0 + seconds, "answer_tokens": tokens}
+        return {**row, "trainer_waits": waits, "generator_waits": 0.0, "gpu_idle": idle}
+
+    both = long_tails.over_all([run(10, 30.0, 100.0, 0.1), run(20, 90.0, 400.0, 0.3)])
+    assert (both["update_s"], both["answer_tokens"], both["trainer_waits"]) == pytest.approx((4.0, 300.0, 0.25))
+    assert long_tails.over_all([run(1, 1.0, 1.0, 0.0, None), run(1, 1.0, 1.0, 0.0)])["gpu_idle"] is None
 
 
 @pytest.mark.parametrize("values", [[(0.0, 1.0)], [(0.0, 0.0), (0.0, 0.0)], [(-3.0, 1e6), (7.0, -1e-6)]])
