@@ -21,11 +21,11 @@ from torch import Tensor
 
 from llamarl.generate.attention_blocks import add_one, add_shared, attend_range, operand, put, store, turned
 from llamarl.generate.cache import Pages, Readings, members_of_reading
+from llamarl.generate.pages import PART_TOKENS
 from llamarl.model.ops import Rope
 
 _BUSY_PROGRAMS = 1024  # enough to keep a large GPU's memory busy; fewer sequences are cut into more parts
 _MAX_PARTS = 16
-_LEAST_TOKENS = 512  # of a part, where only long sequences are cut
 _SHARED_PARTS = 4
 _MIN_COLUMNS = 8  # of a product of a tensor core, which are query heads here
 _MIN_INNER = 16
@@ -55,7 +55,7 @@ def tiling(head_dim: int, columns: int, *, narrow: bool = False, shared: bool = 
 
 
 def _cutting(how: Tiling, parts: int) -> Tiling:
-    return how._replace(parts=parts, least=_LEAST_TOKENS // how.block) if parts else how
+    return how._replace(parts=parts, least=PART_TOKENS // how.block) if parts else how
 
 
 @triton.jit

@@ -15,12 +15,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from llamarl.generate.pages import PagePool, pages_for
+from llamarl.generate.pages import PART_TOKENS, PagePool, pages_for
 from llamarl.types import Completion, Given, PromptGroup, bytes_to_tokens
 
 NOBODY = -1  # the version of tokens that were not sampled
 _UNEVEN = 2  # times the mean: the longest
-_PART_TOKENS, _MAX_PARTS = 512, 8  # of a sequence that is far longer than others
+_MAX_PARTS = 8  # of a sequence that is far longer than others
 Key = tuple[int, int]  # of a sequence: the ordinal of its group, and which of its samples
 
 
@@ -151,7 +151,7 @@ def parts_for(lengths: Collection[int]) -> int:
     longest = max(lengths)
     if longest * len(lengths) <= _UNEVEN * sum(lengths):
         return 0
-    fitting = -(-longest // _PART_TOKENS)
+    fitting = -(-longest // PART_TOKENS)
     return min(_MAX_PARTS, 1 << fitting.bit_length() - 1) if fitting > 1 else 0
 
 
