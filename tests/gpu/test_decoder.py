@@ -148,7 +148,7 @@ def test_the_host_launches_without_waiting_for_the_device(
 ) -> None:
     """Sequences end and others start; only a capture, and looking at what came out, may wait."""
     monkeypatch.setattr("llamarl.generate.graphs._WORTH", 10**9)
-    monkeypatch.setattr("llamarl.generate.scheduler._UNEVEN", 10**9)
+    monkeypatch.setattr("llamarl.generate.cutting._UNEVEN", 10**9)
     decoder = decoder_of(model_on(device), slots=8)
     for group in some_groups():
         decoder.add(group)

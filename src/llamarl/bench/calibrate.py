@@ -100,7 +100,8 @@ def _decode_points(on_gpu: bool) -> list[DecodePoint]:
 def _train_points(on_gpu: bool) -> list[TrainPoint]:
     if on_gpu:
         one, half = shape_named("llama-3.2-1b"), shape_named("qwen2.5-0.5b")
-        return [TrainPoint(half, 32, 512), TrainPoint(one, 16, 1024), TrainPoint(one, 4, 4096)]  # compiling takes long
+        # Few: compiling takes most of the time.
+        return [TrainPoint(half, 32, 512), TrainPoint(one, 16, 1024), TrainPoint(one, 4, 4096)]
     small, wide = _small(128, 5, 17), _small(384, 8, 2048)
     return [
         TrainPoint(small, 768, 10),

@@ -21,11 +21,9 @@ from torch import Tensor
 
 from llamarl.generate.attention_blocks import add_one, add_shared, attend_range, operand, put, store, turned
 from llamarl.generate.cache import Pages, Readings, members_of_reading
-from llamarl.generate.pages import PART_TOKENS
+from llamarl.generate.cutting import PART_TOKENS, parts_of_all
 from llamarl.model.ops import Rope
 
-_BUSY_PROGRAMS = 1024  # enough to keep a large GPU's memory busy; fewer sequences are cut into more parts
-_MAX_PARTS = 16
 _SHARED_PARTS = 4
 _MIN_COLUMNS = 8  # of a product of a tensor core, which are query heads here
 _MIN_INNER = 16
@@ -323,9 +321,8 @@ def attend_pages(
         "NARROW": keys.narrow,
         "INTERPRETED": _INTERPRETED,
     }
-    programs = rows * kv_heads
-    how = how or tiling(size, columns, narrow=keys.narrow, parts=parts if _num_parts(programs) <= 2 else 0)
-    num_parts = 1 if readings else how.parts or _num_parts(programs)
+    how = how or tiling(size, columns, narrow=keys.narrow, parts=parts)
+    num_parts = 1 if readings else how.parts or parts_of_all(rows * kv_heads)
     out = torch.empty(rows, 1, heads, size, dtype=qkv[0].dtype, device=table_SP.device)
     partial = (
         out if num_parts == 1 else torch.empty(rows, heads, num_parts, size, dtype=torch.float32, device=out.device)
@@ -401,7 +398,3 @@ def attend_pages(
             num_warps=4,
         )
     return out
-
-
-def _num_parts(programs: int) -> int:
-    return min(_MAX_PARTS, 1 << (max(1, _BUSY_PROGRAMS // programs) - 1).bit_length())

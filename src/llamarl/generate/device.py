@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llamarl.generate.cache import Readings
+from llamarl.generate.cutting import enough_programs
 from llamarl.generate.graphs import Body, Graphs
 from llamarl.generate.pages import NO_PAGE
 from llamarl.generate.scheduler import Batch, Extension, Fill, Sampled
@@ -145,16 +146,17 @@ class DeviceSide:
             return lambda: self._decode(self._batch, steps, filtered)
 
         def key_of(width: int) -> tuple[str, int, int, bool, int, bool]:
-            return "decode", width, steps, filtered, batch.parts, self._pays(batch, width)
+            shared = self._pays(batch, width)
+            return "decode", width, steps, filtered, self._parts(batch, width, shared), shared
 
         key = key_of(padded_rows(len(batch.slots), self._state.num_slots))
         if not self._graphs.worth(key):
             key = key_of(self._state.num_slots)
-        _, width, *_, shared = key
+        _, width, _, _, parts, shared = key
         kept_4B = self._batch[:, :width]
         run = self._graphs.of(
             key,
-            lambda: self._decode(kept_4B, steps, filtered, shared=shared, parts=batch.parts),
+            lambda: self._decode(kept_4B, steps, filtered, shared=shared, parts=parts),
             lambda: self._batch.copy_(self._rows(EMPTY_BATCH, self._state.num_slots)),
         )
         kept_4B.copy_(upload(self._rows(batch, width), self._device), non_blocking=True)
@@ -165,6 +167,11 @@ class DeviceSide:
         cache = self._steps.cache
         enough_rows = width * cache.num_kv_heads >= _SHARING_PROGRAMS
         return enough_rows and batch.saved_tokens * cache.token_bytes >= _SHARING_BYTES
+
+    def _parts(self, batch: Batch, width: int, shared: bool) -> int:
+        """0 wherever attention would not cut by length, so that what computes the same is one graph."""
+        alike = shared or not enough_programs(width * self._steps.cache.num_kv_heads)
+        return 0 if alike else batch.parts
 
     def _rows(self, batch: Batch, width: int) -> Tensor:
         """Rows without a sequence point to nobody's slot."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-PART_TOKENS = 512  # at least, of each part that attention cuts a long sequence into
 NO_PAGE = 0  # never handed out: rows without a sequence write there, and unused entries of a table point to it
 
 

@@ -15,12 +15,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from llamarl.generate.pages import PART_TOKENS, PagePool, pages_for
+from llamarl.generate.cutting import parts_of_long
+from llamarl.generate.pages import PagePool, pages_for
 from llamarl.types import Completion, Given, PromptGroup, bytes_to_tokens
 
 NOBODY = -1  # the version of tokens that were not sampled
-_UNEVEN = 2  # times the mean: the longest
-_MAX_PARTS = 8  # of a sequence that is far longer than others
 Key = tuple[int, int]  # of a sequence: the ordinal of its group, and which of its samples
 
 
@@ -146,22 +145,13 @@ class Batch:
         return sum((count - 1) * self.skips[first] for first, count in zip(self.firsts, self.counts, strict=True))
 
 
-def parts_for(lengths: Collection[int]) -> int:
-    """A power of two, as measured by benchmarks/attention_variants.py; 0: nothing need be cut."""
-    longest = max(lengths)
-    if longest * len(lengths) <= _UNEVEN * sum(lengths):
-        return 0
-    fitting = -(-longest // PART_TOKENS)
-    return min(_MAX_PARTS, 1 << fitting.bit_length() - 1) if fitting > 1 else 0
-
-
 def make_batch(running: Collection[Running], members: int, page_tokens: int) -> Batch:
     """At most `members` rows for one reading."""
     together: dict[int, list[Running]] = defaultdict(list)
     lengths = {one.slot: one.tokens_after(0) for one in running}
     for one in running:
         together[one.pages[0] if one.shared_pages else -1 - one.slot].append(one)
-    batch = Batch([], [], [], [], parts=parts_for(lengths.values()))
+    batch = Batch([], [], [], [], parts=parts_of_long(lengths.values()))
     for alike in sorted(together.values(), key=lambda alike: max(lengths[one.slot] for one in alike), reverse=True):
         for start in range(0, len(alike), members):
             some = alike[start : start + members]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from helpers.models import lively_model
 
@@ -21,12 +22,33 @@ def test_a_shape_that_occurs_now_and_then_is_not_worth_a_capture() -> None:
     assert not graphs.worth("another")
 
 
-def test_all_slots_take_part_until_a_graph_of_fewer_rows_is_worth_its_capture() -> None:
-    limits = Limits(slots=32, max_prompt_tokens=8, max_new_tokens=8)
+def choosing_device(slots: int) -> Any:
+    """On a GPU, as far as the choice of graphs goes."""
+    limits = Limits(slots=slots, max_prompt_tokens=8, max_new_tokens=8)
     device: Any = ContinuousDecoder(lively_model(), limits, eos_ids=(), seed=0)._device
-    device._on_gpu = device._graphs._enabled = True  # as far as the choice goes
+    device._on_gpu = device._graphs._enabled = True
     device._graphs._capture = lambda body: SimpleNamespace(replay=body)
+    return device
+
+
+def test_all_slots_take_part_until_a_graph_of_fewer_rows_is_worth_its_capture() -> None:
+    device = choosing_device(slots=32)
     for _ in range(_WORTH + 2):
         device._decode_of(Batch(slots=[5, 9, 2], firsts=[], counts=[], skips=[0] * 3), 8, False)
     assert [key[:2] for key in device._graphs._captured] == [("decode", 32), ("decode", 4)]
     assert device._batch[0, :4].tolist() == [5, 9, 2, 32], "the row without a sequence points to nobody's slot"
+
+
+def test_parts_make_a_graph_of_its_own_only_where_sequences_are_cut_by_their_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, many = choosing_device(slots=32), choosing_device(slots=1024)
+    for parts in (0, 2, 8):
+        few._decode_of(Batch(slots=[5], firsts=[], counts=[], skips=[0], parts=parts), 8, False)
+        many._decode_of(Batch(slots=[5], firsts=[], counts=[], skips=[0], parts=parts), 8, False)
+    assert len(few._graphs._captured) == 1 and len(many._graphs._captured) == 3
+    monkeypatch.setattr("llamarl.generate.device._SHARING_BYTES", 1)
+    for parts in (0, 8):
+        sharing = Batch(slots=[5, 6], firsts=[0], counts=[2], skips=[8, 8], parts=parts)
+        many._decode_of(sharing, 8, False)
+    assert len(many._graphs._captured) == 4, "prompts that are read once for many rows are never cut by length"

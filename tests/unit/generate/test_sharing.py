@@ -6,8 +6,9 @@ from random import Random
 
 from helpers.groups import prompt_group
 
+from llamarl.generate.cutting import parts_of_long
 from llamarl.generate.pages import PagePool
-from llamarl.generate.scheduler import Batch, Running, Sampled, Scheduler, make_batch, parts_for
+from llamarl.generate.scheduler import Batch, Running, Sampled, Scheduler, make_batch
 
 PAGE, STEPS = 4, 4
 
@@ -80,9 +81,9 @@ def test_long_sequences_come_first_and_their_group_with_them() -> None:
 
 
 def test_only_what_is_far_longer_than_the_rest_is_cut_and_into_as_many_parts_as_it_needs() -> None:
-    assert parts_for([300, 300, 500]) == 0
-    assert parts_for([4096] * 8) == 0
-    assert parts_for([100] * 20 + [400]) == 0  # would be one part
-    assert parts_for([300] * 20 + [900]) == 2
-    assert parts_for([300] * 20 + [2150]) == 4
-    assert parts_for([900] * 20 + [4096]) == parts_for([900] * 20 + [9000]) == 8
+    assert parts_of_long([300, 300, 500]) == 0
+    assert parts_of_long([4096] * 8) == 0
+    assert parts_of_long([100] * 20 + [400]) == 0  # would be one part
+    assert parts_of_long([300] * 20 + [900]) == 2
+    assert parts_of_long([300] * 20 + [2150]) == 4
+    assert parts_of_long([900] * 20 + [4096]) == parts_of_long([900] * 20 + [9000]) == 8
