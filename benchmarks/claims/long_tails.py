@@ -12,7 +12,7 @@ compared: nothing else may run on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,12 +47,12 @@ ARMS = {"sync": (SYNC,), "async": (ASYNC, AGAIN)}
 MUST, MUST_IDLE = 1.5, 0.08
 
 
-def rows_of(records: dict[str, list[Record]]) -> dict[str, dict[str, Any]]:
-    """Each arm in its steady state, over all its runs."""
+def rows_of(record_of: Callable[[Arm], Record]) -> dict[str, dict[str, Any]]:
+    """Sync and async in their steady states, over all runs of each."""
     depth = {"sync": 0, "async": STALENESS}
     return {
-        name: over_all([measured(run, steady(run, max_staleness=depth[name])) for run in runs])
-        for name, runs in records.items()
+        name: over_all([measured(run, steady(run, max_staleness=depth[name])) for run in map(record_of, same)])
+        for name, same in ARMS.items()
     }
 
 
@@ -81,7 +81,7 @@ def told(name: str, row: dict[str, Any]) -> str:
 
 def main() -> None:
     options = read_options(__doc__)
-    arms = rows_of({name: [made(arm, options) for arm in same] for name, same in ARMS.items()})
+    arms = rows_of(lambda arm: made(arm, options))
     gain = arms["sync"]["update_s"] / arms["async"]["update_s"]
     per_token = gain * arms["async"]["answer_tokens"] / arms["sync"]["answer_tokens"]
     for name, row in arms.items():

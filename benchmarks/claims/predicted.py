@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from arms import ASYNC, SYNC, Options, Record, keep
-from long_tails import ASYNC as LONG_ASYNC
-from long_tails import SYNC as LONG_SYNC
+from long_tails import ARMS as LONG
 from on_par import SEEDS, STALENESS, arm
 from plot import bars
 from windows import WARM_UP
@@ -32,7 +32,7 @@ MACHINE = Path(__file__).parents[1] / "machines" / "h200.json"
 
 def runs_of_claims(runs: Path) -> list[Path]:
     """Those that were made, and had the GPU to themselves."""
-    arms = [SYNC, ASYNC, LONG_SYNC, LONG_ASYNC, *(arm(number, seed) for number in STALENESS for seed in SEEDS)]
+    arms = [SYNC, ASYNC, *chain(*LONG.values()), *(arm(number, seed) for number in STALENESS for seed in SEEDS)]
     found = [runs / one.name for one in arms if (runs / one.name / "summary.json").exists()]
     for folder in found:
         if not Record(folder).alone:
