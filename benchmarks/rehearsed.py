@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from llamarl.configfile import load_config
-from llamarl.observe.run_folder import CONFIG, GROUPS, METRICS, TIMINGS, read_rows
+from llamarl.observe.rows import read_rows
+from llamarl.observe.run_folder import CONFIG, GROUPS, METRICS, TIMINGS
 from llamarl.plan.gpus import gpu_named
 from llamarl.plan.lengths import Lengths, lognormal_with
 from llamarl.plan.search import best_sync

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from helpers.outside import ROBUST, Disturber, RunningJob
 
-from llamarl.controller.ledger import audit, read_ledger
+from llamarl.controller.books import audit
+from llamarl.controller.ledger import read_ledger
 
 PROMISED, HOPED = 0.80, 0.90
 TRIAL_UPDATES = 20

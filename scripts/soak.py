@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from helpers.outside import ROBUST, Disturber, RunningJob
 
-from llamarl.controller.ledger import audit, read_ledger
+from llamarl.controller.books import audit
+from llamarl.controller.ledger import read_ledger
 
 TOLERANCE = 0.06  # of accuracy: seeds alone differ by so much
 RUN_S = 3600.0  # no single job takes longer, under fire or not

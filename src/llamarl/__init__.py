@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llamarl.job import Job as Job
+
+# torch's oneDNN leaves a /tmp/perf-PID.map behind for every process, for a profiler that nobody runs.
+os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
 
 __version__ = "0.1.0"
 __all__ = ["Job", "__version__"]

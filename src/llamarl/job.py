@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec.structs import replace
 
 from llamarl.build import (
@@ -23,12 +25,14 @@ from llamarl.build import (
     weight_transport,
 )
 from llamarl.config import Config
-from llamarl.configfile import config_to_yaml, load_config
+from llamarl.config.paths import with_absolute_paths
+from llamarl.configfile import config_to_yaml, load_config, parse_config
 from llamarl.controller.controller import Controller
 from llamarl.controller.default_line import default_line
 from llamarl.controller.events import Began, Resumed
+from llamarl.controller.ledger import FINISHED
 from llamarl.controller.line import Line, role_of
-from llamarl.engine.driver import Driver
+from llamarl.engine.driver import INTERRUPTED, STOPPED, Driver
 from llamarl.engine.engine import Engine
 from llamarl.engine.inline import InlineEngine
 from llamarl.engine.local.engine import LocalEngine
@@ -44,11 +48,13 @@ from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
 from llamarl.observe.display import Display, Quiet
-from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, RunFolder, dated_run_folder
+from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, SUMMARY, RunFolder, dated_run_folder
+from llamarl.observe.run_lock import RunLock
+from llamarl.observe.starts import Starts
 from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
-from llamarl.resume import recover, refuse_ended, refuse_other_meaning
+from llamarl.resume import changes, read_books, recover, refuse_ended, refuse_other_length
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import make_task, own_scorers
 from llamarl.tasks.tools.desk import Desk
@@ -57,6 +63,9 @@ from llamarl.weights.slotfile import SlotFile
 
 if TYPE_CHECKING:
     from llamarl.engine.monarch.engine import MonarchEngine
+
+
+_UNWRITABLE = "the record of the run cannot be written"
 
 
 class Job:
@@ -83,9 +92,12 @@ class Job:
 
     def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
         """Train to the end. Everything the job did is in its run folder, also when it fails."""
-        run_folder = RunFolder.create(Path(folder) if folder else dated_run_folder())
-        run_folder.write_config(config_to_yaml(self.config))
-        return self._run(run_folder, GroupStore(run_folder.groups), Began(), Tally(), display or Quiet())
+        path, shown = Path(folder) if folder else dated_run_folder(), display or Quiet()
+        run_folder = RunFolder.create(path, self._training_roles, events_mb=self.config.observe.events_mb)
+        with _closed_on_failure(run_folder.close):
+            self._record_start(run_folder, version=0)
+            store = GroupStore(run_folder.groups)
+        return self._run(run_folder, store, Began(), Tally(), shown)
 
     @classmethod
     def resume(
@@ -98,26 +110,47 @@ class Job:
         builders: Mapping[str, Builder] | None = None,
         display: Display | None = None,
     ) -> Summary:
-        """Go on with a run from its newest whole snapshot, with the settings it had, or ones that mean the same."""
+        """Go on with a run from its newest whole snapshot, with the settings it had, or ones that mean the same. A run that
+        is finished is left as it is, unless `schedule.updates` asks for more."""
         path, shown = Path(folder), display or Quiet()
         if not (path / CONFIG).is_file():
             raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
-        before = load_config(path / CONFIG)
-        job = cls(config or load_config(path / CONFIG, overrides), line=line, builders=builders)
-        refuse_other_meaning(before, job.config)
+        now = config or load_config(path / CONFIG, overrides)
+        last = Starts(path).last()
+        before = parse_config(last.config) if last else load_config(path / CONFIG)
+        changed = changes(before, now)
         refuse_ended(path)
-        recovered = recover(path, job.config, job.line.group_roles[-1].done)
-        for problem in recovered.problems:
-            shown.note(problem)
+        if (finished := _finished(path, now)) is not None:
+            shown.note(f"this run is finished; for more than its {now.schedule.updates} updates, set schedule.updates")
+            return finished
+        job = cls(now, line=line, builders=builders)
+        with _telling_of_files(path):
+            lock = RunLock(path)
+            with _closed_on_failure(lock.release):
+                recovered = recover(path, now, job.line.group_roles[-1].done, job.line.batch_roles[-1].name)
+                refuse_other_length(before.schedule.updates, now.schedule, recovered.version)
+                for version in recovered.unknown:
+                    Snapshots(path / SNAPSHOTS, keep=1).set_aside(version)
+                events_mb = now.observe.events_mb
+                run_folder = RunFolder.reopen(path, lock, recovered.version, job._training_roles, events_mb=events_mb)
+                for note in (*recovered.notes, *changed, *Starts(path).changed_files(now)):
+                    shown.note(note)
+                job._record_start(run_folder, recovered.version)
         start = f"the snapshot of version {recovered.version}" if recovered.version else "the beginning"
         shown.note(f"resuming from {start}; {len(recovered.store)} scored groups are still there")
-        tally = Tally()
-        for row in recovered.metrics:
-            if row["role"] == job.line.batch_roles[-1].name:
-                tally.add_update(row["update"], row)
-        tally.tokens_generated = recovered.tokens_generated
-        tally.evaluations = dict(recovered.evaluations)
-        return job._run(RunFolder.reopen(path, recovered.version), recovered.store, recovered.begin, tally, shown)
+        begin = recovered.begin
+        if isinstance(begin, Resumed):
+            begin = replace(begin, run=run_folder.run)
+        return job._run(run_folder, recovered.store, begin, recovered.tally, shown)
+
+    @property
+    def _training_roles(self) -> tuple[str, ...]:
+        return tuple(role.name for role in self.line.batch_roles)
+
+    def _record_start(self, run_folder: RunFolder, version: int) -> None:
+        config, at = with_absolute_paths(self.config), datetime.now(UTC).isoformat(timespec="seconds")
+        run_folder.write_config(config_to_yaml(config))
+        Starts(run_folder.path).add(config, run=run_folder.run, version=version, at=at)
 
     def _run(
         self, run_folder: RunFolder, store: GroupStore, begin: Began | Resumed, tally: Tally, display: Display
@@ -142,26 +175,29 @@ class Job:
             run_folder=run_folder,
             watcher=watcher,
         )
-        outcome = "interrupted"
-        may_fail: tuple[type[OSError], ...] = ()
+        outcome = INTERRUPTED
         try:
-            with _heeding_signals(driver, at_once=self.config.engine.kind == "inline"):
+            with _heeding_signals(driver, in_this_process=self.config.engine.kind == "inline"):
                 driver.run(begin)
-            outcome = "stopped on request" if driver.stopped else "finished"
+            outcome = driver.outcome
         except LlamaRLError as error:
             outcome = str(error)
             raise
         except OSError as error:
-            outcome, may_fail = f"the record of the run cannot be written: {error}", (OSError,)
+            outcome = f"{_UNWRITABLE}: {error}"
             raise JobFailed(outcome) from error
         finally:
             engine.stop()
             for file in slots.values():
                 file.close()
-            with suppress(*may_fail):
-                store.close()
-                newest = snapshots.versions()[-1:]
-                summary = watcher.finish(outcome, policy=f"{SNAPSHOTS}/{newest[0]}/{POLICY}" if newest else "")
+            try:
+                with closing(run_folder):
+                    store.close()
+                    newest = snapshots.versions()[-1:]
+                    summary = watcher.finish(outcome, policy=f"{SNAPSHOTS}/{newest[0]}/{POLICY}" if newest else "")
+            except OSError as error:
+                if outcome in (FINISHED, STOPPED, INTERRUPTED):  # otherwise a line that says why is on its way
+                    raise JobFailed(f"{_UNWRITABLE}: {error}") from error
         return summary
 
     def _make_engine(self, slots: Mapping[str, SlotFile], run_folder: RunFolder) -> Engine:
@@ -256,22 +292,55 @@ def _try_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:
         desk.close()
 
 
+def _finished(folder: Path, config: Config) -> Summary | None:
+    """The summary of a run that made all its updates, if this one asks for no more."""
+    books = read_books(folder)
+    if books is None or books.closed != FINISHED or config.schedule.updates != books.updates:
+        return None
+    try:
+        return msgspec.json.decode((folder / SUMMARY).read_bytes(), type=Summary)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        raise InputError(f"--resume: {folder} is finished, but its {SUMMARY} cannot be read") from None
+
+
 @contextmanager
-def _heeding_signals(driver: Driver, *, at_once: bool) -> Iterator[None]:
-    """SIGTERM asks for a snapshot and a clean end, Ctrl-C for an end without; a second Ctrl-C, or the first with `at_once`,
-    is raised wherever the program is. Only the main thread may set handlers; elsewhere nothing is changed."""
+def _closed_on_failure(close: Callable[[], None]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        close()
+        raise
+
+
+@contextmanager
+def _telling_of_files(folder: Path) -> Iterator[None]:
+    """A folder that cannot be written, a full disk: one line, before anything starts."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"--run {folder}: cannot be written: {error.strerror}: {error.filename or ''}") from None
+
+
+@contextmanager
+def _heeding_signals(driver: Driver, *, in_this_process: bool) -> Iterator[None]:
+    """SIGTERM and the first Ctrl-C ask for a snapshot and a clean end; the second Ctrl-C ends the job at once. Only the main
+    thread may set handlers; elsewhere nothing is changed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler if in_this_process else interrupt)
+        driver.request_stop(INTERRUPTED)
 
     def interrupt(number: int, frame: object) -> None:
         """By the loop, not from here: what is raised here may fall into a destructor and be lost."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         driver.interrupt()
 
-    heeded = {signal.SIGTERM: lambda number, frame: driver.request_stop()}
-    if not at_once and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        heeded[signal.SIGINT] = interrupt
+    heeded: dict[int, Callable[[int, object], None]] = {signal.SIGTERM: lambda number, frame: driver.request_stop()}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        heeded[signal.SIGINT] = stop
     before = {number: signal.signal(number, handler) for number, handler in heeded.items()}
     try:
         yield

@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
+from llamarl.append_file import AppendFile
 from llamarl.errors import InputError
 from llamarl.failpoints import failpoint
 
 _FACTS = struct.Struct("<II")  # length, crc32 of the record
 _HEADER = struct.Struct("<III")  # the same, and the crc32 of these eight bytes
 MAX_SEGMENT_BYTES = 64 << 20
+_BUFFER_BYTES = 1 << 16
 
 
 class SegmentWriter:
@@ -30,25 +31,23 @@ class SegmentWriter:
         self._folder, self._max_bytes = folder, max_bytes or MAX_SEGMENT_BYTES
         numbers = [int(path.name) for path in segment_files(folder)]
         self.number = max(numbers, default=-1)
-        self._file: BinaryIO | None = None
-        self._size = 0
+        self._file: AppendFile | None = None
 
     def append(self, record: bytes) -> int:
         """Returns the number of the segment that holds the record. It is safe after the next `sync`."""
-        if self._file is None or self._size >= self._max_bytes:
-            self._begin()
+        if self._file is None or self._file.num_bytes >= self._max_bytes:
+            self.begin_segment()
         assert self._file is not None
         facts = _FACTS.pack(len(record), zlib.crc32(record))
         failpoint("segment.write")
-        self._file.write(facts + zlib.crc32(facts).to_bytes(4, "little") + record)
-        self._size += _HEADER.size + len(record)
+        self._file.append(facts + zlib.crc32(facts).to_bytes(4, "little") + record)
         return self.number
 
     def sync(self) -> None:
         if self._file is not None:
             self._file.flush()
             failpoint("segment.sync")
-            os.fsync(self._file.fileno())
+            self._file.sync()
 
     def remove(self, number: int) -> None:
         """Forget a whole segment; the one being written is left alone."""
@@ -58,16 +57,15 @@ class SegmentWriter:
 
     def close(self) -> None:
         if self._file is not None:
-            self.sync()
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            file.close()
 
-    def _begin(self) -> None:
+    def begin_segment(self) -> None:
+        """Close the segment being written, if any, and begin the next."""
         self.close()
         self.number += 1
         failpoint("segment.begin")
-        self._file = (self._folder / f"{self.number:08}").open("xb")
-        self._size = 0
+        self._file = AppendFile(self._folder / f"{self.number:08}", buffer_bytes=_BUFFER_BYTES, exclusive=True)
         sync_path(self._folder)
 
 
@@ -75,34 +73,40 @@ def segment_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
 
 
-def read_records(folder: Path) -> Iterator[tuple[int, bytes]]:
-    """(segment, record) of everything that is whole, in the order it was written."""
+def read_records(folder: Path, on_damage: Callable[[str], None] | None = None) -> Iterator[tuple[int, bytes]]:
+    """(segment, record) of everything that is whole, in the order it was written. Damage is an InputError; or, for records
+    that can be done without, `on_damage` is told, and what can still be read follows."""
     for path in segment_files(folder):
         try:
             data = path.read_bytes()
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-        for record in _records(path, data):
+        for record in _records(path, data, on_damage or _refuse):
             yield int(path.name), record
 
 
-def _records(path: Path, data: bytes) -> Iterator[bytes]:
+def _refuse(damage: str) -> None:
+    raise InputError(damage)
+
+
+def _records(path: Path, data: bytes, on_damage: Callable[[str], None]) -> Iterator[bytes]:
     at = 0
     while at + _HEADER.size <= len(data):
         length, checksum, header_checksum = _HEADER.unpack_from(data, at)
         start, end = at + _HEADER.size, at + _HEADER.size + length
         if zlib.crc32(data[at : at + _FACTS.size]) != header_checksum:
-            if not any(data[at:]):
-                return  # torn: the file had grown, but nothing was in it yet
-            raise InputError(f"{path}: damaged at byte {at} (a record's header is wrong)")
+            if any(data[at:]):  # else torn: the file had grown, but nothing was in it yet
+                on_damage(f"{path}: damaged at byte {at} (a record's header is wrong)")
+            return  # without its length, nobody knows where the next one begins
         if end > len(data):
             return  # torn: the crash came before the record was whole
         record = data[start:end]
-        if zlib.crc32(record) != checksum:
-            if end == len(data):
-                return  # torn: the length reached the disk, not all of the bytes
-            raise InputError(f"{path}: damaged at byte {at} (the record's checksum does not match)")
-        yield record
+        if zlib.crc32(record) == checksum:
+            yield record
+        elif end == len(data):
+            return  # torn: the length reached the disk, not all of the bytes
+        else:
+            on_damage(f"{path}: damaged at byte {at} (the record's checksum does not match)")
         at = end
 
 

@@ -74,8 +74,10 @@ def test_ctrl_c_and_kill_9_leave_no_process_no_shared_memory_and_no_file(
     run = tmp_path / "interrupted" / "run"
     assert interrupted.wait(3) == 130
     said = interrupted.stderr.read().decode()
-    assert said == f"llamarl: interrupted; the record so far is in {run}\n"
-    assert json.loads((run / "summary.json").read_text())["outcome"] == "interrupted"
+    assert said == f"llamarl: interrupted; go on with: llamarl train --run {run} --resume\n"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["outcome"] == "interrupted"
+    assert (run / "snapshots" / str(summary["updates"])).is_dir(), "all that was trained is in a snapshot"
 
 
 def is_monarchs_own(path: Path) -> bool:

@@ -15,7 +15,8 @@ from helpers.tensor_rank import decode
 
 from llamarl import Job
 from llamarl.configfile import load_config
-from llamarl.controller.ledger import audit, read_ledger
+from llamarl.controller.books import audit
+from llamarl.controller.ledger import read_ledger
 from llamarl.errors import ConfigError
 from llamarl.generate.parallel import TensorRank
 from llamarl.model.checkpoint import save_model

@@ -15,6 +15,7 @@ from helpers import hostile
 from helpers.processes import is_alive, num_descriptors, wait_until
 
 from llamarl.build import builder_reference
+from llamarl.config import Reward
 from llamarl.configfile import load_config
 from llamarl.controller.default_line import default_line
 from llamarl.engine import supervision
@@ -27,8 +28,10 @@ from llamarl.engine.local.engine import LocalEngine
 from llamarl.engine.local.nursery import nursery_ahead
 from llamarl.engine.local.wire import Obituary
 from llamarl.engine.supervision import Backoff
+from llamarl.errors import JobFailed
 from llamarl.frames import encode_frame
 from llamarl.messages import PublishWeights, Up
+from llamarl.tasks.judge import Judge
 
 pytestmark = pytest.mark.usefixtures("restarts_without_delay")
 
@@ -200,3 +203,72 @@ def test_who_dies_at_once_waits_longer_each_time_and_who_lived_a_while_does_not(
         now_s += delays[-1]
     assert delays == [0, 0.1, 0.2, 0.4, 0.8, 1.0, 0, 0.1]
     assert backoff.delay_s("trainer/0") == 0
+
+
+def wait_for_another(bench: Bench, before: int) -> None:
+    assert bench.until(lambda: bench.engine._nursery.pid != before, 10)
+
+
+def test_a_nursery_that_is_killed_before_it_is_ready_is_replaced_and_births_wait_for_the_next(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    try:
+        for _ in range(2):
+            before = bench.engine._nursery.pid
+            bench.engine._nursery.kill()
+            wait_for_another(bench, before)
+        bench.raise_child()
+    finally:
+        bench.engine.stop()
+
+
+def test_a_nursery_that_never_comes_up_ends_the_job_after_three_tries(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    try:
+        with pytest.raises(JobFailed, match=r"the process that starts executors could not start \(exit code -9\)"):
+            for _ in range(3):
+                bench.engine._nursery.kill()
+                wait_for_another(bench, bench.engine._nursery.pid)
+    finally:
+        bench.engine._nursery.kill()
+        bench.engine._control.close()
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_nursery_that_stays_stopped_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ready: bool) -> None:
+    monkeypatch.setattr(engine_module, "_BIRTH_S", 0.5)
+    bench = Bench(tmp_path)
+    try:
+        if ready:
+            bench.raise_child()
+        else:
+            monkeypatch.setattr(engine_module, "_NURSERY_S", 0.1)
+        stopped = bench.engine._nursery.pid
+        os.kill(stopped, signal.SIGSTOP)
+        if ready:
+            bench.engine.spawn("generator/0", 1, None)
+        wait_for_another(bench, stopped)
+        monkeypatch.setattr(engine_module, "_NURSERY_S", 60.0)
+        if ready:
+            assert bench.death() == "the process that starts executors does not answer"
+        bench.raise_child("trainer/0")
+    finally:
+        bench.engine.stop()
+
+
+def test_files_of_the_working_folder_do_not_hide_pythons_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("numbers", "select", "array", "json"):
+        (tmp_path / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'executed')!r}, 'w').close()\nraise SystemExit(9)\n"
+        )
+    monkeypatch.chdir(tmp_path)
+    bench = Bench(tmp_path)
+    try:
+        bench.raise_child()
+    finally:
+        bench.engine.stop()
+    judge = Judge(Reward(scorer="regex", pattern="x", workers=1))
+    try:
+        judge.prepare()
+    finally:
+        judge.close()
+    assert not (tmp_path / "executed").exists()

@@ -13,7 +13,8 @@ from helpers.engines import ENGINE
 
 from llamarl import Job
 from llamarl.configfile import load_config
-from llamarl.controller.ledger import audit, read_ledger
+from llamarl.controller.books import audit
+from llamarl.controller.ledger import read_ledger
 from llamarl.errors import ConfigError, InputError
 from llamarl.model.checkpoint import load_model
 from llamarl.model.transformer import Transformer

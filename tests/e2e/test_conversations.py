@@ -12,7 +12,8 @@ from helpers.killing import KillAt, Killed
 
 from llamarl import Job
 from llamarl.configfile import load_config
-from llamarl.controller.ledger import audit, read_ledger
+from llamarl.controller.books import audit
+from llamarl.controller.ledger import read_ledger
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "calculator.yaml"

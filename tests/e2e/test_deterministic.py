@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,13 +16,13 @@ from helpers.engines import ENGINE
 from helpers.fingerprint import fingerprint
 from helpers.jitter import jittery_generator, jittery_reward, jittery_trainer
 from helpers.killing import TINY, KillAt, Killed
-from helpers.outside import RunningJob
+from helpers.outside import RunningJob, executors
 from helpers.warm import WarmProcess
 
 from llamarl import Job
 from llamarl.configfile import load_config
-from llamarl.controller.ledger import canonical, read_ledger
-from llamarl.controller.replay import replay
+from llamarl.controller.books import Books, audit
+from llamarl.controller.ledger import read_ledger
 from llamarl.errors import ConfigError
 from llamarl.failpoints import VARIABLE
 
@@ -50,7 +53,7 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_it_is_really_asynchronous(straight: tuple[int, Path]) -> None:
     """Batch u was sampled by version u - S, all of it; evaluations by the versions that were due."""
     staleness, folder = straight
-    rows = canonical(read_ledger(folder / "ledger"))
+    rows = list(Books.of(read_ledger(folder / "ledger")).canonical())
     assert len(rows) == 4 * UPDATES
     for _, first, last, _, update in rows:
         assert first == last == max(0, update - staleness)
@@ -97,6 +100,29 @@ def test_a_job_killed_from_outside_and_resumed_equals_never_killed(
     assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(folder, UPDATES)
 
 
+@pytest.mark.skipif(ENGINE != "local", reason="looks for the processes of the local engine")
+def test_a_trainer_that_dies_again_and_again_changes_no_byte(straight: tuple[int, Path], tmp_path: Path) -> None:
+    """Metrics too: of updates that are made again there is one row each, in order."""
+    staleness, folder = straight
+    more = ("engine=local", "schedule.max_restarts=50", "generator.threads=1")
+    job = RunningJob(tmp_path / "run", settings(staleness, *more), start=WarmProcess)
+    killed, metrics = 0, tmp_path / "run" / "metrics.jsonl"
+    try:
+        while job.running:
+            made = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            trainer = executors(job.pid).get("trainer-0")
+            if trainer and made >= 2 + 3 * killed:
+                with suppress(ProcessLookupError):
+                    os.kill(trainer, signal.SIGKILL)
+                killed += 1
+            time.sleep(0.01)
+        assert job.wait(1) == 0 and killed >= 2
+    finally:
+        job.end()
+    assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(folder, UPDATES)
+    assert audit(read_ledger(tmp_path / "run" / "ledger")).rewinds >= 1
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_job_killed_right_after_a_snapshot_has_all_that_the_snapshot_counts_on(
     straight: tuple[int, Path], nth: int, tmp_path: Path
@@ -111,7 +137,7 @@ def test_a_job_killed_right_after_a_snapshot_has_all_that_the_snapshot_counts_on
 
 def test_the_recorded_events_replay_the_run_and_its_resumption(straight: tuple[int, Path], tmp_path: Path) -> None:
     staleness, folder = straight
-    assert not replay(folder, "events", "ledger").difference
+    assert not llamarl("replay", folder).code
     with pytest.raises(Killed):
         Job(load_config(None, settings(staleness, "engine=inline")), builders={"trainer": KillAt(7)}).run(
             tmp_path / "run"
@@ -120,9 +146,10 @@ def test_the_recorded_events_replay_the_run_and_its_resumption(straight: tuple[i
     done = llamarl("replay", tmp_path / "run")
     assert done.code == 0, done.out
     assert done.out.startswith("2 runs, ")
-    lines = (tmp_path / "run" / "events.1").read_bytes().splitlines(keepends=True)
+    log = tmp_path / "run" / "events.1.jsonl.gz"
+    lines = gzip.decompress(log.read_bytes()).splitlines(keepends=True)
     forgotten = [line for line in lines if b'"GroupDone"' not in line or b'"ordinal":47,' not in line]
-    (tmp_path / "run" / "events.1").write_bytes(b"".join(forgotten))
+    log.write_bytes(gzip.compress(b"".join(forgotten)))
     done = llamarl("replay", tmp_path / "run")
     assert done.code == 1
     assert "the ledger has" in done.out

@@ -19,7 +19,8 @@ from llamarl.build import Site, build_trainer
 from llamarl.config import Schedule
 from llamarl.configfile import load_config
 from llamarl.controller import events as ev
-from llamarl.controller.ledger import audit, read_ledger
+from llamarl.controller.books import audit
+from llamarl.controller.ledger import read_ledger
 from llamarl.errors import JobFailed
 from llamarl.executors.executor import Executor
 from llamarl.executors.trainer import Trainer

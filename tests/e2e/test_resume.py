@@ -11,7 +11,8 @@ from helpers.notes import Notes
 
 from llamarl import Job
 from llamarl.configfile import load_config
-from llamarl.controller.ledger import audit, read_ledger
+from llamarl.controller.books import audit
+from llamarl.controller.ledger import read_ledger
 from llamarl.errors import ConfigError, InputError
 
 UPDATES = 20
@@ -62,8 +63,8 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(straight: Path, 
 
 def test_settings_that_would_make_it_another_run_are_refused_by_name(tmp_path: Path) -> None:
     run_until_killed(tmp_path / "run", 4)
-    with pytest.raises(ConfigError, match=r"trainer\.lr was 0\.0001 and is now 0\.1"):
-        Job.resume(tmp_path / "run", overrides=["trainer.lr=0.1"])
+    with pytest.raises(ConfigError, match=r"trainer\.weight_decay was 0\.0 and is now 0\.1"):
+        Job.resume(tmp_path / "run", overrides=["trainer.weight_decay=0.1"])
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ def watching(disk: Disk) -> Iterator[Disk]:
             return real_open(path, mode, *args, **kwargs)
         disk.operation("open", path)
         raw = CountedFile(path, mode.replace("b", "").replace("t", ""), disk)
+        if 0 in (*args[:1], kwargs.get("buffering")):
+            return raw
         return io.BufferedWriter(raw) if "b" in mode else io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
 
     def changing(name: str) -> Callable[..., Any]:

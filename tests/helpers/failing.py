@@ -10,7 +10,8 @@ from pathlib import Path
 from helpers.killing import TINY
 from helpers.outside import RunningJob, process_state
 from helpers.warm import WarmProcess
-from llamarl.controller.ledger import Audit, audit, read_ledger
+from llamarl.controller.books import Audit, audit
+from llamarl.controller.ledger import read_ledger
 from llamarl.failpoints import VARIABLE
 
 SOURCE = Path(__file__).parents[2] / "src" / "llamarl"

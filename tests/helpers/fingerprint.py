@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from llamarl.controller.ledger import audit, canonical, read_ledger
+from llamarl.controller.books import Books
+from llamarl.controller.ledger import read_ledger
 
 
 def fingerprint(run: Path, version: int) -> dict[str, object]:
     """Of the state that the snapshot of `version` holds; the run's audit must be clean."""
-    ledger = read_ledger(run / "ledger")
-    assert audit(ledger).clean
+    books = Books.of(read_ledger(run / "ledger"))
+    assert books.audit().clean
     snapshot = run / "snapshots" / str(version)
     files = [snapshot / "policy" / "model.safetensors", *sorted((snapshot / "trainer").iterdir())]
     return {
         "state": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
         "metrics": (run / "metrics.jsonl").read_bytes(),
         "evaluations": (run / "evaluations.jsonl").read_bytes(),
-        "ledger": canonical(ledger),
+        "ledger": (books.digest, list(books.canonical())),
     }

@@ -117,12 +117,14 @@ class _Warm(Forks):
 
 def _live(order: Order) -> None:
     from llamarl import cli, failpoints, segments
+    from llamarl.controller import ledger_file
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(order.environment)
     failpoints._armed = failpoints._from_environment()
     segments.MAX_SEGMENT_BYTES = order.segment_bytes or segments.MAX_SEGMENT_BYTES
+    ledger_file.FOLD_BYTES = order.segment_bytes or ledger_file.FOLD_BYTES
     sys.argv = ["llamarl", *order.args]
     cli.main()
 

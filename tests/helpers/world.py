@@ -11,8 +11,9 @@ from typing import Literal
 
 from llamarl.config import Evaluate, Schedule, Snapshots
 from llamarl.controller import events as ev
+from llamarl.controller.books import audit
 from llamarl.controller.controller import Controller
-from llamarl.controller.ledger import Dropped, Record, audit
+from llamarl.controller.ledger import Dropped, Record
 from llamarl.controller.line import Channel, Line, Role
 from llamarl.controller.probe import is_probe
 from llamarl.types import GroupFacts

@@ -20,8 +20,9 @@ from llamarl import Job
 from llamarl.build import Builder
 from llamarl.config import Config
 from llamarl.configfile import load_config
+from llamarl.controller.books import audit
 from llamarl.controller.default_line import default_line
-from llamarl.controller.ledger import audit, read_ledger
+from llamarl.controller.ledger import read_ledger
 from llamarl.controller.line import Line
 from llamarl.observe.summary import Summary
 

@@ -16,6 +16,7 @@ ROOT = Path(llamarl.__file__).parent
 BOTTOM = (
     "types",
     "errors",
+    "append_file",
     "config",
     "configfile",
     "shapes",

@@ -20,11 +20,13 @@ from llamarl.cli.plan import plan_command, simulate_command
 from llamarl.cli.transfer import plan_transfer_command
 from llamarl.config import Config
 from llamarl.configfile import describe, load_config
-from llamarl.controller.ledger import Audit, audit, read_ledger
+from llamarl.controller.books import Audit, audit
+from llamarl.controller.ledger import read_ledger
 from llamarl.controller.replay import replay
 from llamarl.engine.local.nursery import nursery_ahead
 from llamarl.errors import InputError, Interrupted, LlamaRLError
-from llamarl.observe.run_folder import CONFIG, EVENTS, LEDGER, dated_run_folder
+from llamarl.observe.event_log import event_files, read_events
+from llamarl.observe.run_folder import CONFIG, LEDGER, dated_run_folder
 
 if TYPE_CHECKING:
     from llamarl.tasks.task import Prompter
@@ -90,9 +92,10 @@ def train(
 
 
 def _train(config: Config, folder: Path, *, resume: bool, quiet: bool) -> None:
+    from llamarl.engine.driver import INTERRUPTED
     from llamarl.job import Job
     from llamarl.observe.display import make_display
-    from llamarl.observe.report import print_report
+    from llamarl.observe.report import print_report, resume_command
 
     console = Console()
     job = None if resume else Job(config)
@@ -105,11 +108,13 @@ def _train(config: Config, folder: Path, *, resume: bool, quiet: bool) -> None:
         else:
             summary = job.run(folder, display=display)
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; the record so far is in {folder}") from None
+        raise Interrupted(f"interrupted at once; go on with: {resume_command(folder)}") from None
     finally:
         display.close()
     if not quiet:
         print_report(console, summary, folder)
+    if summary.outcome == INTERRUPTED:
+        raise Interrupted(f"interrupted; go on with: {resume_command(folder)}")
 
 
 @app.command()
@@ -301,8 +306,13 @@ def audit_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a run
 @app.command("replay")
 def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]) -> None:
     """Tell a run's recorded events to a fresh controller, and hold what it writes against the ledger."""
-    found = replay(run, EVENTS, LEDGER)
+    logs = {number: read_events(path) for number, path in event_files(run).items()}
+    if not logs:
+        raise InputError(f"{run}: no run folder with an event log")
+    found = replay(logs, read_ledger(run / LEDGER))
     print(f"{found.runs} runs, {found.num_events:,} events, {found.num_records:,} ledger records")
+    for note in found.notes:
+        print(note)
     if found.difference:
         print(found.difference)
         raise typer.Exit(1)
@@ -333,16 +343,16 @@ def _describe_audit(found: Audit) -> str:
     dropped = "".join(f"\n  {count} dropped: {reason}" for reason, count in found.dropped.items())
     lines = [
         f"{found.num_groups} groups, {found.updates} updates, {found.rewinds} rewinds",
-        f"  {found.trained} trained exactly once{dropped}",
+        f"  {found.trained} trained exactly once, at most {found.max_staleness} versions stale{dropped}",
     ]
-    for name, ordinals in (
-        ("neither trained nor dropped", found.unfinished),
-        ("counted more than once", found.counted_twice),
-        ("never issued", found.never_issued),
+    for name, count, ordinals in (
+        ("neither trained nor dropped", found.num_unfinished, found.unfinished),
+        ("counted more than once", len(found.counted_twice), found.counted_twice),
+        ("never issued", len(found.never_issued), found.never_issued),
     ):
-        if ordinals:
-            shown = ", ".join(map(str, ordinals[:10])) + (" ..." if len(ordinals) > 10 else "")
-            lines.append(f"  {len(ordinals)} {name}: {shown}")
+        if count:
+            shown = ", ".join(map(str, ordinals[:10])) + (" ..." if count > 10 else "")
+            lines.append(f"  {count} {name}: {shown}")
     lines.append(f"closed: {found.closed}" if found.closed else "not closed: the job is running, or was killed")
     return "\n".join([*lines, "clean" if found.clean else "NOT clean"])
 
@@ -354,3 +364,6 @@ def main() -> None:
     except LlamaRLError as error:
         print(f"llamarl: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("llamarl: interrupted", file=sys.stderr)
+        sys.exit(Interrupted.exit_code)

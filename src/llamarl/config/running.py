@@ -166,3 +166,11 @@ class Weights(Section, frozen=True):
 
 class Observe(Section, frozen=True):
     tensorboard: Annotated[bool, Meta(description="also write metrics for TensorBoard into the run folder")] = False
+    events_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="size of the controller's event log (some 25 bytes a group), beyond which it is not written on; "
+            "0: none",
+        ),
+    ] = 1024

@@ -15,6 +15,8 @@ from llamarl.config.section import Section
 from llamarl.errors import ConfigError
 from llamarl.types import Sampling
 
+SHIPPED_MODEL = "tiny"
+
 
 class Config(Section, frozen=True):
     seed: Annotated[int, Meta(ge=0, le=2**62, description="of prompts, sampling and everything else")] = 0
@@ -84,7 +86,7 @@ class Config(Section, frozen=True):
 
 
 def _model_folder(path: str) -> Path:
-    return Path(__file__).parents[1] / "assets" / "tiny" if path == "tiny" else Path(path).expanduser()
+    return Path(__file__).parents[1] / "assets" / path if path == SHIPPED_MODEL else Path(path).expanduser()
 
 
 def _check_schedule(config: Config) -> None:

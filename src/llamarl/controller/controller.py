@@ -104,7 +104,8 @@ class Controller:
             self.places_used += len(batch)
         self.window.resume(event.oldest, event.taken)
         self.next_ordinal = event.oldest
-        self._write(ledger.Rewound(event.version, ledger.RESUME))
+        self._write(ledger.Rewound(event.version, ledger.RESUME, event.run))
+        self._write(ledger.Opened(self.schedule.num_groups, self.schedule.groups_per_update))
         for executor in self.executors.values():
             self._say(ev.Start(executor.name, executor.incarnation, version=event.version))
 
@@ -174,8 +175,8 @@ class Controller:
             return
         for update in range(trained, self.training.trained):
             self._record_trained(update)
-        if stage.publishes and (probe := self.probes.ordinal(event.update)) is not None:
-            self._say(ev.Forget((probe,)))
+        if stage.publishes and (measured := self.probes.measured(event.update)):
+            self._say(ev.Forget(measured))
         if stage.skipped_in_a_row >= self.schedule.max_skipped:
             reason = (
                 f"{stage.executor.name} skipped {stage.skipped_in_a_row} updates in a row, "
@@ -257,7 +258,7 @@ class Controller:
         elif self.stopping:
             self._end(ev.Finish(stopped=True), closed=f"stopped on request after update {version}")
         elif self.newest == version and self.evaluation.all_done:
-            self._end(ev.Finish(), closed="finished")
+            self._end(ev.Finish(), closed=ledger.FINISHED)
 
     def _lacks_snapshot(self, version: int) -> bool:
         """One that has been begun is always finished; who is stopped will go on, and needs one."""
@@ -398,6 +399,8 @@ class Controller:
         self.training.saved = max(self.training.saved, covered.stop)
         if covered:
             self._say(ev.Prune(self.training.saved))
+            if measured := self.probes.covered(self.training.saved):
+                self._say(ev.Forget(measured))
         if self._keeps_for_rewind:
             for update in covered:
                 self._forget(update)
@@ -405,8 +408,8 @@ class Controller:
     def _rewind(self, executor: Executor) -> None:
         trained = self.training.trained
         self.training.rewind(self.training.stage_of(executor))
-        if (void := self.probes.rewind()) is not None:
-            self._say(ev.Forget((void,)))
+        if void := self.probes.rewind():
+            self._say(ev.Forget(void))
         if self.training.trained < trained:
             self._unseen_snapshots.clear()
             self._write(ledger.Rewound(self.training.trained, executor.name))

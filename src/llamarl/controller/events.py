@@ -100,6 +100,7 @@ class Resumed(Event, frozen=True):
     settled: tuple[int, ...]  # scored or dropped, and in no batch yet
     dropped: tuple[int, ...]
     evaluated: tuple[int, ...]  # versions
+    run: int = 0  # number of this start of the job; 0 was the first
 
 
 class StopRequested(Event, frozen=True):

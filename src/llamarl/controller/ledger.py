@@ -1,11 +1,12 @@
-"""The ledger: an append-only record of what became of every group, and the audit that reads nothing else.
+"""The ledger: an append-only record of what became of every group. `books.py` adds it up.
 
-Records are JSON, kept in checksummed segments, so that a person can read them and a torn or altered one is recognised.
+Records are JSON, kept in checksummed segments, so that a person can read them and a torn or altered one is recognized. The
+ledger of a long run does not grow for ever: see `Checkpoint`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -65,17 +66,62 @@ RESUME = "resume"
 
 class Rewound(LedgerRecord, frozen=True):
     """An executor that trains came back from a snapshot, or (RESUME) the whole job did: updates from `to_update` on do not
-    count any more."""
+    count any more. `run` numbers the starts of the job, 0 being the first; other rewinds have none."""
 
     to_update: int
     executor: str
+    run: int = 0
+
+
+FINISHED = "finished"
 
 
 class Closed(LedgerRecord, frozen=True):
     reason: str
 
 
-Record = Opened | Issued | Passed | Dropped | Trained | Visible | Rewound | Closed
+class Folded(Struct, frozen=True, omit_defaults=True):
+    """Totals over the updates before `updates`. No job can go back behind them, so their groups are only counted."""
+
+    updates: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = {}  # reason -> groups
+    num_tokens: int = 0
+    max_staleness: int = 0
+    oldest: int = 0  # the smallest ordinal that is in none of their batches
+    taken: tuple[int, ...] = ()  # larger ordinals that are in one
+    digest: str = ""  # over what became of every group, update by update
+    counted_twice: tuple[int, ...] = ()
+    never_issued: tuple[int, ...] = ()
+
+
+class RunRecords(Struct, frozen=True, array_like=True):
+    """How many records one start of the job wrote, and a digest over them: `llamarl replay` compares it."""
+
+    run: int
+    num_records: int
+    digest: str
+
+
+class Checkpoint(LedgerRecord, frozen=True, omit_defaults=True):
+    """Everything that the records before it amount to: it takes their place. Old updates are folded into totals, the groups
+    of the others are listed."""
+
+    num_groups: int
+    groups_per_update: int
+    rewinds: int
+    closed: str
+    runs: tuple[RunRecords, ...]
+    folded: Folded
+    issued: tuple[int, ...]
+    passed: tuple[tuple[int, str, int, int, int, float], ...]  # the fields of the last `Passed` of each group
+    dropped: tuple[tuple[int, tuple[str, ...]], ...]
+    updates: tuple[int, ...]  # those that count
+    batches: tuple[tuple[int, tuple[int, ...]], ...]  # by update, also those that a rewind took back
+    trained: tuple[tuple[int, tuple[int, ...]], ...]  # ordinal and the updates that count
+
+
+Record = Opened | Issued | Passed | Dropped | Trained | Visible | Rewound | Closed | Checkpoint
 
 _decoder = msgspec.json.Decoder(Record)
 
@@ -93,83 +139,3 @@ def read_ledger(folder: Path) -> Iterator[Record]:
             yield _decoder.decode(record)
         except msgspec.MsgspecError as error:
             raise InputError(f"{folder}: not a ledger record: {error}") from None
-
-
-def canonical(records: Iterable[Record]) -> list[tuple[int, int, int, float, int]]:
-    """What became of every trained group, whatever happened on the way: (ordinal, versions, reward, update)."""
-    passed: dict[int, Passed] = {}
-    update_of: dict[int, int] = {}
-    for record in records:
-        match record:
-            case Passed():
-                passed[record.ordinal] = record
-            case Trained():
-                update_of.update(dict.fromkeys(record.ordinals, record.update))
-            case _:
-                pass
-    return [
-        (ordinal, passed[ordinal].first_version, passed[ordinal].last_version, passed[ordinal].reward, update)
-        for ordinal, update in sorted(update_of.items())
-    ]
-
-
-class Audit(Struct, frozen=True):
-    """What the ledger says: each list of problems is empty when every group is accounted for."""
-
-    num_groups: int
-    trained: int
-    dropped: dict[str, int]
-    updates: int
-    rewinds: int
-    unfinished: tuple[int, ...]
-    counted_twice: tuple[int, ...]
-    never_issued: tuple[int, ...]
-    closed: str
-
-    @property
-    def clean(self) -> bool:
-        return not (self.unfinished or self.counted_twice or self.never_issued) and bool(self.closed)
-
-
-def audit(records: Iterable[Record]) -> Audit:
-    """Per ordinal exactly one `trained` or `dropped` that no later rewind cancels."""
-    trained_in: dict[int, list[int]] = {}
-    dropped: dict[int, list[str]] = {}
-    updates: set[int] = set()
-    num_groups, rewinds, closed = 0, 0, ""
-    issued: set[int] = set()
-    for record in records:
-        match record:
-            case Opened():
-                num_groups = record.num_groups
-            case Issued():
-                issued.add(record.ordinal)
-            case Trained():
-                updates.add(record.update)
-                for ordinal in record.ordinals:
-                    trained_in.setdefault(ordinal, []).append(record.update)
-            case Dropped():
-                dropped.setdefault(record.ordinal, []).append(record.reason)
-            case Rewound():
-                rewinds += 1
-                updates = {update for update in updates if update < record.to_update}
-                for made_in in trained_in.values():
-                    made_in[:] = [update for update in made_in if update < record.to_update]
-            case Closed():
-                closed = record.reason
-            case _:
-                pass
-    expected = set(range(num_groups)) | issued | trained_in.keys() | dropped.keys()
-    count = {ordinal: len(trained_in.get(ordinal, [])) + len(dropped.get(ordinal, [])) for ordinal in expected}
-    reasons = [reason for reasons in dropped.values() for reason in reasons]
-    return Audit(
-        num_groups=num_groups,
-        trained=sum(1 for made_in in trained_in.values() if made_in),
-        dropped={reason: reasons.count(reason) for reason in sorted(set(reasons))},
-        updates=len(updates),
-        rewinds=rewinds,
-        unfinished=tuple(sorted(ordinal for ordinal, times in count.items() if times == 0)),
-        counted_twice=tuple(sorted(ordinal for ordinal, times in count.items() if times > 1)),
-        never_issued=tuple(sorted((trained_in.keys() | dropped.keys()) - issued)),
-        closed=closed,
-    )

@@ -22,8 +22,9 @@ def probed_version(ordinal: int) -> int:
 class Probes:
     def __init__(self, schedule: Schedule) -> None:
         self._every = schedule.probe_every if schedule.max_staleness else 0
+        self._exact = schedule.deterministic
         self._issued: int | None = None
-        self._answered: int | None = None
+        self._answered: set[int] = set()  # versions whose answers are kept
         self._given_up: int | None = None
 
     def is_due(self, version: int) -> bool:
@@ -31,7 +32,7 @@ class Probes:
 
     def keeps_waiting(self, version: int) -> bool:
         """The update that turns `version` into the next may not begin yet."""
-        return self.is_due(version) and version not in (self._answered, self._given_up)
+        return self.is_due(version) and version not in self._answered and version != self._given_up
 
     def issue(self, version: int) -> int | None:
         """The ordinal of a probe that is wanted now; None when there is none, or it is under way."""
@@ -42,19 +43,30 @@ class Probes:
 
     def ordinal(self, version: int) -> int | None:
         """The answered probe of a version, for the trainer."""
-        return _FIRST - version if self._answered == version else None
+        return _FIRST - version if version in self._answered else None
 
     def answered(self, ordinal: int) -> None:
-        self._answered = probed_version(ordinal)
+        self._answered.add(probed_version(ordinal))
 
     def failed(self, ordinal: int) -> None:
         """It can never be answered: the update goes on without."""
         self._given_up = probed_version(ordinal)
 
-    def rewind(self) -> int | None:
-        """A version that is made again may have other bytes, so its answer is void: returns its ordinal."""
-        if self._answered is None or self._answered != self._issued:
-            return None  # nothing to void, or it is still under way: then it stays
-        void = _FIRST - self._answered
-        self._issued = self._answered = None
-        return void
+    def measured(self, version: int) -> tuple[int, ...]:
+        """The update of `version` is made: ordinals of probes whose answers nobody needs any more. Where an update that is
+        made again must come out the same, that is none before a snapshot covers it."""
+        return () if self._exact or version not in self._answered else (_FIRST - version,)
+
+    def covered(self, version: int) -> tuple[int, ...]:
+        """Nothing goes back behind `version`: likewise."""
+        gone = {one for one in self._answered if one < version}
+        self._answered -= gone
+        return tuple(_FIRST - one for one in sorted(gone)) if self._exact else ()
+
+    def rewind(self) -> tuple[int, ...]:
+        """A version that is made again may have other bytes, so its answer is void; but for those that never differ."""
+        if self._exact or self._issued is None or self._issued not in self._answered:
+            return ()  # nothing to void, or it is still under way: then it stays
+        void, self._issued = self._issued, None
+        self._answered.discard(void)
+        return (_FIRST - void,)

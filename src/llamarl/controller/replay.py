@@ -1,21 +1,21 @@
 """A recorded event log replays its run: the same events, told to a fresh controller, must give the same commands.
 
-Each events file of a run folder begins with what its controller was made of. What the replayed controller writes is held
-against the ledger, which is what the real one wrote.
+Each log begins with what its controller was made of. What the replayed controller writes is held against the ledger, which is
+what the real one wrote: record by record, or by a digest where the ledger has folded its records away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 from msgspec import Struct
 
 from llamarl.config import Evaluate, Schedule, Snapshots
 from llamarl.controller import events as ev
+from llamarl.controller.books import Books, add_to_run
 from llamarl.controller.controller import Controller
-from llamarl.controller.ledger import RESUME, Record, Rewound, read_ledger
+from llamarl.controller.ledger import Checkpoint, Record, RunRecords
 from llamarl.controller.line import Channel, Line, Role
 from llamarl.errors import InputError
 
@@ -40,68 +40,98 @@ class Replay(Struct, frozen=True):
     num_events: int
     num_records: int  # that were held against the ledger
     difference: str = ""
+    notes: tuple[str, ...] = ()
 
 
+LOG_FULL = b'{"event":"LogFull"}'  # the last line of a log that was not written on
 _decode_setting = msgspec.json.Decoder(Setting).decode
 _decode_event = msgspec.json.Decoder(ev.AnyEvent).decode
 
 
-def replay(folder: Path, events_name: str, ledger_name: str) -> Replay:
-    """All runs of a folder, the first and those that resumed it."""
-    files = _event_files(folder / events_name)
-    ledger = list(read_ledger(folder / ledger_name))
-    at = num_events = num_records = 0
-    for number, file in enumerate(files):
-        events = _read(file)
-        written = list(_written(events, file))
-        num_events += len(events) - 1
-        held = ledger[at : _end_of_run(ledger, at)]
-        for index, (ours, theirs) in enumerate(zip(written, held, strict=False)):
-            if ours != theirs:
-                where = f"{file.name}, record {index}"
-                return Replay(number + 1, num_events, num_records, f"{where}: replayed {ours}, the ledger has {theirs}")
-            num_records += 1
-        at += len(held)
-    return Replay(len(files), num_events, num_records)
+class _Part(Struct):
+    """The ledger's records of one start of the job: folded ones as a digest, the others themselves."""
+
+    folded: RunRecords
+    records: list[Record]
 
 
-def _written(lines: list[bytes], file: Path) -> Iterator[Record]:
+def replay(logs: Mapping[int, Iterable[bytes]], ledger: Iterable[Record]) -> Replay:
+    """All starts of a job, by their numbers. A log may end early: a crash can take the last events, or the last records."""
+    books, parts = Books(), dict[int, _Part]()
+    for record in ledger:
+        books.add(record)
+        _assign(parts, books, record)
+    num_events = num_records = 0
+    notes: list[str] = []
+    for run in sorted(parts.keys() | logs.keys()):
+        part = parts.get(run, _Part(RunRecords(run, 0, ""), []))
+        told, compared, difference = _replay_run(run, logs.get(run, ()), part)
+        num_events += told
+        num_records += compared
+        if difference:
+            return Replay(len(logs), num_events, num_records, difference, tuple(notes))
+        if not told and (part.folded.num_records or part.records):
+            notes.append(f"run {run}: no events are left of it; it was killed early, or wrote none (observe.events_mb)")
+    found = books.audit()
+    if not found.consistent:
+        lists = {"counted more than once": found.counted_twice, "never issued": found.never_issued}
+        wrong = "; ".join(f"{len(groups)} groups {what}" for what, groups in lists.items() if groups)
+        return Replay(len(logs), num_events, num_records, f"the ledger contradicts itself: {wrong}", tuple(notes))
+    return Replay(len(logs), num_events, num_records, notes=tuple(notes))
+
+
+def _assign(parts: dict[int, _Part], books: Books, record: Record) -> None:
+    if isinstance(record, Checkpoint):
+        parts.clear()
+        parts.update({folded.run: _Part(folded, []) for folded in record.runs})
+    else:
+        run = books.runs[-1].run
+        parts.setdefault(run, _Part(RunRecords(run, 0, ""), [])).records.append(record)
+
+
+def _replay_run(run: int, lines: Iterable[bytes], part: _Part) -> tuple[int, int, str]:
+    """(events, records held against the ledger, the first difference)"""
+    digest, at, folded, log = RunRecords(run, 0, ""), 0, part.folded, _Log(lines)
+    for record in _written(log, run):
+        if digest.num_records < folded.num_records:
+            digest = add_to_run(digest, record)
+        elif at < len(part.records):
+            if record != part.records[at]:
+                where = f"run {run}, record {folded.num_records + at}"
+                return log.num_events, at, f"{where}: replayed {record}, the ledger has {part.records[at]}"
+            at += 1
+    if log.num_events and not log.full and digest != folded:
+        return log.num_events, at, f"run {run}: its first {folded.num_records} records, now folded, were other ones"
+    return log.num_events, at + (folded.num_records if digest == folded else 0), ""
+
+
+class _Log:
+    """Lines of a log, counted while they are read; the first is no event but the setting."""
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self._lines, self.num_events, self.full = lines, 0, False
+
+    def __iter__(self) -> Iterator[bytes]:
+        for number, line in enumerate(self._lines):
+            if line == LOG_FULL:
+                self.full = True
+                return
+            self.num_events = number
+            yield line
+
+
+def _written(lines: Iterable[bytes], run: int) -> Iterator[Record]:
+    controller: Controller | None = None
     try:
-        controller = _decode_setting(lines[0]).make_controller()
-        for line in lines[1:]:
+        for line in lines:
+            if controller is None:
+                controller = _decode_setting(line).make_controller()
+                continue
             for command in controller.handle(_decode_event(line)):
                 if isinstance(command, ev.Write):
                     yield command.record
     except msgspec.MsgspecError as error:
-        raise InputError(f"{file}: not an event log: {error}") from None
-
-
-def _end_of_run(ledger: list[Record], start: int) -> int:
-    """Each later run begins with a rewind of its own kind. A killed run may lack its last events, or its last records."""
-    for index in range(start + 1, len(ledger)):
-        record = ledger[index]
-        if isinstance(record, Rewound) and record.executor == RESUME:
-            return index
-    return len(ledger)
-
-
-def _read(file: Path) -> list[bytes]:
-    *lines, _torn = file.read_bytes().split(b"\n")
-    if not lines:
-        raise InputError(f"{file}: is empty; a run that was killed early leaves nothing to replay")
-    return lines
-
-
-def _event_files(first: Path) -> list[Path]:
-    def numbered(number: int) -> Path:
-        return first.with_name(first.name + (f".{number}" if number else ""))
-
-    files: list[Path] = []
-    while numbered(len(files)).is_file():
-        files.append(numbered(len(files)))
-    if not files:
-        raise InputError(f"{first.parent}: no run folder with an event log")
-    return files
+        raise InputError(f"run {run}: not an event log: {error}") from None
 
 
 def setting_of(controller: Controller) -> Setting:

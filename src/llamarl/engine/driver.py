@@ -10,7 +10,7 @@ from typing import Any
 from llamarl import messages as msg
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
-from llamarl.controller.ledger import Dropped, Rewound, encode_record
+from llamarl.controller.ledger import FINISHED, Dropped, Rewound
 from llamarl.controller.line import role_of
 from llamarl.controller.replay import setting_of
 from llamarl.engine.engine import Arrival, Death, Engine
@@ -22,6 +22,8 @@ from llamarl.failpoints import failpoint
 from llamarl.observe.run_folder import RunFolder
 from llamarl.observe.watcher import Watcher
 from llamarl.types import facts_of
+
+STOPPED, INTERRUPTED = "stopped on request", "interrupted"
 
 
 class Driver:
@@ -42,8 +44,8 @@ class Driver:
         self._saving: int | None = None  # the version whose parts are being collected, with their hashes
         self._files: dict[str, str] = {}
         self._events: deque[ev.AnyEvent] = deque()
-        self._stop_requested = False
-        self.stopped = False
+        self._stop_requested = ""  # why
+        self.outcome = FINISHED
         self._interrupted = False
         self._ended = False
         self._actions: dict[type[ev.Command], Callable[[Any], None]] = {
@@ -73,15 +75,16 @@ class Driver:
             if self._interrupted:
                 raise KeyboardInterrupt
             if self._stop_requested:
-                self._stop_requested = False
+                self.outcome, self._stop_requested = self._stop_requested, ""
+                self._watcher.note(f"{self.outcome}: the update under way is finished, then a snapshot is made")
                 self._tell(ev.StopRequested())
 
-    def request_stop(self) -> None:
-        """Safe in a signal handler: the loop notices."""
-        self._stop_requested = True
+    def request_stop(self, outcome: str = STOPPED) -> None:
+        """End with a snapshot, and call that `outcome`. Safe in a signal handler: the loop notices."""
+        self._stop_requested = outcome
 
     def interrupt(self) -> None:
-        """Likewise."""
+        """End at once, as a kill would. Likewise safe."""
         self._interrupted = True
 
     def _tell(self, event: ev.AnyEvent | None) -> None:
@@ -194,7 +197,7 @@ class Driver:
     def _commit(self, command: ev.Commit) -> None:
         try:
             self._store.sync()  # whoever resumes from here counts on all groups and rows before it
-            self._folder.ledger.sync()
+            self._folder.sync()
             self._folder.metrics.sync()
             self._folder.evaluations.sync()
             self._snapshots.commit(command.version, self._files)
@@ -205,8 +208,10 @@ class Driver:
         self._events.append(ev.Committed(command.version))
 
     def _prune(self, command: ev.Prune) -> None:
-        with suppress(OSError):  # what cannot be removed now can be with the next
+        """What snapshots cover needs no record of its own any more. What fails now is done with the next."""
+        with suppress(OSError):
             self._snapshots.prune(command.version)
+            self._folder.ledger.fold(min(self._snapshots.versions(), default=0))
 
     def _save_failed(self, version: int, reason: str) -> ev.SaveFailed:
         """The disk may be full: what the attempt has written goes at once, since the ledger needs the room."""
@@ -217,7 +222,7 @@ class Driver:
 
     def _sync(self, command: ev.Sync) -> None:
         self._store.sync()
-        self._folder.ledger.sync()
+        self._folder.sync()
 
     def _write(self, command: ev.Write) -> None:
         if isinstance(command.record, Dropped):
@@ -225,7 +230,8 @@ class Driver:
             self._watcher.dropped(command.record.ordinal, command.record.reason)
         elif isinstance(command.record, Rewound):
             self._snapshots.rewind(command.record.to_update)
-        self._folder.ledger.append(encode_record(command.record))
+            self._folder.metrics.rewind(command.record.to_update, role_of(command.record.executor))
+        self._folder.ledger.append(command.record)
 
     def _forget(self, command: ev.Forget) -> None:
         for ordinal in command.ordinals:
@@ -236,7 +242,9 @@ class Driver:
         self._watcher.evaluated(command.version, sum(rewards) / len(command.ordinals))
 
     def _finish(self, command: ev.Finish) -> None:
-        self._ended, self.stopped = True, command.stopped
+        self._ended = True
+        if not command.stopped:
+            self.outcome = FINISHED
 
     def _abort(self, command: ev.Abort) -> None:
         raise JobFailed(command.reason)

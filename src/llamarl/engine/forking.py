@@ -17,6 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 
 READY = b"ready"
+PYTHON = (
+    sys.executable,
+    "-P",
+)  # without the working folder in the path, where a user's `numbers.py` would hide Python's own
 MAX_MESSAGE = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _MAX_FDS = 64
@@ -179,7 +183,7 @@ def start_forking(
     """The other side: a new process that runs the module, and the control socket to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
-        [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+        [*PYTHON, "-m", module, str(theirs.fileno()), str(os.getpid())],
         pass_fds=[theirs.fileno(), *inherited],
         stdin=subprocess.DEVNULL,
         env={**forking_environment(), **(environment or {})},

@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
 from llamarl.failpoints import failpoint
-from llamarl.model.training_state import hash_file
+from llamarl.model.training_state import MANIFEST, Manifest, hash_file, read_manifest
 from llamarl.segments import sync_path
-
-MANIFEST = "manifest.json"
-
-
-class Manifest(Struct, frozen=True):
-    version: int
-    files: dict[str, str]  # path inside the snapshot -> sha256
 
 
 class Snapshots:
@@ -66,6 +58,12 @@ class Snapshots:
             if newer > version:
                 self._discard(newer)
 
+    def set_aside(self, version: int) -> None:
+        """Keep it, but under a name that is not a snapshot's: no job will go on from it, or remove it."""
+        aside = self._folder / f"{version}.set-aside"
+        if not aside.exists():
+            self.path(version).rename(aside)
+
     def discard_partial(self) -> None:
         for path in self._folder.glob(".*.partial"):
             shutil.rmtree(path, ignore_errors=True)
@@ -82,10 +80,12 @@ class Snapshots:
         names = [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
         return sorted(int(name) for name in names if name.isdigit())
 
-    def newest_whole(self) -> tuple[int, list[str]]:
+    def newest_whole(self, among: Collection[int] | None = None) -> tuple[int, list[str]]:
         """The newest version that is whole (0, the beginning, if none is), and a line for each newer one that is not."""
         problems: list[str] = []
         for version in reversed(self.versions()):
+            if among is not None and version not in among:
+                continue
             reason = why_damaged(self.path(version))
             if not reason:
                 return version, problems
@@ -102,7 +102,7 @@ class Snapshots:
 def why_damaged(snapshot: Path) -> str:
     """Empty when every file is there with the bytes that were written."""
     try:
-        manifest = msgspec.json.decode((snapshot / MANIFEST).read_bytes(), type=Manifest)
+        manifest = read_manifest(snapshot)
     except FileNotFoundError:
         return f"no {MANIFEST}"
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:

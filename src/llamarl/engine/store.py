@@ -6,7 +6,7 @@ trainer, or the whole job, can be brought back and train on the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -21,12 +21,15 @@ _decode = msgspec.msgpack.Decoder(RolloutGroup).decode
 
 
 class GroupStore:
-    def __init__(self, folder: Path) -> None:
+    """`on_damage` hears of records that cannot be read: their groups are missing, and can be made again. Without it, damage
+    is an InputError."""
+
+    def __init__(self, folder: Path, on_damage: Callable[[str], None] | None = None) -> None:
         self._groups: dict[int, Group] = {}
         self._segment_of: dict[int, int] = {}
         self._in_segment: dict[int, set[int]] = {}
         self._writer = SegmentWriter(folder)
-        self._recover(folder)
+        self._recover(folder, on_damage)
 
     def put(self, group: Group, *, passing: bool = False) -> None:
         """`passing`: another role still has something to add, so it does not go to disk as it is."""
@@ -79,8 +82,8 @@ class GroupStore:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def _recover(self, folder: Path) -> None:
-        for segment, record in read_records(folder):
+    def _recover(self, folder: Path, on_damage: Callable[[str], None] | None) -> None:
+        for segment, record in read_records(folder, on_damage):
             try:
                 group = _decode(record)
             except msgspec.MsgspecError as error:

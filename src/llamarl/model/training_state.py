@@ -8,15 +8,38 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
+from msgspec import Struct
+
 POLICY = "policy"
 OPTIMIZER = "trainer"
+MANIFEST = "manifest.json"
 _HASH_BYTES = 1 << 20
 _MAX_HASHED_AT_ONCE = 8
 
 
+class Manifest(Struct, frozen=True):
+    """What a whole snapshot holds."""
+
+    version: int
+    files: dict[str, str]  # path inside the snapshot -> sha256
+
+
+def read_manifest(snapshot: Path) -> Manifest:
+    """Raises OSError or MsgspecError where there is none."""
+    return msgspec.json.decode((snapshot / MANIFEST).read_bytes(), type=Manifest)
+
+
 def keeps_policy_only(snapshot: Path) -> bool:
-    """Made at the end of a run with `snapshots.at_end: policy`: there is nothing to go on from."""
-    return (snapshot / POLICY).is_dir() and not (snapshot / OPTIMIZER).exists()
+    """Made at the end of a run with `snapshots.at_end: policy`: there is nothing to go on from. One that has lost its
+    trainer's part is something else: its manifest knows of it."""
+    try:
+        names = list(read_manifest(snapshot).files)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        names = [str(path.relative_to(snapshot)) for path in snapshot.glob("*/*")]
+    return any(name.startswith(f"{POLICY}/") for name in names) and not any(
+        name.startswith(f"{OPTIMIZER}/") for name in names
+    )
 
 
 def hash_files(folder: Path, files: Iterable[Path]) -> dict[str, str]:

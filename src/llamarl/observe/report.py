@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -50,5 +51,9 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
     if summary.policy:
         lines.append(f"policy             {folder / summary.policy}")
     if summary.outcome != "finished":
-        lines.append(f"{summary.outcome}; go on with: llamarl train --run {folder} --resume")
+        lines.append(f"{summary.outcome}; go on with: {resume_command(folder)}")
     return lines
+
+
+def resume_command(folder: Path) -> str:
+    return f"llamarl train --run {shlex.quote(str(folder))} --resume"

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
+from llamarl.append_file import AppendFile
+from llamarl.controller.ledger_file import LedgerFile
 from llamarl.errors import InputError
-from llamarl.segments import SegmentWriter
+from llamarl.observe.event_log import EventLog, event_file, event_files
+from llamarl.observe.metrics_file import MetricsFile
+from llamarl.observe.rows import Row, cut_rows, read_rows
+from llamarl.observe.run_lock import RunLock
 
 LEDGER = "ledger"
-EVENTS = "events"
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 TIMINGS = "timings.jsonl"
@@ -23,94 +28,79 @@ SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 GROUPS = "groups"
 SNAPSHOTS = "snapshots"
-
-
-class AppendFile:
-    """Lines that are only ever added, and on disk after `sync`."""
-
-    def __init__(self, path: Path, *, buffered: bool = False) -> None:
-        """Unbuffered, what was appended survives the death of this process; `sync` makes it survive that of the machine."""
-        self._file: BinaryIO = path.open("ab") if buffered else path.open("ab", buffering=0)
-
-    def append(self, line: bytes) -> None:
-        self._file.write(line)
-
-    def append_json(self, value: Any) -> None:
-        self._file.write(msgspec.json.encode(value) + b"\n")
-
-    def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self.sync()
-        self._file.close()
+EVENTS_MB = 1024
 
 
 class RunFolder:
-    """Where the record of one job is written. `create` makes a new one, `reopen` goes on with one."""
+    """Where the record of one job is written, by its one owner. `create` makes a new one, `reopen` goes on with one."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, lock: RunLock, roles: Sequence[str], events_mb: int, version: int = 0) -> None:
+        self.path, self.lock = path, lock
         self.groups = path / GROUPS
         self.snapshots = path / SNAPSHOTS
-        self.ledger = SegmentWriter(path / LEDGER)
-        self.events = AppendFile(_unused(path / EVENTS), buffered=True)  # many, and only for looking back
-        self.metrics = AppendFile(path / METRICS)
+        self.ledger = LedgerFile(path / LEDGER)
+        self.metrics = MetricsFile(path / METRICS, roles, version)
         self.evaluations = AppendFile(path / EVALUATIONS)
         self.timings = AppendFile(path / TIMINGS)
+        self.run = 1 + max(event_files(path), default=-1)  # number of this start of the job
+        self.events = EventLog(event_file(path, self.run), events_mb)
 
     @classmethod
-    def create(cls, path: Path) -> RunFolder:
-        """One that holds anything already is refused, so that no record is ever mixed with another."""
+    def create(cls, path: Path, roles: Sequence[str] = ("trainer",), *, events_mb: int = EVENTS_MB) -> RunFolder:
+        """One that holds anything already is refused, so that no record is ever mixed with another. `roles` are those that
+        train, in the order of the line."""
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
                 hint = "; to go on with that run, add --resume" if (path / LEDGER).exists() else ""
                 raise InputError(f"--run {path}: is not empty; name a new folder{hint}")
-            return cls(path)
+            return cls(path, RunLock(path), roles, events_mb)
         except OSError as error:
             raise InputError(f"--run {path}: cannot be made: {error.strerror}") from None
 
     @classmethod
-    def reopen(cls, path: Path, version: int) -> RunFolder:
-        """Go on from the snapshot of `version`: metrics of later updates are taken back, since they are made again."""
-        _keep_rows(path / METRICS, lambda row: row["update"] < version)
-        _keep_rows(path / EVALUATIONS, lambda row: row["version"] <= version)
-        return cls(path)
+    def reopen(
+        cls, path: Path, lock: RunLock, version: int, roles: Sequence[str], *, events_mb: int = EVENTS_MB
+    ) -> RunFolder:
+        """Go on from the snapshot of `version`: rows of later updates are taken back, since they are made again."""
+        _keep_rows(path / EVALUATIONS, lambda row: row.get("version", version + 1) <= version)
+        cut_rows(path / TIMINGS, lambda row: True)  # a torn line
+        return cls(path, lock, roles, events_mb, version)
 
     def write_config(self, text: str) -> None:
-        (self.path / CONFIG).write_text(text, encoding="utf-8")
+        replace_file(self.path / CONFIG, text.encode())
 
     def write_summary(self, summary: Any) -> None:
         encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-        (self.path / SUMMARY).write_bytes(encoded + b"\n")
+        replace_file(self.path / SUMMARY, encoded + b"\n")
+
+    def sync(self) -> None:
+        """The ledger is on disk, and this job is still the only one here."""
+        self.lock.check()
+        self.events.flush()
+        self.ledger.sync()
 
     def close(self) -> None:
-        for file in (self.ledger, self.events, self.metrics, self.evaluations, self.timings):
-            file.close()
+        """Close everything, even what cannot be written to the end, and leave the folder to others."""
+        with ExitStack() as stack:
+            stack.callback(self.lock.release)
+            for file in (self.timings, self.evaluations, self.metrics, self.events, self.ledger):
+                stack.callback(file.close)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All whole rows of a file of JSON lines; a torn last line is left out."""
-    try:
-        *lines, _torn = path.read_bytes().split(b"\n")
-        return [msgspec.json.decode(line) for line in lines]
-    except (OSError, msgspec.DecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
+def replace_file(path: Path, content: bytes) -> None:
+    """A file with new content, or, whatever happens, the one that was there."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
-def _keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    rows = [row for row in read_rows(path) if keep(row)]
-    replacement = path.with_name(f".{path.name}.partial")
-    replacement.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    replacement.replace(path)
-
-
-def _unused(path: Path) -> Path:
-    """`events`, and `events.1` and so on for every time the job was resumed: each replays one controller."""
-    candidates = (path.with_name(path.name + (f".{number}" if number else "")) for number in range(10_000))
-    return next(candidate for candidate in candidates if not candidate.exists())
+def _keep_rows(path: Path, keep: Callable[[Row], bool]) -> None:
+    kept = [msgspec.json.encode(row) + b"\n" for row in read_rows(path) if keep(row)]
+    replace_file(path, b"".join(kept))
 
 
 def dated_run_folder(base: Path = Path("runs")) -> Path:

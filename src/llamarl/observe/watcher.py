@@ -47,7 +47,7 @@ class Watcher:
         """Metrics hold what a seed determines; wall times go into a file of their own, so that runs can be compared."""
         role = executor.partition("/")[0]
         now_s = time.monotonic()
-        self._folder.metrics.append_json({"update": update, "role": role, **metrics})
+        self._folder.metrics.add(update, role, metrics)
         if role != self._last_role:
             return
         self._folder.timings.append_json(
@@ -156,7 +156,6 @@ class Watcher:
         )
         self.timeline.write(self._folder.path / TIMELINE, self._start_s, end_s)
         self._folder.write_summary(summary)
-        self._folder.close()
         return summary
 
     def _snapshot(self, metrics: Mapping[str, float], now_s: float) -> Snapshot:

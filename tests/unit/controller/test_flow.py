@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llamarl.config import Schedule
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
+from llamarl.controller.books import audit
 from llamarl.controller.line import Channel, Line, Role
 from llamarl.errors import ConfigError
 
@@ -189,7 +190,7 @@ def test_dropped_groups_shrink_the_batch_and_an_empty_update_still_makes_a_versi
         world.complete(0, fail="time-out" if is_first_batch else "")
     assert ledger.Trained(0, (), (0, 1)) in world.records
     assert ledger.Visible(1) in world.records
-    report = ledger.audit(world.records)
+    report = audit(world.records)
     assert report.clean
     assert report.dropped == {"time-out": 2}
 

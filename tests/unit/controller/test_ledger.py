@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.controller.books import Audit, audit
 from llamarl.controller.ledger import (
-    Audit,
     Closed,
     Dropped,
     Issued,
@@ -20,7 +20,6 @@ from llamarl.controller.ledger import (
     Rewound,
     Trained,
     Visible,
-    audit,
     encode_record,
     read_ledger,
 )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llamarl.config import Schedule
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
+from llamarl.controller.books import Books, audit
 from llamarl.controller.recovery import resumption
 
 
@@ -51,7 +52,7 @@ def test_a_killed_job_goes_on_from_its_snapshot_and_ends_clean(
     for _ in range(losses):  # the end of the store may not have reached the disk
         store.discard(max(store, default=-1))
     version = first.controller.training.saved
-    resumed = resumption(first.records, store, version, evaluated=())
+    resumed = resumption(Books.of(first.records), store, version, evaluated=())
     second = World(standard_line(), schedule, save_every=2, begin=resumed)
     second.records[:0] = first.records
     second.first_version = {**first.first_version}
@@ -69,7 +70,9 @@ def test_what_was_scored_is_not_generated_again() -> None:
     while first.controller.training.saved < 1:
         first.complete(0)
     store = scored(first)
-    second = World(standard_line(capacity=100), rules(updates=4), begin=resumption(first.records, store, 1, ()))
+    second = World(
+        standard_line(capacity=100), rules(updates=4), begin=resumption(Books.of(first.records), store, 1, ())
+    )
     second.first_version = {**first.first_version}
     second.run(lambda count: 0)
     generated_again = {c.ordinal for c in second.commands if isinstance(c, ev.RunGroup) and "generator" in c.executor}
@@ -86,7 +89,7 @@ def test_a_request_to_stop_finishes_the_update_saves_and_ends() -> None:
     assert world.end == ev.Finish(stopped=True)
     assert ev.Committed(1) in world.history
     assert world.controller.training.trained == 1
-    assert not ledger.audit(world.records).clean, "groups under way are left for the resumed job"
+    assert not audit(world.records).clean, "groups under way are left for the resumed job"
 
 
 def test_a_stop_with_nothing_new_to_save_ends_at_once() -> None:
@@ -118,4 +121,4 @@ def test_a_group_that_kills_whoever_holds_it_is_dropped() -> None:
         else:
             world.complete(0)
     world.check_end()
-    assert any("its executor died 3 times" in reason for reason in ledger.audit(world.records).dropped)
+    assert any("its executor died 3 times" in reason for reason in audit(world.records).dropped)

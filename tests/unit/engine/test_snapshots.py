@@ -18,7 +18,8 @@ from helpers.notes import Notes
 from llamarl import Job
 from llamarl.config import Trainer as TrainerConfig
 from llamarl.configfile import load_config
-from llamarl.controller.ledger import audit, read_ledger
+from llamarl.controller.books import audit
+from llamarl.controller.ledger import read_ledger
 from llamarl.engine.snapshots import Snapshots, why_damaged
 from llamarl.errors import InputError, JobFailed, ModelError
 from llamarl.model.checkpoint import load_model, save_model
@@ -238,7 +239,7 @@ def test_a_disk_too_full_for_the_ledger_ends_the_job_in_one_line_and_with_room_i
     assert audit(read_ledger(tmp_path / "run" / "ledger")).clean
 
 
-# Groups and ledger: a torn tail resumes, damage in the middle is named
+# Groups and ledger: a torn tail resumes, damage in the middle is named; groups can be made again, the ledger cannot
 
 
 @pytest.fixture(scope="module")
@@ -260,16 +261,44 @@ def test_a_torn_tail_of_ledger_or_groups_resumes(half_a_run: Path, tmp_path: Pat
     assert audit(read_ledger(folder / "ledger")).clean
 
 
-@pytest.mark.parametrize("name", ["ledger", "groups"])
-def test_damage_in_the_middle_of_ledger_or_groups_is_one_line(half_a_run: Path, tmp_path: Path, name: str) -> None:
+def damage(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+
+
+DAMAGED = [0, 13, 2000]
+
+
+@pytest.mark.parametrize("at", DAMAGED)
+def test_damage_in_the_middle_of_the_ledger_is_one_line(half_a_run: Path, tmp_path: Path, at: int) -> None:
     folder = copytree(half_a_run, tmp_path / "run")
-    first = segment_files(folder / name)[0]
-    data = bytearray(first.read_bytes())
-    for at in (0, 13, len(data) // 2):
-        first.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        with pytest.raises(InputError, match=rf"{name}/{first.name}: damaged at byte \d+ \(.*\)$") as error:
-            Job.resume(folder)
-        assert error.value.exit_code == 2
+    first = segment_files(folder / "ledger")[0]
+    damage(first, at)
+    with pytest.raises(InputError, match=rf"ledger/{first.name}: damaged at byte \d+ \(.*\)$") as error:
+        Job.resume(folder)
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("at", DAMAGED)
+def test_groups_that_are_damaged_are_made_again(half_a_run: Path, tmp_path: Path, at: int) -> None:
+    folder, notes = copytree(half_a_run, tmp_path / "run"), Notes()
+    first = segment_files(folder / "groups")[0]
+    damage(first, at)
+    assert Job.resume(folder, display=notes).outcome == "finished"
+    assert any(f"groups/{first.name}: damaged at byte" in note for note in notes.seen)
+    assert audit(read_ledger(folder / "ledger")).clean
+
+
+def test_a_deterministic_job_cannot_make_damaged_groups_again_and_says_so(tmp_path: Path) -> None:
+    """The version that sampled them is gone."""
+    folder = tmp_path / "run"
+    with watching(Disk(fails_at=0, full=True, only="/.4.partial")), pytest.raises(JobFailed):
+        job("snapshots.every=2", "schedule.deterministic=true").run(folder)
+    first = segment_files(folder / "groups")[0]
+    damage(first, 13)
+    with pytest.raises(InputError, match=rf"groups/{first.name}: damaged at byte 0"):
+        Job.resume(folder)
 
 
 def test_the_policy_alone_is_as_narrow_as_the_model_folder_and_nothing_else_is_written(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.controller.ledger import Visible, read_ledger
 from llamarl.errors import InputError
 from llamarl.observe import run_folder
 from llamarl.observe.run_folder import LEDGER, METRICS, RunFolder, dated_run_folder
-from llamarl.segments import read_records
 
 
 def test_a_new_or_empty_folder_is_taken(tmp_path: Path) -> None:
@@ -50,20 +50,20 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line(
 
 def test_what_was_synced_is_on_disk_while_the_run_goes_on(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
-    for record in (b"one", b"two"):
-        folder.ledger.append(record)
+    for version in range(2):
+        folder.ledger.append(Visible(version))
     folder.ledger.sync()
-    folder.metrics.append_json({"update": 0})
+    folder.metrics.add(0, "trainer", {"reward": 1.0})
     folder.metrics.sync()
-    assert [record for _, record in read_records(tmp_path / "run" / LEDGER)] == [b"one", b"two"]
-    assert (tmp_path / "run" / METRICS).read_bytes() == b'{"update":0}\n'
+    assert list(read_ledger(tmp_path / "run" / LEDGER)) == [Visible(0), Visible(1)]
+    assert (tmp_path / "run" / METRICS).read_bytes() == b'{"update":0,"role":"trainer","reward":1.0}\n'
     folder.close()
 
 
 def test_metrics_are_one_object_a_line(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     for update in range(3):
-        folder.metrics.append_json({"update": update, "text": "two\nlines", "none": float("nan")})
+        folder.metrics.add(update, "trainer", {"two\nlines": 1.0, "none": float("nan")})
     folder.close()
     lines = (tmp_path / "run" / METRICS).read_text().splitlines()
     assert [json.loads(line)["update"] for line in lines] == [0, 1, 2]

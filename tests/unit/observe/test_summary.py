@@ -57,7 +57,7 @@ def test_an_update_that_is_made_again_after_a_rewind_counts_once() -> None:
 @pytest.fixture
 def watcher(tmp_path: Path) -> Watcher:
     config = Config(schedule=Schedule(updates=20))
-    folder = RunFolder.create(tmp_path / "run")
+    folder = RunFolder.create(tmp_path / "run", ("critic", "trainer"))
     return Watcher(config, folder, Quiet(), tally=Tally(), first_role="generator", last_role="trainer")
 
 

@@ -9,9 +9,10 @@ from msgspec.structs import replace
 
 from llamarl.configfile import load_config
 from llamarl.controller import events as ev
+from llamarl.controller.books import audit
 from llamarl.controller.controller import Controller
 from llamarl.controller.default_line import default_line
-from llamarl.controller.ledger import Issued, Record, Trained, audit
+from llamarl.controller.ledger import Issued, Record, Trained
 from llamarl.plan.gpus import GPUS
 from llamarl.plan.lengths import Lengths
 from llamarl.shapes import shape_named

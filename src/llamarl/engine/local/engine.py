@@ -35,6 +35,8 @@ _READ_BYTES = 1 << 20
 _WAIT_S = 0.05
 _GRACE_S = 2.0
 _NURSERY_S = 120.0  # for importing torch, however slow the disk
+_BIRTH_S = 20.0  # for a fork, which takes milliseconds: who takes longer is stopped, or stuck
+_MAX_FAILED_STARTS = 3
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,6 +63,8 @@ class LocalEngine(Supervision[LocalRank]):
         self._log_folder.mkdir(parents=True, exist_ok=True)
         self._selector = selectors.DefaultSelector()
         self._births: list[tuple[float, Birth, list[int]]] = []  # not before, what, with which descriptors
+        self._unborn: dict[tuple[str, int, int], float] = {}  # births that were ordered, and when
+        self._failed_starts = 0  # of the nursery, in a row
         self._open_nursery()
 
     # The interface of every engine
@@ -159,7 +163,8 @@ class LocalEngine(Supervision[LocalRank]):
             self._births.remove(entry)
             _, birth, fds = entry
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
-            with suppress(OSError):  # gone or stuck: the next `events` or `start_s` will tell
+            self._unborn[birth.identity] = time.monotonic()
+            with suppress(OSError):  # gone or stuck: `_check_nursery` will tell
                 self._control.sendmsg([encode(birth)], [rights])
             _close_all(fds)
 
@@ -176,7 +181,7 @@ class LocalEngine(Supervision[LocalRank]):
         if not data:
             self._replace_nursery()
         elif data == READY:
-            self._nursery_ready = True
+            self._nursery_ready, self._failed_starts = True, 0
             for state in self._ranks.values():
                 state.born_s = max(state.born_s, time.monotonic())
             self._send_births()
@@ -185,6 +190,7 @@ class LocalEngine(Supervision[LocalRank]):
                 self._hear_of_rank(decode_news(data))
 
     def _hear_of_rank(self, news: Born | Obituary) -> None:
+        self._unborn.pop(news.identity, None)
         state = self._ranks.get((news.executor, news.rank))
         if state is None or state.incarnation != news.incarnation:
             return
@@ -194,17 +200,22 @@ class LocalEngine(Supervision[LocalRank]):
         self._drain(state)
         self._hear_of_death(state, news.reason)
 
-    def _replace_nursery(self) -> None:
-        """Its children died with it. The controller brings back what it needs, from a new one."""
+    def _replace_nursery(self, why: str = "died") -> None:
+        """Its children die with it, and the controller brings back what it needs, from a new one. What waits for one that
+        was never ready waits for the next."""
         self._selector.unregister(self._control)
         self._control.close()
         self._nursery.kill()
         code = self._nursery.wait()
-        if not self._nursery_ready:
-            raise JobFailed(f"the process that starts executors could not start (exit code {code})")
-        for state in list(self._ranks.values()):
-            self._hang_up(state, "the process that starts executors died")
-        self._drop_births()
+        if self._nursery_ready:
+            for state in list(self._ranks.values()):
+                self._hang_up(state, f"the process that starts executors {why}")
+            self._drop_births()
+        else:
+            self._failed_starts += 1
+            if self._failed_starts >= _MAX_FAILED_STARTS:
+                raise JobFailed(f"the process that starts executors could not start (exit code {code})")
+        self._unborn.clear()
         self._open_nursery()
 
     def _kill(self, state: LocalRank) -> None:
@@ -271,8 +282,10 @@ class LocalEngine(Supervision[LocalRank]):
         return f"sent a frame that took more than {limit_s:g} s" if late else ""
 
     def _check_nursery(self) -> None:
-        if not self._nursery_ready and time.monotonic() - self._nursery_opened_s > _NURSERY_S:
-            raise JobFailed(f"the process that starts executors did not start within {_NURSERY_S:g} s")
+        now_s = time.monotonic()
+        late = not self._nursery_ready and now_s - self._nursery_opened_s > _NURSERY_S
+        if late or now_s - min(self._unborn.values(), default=now_s) > _BIRTH_S:
+            self._replace_nursery("does not answer")
 
 
 def _readable(connection: socket.socket) -> bool:

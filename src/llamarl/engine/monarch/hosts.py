@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 from monarch.actor import attach_to_workers
 
 from llamarl.config import Host as HostConfig
-from llamarl.engine.forking import READY
+from llamarl.engine.forking import PYTHON, READY
 from llamarl.engine.monarch.bootstrap import bare_command
 from llamarl.engine.monarch.keeper import Keeper
 from llamarl.engine.monarch.nursery import SLOTS
@@ -126,7 +125,7 @@ class OwnWorker:
         arguments = map(str, (self.url, os.getpid(), theirs.fileno(), *fds))
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "llamarl.engine.monarch.worker", *arguments],
+                [*PYTHON, "-m", "llamarl.engine.monarch.worker", *arguments],
                 pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

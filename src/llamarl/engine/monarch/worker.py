@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from llamarl.engine.forking import READY, die_with_parent, start_forking
@@ -25,6 +26,7 @@ PYTHON, STUB = "LLAMARL_PYTHON", "LLAMARL_STUB"
 # would wait for ever for those that the one before it got. So agents take messages as they come; all others keep the order.
 IN_ORDER = "HYPERACTOR_ENABLE_DEST_ACTOR_REORDERING_BUFFER"
 _NURSERY_S = 120.0  # for importing torch, however slow the disk
+_MAX_FAILED_STARTS = 3
 
 
 class Nurseries:
@@ -35,33 +37,41 @@ class Nurseries:
         control, self._process = self._start()
         self.fd = control.detach()
         os.set_inheritable(self.fd, True)
-        self._wait_until_ready()
+        if not self._wait_until_ready():
+            raise JobFailed("the process that starts executors could not start")
         threading.Thread(target=self._replace, daemon=True).start()
 
     def _start(self) -> tuple[socket.socket, int]:
         control, process = start_forking("llamarl.engine.monarch.nursery", inherited=self._inherited)
         return control, process.pid
 
-    def _wait_until_ready(self) -> None:
-        control = socket.socket(fileno=os.dup(self.fd))
-        poll = select.poll()
-        poll.register(control, select.POLLIN)
-        if not poll.poll(1000 * _NURSERY_S) or control.recv(len(READY)) != READY:
-            raise JobFailed("the process that starts executors could not start")
-        control.close()
+    def _wait_until_ready(self) -> bool:
+        """False if it died before, or did not come up in time; then it is ended."""
+        with socket.socket(fileno=os.dup(self.fd)) as control:
+            poll = select.poll()
+            poll.register(control, select.POLLIN)
+            if poll.poll(1000 * _NURSERY_S) and control.recv(len(READY)) == READY:
+                return True
+        with suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGKILL)
+        return False
 
     def _replace(self) -> None:
-        """At once: orders to the next one wait in its socket until it has imported torch."""
-        while True:
+        """At once: orders to the next one wait in its socket until it has imported torch. One that was killed before it was
+        ready is replaced too, but not for ever."""
+        failed_starts = 0
+        while failed_starts < _MAX_FAILED_STARTS:
             os.waitpid(self._process, 0)
             try:
                 control, self._process = self._start()
-                os.dup2(control.fileno(), self.fd)
-                control.close()
-                self._wait_until_ready()
-            except (OSError, JobFailed) as error:
+            except OSError as error:
                 print(f"llamarl worker: {error}", file=sys.stderr, flush=True)
-                os._exit(JobFailed.exit_code)
+                break
+            os.dup2(control.fileno(), self.fd)
+            control.close()
+            failed_starts = 0 if self._wait_until_ready() else failed_starts + 1
+        print("llamarl worker: the process that starts executors could not start", file=sys.stderr, flush=True)
+        os._exit(JobFailed.exit_code)
 
 
 def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:

@@ -33,7 +33,7 @@ class Worker:
 
     def __init__(self, setup: Setup) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "llamarl.tasks.workers.worker", str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "llamarl.tasks.workers.worker", str(theirs.fileno()), str(os.getpid())]
         self.process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],

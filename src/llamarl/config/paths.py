@@ -1,0 +1,39 @@
+"""Settings that name files, made absolute: a run folder must mean the same wherever it is resumed from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from llamarl.config.whole import SHIPPED_MODEL, Config
+
+_MODELS = (("model", "path"), ("reference", "model"), ("reward_model", "path"))
+_FILES = (("task", "path"), ("task", "test_path"), ("llm_judge", "rubric"), ("engine", "certs"))
+_FUNCTIONS = (("reward", "scorer"), ("algo", "loss"), ("conversation", "tool"))
+_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
+
+
+def with_absolute_paths(config: Config) -> Config:
+    raw = msgspec.to_builtins(config)
+    for section, name in _MODELS:
+        if raw[section][name] != SHIPPED_MODEL:
+            raw[section][name] = _absolute(raw[section][name])
+    for section, name in _FILES:
+        raw[section][name] = _absolute(raw[section][name])
+    for section, name in _FUNCTIONS:
+        raw[section][name] = _absolute_function(raw[section][name])
+    raw["reward"]["combine"] = {_absolute_function(name): share for name, share in raw["reward"]["combine"].items()}
+    for part in raw["task"]["parts"]:
+        part.update({name: _absolute(part[name]) for name in ("path", "test_path")})
+    return msgspec.convert(raw, Config)
+
+
+def _absolute(text: str) -> str:
+    return str(Path(text).expanduser().absolute()) if text else text
+
+
+def _absolute_function(text: str) -> str:
+    found = _FUNCTION.fullmatch(text)
+    return f"{_absolute(found['file'])}:{found['name']}" if found else text

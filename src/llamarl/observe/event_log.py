@@ -1,0 +1,82 @@
+"""The controller's event log: compressed JSON lines (`zcat events.jsonl.gz`), one file for each start of the job.
+
+It is for looking back (`llamarl replay`); nothing is resumed from it. So it may lack its end after a crash, and a job that
+has written `observe.events_mb` writes no more of it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from llamarl.append_file import AppendFile
+from llamarl.controller.replay import LOG_FULL
+from llamarl.errors import InputError
+
+EVENTS = "events"
+_SUFFIX = ".jsonl.gz"
+_GZIP = 31  # zlib's window bits for a gzip container
+_MB = 1 << 20
+_BUFFER_BYTES = 1 << 16
+_READ_BYTES = 1 << 16
+
+
+class EventLog:
+    """`max_mb` is how large all logs of the run may get together. A full one says so in `full`, and takes nothing more."""
+
+    def __init__(self, path: Path, max_mb: int) -> None:
+        others_bytes = sum(file.stat().st_size for file in event_files(path.parent).values())
+        self._file = AppendFile(path, buffer_bytes=_BUFFER_BYTES)
+        self._compress = zlib.compressobj(1, zlib.DEFLATED, _GZIP)
+        self._max_bytes = max_mb * _MB - others_bytes
+        self.full = self._max_bytes <= 0
+
+    def append_json(self, value: Any) -> None:
+        if not self.full:
+            self._file.append(self._compress.compress(msgspec.json.encode(value) + b"\n"))
+
+    def flush(self) -> None:
+        """Everything so far survives the death of this process. Ends the log if it has become too large."""
+        if not self.full:
+            self.full = self._file.num_bytes >= self._max_bytes
+            last = self._compress.compress(LOG_FULL + b"\n") if self.full else b""
+            self._file.append(last + self._compress.flush(zlib.Z_FINISH if self.full else zlib.Z_SYNC_FLUSH))
+            self._file.flush()
+
+    def close(self) -> None:
+        if not self.full:
+            self._file.append(self._compress.flush(zlib.Z_FINISH))
+            self.full = True
+        self._file.close()
+
+
+def event_files(folder: Path) -> dict[int, Path]:
+    """The event logs of a run folder by the number of the start that wrote them."""
+    found = {}
+    for path in folder.glob(f"{EVENTS}*{_SUFFIX}"):
+        number = path.name.removeprefix(EVENTS).removesuffix(_SUFFIX).removeprefix(".") or "0"
+        if number.isdigit():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+def event_file(folder: Path, run: int) -> Path:
+    return folder / f"{EVENTS}{f'.{run}' if run else ''}{_SUFFIX}"
+
+
+def read_events(path: Path) -> Iterator[bytes]:
+    """Line by line, up to where a crash tore the file."""
+    decompress, rest = zlib.decompressobj(_GZIP), b""
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                *lines, rest = (rest + decompress.decompress(block)).split(b"\n")
+                yield from lines
+    except zlib.error:
+        return
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None

@@ -1,0 +1,86 @@
+"""One owner at a time: the lock on a run folder.
+
+A kernel lock (flock) on a file in the folder: it ends with the process that holds it, however that ends, and a process that
+is frozen still holds it. On NFS the server keeps such locks. A file system without locks is told to the user, once.
+
+A lock can also be lost while its holder sleeps: somebody removed the file, or a server forgot a client that was away. So the
+holder leaves a mark in the file and looks for it, and for the file itself, before each update is made final.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import socket
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from llamarl.errors import InputError, JobFailed
+
+LOCK = "lock"
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+class Owner(Struct, frozen=True):
+    """The process that holds a run folder."""
+
+    host: str
+    pid: int
+    mark: str = ""
+
+
+class RunLock:
+    """Held from `RunLock(folder)` to `release`. Raises InputError if another process holds it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self.warning = ""  # what the user should know of this lock
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _read_owner(self._fd)
+            os.close(self._fd)
+            raise InputError(f"--run {folder}: {owner} is at work there; wait for it, or end it") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(self._fd)
+                raise
+            self.warning = f"{folder}: this file system has no locks; take care that no second job works in this folder"
+        self._owner = Owner(socket.gethostname(), os.getpid(), secrets.token_hex(8))
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, msgspec.json.encode(self._owner), 0)
+
+    def check(self) -> None:
+        """Raises JobFailed if another process has taken the folder over."""
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise JobFailed(f"{self._path} is gone, so another job may be at work there; this one stops") from None
+        try:
+            content = os.pread(fd, 4096, 0)
+        finally:
+            os.close(fd)
+        if content != msgspec.json.encode(self._owner):
+            raise JobFailed(f"{_owner_in(content)} has taken over {self._path.parent}; this job stops")
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _read_owner(fd: int) -> str:
+    return _owner_in(os.pread(fd, 4096, 0))
+
+
+def _owner_in(content: bytes) -> str:
+    try:
+        owner = msgspec.json.decode(content, type=Owner)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return "another process"
+    return f"process {owner.pid} on {owner.host}"

@@ -1,0 +1,99 @@
+"""starts.jsonl: every start of a job in its run folder, with the settings and the user's own code that it ran with.
+
+A resumed job is held against the last row, so that an edited config.yaml or a changed file is noticed. Copies of the user's
+files are in `code/`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+import llamarl
+from llamarl.append_file import AppendFile
+from llamarl.config import Config
+from llamarl.errors import InputError
+from llamarl.observe.rows import Rows, cut_rows
+
+STARTS = "starts.jsonl"
+CODE = "code"
+_REFERENCE = re.compile(r"(.+\.py):\w+")
+
+
+class Start(Struct, frozen=True):
+    """One start of the job."""
+
+    run: int  # 0 is the first
+    version: int  # of the policy that it went on from
+    at: str  # date and time, UTC
+    llamarl: str
+    config: dict[str, Any]
+    code: dict[str, str]  # path of a file of the user's -> its copy in `code/`
+
+
+class Starts:
+    """The starts of one run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / STARTS
+
+    def last(self) -> Start | None:
+        found = None
+        for found in Rows(self._path, Start):  # noqa: B007, only the last is wanted
+            pass
+        return found
+
+    def add(self, config: Config, *, run: int, version: int, at: str) -> None:
+        cut_rows(self._path, lambda row: True)  # a torn line
+        file = AppendFile(self._path)
+        code = {str(path): self._copy(path) for path in own_files(config)}
+        file.append_json(Start(run, version, at, llamarl.__version__, msgspec.to_builtins(config), code))
+        file.close()
+
+    def changed_files(self, config: Config) -> Iterator[str]:
+        """A line for each file of the user's that is not what it was at the last start."""
+        before = self.last()
+        for path in own_files(config):
+            copy = before.code.get(str(path)) if before else None
+            if copy and copy != _copy_name(path):
+                yield f"{path} has changed since this run was last started; what it was is in {self._folder / CODE / copy}"
+
+    def _copy(self, path: Path) -> str:
+        name = _copy_name(path)
+        (self._folder / CODE).mkdir(exist_ok=True)
+        (self._folder / CODE / name).write_bytes(path.read_bytes())
+        return name
+
+
+def own_files(config: Config) -> list[Path]:
+    """Files that settings name as FILE.py:FUNCTION, as absolute paths."""
+    found = (_REFERENCE.fullmatch(text) for text in _texts(msgspec.to_builtins(config)))
+    paths = {Path(match[1]).expanduser().absolute() for match in found if match}
+    return sorted(path for path in paths if path.is_file())
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in settings, keys of mappings included: `reward.combine` names functions there."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inside in value.items():
+            yield key
+            yield from _texts(inside)
+    elif isinstance(value, list | tuple):
+        for inside in value:
+            yield from _texts(inside)
+
+
+def _copy_name(path: Path) -> str:
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    return f"{path.stem}-{digest[:12]}.py"
