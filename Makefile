@@ -32,11 +32,13 @@ test-cluster: .venv-monarch/dev
 	$(MONARCH)/pytest tests/cluster
 
 # A hundred thousand hostile answers (`HOSTILE=5000` for fewer), hostile programs in every sandbox, ten thousand simulated
-# disasters, a kill and a stop at every failpoint, then half an hour of real kills and stops (`KILLS=20 EVERY=3` for fewer).
+# disasters, a kill and a stop at every failpoint, run folders with second owners, full disks, live copies and torn files
+# (`ROUNDS=2` for fewer), then half an hour of real kills and stops (`KILLS=20 EVERY=3` for fewer).
 soak: .venv/dev
 	LLAMARL_HOSTILE=$(or $(HOSTILE),100000) $(BIN)/pytest tests/unit/tasks/test_hostile.py tests/unit/tasks/test_hostile_programs.py
 	$(BIN)/python scripts/chaos.py
 	$(BIN)/python scripts/soak_failpoints.py
+	$(BIN)/python scripts/soak_folders.py --rounds $(or $(ROUNDS),10)
 	$(BIN)/python scripts/soak.py --kills $(or $(KILLS),200) --every $(or $(EVERY),5)
 
 venv: .venv/dev
