@@ -37,7 +37,7 @@ from llamarl.engine.engine import Engine
 from llamarl.engine.inline import InlineEngine
 from llamarl.engine.local.engine import LocalEngine
 from llamarl.engine.monarch.install import check_engine
-from llamarl.engine.prompts import Prompts
+from llamarl.engine.prompts import Prompts, check_lengths
 from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
 from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError
@@ -47,6 +47,7 @@ from llamarl.generate.prompting import reply_tokens
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
+from llamarl.observe.advice import advice_before
 from llamarl.observe.display import Display, Quiet
 from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, SUMMARY, RunFolder, dated_run_folder
 from llamarl.observe.run_lock import RunLock
@@ -84,6 +85,7 @@ class Job:
             raise ConfigError(f"line: no builder for role '{sorted(missing)[0]}'")
         if config.engine.kind != "inline":
             self._references = {r.name: builder_reference(r.name, self.builders[r.name]) for r in self.line.roles}
+        self._notes: list[str] = []  # said once, when the job begins
         self._prompts = self._prepare()
 
     @classmethod
@@ -155,12 +157,15 @@ class Job:
     def _run(
         self, run_folder: RunFolder, store: GroupStore, begin: Began | Resumed, tally: Tally, display: Display
     ) -> Summary:
+        for note in (*filter(None, [run_folder.lock.warning]), *self._notes):
+            display.note(note)
         watcher = Watcher(
             self.config,
             run_folder,
             display,
             tally=tally,
             first_role=self.line.group_roles[0].name,
+            last_group_role=self.line.group_roles[-1].name,
             last_role=self.line.batch_roles[-1].name,
         )
         slots = {role: SlotFile() for role in self.line.publishers}
@@ -234,12 +239,7 @@ class Job:
         prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)
         _try_scorer(config, prompts.group(0).problem)
         _try_tool(config, tokenizer, prompts.group(0).problem)
-        first = len(prompts.group(0).prompt_tokens) // 4
-        if not 1 <= first <= config.generator.max_prompt_tokens:
-            raise InputError(
-                f"task: the first prompt has {first} tokens; generator.max_prompt_tokens is "
-                f"{config.generator.max_prompt_tokens}"
-            )
+        self._notes += [*advice_before(config), *check_lengths(prompts, config)]
         return prompts
 
     def _check_model(self) -> Tokenizer:

@@ -21,7 +21,7 @@ from llamarl.errors import ConfigError, InputError
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.observe.rows import Rows, read_rows
 from llamarl.observe.run_folder import EVALUATIONS, GROUPS, LEDGER, METRICS, SNAPSHOTS
-from llamarl.observe.summary import Tally
+from llamarl.observe.summary import Counted, Tally
 from llamarl.segments import segment_files
 
 # These change where and how fast a run goes on, how it is watched, or how it learns from here on; docs/durability.md has
@@ -143,10 +143,10 @@ def _choose_snapshot(snapshots: Snapshots, books: Books | None, notes: list[str]
 
 def _read_tally(path: Path, version: int, last_role: str, notes: list[str]) -> Tally:
     """Totals of the updates before `version`, from the rows of metrics that are still whole."""
-    tally, rows = Tally(), Rows(path, _Counted)
+    tally, rows = Tally(), Rows(path, _MetricsRow)
     for row in rows:
-        if row.update < version and row.role == last_role:
-            tally.add_update(row.update, msgspec.structs.asdict(row))
+        if 0 <= row.update < version and row.role == last_role:
+            tally.add(row.update, row)
     if rows.warning:
         notes.append(rows.warning)
     if tally.updates < version:
@@ -154,17 +154,11 @@ def _read_tally(path: Path, version: int, last_role: str, notes: list[str]) -> T
     return tally
 
 
-class _Counted(Struct, frozen=True):
-    """What is counted of a row of metrics."""
+class _MetricsRow(Counted, frozen=True):
+    """A row of metrics.jsonl."""
 
-    update: int
-    role: str
-    groups: float | None = None
-    trained_tokens: float | None = None
-    staleness_mean: float | None = None
-    staleness_max: float | None = None
-    reward: float | None = None
-    skipped: float | None = None
+    update: int = -1
+    role: str = ""
 
 
 def refuse_ended(folder: Path) -> None:

@@ -7,6 +7,9 @@ class Notes:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
+    def progress(self, done: int, of: int) -> None:
+        pass
+
     def update(self, snapshot: object) -> None:
         pass
 

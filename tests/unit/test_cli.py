@@ -55,7 +55,7 @@ def mistake(tmp_path: Path, *args: object) -> str:
         ("generator.slots=4", "generator.slots: 4 slots cannot hold one group"),
         ("generator.max_new_tokens=1000", "1032 tokens, but tiny has 256 positions"),
         ("generator.max_prompt_tokens=1000", "1008 tokens, but tiny has 256 positions"),
-        ("generator.max_prompt_tokens=2", "the first prompt has"),
+        ("generator.max_prompt_tokens=2", "have no tokens, or more than generator.max_prompt_tokens=2"),
         ("task.held_out=1e-9", "no problems are held out to evaluate on"),
         ("task.held_out=0.999999", "no problems are left to train on"),
         ("reward.scorer=nobody", "reward.scorer: unknown scorer 'nobody'; known: exact, numeric"),

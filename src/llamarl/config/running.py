@@ -61,6 +61,10 @@ class Schedule(Section, frozen=True):
         return self.updates * self.groups_per_update
 
     @property
+    def answers_per_update(self) -> int:
+        return self.groups_per_update * self.samples_per_group
+
+    @property
     def num_places(self) -> int:
         """Groups that may be admitted and not yet retired."""
         return (self.max_staleness + 1) * self.groups_per_update

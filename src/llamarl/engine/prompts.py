@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from llamarl.config import Config
 from llamarl.controller.evaluation import is_evaluation
 from llamarl.controller.probe import is_probe, probed_version
+from llamarl.errors import InputError
 from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.task import Prompter
@@ -29,3 +30,28 @@ class Prompts:
             chosen = probed_version(ordinal) if is_probe(ordinal) else ordinal
             problem, sampling = self._task.problem(chosen), self._training
         return PromptGroup(ordinal, problem, tokens_to_bytes(prompt_tokens(self._tokenizer, problem)), sampling)
+
+
+_MAX_LOOKED_AT = 1000  # some tenths of a second
+
+
+def check_lengths(prompts: Prompts, config: Config) -> list[str]:
+    """What to tell of prompts that are too long, which will be dropped; InputError if all are. Looks at the first of those
+    that the job will ask."""
+    limit = config.generator.max_prompt_tokens
+    training = range(min(config.schedule.num_groups, _MAX_LOOKED_AT))
+    evaluation = range(-min(prompts.evaluate.prompts, _MAX_LOOKED_AT), 0)
+    notes: list[str] = []
+    for what, ordinals in (("prompts", training), ("held-out prompts", evaluation)):
+        lengths = [len(prompts.group(ordinal).prompt_tokens) // 4 for ordinal in ordinals]
+        wrong = sum(not 1 <= length <= limit for length in lengths)
+        if not wrong:
+            continue
+        told = (
+            f"{wrong} of the first {len(lengths)} {what} have no tokens, or more than generator.max_prompt_tokens={limit} "
+            f"(the longest has {max(lengths)})"
+        )
+        if wrong == len(lengths):
+            raise InputError(f"task: {told}")
+        notes.append(f"NOTE: {told}; these are dropped")
+    return notes

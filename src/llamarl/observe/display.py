@@ -21,7 +21,7 @@ class Snapshot(Struct, frozen=True):
     update: int
     updates: int
     metrics: dict[str, float]
-    tokens_generated: int
+    tokens_generated: int  # since this start of the job, as are the following two
     tokens_trained: int
     elapsed_s: float
     waiting: dict[str, float]  # per executor, the share of the last seconds that it waited
@@ -30,6 +30,7 @@ class Snapshot(Struct, frozen=True):
     score_timeouts: int = 0
     tool_failures: int = 0  # and at getting a tool's reply
     tool_timeouts: int = 0
+    updates_before: int = 0  # made by earlier starts of the job
 
     @property
     def generated_per_s(self) -> float:
@@ -41,10 +42,13 @@ class Snapshot(Struct, frozen=True):
 
     @property
     def left_s(self) -> float:
-        return self.elapsed_s / self.update * (self.updates - self.update)
+        return self.elapsed_s / max(1, self.update - self.updates_before) * (self.updates - self.update)
 
 
 class Display(Protocol):
+    def progress(self, done: int, of: int) -> None:
+        """Before the first update: answers that are scored, of those that it needs."""
+
     def update(self, snapshot: Snapshot) -> None: ...
 
     def note(self, text: str) -> None: ...
@@ -53,6 +57,9 @@ class Display(Protocol):
 
 
 class Quiet:
+    def progress(self, done: int, of: int) -> None:
+        pass
+
     def update(self, snapshot: Snapshot) -> None:
         pass
 
@@ -68,14 +75,23 @@ class Lines:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._last_s = 0.0
+        self._last_s = time.monotonic()
+        self._began = False  # whether an update was shown
+
+    def progress(self, done: int, of: int) -> None:
+        if self._is_time():
+            self._console.print(progress_of(done, of), highlight=False, soft_wrap=True)
 
     def update(self, snapshot: Snapshot) -> None:
-        now_s = time.monotonic()
-        if now_s - self._last_s < _SECONDS_BETWEEN_LINES and 1 < snapshot.update < snapshot.updates:
-            return
-        self._last_s = now_s
-        self._console.print(line_of(snapshot), highlight=False, soft_wrap=True)
+        if self._is_time() or not self._began or snapshot.update == snapshot.updates:
+            self._began = True
+            self._console.print(line_of(snapshot), highlight=False, soft_wrap=True)
+
+    def _is_time(self) -> bool:
+        due = time.monotonic() - self._last_s >= _SECONDS_BETWEEN_LINES
+        if due:
+            self._last_s = time.monotonic()
+        return due
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -90,6 +106,9 @@ class LiveView:
     def __init__(self, console: Console) -> None:
         self._live = Live(Text("starting ..."), console=console, refresh_per_second=4, transient=True)
         self._live.start()
+
+    def progress(self, done: int, of: int) -> None:
+        self._live.update(Text(progress_of(done, of)))
 
     def update(self, snapshot: Snapshot) -> None:
         self._live.update(panel_of(snapshot))
@@ -107,11 +126,26 @@ def make_display(console: Console, *, quiet: bool) -> Display:
     return LiveView(console) if console.is_terminal else Lines(console)
 
 
+def progress_of(done: int, of: int) -> str:
+    return f"{min(done, of)} of {of} answers for the first update"
+
+
+def answers_of(metrics: dict[str, float]) -> str:
+    """Length of the answers, and the shares of those that are cut off and of groups without variance."""
+    if "answer_tokens" not in metrics:
+        return ""
+    return (
+        f"length {metrics['answer_tokens']:.0f}  cut off {metrics.get('truncated_share', 0.0):.0%}  "
+        f"no variance {metrics.get('zero_variance_share', 0.0):.0%}  "
+    )
+
+
 def line_of(snapshot: Snapshot) -> str:
     metrics = snapshot.metrics
     waiting = " ".join(f"{executor} {share:.0%}" for executor, share in snapshot.waiting.items())
     return (
         f"update {snapshot.update:>4} of {snapshot.updates}  reward {metrics.get('reward', 0.0):.3f}  "
+        f"{answers_of(metrics)}"
         f"staleness {metrics.get('staleness_mean', 0.0):.2f}  "
         f"generated {snapshot.generated_per_s:,.0f} tok/s  trained {snapshot.trained_per_s:,.0f} tok/s  "
         f"{unjudged(snapshot.score_failures, snapshot.score_timeouts)}"
@@ -143,6 +177,8 @@ def panel_of(snapshot: Snapshot) -> Group:
     facts.add_row(
         "generated", f"{snapshot.generated_per_s:,.0f} tok/s", "trained", f"{snapshot.trained_per_s:,.0f} tok/s"
     )
+    if answers := answers_of(metrics):
+        facts.add_row("answers", answers)
     if said := unjudged(snapshot.score_failures, snapshot.score_timeouts):
         facts.add_row("scorer", said)
     if said := without_reply(snapshot.tool_failures, snapshot.tool_timeouts):

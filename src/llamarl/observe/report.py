@@ -50,6 +50,7 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
     ]
     if summary.policy:
         lines.append(f"policy             {folder / summary.policy}")
+    lines += [f"NOTE: {advice}" for advice in summary.advice]
     if summary.outcome != "finished":
         lines.append(f"{summary.outcome}; go on with: {resume_command(folder)}")
     return lines

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Mapping
 
+import msgspec
 from msgspec import Struct
 
 
@@ -33,9 +34,21 @@ class Summary(Struct, kw_only=True):
     tool_failures: int = 0  # calls of a conversation's tool that crashed, or took too long
     tool_timeouts: int = 0
     policy: str  # the folder of the trained model, inside the run folder
+    advice: list[str] = []  # what stood in the way of learning, and what to change
 
 
-_COLUMNS = ("groups", "trained_tokens", "stale_tokens", "reward", "skipped")
+class Counted(Struct, frozen=True):
+    """What is counted of an update's metrics."""
+
+    groups: float | None = None
+    trained_tokens: float | None = None
+    staleness_mean: float | None = None
+    staleness_max: float | None = None
+    reward: float | None = None
+    skipped: float | None = None
+
+
+_WIDTH = 5  # numbers that are kept of an update: groups, tokens, tokens times their mean staleness, skipped, reward
 
 
 class Tally:
@@ -54,48 +67,53 @@ class Tally:
         self.tool_timeouts = 0
         self.evaluations: dict[int, float] = {}  # held-out accuracy by version
         self.updates = 0
-        self._made = {name: array("d") for name in _COLUMNS}  # not a number where an update, or its value, is missing
-        self._totals = dict.fromkeys(_COLUMNS, 0.0)
+        self._made = array("d")  # no numbers where an update, or its reward, is missing
+        self._groups = self._tokens = self._stale_tokens = self._skipped = 0.0
 
     @property
     def groups_trained(self) -> int:
-        return int(self._totals["groups"])
+        return int(self._groups)
 
     @property
     def tokens_trained(self) -> int:
-        return int(self._totals["trained_tokens"])
+        return int(self._tokens)
 
     @property
     def skipped(self) -> int:
-        return int(self._totals["skipped"])
+        return int(self._skipped)
 
     @property
     def rewards(self) -> list[float]:
         """Mean reward of every update that had any, in order."""
-        return [reward for reward in self._made["reward"] if not math.isnan(reward)]
+        return [reward for reward in self._made[_WIDTH - 1 :: _WIDTH] if not math.isnan(reward)]
 
     @property
     def staleness_mean(self) -> float:
-        return self._totals["stale_tokens"] / self.tokens_trained if self.tokens_trained else 0.0
+        return self._stale_tokens / self._tokens if self._tokens else 0.0
 
-    def add_update(self, update: int, metrics: Mapping[str, float | None]) -> None:
-        tokens = metrics.get("trained_tokens") or 0.0
-        reward = metrics.get("reward")
-        row = {
-            "groups": metrics.get("groups") or 0.0,
-            "trained_tokens": tokens,
-            "stale_tokens": (metrics.get("staleness_mean") or 0.0) * tokens,
-            "reward": math.nan if reward is None else reward,
-            "skipped": metrics.get("skipped") or 0.0,
-        }
-        missing = update + 1 - len(self._made["groups"])
-        self.updates += missing > 0 or math.isnan(self._made["groups"][update])
-        for name, column in self._made.items():
-            column.extend([math.nan] * missing)
-            self._totals[name] += _or_zero(row[name]) - _or_zero(column[update])
-            column[update] = row[name]
-        self.staleness_max = max(self.staleness_max, int(metrics.get("staleness_max") or 0))
+    def add_update(self, update: int, metrics: Mapping[str, float]) -> None:
+        self.add(update, msgspec.convert(metrics, Counted))
 
-
-def _or_zero(value: float) -> float:
-    return 0.0 if math.isnan(value) else value
+    def add(self, update: int, counted: Counted) -> None:
+        tokens = counted.trained_tokens or 0.0
+        row = (
+            counted.groups or 0.0,
+            tokens,
+            (counted.staleness_mean or 0.0) * tokens,
+            counted.skipped or 0.0,
+            math.nan if counted.reward is None else counted.reward,
+        )
+        at = update * _WIDTH
+        if at > len(self._made):
+            self._made.extend([math.nan] * (at - len(self._made)))
+        before = self._made[at : at + _WIDTH]
+        if not before or math.isnan(before[0]):
+            before = array("d", [0.0] * _WIDTH)
+            self.updates += 1
+        self._groups += row[0] - before[0]
+        self._tokens += row[1] - before[1]
+        self._stale_tokens += row[2] - before[2]
+        self._skipped += row[3] - before[3]
+        self._made[at : at + _WIDTH] = array("d", row)
+        if counted.staleness_max is not None and counted.staleness_max > self.staleness_max:
+            self.staleness_max = int(counted.staleness_max)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from llamarl.config import Config
+from llamarl.observe.advice import Advisor
 from llamarl.observe.display import Display, Snapshot
 from llamarl.observe.run_folder import TIMELINE, RunFolder
 from llamarl.observe.summary import Summary, Tally
@@ -13,29 +14,45 @@ from llamarl.observe.tensorboard import make_board
 from llamarl.observe.timeline import Span, Timeline
 from llamarl.types import GroupFacts
 
-_RECENT_S = 10.0  # the live view shows how the last seconds were spent
+_RECENT_S = 10.0  # the live view shows how the last seconds were spent, and the last update if that took longer
 
 
 class Watcher:
-    """`first_role` generates, `last_role` makes the updates: their tokens and updates are the ones that are counted."""
+    """`first_role` generates, `last_group_role` has the last word on a group, `last_role` makes the updates: their tokens,
+    answers and updates are the ones that are counted."""
 
     def __init__(
-        self, config: Config, folder: RunFolder, display: Display, *, tally: Tally, first_role: str, last_role: str
+        self,
+        config: Config,
+        folder: RunFolder,
+        display: Display,
+        *,
+        tally: Tally,
+        first_role: str,
+        last_group_role: str = "reward",
+        last_role: str,
     ) -> None:
         self._config, self._folder, self._display = config, folder, display
-        self._first_role, self._last_role = first_role, last_role
+        self._first_role, self._last_group_role, self._last_role = first_role, last_group_role, last_role
         self._board = make_board(config.observe, folder.path)
         self.tally, self.timeline = tally, Timeline()
         self._start_s, self._started_at = time.monotonic(), time.time()
         self._training_s: tuple[float, float] | None = None  # when the first group was done, and the last update
         self._last_update_s = self._start_s
+        self._before = (tally.updates, tally.tokens_generated, tally.tokens_trained)  # by earlier starts of the job
+        self._num_answers = 0  # that are scored, before the first update
+        self._advisor = Advisor(config)
         self._failed = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
 
     def spent(self, executor: str, spans: Sequence[Span]) -> None:
         self.timeline.add(executor, spans)
 
     def group_done(self, executor: str, facts: GroupFacts) -> None:
-        if executor.startswith(f"{self._first_role}/"):
+        role = executor.partition("/")[0]
+        if role == self._last_group_role and self.tally.updates == self._before[0]:
+            self._num_answers += self._config.schedule.samples_per_group
+            self._display.progress(self._num_answers, self._config.schedule.answers_per_update)
+        if role == self._first_role:
             self.tally.tokens_generated += facts.num_tokens
             if self._training_s is None:
                 self._last_update_s = time.monotonic()
@@ -59,12 +76,14 @@ class Watcher:
                 **self._take_failed(),
             }
         )
-        self._last_update_s = now_s
         if self._training_s is not None:
             self._training_s = (self._training_s[0], now_s)
         self.tally.add_update(update, metrics)
         self._display.update(self._snapshot(metrics, now_s))
+        self._last_update_s = now_s
         self._board.add(update, {**metrics, **(timings or {})})
+        for advice in self._advisor.hear(metrics):
+            self._display.note(f"NOTE: {advice}")
 
     def published(self, executor: str, version: int, num_bytes: int, lost_s: float) -> None:
         self._weights_moved("sync_trainer_s", executor, version, num_bytes, lost_s)
@@ -153,20 +172,27 @@ class Watcher:
             tool_failures=tally.tool_failures,
             tool_timeouts=tally.tool_timeouts,
             policy=policy,
+            advice=self._advisor.final(),
         )
         self.timeline.write(self._folder.path / TIMELINE, self._start_s, end_s)
         self._folder.write_summary(summary)
         return summary
 
     def _snapshot(self, metrics: Mapping[str, float], now_s: float) -> Snapshot:
+        """Rates and shares are of this start of the job, and begin with its first group. The trainer tells of its work when
+        an update is made, so shares of waiting are of that update at least."""
+        began_s = (self._training_s or (self._start_s, 0.0))[0]
+        recent_s = max(began_s, min(now_s - _RECENT_S, self._last_update_s))
+        updates, generated, trained = self._before
         return Snapshot(
             update=self.tally.updates,
             updates=self._config.schedule.updates,
+            updates_before=updates,
             metrics=dict(metrics),
-            tokens_generated=self.tally.tokens_generated,
-            tokens_trained=self.tally.tokens_trained,
-            elapsed_s=now_s - (self._training_s or (self._start_s, 0.0))[0],
-            waiting=self.timeline.waiting(max(self._start_s, now_s - _RECENT_S), now_s),
+            tokens_generated=self.tally.tokens_generated - generated,
+            tokens_trained=self.tally.tokens_trained - trained,
+            elapsed_s=now_s - began_s,
+            waiting=self.timeline.waiting(recent_s, now_s),
             accuracy=next(reversed(self.tally.evaluations.values()), None),
             score_failures=self.tally.score_failures,
             score_timeouts=self.tally.score_timeouts,

@@ -1,0 +1,106 @@
+"""What a job should be told about its own run: that it cannot learn from what it sees, why, and which setting to change.
+
+Pure: rows of metrics in, lines out. Each piece of advice is given once while the job runs, and again at its end if it
+still holds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from llamarl.config import Config
+
+_WINDOW = 10  # updates that a judgment needs
+_MOST = 0.9
+_HALF = 0.5
+Rule = Callable[[Config, Mapping[str, float]], str]
+
+
+def _no_variance(config: Config, means: Mapping[str, float]) -> str:
+    share = means.get("zero_variance_share", 0.0)
+    if share < _MOST:
+        return ""
+    reward = means.get("reward", 0.0)
+    return (
+        f"{share:.0%} of the groups have the same reward for all their answers (mean {reward:.3f}), so there is next to "
+        "nothing to learn from. Look at some answers with `llamarl eval --answers FILE`. If the format is missed: "
+        "reward.answer_from, task.template, task.few_shot; if the task is too hard or too easy: other data, a larger "
+        f"schedule.samples_per_group (now {config.schedule.samples_per_group}) or generator.temperature "
+        f"(now {config.generator.temperature:g})"
+    )
+
+
+def _cut_off(config: Config, means: Mapping[str, float]) -> str:
+    share = means.get("truncated_share", 0.0)
+    if share < _HALF:
+        return ""
+    return (
+        f"{share:.0%} of the answers are cut off at generator.max_new_tokens={config.generator.max_new_tokens} "
+        f"(mean length {means.get('answer_tokens', 0.0):.0f}); raise it, or ask for shorter answers"
+    )
+
+
+def _no_tokens(config: Config, means: Mapping[str, float]) -> str:
+    if means.get("trained_tokens", 0.0) or means.get("zero_variance_share", 0.0) >= _MOST or not means.get("groups"):
+        return ""
+    masked = " and algo.overlong=mask leaves out answers that are cut off" if config.algo.overlong == "mask" else ""
+    return f"no token was trained on: groups without variance are skipped (algo.zero_variance=skip){masked}"
+
+
+def _empty_batches(config: Config, means: Mapping[str, float]) -> str:
+    groups = config.schedule.groups_per_update
+    left = means.get("groups", float(groups)) / groups
+    if left > _HALF:
+        return ""
+    return (
+        f"{1 - left:.0%} of the groups were dropped before they could be trained on; "
+        "`llamarl audit RUN` lists the reasons, among them prompts longer than "
+        f"generator.max_prompt_tokens={config.generator.max_prompt_tokens}"
+    )
+
+
+_RULES: dict[str, Rule] = {
+    "no variance": _no_variance,
+    "cut off": _cut_off,
+    "no tokens": _no_tokens,
+    "empty batches": _empty_batches,
+}
+
+
+class Advisor:
+    """Hears of every update; `final` is what still holds at the end, also for runs shorter than the window."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
+        self._given: set[str] = set()
+
+    def hear(self, metrics: Mapping[str, float]) -> list[str]:
+        """Advice that is due with this update."""
+        self._recent.append(metrics)
+        if len(self._recent) < _WINDOW:
+            return []
+        due = {name: text for name, text in self._judge().items() if name not in self._given}
+        self._given |= due.keys()
+        return list(due.values())
+
+    def final(self) -> list[str]:
+        return list(self._judge().values()) if self._recent else []
+
+    def _judge(self) -> dict[str, str]:
+        names = {name for row in self._recent for name in row}
+        means = {name: sum(row.get(name, 0.0) for row in self._recent) / len(self._recent) for name in names}
+        found = {name: rule(self._config, means) for name, rule in _RULES.items()}
+        return {name: text for name, text in found.items() if text}
+
+
+def advice_before(config: Config) -> list[str]:
+    """What is known before anything starts."""
+    warmup, updates = config.trainer.warmup_updates, config.schedule.updates
+    if warmup < updates:
+        return []
+    return [
+        f"the learning rate is still warming up when the run is over: trainer.warmup_updates={warmup}, "
+        f"schedule.updates={updates}"
+    ]

@@ -1,0 +1,50 @@
+"""A run that cannot learn says so, why, and which setting to change; one that learns hears nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamarl.config import Algo, Config, Schedule, Trainer
+from llamarl.observe.advice import Advisor, advice_before
+
+CONFIG = Config(schedule=Schedule(updates=40, groups_per_update=8), algo=Algo(overlong="mask"))
+WELL = {
+    "groups": 8.0,
+    "reward": 0.4,
+    "zero_variance_share": 0.3,
+    "truncated_share": 0.1,
+    "answer_tokens": 20.0,
+    "trained_tokens": 800.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "setting"),
+    [
+        ({"zero_variance_share": 1.0, "reward": 0.0, "trained_tokens": 0.0}, "schedule.samples_per_group"),
+        ({"truncated_share": 1.0}, "generator.max_new_tokens"),
+        ({"trained_tokens": 0.0}, "algo.overlong=mask"),
+        ({"groups": 2.0}, "generator.max_prompt_tokens"),
+    ],
+    ids=["no variance", "cut off", "no tokens", "dropped"],
+)
+def test_what_stands_in_the_way_is_told_once_and_at_the_end(row: dict[str, float], setting: str) -> None:
+    advisor = Advisor(CONFIG)
+    said = [line for _ in range(30) for line in advisor.hear({**WELL, **row})]
+    assert len(said) == 1 and setting in said[0]
+    assert advisor.final() == said
+    short = Advisor(CONFIG)
+    assert not short.hear({**WELL, **row})
+    assert short.final() == said, "a run of one update hears it at its end"
+
+
+def test_a_run_that_learns_hears_nothing() -> None:
+    advisor = Advisor(CONFIG)
+    assert not [line for _ in range(30) for line in advisor.hear(WELL)]
+    assert not advisor.final() and not Advisor(CONFIG).final()
+
+
+def test_a_warm_up_longer_than_the_run_is_told_before_it_begins() -> None:
+    (told,) = advice_before(Config(schedule=Schedule(updates=5), trainer=Trainer(warmup_updates=10)))
+    assert "trainer.warmup_updates=10" in told
+    assert not advice_before(CONFIG)
