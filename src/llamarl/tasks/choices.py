@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from llamarl.tasks.thoughts import without_thought
+
 _TAIL_CHARS = 4000
 _MAX_CLAUSE = 120
 _OPEN = r"(?:[\s*_({\[$\"'`]|\\(?:boxed|text|textbf|mathrm|mathbf)\s?\{|\\[(\[]){0,12}"
@@ -59,21 +61,12 @@ def choice(completion: str, answer: str, prompt: str) -> float:
 
 def chosen_letter(text: str) -> str | None:
     """The one letter that a completion commits to."""
-    spoken = _spoken(text)
-    if spoken is None:
-        return None
-    tail = spoken[-_TAIL_CHARS:].translate(_PLAIN)
+    tail = without_thought(text)[-_TAIL_CHARS:].translate(_PLAIN)
     for find in (_in_boxes, _called_the_answer, _heading_lines):
         found = set(find(tail))
         if found:
             return found.pop() if len(found) == 1 else None
     return _only_letter(tail.rstrip().rpartition("\n")[2])
-
-
-def _spoken(text: str) -> str | None:
-    """What follows the thought; None where the thought is never ended."""
-    _, ended, after = text.rpartition("</think>")
-    return None if "<think>" in after else after if ended else text
 
 
 def _in_boxes(text: str) -> Iterator[str | None]:

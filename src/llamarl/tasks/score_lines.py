@@ -10,6 +10,8 @@ from contextlib import suppress
 from typing import BinaryIO, TextIO, cast
 
 from llamarl.tasks.judge import Judge, Outcome
+from llamarl.tasks.programs import check_tests
+from llamarl.tasks.rows import BadRow
 from llamarl.types import Problem
 
 _LINES_AHEAD = 16  # each may be 10 MB
@@ -92,8 +94,15 @@ def read_line(line: bytes, scorer: str) -> tuple[str, Problem]:
         raise ValueError(f"not JSON: {str(error)[:100]}") from None
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    answer = json.dumps(row["tests"]) if "tests" in row else _text(row, "answer")
+    answer = _tests(row["tests"]) if "tests" in row else _text(row, "answer")
     return _text(row, "completion"), Problem(_text(row, "prompt", ""), answer, scorer=scorer)
+
+
+def _tests(value: object) -> str:
+    try:
+        return check_tests(value)
+    except BadRow as error:
+        raise ValueError(str(error)) from None
 
 
 def _text(row: dict[str, object], field: str, default: object = None) -> str:

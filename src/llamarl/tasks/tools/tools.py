@@ -11,7 +11,7 @@ import msgspec
 
 from llamarl.config import Conversation, Sandbox
 from llamarl.plugins import load_function
-from llamarl.tasks.programs import fenced_program
+from llamarl.tasks.code_blocks import fenced_program
 from llamarl.tasks.sandbox.probe import open_sandbox
 from llamarl.tasks.sandbox.run import Ran
 from llamarl.tasks.tools.calculator import NoExpression, compute, last_expression
