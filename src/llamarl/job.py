@@ -16,10 +16,10 @@ from llamarl.build import (
     Builder,
     Site,
     builder_reference,
+    check_loss,
     check_reward_model,
     check_training,
     device_of,
-    make_loss,
     weight_transport,
 )
 from llamarl.config import Config
@@ -36,7 +36,7 @@ from llamarl.engine.monarch.install import check_engine
 from llamarl.engine.prompts import Prompts
 from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
-from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError
+from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError, OwnCodeFailed
 from llamarl.executors.executor import Executor
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.prompting import reply_tokens
@@ -44,10 +44,11 @@ from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
 from llamarl.observe.display import Display, Quiet
-from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, RunFolder, dated_run_folder
+from llamarl.observe.run_folder import CONFIG, LOGS, SNAPSHOTS, RunFolder, dated_run_folder
 from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
+from llamarl.plugins import format_traceback
 from llamarl.resume import recover, refuse_ended, refuse_other_meaning
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import make_task, own_scorers
@@ -148,6 +149,10 @@ class Job:
             with _heeding_signals(driver, at_once=self.config.engine.kind == "inline"):
                 driver.run(begin)
             outcome = "stopped on request" if driver.stopped else "finished"
+        except OwnCodeFailed as error:
+            log = run_folder.log("own-code", format_traceback(error.__cause__ or error) or str(error))
+            outcome = f"{error}; see {log}"
+            raise OwnCodeFailed(outcome) from error
         except LlamaRLError as error:
             outcome = str(error)
             raise
@@ -166,8 +171,8 @@ class Job:
 
     def _make_engine(self, slots: Mapping[str, SlotFile], run_folder: RunFolder) -> Engine:
         if self.config.engine.kind == "inline":
-            return InlineEngine(lambda executor, snapshot: self._build(executor, snapshot, slots))
-        return self._engine_class()(self.config, self.line, self._references, slots, run_folder.path / "logs")
+            return InlineEngine(lambda executor, snapshot: self._build(executor, snapshot, slots, run_folder))
+        return self._engine_class()(self.config, self.line, self._references, slots, run_folder.path / LOGS)
 
     def _engine_class(self) -> type[LocalEngine] | type[MonarchEngine]:
         if self.config.engine.kind == "local":
@@ -176,8 +181,13 @@ class Job:
 
         return MonarchEngine
 
-    def _build(self, executor: str, snapshot: Path | None, slots: Mapping[str, SlotFile]) -> Executor:
-        site = Site(self.config, executor, slots, self.line.weights_source, snapshot)
+    def _build(
+        self, executor: str, snapshot: Path | None, slots: Mapping[str, SlotFile], run_folder: RunFolder
+    ) -> Executor:
+        def log(text: str) -> None:
+            run_folder.log(executor, text)
+
+        site = Site(self.config, executor, slots, self.line.weights_source, snapshot, log=log)
         return self.builders[role_of(executor)](site)
 
     def _prepare(self) -> Prompts:
@@ -194,7 +204,7 @@ class Job:
             check_reward_model(config)
         weight_transport(config, can_reach=lambda reader, writer: True)
         check_board(config.observe)
-        make_loss(config)
+        check_loss(config)
         prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)
         _try_scorer(config, prompts.group(0).problem)
         _try_tool(config, tokenizer, prompts.group(0).problem)

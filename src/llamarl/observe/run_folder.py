@@ -23,6 +23,12 @@ SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 GROUPS = "groups"
 SNAPSHOTS = "snapshots"
+LOGS = "logs"
+
+
+def log_file(run: Path, executor: str) -> Path:
+    """What an executor printed, and the tracebacks of what failed in it."""
+    return run / LOGS / f"{executor.replace('/', '-')}.log"
 
 
 class AppendFile:
@@ -85,6 +91,14 @@ class RunFolder:
     def write_summary(self, summary: Any) -> None:
         encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
         (self.path / SUMMARY).write_bytes(encoded + b"\n")
+
+    def log(self, name: str, text: str) -> Path:
+        """Add to a log, of an executor or of something else; where it lies."""
+        path = log_file(self.path, name)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{text}\n")
+        return path
 
     def close(self) -> None:
         for file in (self.ledger, self.events, self.metrics, self.evaluations, self.timings):

@@ -39,6 +39,7 @@ class Outcome(Struct, frozen=True):
     reward: float = 0.0
     reason: str = ""
     seconds: float = 0.0
+    trace: str = ""  # of an exception in a user's own function
 
 
 @dataclass
@@ -213,7 +214,7 @@ class Judge:
 
     def _finish(self, case: _Case, verdict: Verdict) -> None:
         if verdict.status != "ok":
-            self._done.append((case.key, Outcome(verdict.status, 0.0, verdict.reason, case.seconds)))
+            self._done.append((case.key, Outcome(verdict.status, 0.0, verdict.reason, case.seconds, verdict.trace)))
             return
         judged = sum(weight * reward for weight, reward in zip(case.weights, verdict.rewards, strict=True))
         reward = case.known + judged

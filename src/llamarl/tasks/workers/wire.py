@@ -71,6 +71,7 @@ class Verdict(Struct, frozen=True, tag=True):
     rewards: tuple[float, ...] = ()
     reply: bytes | None = None
     reason: str = ""
+    trace: str = ""  # of an exception in a user's own function, for the log
     seconds: float = 0.0
     peak_mb: float = 0.0
 

@@ -26,7 +26,7 @@ import msgspec
 
 from llamarl.errors import LlamaRLError
 from llamarl.frames import BadFrame, FrameReader, encode_frame
-from llamarl.plugins import is_reference, load_function
+from llamarl.plugins import describe_error, format_traceback, is_reference, load_function
 from llamarl.tasks.programs import load_examiner
 from llamarl.tasks.symbolic import load_equal
 from llamarl.tasks.tools.tools import Tool, load_tool
@@ -51,7 +51,6 @@ from llamarl.tasks.workers.wire import (
     unpack_turns,
 )
 
-_MAX_REASON = 200
 _READ_BYTES = 1 << 16
 _MAX_VERDICT_BYTES = 1 << 26
 Scorer = Callable[[str, str, str], Any]
@@ -154,9 +153,7 @@ def _answer(ask: Ask, loaded: Loaded) -> Verdict:
         return Verdict("error", reason=f"{who} failed: it used up its memory")
     # It may be the user's own: its failure is not a wrong answer.
     except (Exception, SystemExit, Refused) as error:
-        said = " ".join(str(error).split())[:_MAX_REASON]
-        printable = "".join(char if char.isprintable() else "?" for char in said)
-        return Verdict("error", reason=f"{who} failed: {type(error).__name__}: {printable}")
+        return Verdict("error", reason=f"{who} failed: {describe_error(error)}", trace=format_traceback(error))
 
 
 def _score_all(ask: Ask, scorers: dict[str, Scorer]) -> Verdict:
