@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,9 @@ class Site:
     tell_engine: Callable[[Report], None] = lambda report: None  # for words that cannot wait for the end of the work
     gpu: int | None = None  # of its host, where the engine has chosen one and the setting says auto
     log: Callable[[str], None] = to_stderr  # for what is too long for a report, such as tracebacks
+    given: Mapping[str, Callable[..., Any]] = field(
+        default_factory=dict
+    )  # scorers, where they live in this very process
     meets: Meets | None = None  # how weights cross hosts; None: they stay on this one, in slots
 
 
@@ -133,7 +137,7 @@ def weight_reader(site: Site, held: Parameters, device: torch.device) -> WeightR
 
 def build_reward(site: Site) -> Executor:
     config = site.config
-    judge = Judge.of(config, own_scorers(config.task))
+    judge = Judge.of(config, own_scorers(config.task), given=site.given)
     judge.prepare()
     return Reward(
         Tokenizer.load(config.model_folder),

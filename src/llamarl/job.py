@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -23,7 +23,7 @@ from llamarl.build import (
     weight_transport,
 )
 from llamarl.config import Config
-from llamarl.configfile import config_to_yaml, load_config
+from llamarl.configfile import check_config, config_to_yaml, load_config
 from llamarl.controller.controller import Controller
 from llamarl.controller.default_line import default_line
 from llamarl.controller.events import Began, Resumed
@@ -50,8 +50,10 @@ from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
 from llamarl.plugins import format_traceback
 from llamarl.resume import recover, refuse_ended, refuse_other_meaning
+from llamarl.tasks.given import with_scorer, with_task
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import make_task, own_scorers
+from llamarl.tasks.task import Prompter
 from llamarl.tasks.tools.desk import Desk
 from llamarl.types import Problem
 from llamarl.weights.slotfile import SlotFile
@@ -64,11 +66,24 @@ class Job:
     """`Job.load("job.yaml", ["trainer.lr=1e-4"]).run()` does what `llamarl train` does.
 
     A role is added with a line of one's own and a builder for it: `Job(config, line=..., builders={"critic": build})`.
+    A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/tasks.md.
     """
 
     def __init__(
-        self, config: Config, *, line: Line | None = None, builders: Mapping[str, Builder] | None = None
+        self,
+        config: Config,
+        *,
+        line: Line | None = None,
+        builders: Mapping[str, Builder] | None = None,
+        scorer: Callable[..., Any] | None = None,
+        task: Prompter | None = None,
     ) -> None:
+        config = check_config(config)
+        self._task, self._given = task, dict[str, Callable[..., Any]]()
+        if scorer is not None:
+            config, self._given = with_scorer(config, scorer)
+        if task is not None:
+            config = with_task(config, task)
         self.config = config
         self.line = line or default_line(config)
         self.builders = {**BUILDERS, **(builders or {})}
@@ -79,8 +94,15 @@ class Job:
         self._prompts = self._prepare()
 
     @classmethod
-    def load(cls, path: Path | str | None = None, overrides: Sequence[str] = ()) -> Job:
-        return cls(load_config(Path(path) if path else None, overrides))
+    def load(
+        cls,
+        path: Path | str | None = None,
+        overrides: Sequence[str] = (),
+        *,
+        scorer: Callable[..., Any] | None = None,
+        task: Prompter | None = None,
+    ) -> Job:
+        return cls(load_config(Path(path) if path else None, overrides), scorer=scorer, task=task)
 
     def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
         """Train to the end. Everything the job did is in its run folder, also when it fails."""
@@ -97,6 +119,8 @@ class Job:
         overrides: Sequence[str] = (),
         line: Line | None = None,
         builders: Mapping[str, Builder] | None = None,
+        scorer: Callable[..., Any] | None = None,
+        task: Prompter | None = None,
         display: Display | None = None,
     ) -> Summary:
         """Go on with a run from its newest whole snapshot, with the settings it had, or ones that mean the same."""
@@ -104,7 +128,8 @@ class Job:
         if not (path / CONFIG).is_file():
             raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
         before = load_config(path / CONFIG)
-        job = cls(config or load_config(path / CONFIG, overrides), line=line, builders=builders)
+        asked = config or load_config(path / CONFIG, overrides)
+        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task)
         refuse_other_meaning(before, job.config)
         refuse_ended(path)
         recovered = recover(path, job.config, job.line.group_roles[-1].done)
@@ -187,7 +212,7 @@ class Job:
         def log(text: str) -> None:
             run_folder.log(executor, text)
 
-        site = Site(self.config, executor, slots, self.line.weights_source, snapshot, log=log)
+        site = Site(self.config, executor, slots, self.line.weights_source, snapshot, log=log, given=self._given)
         return self.builders[role_of(executor)](site)
 
     def _prepare(self) -> Prompts:
@@ -205,14 +230,30 @@ class Job:
         weight_transport(config, can_reach=lambda reader, writer: True)
         check_board(config.observe)
         check_loss(config)
-        prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)
-        _try_scorer(config, prompts.group(0).problem)
+        prompts = self._prepare_prompts(tokenizer)
         _try_tool(config, tokenizer, prompts.group(0).problem)
         first = len(prompts.group(0).prompt_tokens) // 4
         if not 1 <= first <= config.generator.max_prompt_tokens:
             raise InputError(
                 f"task: the first prompt has {first} tokens; generator.max_prompt_tokens is "
                 f"{config.generator.max_prompt_tokens}"
+            )
+        return prompts
+
+    def _prepare_prompts(self, tokenizer: Tokenizer) -> Prompts:
+        """A scorer that cannot even judge a task's own answer would fail on every group."""
+        config = self.config
+        judge = Judge.of(config, own_scorers(config.task), workers=1, given=self._given)
+        try:
+            judge.prepare()
+            prompts = Prompts(self._task or make_task(config.task, config.seed, judge.wanted), tokenizer, config)
+            problem = prompts.group(0).problem
+            outcome = judge.score(problem.answer, problem)
+        finally:
+            judge.close()
+        if outcome.status != "ok":
+            raise ConfigError(
+                f"reward.scorer: fails on the first problem's own answer {problem.answer!r}: {outcome.reason}"
             )
         return prompts
 
@@ -234,20 +275,6 @@ class Job:
         if not tokenizer.eos_ids:
             raise ModelError(f"{folder} names no end token, so completions could not end")
         return tokenizer
-
-
-def _try_scorer(config: Config, problem: Problem) -> None:
-    """A scorer that cannot even judge a task's own answer would fail on every group."""
-    judge = Judge.of(config, own_scorers(config.task), workers=1)
-    try:
-        judge.prepare()
-        outcome = judge.score(problem.answer, problem)
-    finally:
-        judge.close()
-    if outcome.status != "ok":
-        raise ConfigError(
-            f"reward.scorer: fails on the first problem's own answer {problem.answer!r}: {outcome.reason}"
-        )
 
 
 def _try_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:

@@ -38,6 +38,14 @@ def load_function(key: str, reference: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def reference_to(function: Callable[..., Any]) -> str:
+    """FILE.py:FUNCTION by which another process finds the same function; empty where there is no such way."""
+    name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None) or ""
+    found = name.isidentifier() and getattr(module, name, None) is function
+    return f"{file}:{name}" if found and file.endswith(".py") and Path(file).is_file() else ""
+
+
 def _import(key: str, path: Path) -> Any:
     module_name = f"llamarl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path.resolve())

@@ -12,7 +12,7 @@ from typing import Protocol
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.ranks import Ranks
 from llamarl.engine.runner import Runner
-from llamarl.errors import OwnCodeFailed
+from llamarl.errors import ConfigError, OwnCodeFailed
 from llamarl.executors.executor import Executor
 from llamarl.messages import Failed, GaveUp, Message, Report, Stop, Up, WorkOnGroup
 
@@ -51,7 +51,7 @@ def live(build: Callable[[], Executor], line: Line, ranks: Ranks) -> None:
 def tell_failure(line: Line, error: BaseException) -> None:
     """The border to the executor's code: what happened there becomes one report, and a traceback in its log."""
     traceback.print_exception(error, file=sys.stderr)
-    if isinstance(error, OwnCodeFailed):
+    if isinstance(error, OwnCodeFailed | ConfigError):
         tell(line, GaveUp(str(error)))  # started anew, it would fail again
         return
     tell(line, Failed(" ".join(f"{type(error).__name__}: {error}".split())))

@@ -52,9 +52,9 @@ class Reward:
 
     def _begin(self, group: CompletionGroup) -> None:
         self._underway[group.ordinal] = (group, [None] * len(group.completions))
-        for sample, completion in enumerate(group.completions):
-            text = judged_text(self._tokenizer, completion, self._judged)
-            self._judge.ask((group.ordinal, sample), text, group.prompt.problem)
+        texts = [judged_text(self._tokenizer, completion, self._judged) for completion in group.completions]
+        keys = [(group.ordinal, sample) for sample in range(len(texts))]
+        self._judge.ask_all(keys, texts, group.prompt.problem)
 
     def _collect(self, wait_s: float) -> list[Report]:
         reports: list[Report] = []

@@ -120,8 +120,8 @@ def test_a_scorer_of_ones_own_may_be_sync_or_async_and_is_given_completion_answe
     [
         ("1", "scorer failed: ValueError: two lines xxx"),
         ("2", "scorer failed: SystemExit: good-bye"),
-        ("3", "scorer failed: TypeError: "),
-        ("4", "scorer failed: ValueError: "),
+        ("3", "scorer gave None; it must give a number"),
+        ("4", "scorer gave 'half'; it must give a number"),
         ("5", "scorer gave nan"),
         ("6", "scorer gave -inf"),
         ("7", "scorer took longer than 1 s"),
