@@ -217,10 +217,10 @@ def test_a_trusted_scorer_costs_less_than_50_microseconds_an_answer(file: Path) 
     judge = Judge(Reward(scorer=f"{file}:by_name", trusted=True))
     best_s = 1.0
     for _ in range(5):
-        start_s = time.perf_counter()
+        start_s = time.process_time()  # a busy machine changes nothing
         judge.ask_all(range(1000), ["2"] * 1000, ROW)
         assert len(judge.collect()) == 1000
-        best_s = min(best_s, (time.perf_counter() - start_s) / 1000)
+        best_s = min(best_s, (time.process_time() - start_s) / 1000)
     assert best_s < 50e-6
 
 
@@ -281,7 +281,8 @@ def test_a_function_that_cannot_be_called_is_refused(function: Any, told: str) -
 def test_a_reward_is_a_finite_number() -> None:
     assert rewards_in(True, Signature(), 1) == (1.0,)
     assert rewards_in((0, 1), Signature(batched=True), 2) == (0.0, 1.0)
-    for bad in (None, "half", float("inf"), [1.0], {}):
+    wrong: list[Any] = [None, "half", float("inf"), [1.0], {}]
+    for bad in wrong:
         with pytest.raises(BadReward, match="scorer gave"):
             rewards_in(bad, Signature(), 1)
 
