@@ -36,6 +36,8 @@ FREE = (
     "trainer.device",
     "trainer.threads",
     "reward.workers",
+    "reward.trusted",
+    "reward.concurrency",
     "reward.timeout_s",
     "reward.memory_mb",
     "reward.retries",

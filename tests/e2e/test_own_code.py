@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from helpers.brief import BRIEF
+from helpers.cli import llamarl
 from helpers.notes import Notes
 
 from llamarl import Job
@@ -70,6 +72,21 @@ def test_a_loss_that_raises_while_training_ends_the_job_once(tmp_path: Path, eng
     assert not any("died" in note for note in notes.seen)
 
 
+def test_a_loss_that_raises_on_one_rank_ends_the_job_once(tmp_path: Path) -> None:
+    """The other rank waits for it; nobody is started anew."""
+    (tmp_path / "my.py").write_text(
+        "import torch.distributed as dist\nfrom llamarl.algo.losses import aipo_loss\n\n"
+        "def loss(tokens, algo):\n    if dist.is_initialized() and dist.get_rank() == 1:\n"
+        "        raise RuntimeError('only here')\n    return aipo_loss(tokens, algo)\n"
+    )
+    notes, chosen = Notes(), [f"algo.loss={tmp_path}/my.py:loss", "algo.zero_variance=keep", "trainer.data=2"]
+    with pytest.raises(
+        JobFailed, match=r"trainer/0: algo\.loss: .*RuntimeError: only here \(.*my\.py:6\); see .*trainer-0"
+    ):
+        Job.load(None, [*BRIEF, "engine=local", *chosen]).run(tmp_path / "run", display=notes)
+    assert not any("died" in note for note in notes.seen)
+
+
 def test_a_loss_that_raises_always_stops_the_job_before_it_starts(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text(LOSS.format(bad=0))
     with pytest.raises(ConfigError, match=r"my\.py:loss failed: RuntimeError: out of luck \(.*my\.py:9\)"):
@@ -93,3 +110,13 @@ def test_a_tool_with_other_parameters_is_refused(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("def tool(said):\n    return said\n")
     with pytest.raises(ConfigError, match=r"conversation\.tool: .*my\.py:tool cannot be called with \(said, turns\)"):
         Job.load(None, [*BRIEF, f"conversation.tool={tmp_path}/my.py:tool"])
+
+
+def test_an_evaluation_brings_the_columns_that_a_scorer_asks_for(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1=", "difficulty": 3} for n in range(8)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "my.py").write_text("def score(completion, difficulty):\n    return float(difficulty)\n")
+    chosen = [f"task.path={tmp_path}/train.jsonl", "task.held_out=0.5", f"reward.scorer={tmp_path}/my.py:score"]
+    code, out, err = llamarl("eval", "tiny", "jsonl", *chosen, "generator.max_new_tokens=4", "--json")
+    assert code == 0, err
+    assert json.loads(out)["accuracy"] == 3.0

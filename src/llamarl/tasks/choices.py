@@ -35,9 +35,10 @@ _WHOLE = re.compile(
 )
 _LETTER = re.compile(r"(?<![A-Za-z0-9_'\\])([(*\[]{0,4})([A-J])(?![A-Za-z0-9_'])([)*\]]{0,4})")
 _ANOTHER = re.compile(
-    r"(?:^\s{0,3}(?=[(\[*])|[.,;:/|&]\s{0,3}|\b(?i:or|and|nor)\s{1,3})"
+    r"(?:^\s{0,3}|[.,;:/|&]\s{0,3}|\b(?i:or|and|nor)\s{1,3})"
     r"(?:(?i:or|and|maybe|perhaps|possibly|even|also)\s{1,3}){0,3}"
-    r"[*(\[]{0,4}[A-J][*)\]]{0,4}(?=\s{0,3}(?:[.,;:/|&()\[*?!]|$))"
+    r"[*(\[]{0,4}(?:[A-J][*)\]]{0,4}(?=\s{0,3}(?:[.,;:/|&()\[*?!]|$)|\s{1,3}[A-J]\b)"
+    r"|(?<=[\s(*\[])[a-j][*)\]]{0,4}(?=\s{0,3}(?:[.,;:?!](?:\s|$)|$)))"
 )
 _DENIED_LETTER = re.compile(
     r"(?i:\b(?:not|neither|nor|except|unlike|rather than|instead of|isn't|cannot be|can't be))\s{1,3}"

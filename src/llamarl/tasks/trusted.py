@@ -9,6 +9,7 @@ import asyncio
 import bdb
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
@@ -53,6 +54,7 @@ class Trusted(Generic[T]):
         if signature.is_async:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
+                weakref.finalize(self, self._loop.close)
             task = self._loop.create_task(self._settle(attempt, signature, len(completions)))
             self._underway[task] = what
             return None
@@ -99,9 +101,11 @@ class Trusted(Generic[T]):
         return verdict
 
 
-async def timed(attempt: Callable[[], Any], signature: Signature, count: int, limit_s: float) -> Verdict:
-    """One attempt of a coroutine, which is cancelled when it is late."""
-    start_s, limit = time.monotonic(), asyncio.timeout(limit_s)
+async def timed(
+    attempt: Callable[[], Any], signature: Signature, count: int, limit_s: float, share: float = 1.0
+) -> Verdict:
+    """One attempt of a coroutine, which is cancelled when it is late: after so large a share of the limit."""
+    start_s, limit = time.monotonic(), asyncio.timeout(share * limit_s)
     try:
         async with limit:
             returned = attempt()

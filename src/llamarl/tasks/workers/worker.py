@@ -142,7 +142,7 @@ class Worker:
             os.setpgid(0, 0)
             die_with_parent(parent)
             limit(self._memory_mb, self._setup.timeout_s, on_top=self._foreign)
-            said = encode(_answer(ask, self._loaded, KILL_SHARE * self._setup.timeout_s))
+            said = encode(_answer(ask, self._loaded, self._setup.timeout_s))
             view = memoryview(encode_frame(said))
             while view:
                 view = view[os.write(writing, view) :]
@@ -154,9 +154,7 @@ def _answer(ask: Ask, loaded: Loaded, limit_s: float) -> Verdict:
     try:
         if loaded.tool and ask.call:
             return _use(loaded.tool, ask.call)
-        return (
-            _gather(ask.items, loaded, KILL_SHARE * limit_s) if ask.gathered else Verdict("ok", _rewards(ask, loaded))
-        )
+        return _gather(ask.items, loaded, limit_s) if ask.gathered else Verdict("ok", _rewards(ask, loaded))
     # It may be the user's own: its failure is not a wrong answer.
     except (Exception, SystemExit, Refused) as error:
         return failure(error, "scorer" if loaded.tool is None else "tool")
@@ -170,14 +168,15 @@ def _use(tool: Tool, call: Call) -> Verdict:
 
 
 def _gather(items: tuple[Item, ...], loaded: Loaded, limit_s: float) -> Verdict:
-    """Coroutines of the user's, at the same time; what is late or fails takes none of the others along."""
+    """Coroutines of the user's, at the same time; what is late or fails takes none of the others along. They are cancelled
+    shortly before the whole process is killed."""
 
     async def each() -> list[Verdict]:
         return await asyncio.gather(*(judge(item) for item in items))
 
     async def judge(item: Item) -> Verdict:
         signature = loaded.signatures[item.scorer]
-        return await timed(lambda: _call(item, loaded), signature, len(item.completions), limit_s)
+        return await timed(lambda: _call(item, loaded), signature, len(item.completions), limit_s, KILL_SHARE**2)
 
     return Verdict("ok", each=tuple(asyncio.run(each())))
 
