@@ -53,7 +53,7 @@ def test_a_scorer_that_raises_is_told_with_its_line_and_its_traceback(tmp_path: 
     assert told in str(failed.value)
     assert str(failed.value).endswith(f"see {run}/logs/reward-0.log")
     first = [note for note in notes.seen if note.startswith("reward/0: scorer failed: ValueError")]
-    assert len(first) == 1, notes.seen
+    assert len(first) == 1 and first[0].endswith(f"my.py:5); see {run}/logs/reward-0.log"), notes.seen
     log = (run / "logs" / "reward-0.log").read_text()
     assert "digits = [int(char) for char in completion" in log
     assert log.count("Traceback (most recent call last)") == 1
