@@ -76,12 +76,15 @@ def _chosen(codes: Sequence[str], *, strict: bool = False) -> str:
     if len(codes) < 2:
         return codes[0] if codes else ""
     trees = [_parsed(code) for code in codes]
+    defined = _first_definitions(trees)
     for last in reversed(range(len(codes))):
         tree = trees[last]
         if tree is None:
             beside = strict or codes[last].lstrip().startswith(">>>")
         else:
-            beside = _does_nothing(tree) or _needs(tree, [earlier for earlier in trees[:last] if earlier is not None])
+            beside = _does_nothing(tree) or _needs(
+                tree, {name for name in _used(tree) if defined.get(name, last) < last}
+            )
         if not beside:
             return codes[last]
     return codes[-1]
@@ -105,12 +108,23 @@ def _does_nothing(tree: ast.Module) -> bool:
     )
 
 
-def _needs(tree: ast.Module, earlier: Sequence[ast.Module]) -> bool:
-    """Whether it uses a function or class that an earlier block defines and it does not: it cannot run by itself."""
-    defined = {node.name for module in earlier for node in module.body if isinstance(node, _DEFINITIONS)}
-    nodes = list(ast.walk(tree))
-    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    return bool((defined & used) - {name for node in nodes for name in _bound(node)})
+def _first_definitions(trees: Sequence[ast.Module | None]) -> dict[str, int]:
+    """By name, the first block that defines a function or class of that name."""
+    first: dict[str, int] = {}
+    for number, tree in enumerate(trees):
+        for node in tree.body if tree is not None else ():
+            if isinstance(node, _DEFINITIONS):
+                first.setdefault(node.name, number)
+    return first
+
+
+def _used(tree: ast.Module) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _needs(tree: ast.Module, earlier: set[str]) -> bool:
+    """Whether it gives no meaning of its own to some of these names, which it uses: then it cannot run by itself."""
+    return bool(earlier) and bool(earlier - {name for node in ast.walk(tree) for name in _bound(node)})
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

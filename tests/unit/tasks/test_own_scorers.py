@@ -185,6 +185,16 @@ def test_no_more_coroutines_run_at_once_than_allowed(file: Path) -> None:
     judge.close()
 
 
+def test_coroutines_are_judged_where_another_loop_is_at_work_as_in_a_notebook(file: Path) -> None:
+    async def notebook() -> list[Outcome]:
+        judge = Judge(Reward(scorer=f"{file}:sleeps", trusted=True))
+        found = outcomes(judge, ["2", "3"])
+        judge.close()
+        return found
+
+    assert [outcome.reward for outcome in asyncio.run(notebook())] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_coroutine_that_fails_takes_no_other_along(judge_for: Any, trusted: bool, retries: int) -> None:
     judge = judge_for("moody", timeout_s=1.5, retries=retries)

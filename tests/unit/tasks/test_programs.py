@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,16 @@ def test_a_tool_is_given_the_last_block_as_it_is() -> None:
 )
 def test_odd_programs_are_read_without_an_error(nasty: str) -> None:
     assert program_in(f"```python\n{PROGRAM}```\n```python\n{nasty}\n```") in (PROGRAM, nasty + "\n")
+
+
+@pytest.mark.parametrize(
+    "part", ["```python\nf(1)\n```\n", "```python\ndef g{}(): f(1)\n```\n", "~~~\n", "```\n1\n```\n"]
+)
+def test_many_blocks_take_little_time(part: str) -> None:
+    text = f"```python\n{PROGRAM}```\n" + "".join(part.replace("{}", str(n)) for n in range(200_000 // len(part)))
+    start_s = time.process_time()
+    program_in(text)
+    assert time.process_time() - start_s < 2.0
 
 
 def test_a_long_text_is_looked_at_from_its_end() -> None:
