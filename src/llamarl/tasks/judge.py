@@ -217,6 +217,7 @@ class Judge:
             for case, _ in part:
                 case.waiting += 1
             if missing:
+                self._errands.counts.add("error")
                 self._take(part, Verdict("error", reason=missing_column(name, missing[0], problem.columns)))
             elif name in self._trusted:
                 verdict = self._trusted.ask(part, name, texts, problem.answer, problem.prompt, columns)
@@ -253,13 +254,13 @@ class Judge:
     # Verdicts
 
     def _take(self, part: _Part, verdict: Verdict) -> None:
-        spent_s = verdict.seconds / max(1, len(part))
+        cases = {id(case): case for case, _ in part}.values()
         if verdict.status == "ok":
             for (case, weight), reward in zip(part, verdict.rewards, strict=True):
                 case.reward += weight * reward
-        for case in {id(case): case for case, _ in part}.values():
+        for case in cases:
             case.failed = case.failed or (verdict if verdict.status != "ok" else None)
-            case.seconds += spent_s
+            case.seconds += verdict.seconds / len(cases)
             self._part_done(case)
 
     def _plan(self, problem: Problem) -> dict[str, float]:

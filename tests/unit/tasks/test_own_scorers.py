@@ -248,6 +248,16 @@ def test_a_trusted_scorer_that_raises_is_a_failure_with_its_traceback(file: Path
     assert judge.take_counts().failures == 2
 
 
+def test_a_problem_without_a_column_that_is_needed_is_a_failure_that_counts(judge_for: Any) -> None:
+    judge = judge_for("by_name")
+    found = outcomes(judge, ["a", "b"], Problem("", "2", columns={"level": 1}))
+    assert [outcome.status for outcome in found] == ["error", "error"]
+    assert (
+        "asks for 'difficulty', which is no column of the data; there are: answer, completion, level" in found[0].reason
+    )
+    assert judge.take_counts().failures == 2
+
+
 def test_own_scorers_are_summed_with_others(file: Path, trusted: bool) -> None:
     combine = {f"{file}:batched": 1.0, f"{file}:sleeps": 10.0, f"{file}:by_name": 100.0, "exact": 1000.0}
     judge = Judge(Reward(combine=combine, workers=2, trusted=trusted, retries=0))
