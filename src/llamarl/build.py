@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from llamarl.algo.losses import LOSSES, Loss
+from llamarl.algo.own_loss import guarded, try_loss
 from llamarl.config import Config
 from llamarl.config import Reference as ReferenceConfig
 from llamarl.config import Trainer as TrainerConfig
@@ -33,8 +35,9 @@ from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.model.transformer import Transformer
-from llamarl.plugins import is_reference, load_function
+from llamarl.plugins import check_call, is_reference, load_function
 from llamarl.shapes import ModelShape, parameter_shapes
+from llamarl.tasks.failures import to_stderr
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
 from llamarl.train.learner import Learner
@@ -68,6 +71,10 @@ class Site:
     num_ranks: int = 1
     tell_engine: Callable[[Report], None] = lambda report: None  # for words that cannot wait for the end of the work
     gpu: int | None = None  # of its host, where the engine has chosen one and the setting says auto
+    log: Callable[[str], None] = to_stderr  # for what is too long for a report, such as tracebacks
+    given: Mapping[str, Callable[..., Any]] = field(
+        default_factory=dict
+    )  # scorers, where they live in this very process
     meets: Meets | None = None  # how weights cross hosts; None: they stay on this one, in slots
 
 
@@ -98,6 +105,7 @@ def build_generator(site: Site) -> Executor:
         make_conversations(config, decoder, tokenizer, part) if config.conversation.tool else None,
         max_failure_share=config.conversation.max_failure_share,
         deterministic=config.schedule.deterministic,
+        log=site.log,
     )
 
 
@@ -129,7 +137,7 @@ def weight_reader(site: Site, held: Parameters, device: torch.device) -> WeightR
 
 def build_reward(site: Site) -> Executor:
     config = site.config
-    judge = Judge.of(config, own_scorers(config.task))
+    judge = Judge.of(config, own_scorers(config.task), given=site.given)
     judge.prepare()
     return Reward(
         Tokenizer.load(config.model_folder),
@@ -137,6 +145,7 @@ def build_reward(site: Site) -> Executor:
         judged=config.conversation.judge,
         max_failure_share=config.reward.max_failure_share,
         deterministic=config.schedule.deterministic,
+        log=site.log,
     )
 
 
@@ -342,12 +351,22 @@ def device_of(key: str, setting: str, replica: int = 0) -> torch.device:
 
 
 def make_loss(config: Config) -> Loss:
+    """A loss of the user's comes guarded."""
     name = config.algo.loss
     if is_reference(name):
-        return load_function("algo.loss", name)
+        function = load_function("algo.loss", name)
+        check_call("algo.loss", name, function, ("tokens", "algo"))
+        return guarded(function)
     if name not in LOSSES:
         raise ConfigError(f"algo.loss: unknown loss '{name}'; known: {', '.join(LOSSES)}, or FILE.py:FUNCTION")
     return LOSSES[name]
+
+
+def check_loss(config: Config) -> None:
+    """A loss of the user's is tried on a small batch: what it gets wrong shows before anything starts."""
+    loss = make_loss(config)
+    if is_reference(config.algo.loss):
+        try_loss(loss, config.algo)
 
 
 def builder_reference(role: str, builder: Builder) -> str:

@@ -77,6 +77,14 @@ def parse_config(raw: Mapping[str, Any], source: str = "") -> Config:
         raise ConfigError(where + str(error)) from None
 
 
+def check_config(config: Config) -> Config:
+    """The same settings, checked as if they had been read from a file: constructors look at no limits."""
+    try:
+        return parse_config(msgspec.to_builtins(config))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"config: {error}") from None
+
+
 def config_to_yaml(config: Config) -> str:
     """ASCII, since some of Unicode's line ends would not come back as they were."""
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False)

@@ -37,6 +37,10 @@ class JobFailed(LlamaRLError):
     exit_code = 3
 
 
+class OwnCodeFailed(JobFailed):
+    """A function of the user's raised or returned something impossible: it would again, so nothing is started anew."""
+
+
 class Interrupted(LlamaRLError):
     """The user pressed Ctrl-C."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -18,15 +18,15 @@ from llamarl.build import (
     Builder,
     Site,
     builder_reference,
+    check_loss,
     check_reward_model,
     check_training,
     device_of,
-    make_loss,
     weight_transport,
 )
 from llamarl.config import Config
 from llamarl.config.paths import with_absolute_paths
-from llamarl.configfile import config_to_yaml, load_config, parse_config
+from llamarl.configfile import check_config, config_to_yaml, load_config, parse_config
 from llamarl.controller.controller import Controller
 from llamarl.controller.default_line import default_line
 from llamarl.controller.events import Began, Resumed
@@ -40,7 +40,7 @@ from llamarl.engine.monarch.install import check_engine
 from llamarl.engine.prompts import Prompts, check_lengths
 from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
-from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError
+from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError, OwnCodeFailed
 from llamarl.executors.executor import Executor
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.prompting import reply_tokens
@@ -49,15 +49,18 @@ from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
 from llamarl.observe.advice import advice_before
 from llamarl.observe.display import Display, Quiet
-from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, SUMMARY, RunFolder, dated_run_folder
+from llamarl.observe.run_folder import CONFIG, LOGS, SNAPSHOTS, SUMMARY, RunFolder, dated_run_folder
 from llamarl.observe.run_lock import RunLock
 from llamarl.observe.starts import Starts
 from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
+from llamarl.plugins import format_traceback
 from llamarl.resume import changes, read_books, recover, refuse_ended, refuse_other_length
+from llamarl.tasks.given import with_scorer, with_task
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import make_task, own_scorers
+from llamarl.tasks.task import Prompter
 from llamarl.tasks.tools.desk import Desk
 from llamarl.types import Problem
 from llamarl.weights.slotfile import SlotFile
@@ -73,11 +76,24 @@ class Job:
     """`Job.load("job.yaml", ["trainer.lr=1e-4"]).run()` does what `llamarl train` does.
 
     A role is added with a line of one's own and a builder for it: `Job(config, line=..., builders={"critic": build})`.
+    A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/tasks.md.
     """
 
     def __init__(
-        self, config: Config, *, line: Line | None = None, builders: Mapping[str, Builder] | None = None
+        self,
+        config: Config,
+        *,
+        line: Line | None = None,
+        builders: Mapping[str, Builder] | None = None,
+        scorer: Callable[..., Any] | None = None,
+        task: Prompter | None = None,
     ) -> None:
+        config = check_config(config)
+        self._task, self._given = task, dict[str, Callable[..., Any]]()
+        if scorer is not None:
+            config, self._given = with_scorer(config, scorer)
+        if task is not None:
+            config = with_task(config, task)
         self.config = config
         self.line = line or default_line(config)
         self.builders = {**BUILDERS, **(builders or {})}
@@ -89,8 +105,15 @@ class Job:
         self._prompts = self._prepare()
 
     @classmethod
-    def load(cls, path: Path | str | None = None, overrides: Sequence[str] = ()) -> Job:
-        return cls(load_config(Path(path) if path else None, overrides))
+    def load(
+        cls,
+        path: Path | str | None = None,
+        overrides: Sequence[str] = (),
+        *,
+        scorer: Callable[..., Any] | None = None,
+        task: Prompter | None = None,
+    ) -> Job:
+        return cls(load_config(Path(path) if path else None, overrides), scorer=scorer, task=task)
 
     def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
         """Train to the end. Everything the job did is in its run folder, also when it fails."""
@@ -110,6 +133,8 @@ class Job:
         overrides: Sequence[str] = (),
         line: Line | None = None,
         builders: Mapping[str, Builder] | None = None,
+        scorer: Callable[..., Any] | None = None,
+        task: Prompter | None = None,
         display: Display | None = None,
     ) -> Summary:
         """Go on with a run from its newest whole snapshot, with the settings it had, or ones that mean the same. A run that
@@ -117,15 +142,15 @@ class Job:
         path, shown = Path(folder), display or Quiet()
         if not (path / CONFIG).is_file():
             raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
-        now = config or load_config(path / CONFIG, overrides)
-        last = Starts(path).last()
+        asked = config or load_config(path / CONFIG, overrides)
+        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task)
+        last, now = Starts(path).last(), job.config
         before = parse_config(last.config) if last else load_config(path / CONFIG)
         changed = changes(before, now)
         refuse_ended(path)
         if (finished := _finished(path, now)) is not None:
             shown.note(f"this run is finished; for more than its {now.schedule.updates} updates, set schedule.updates")
             return finished
-        job = cls(now, line=line, builders=builders)
         with _telling_of_files(path):
             lock = RunLock(path)
             with _closed_on_failure(lock.release):
@@ -185,6 +210,10 @@ class Job:
             with _heeding_signals(driver, in_this_process=self.config.engine.kind == "inline"):
                 driver.run(begin)
             outcome = driver.outcome
+        except OwnCodeFailed as error:
+            log = run_folder.log("own-code", format_traceback(error.__cause__ or error) or str(error))
+            outcome = f"{error}; see {log}"
+            raise OwnCodeFailed(outcome) from error
         except LlamaRLError as error:
             outcome = str(error)
             raise
@@ -207,8 +236,8 @@ class Job:
 
     def _make_engine(self, slots: Mapping[str, SlotFile], run_folder: RunFolder) -> Engine:
         if self.config.engine.kind == "inline":
-            return InlineEngine(lambda executor, snapshot: self._build(executor, snapshot, slots))
-        return self._engine_class()(self.config, self.line, self._references, slots, run_folder.path / "logs")
+            return InlineEngine(lambda executor, snapshot: self._build(executor, snapshot, slots, run_folder))
+        return self._engine_class()(self.config, self.line, self._references, slots, run_folder.path / LOGS)
 
     def _engine_class(self) -> type[LocalEngine] | type[MonarchEngine]:
         if self.config.engine.kind == "local":
@@ -217,8 +246,13 @@ class Job:
 
         return MonarchEngine
 
-    def _build(self, executor: str, snapshot: Path | None, slots: Mapping[str, SlotFile]) -> Executor:
-        site = Site(self.config, executor, slots, self.line.weights_source, snapshot)
+    def _build(
+        self, executor: str, snapshot: Path | None, slots: Mapping[str, SlotFile], run_folder: RunFolder
+    ) -> Executor:
+        def log(text: str) -> None:
+            run_folder.log(executor, text)
+
+        site = Site(self.config, executor, slots, self.line.weights_source, snapshot, log=log, given=self._given)
         return self.builders[role_of(executor)](site)
 
     def _prepare(self) -> Prompts:
@@ -235,11 +269,27 @@ class Job:
             check_reward_model(config)
         weight_transport(config, can_reach=lambda reader, writer: True)
         check_board(config.observe)
-        make_loss(config)
-        prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)
-        _try_scorer(config, prompts.group(0).problem)
+        check_loss(config)
+        prompts = self._prepare_prompts(tokenizer)
         _try_tool(config, tokenizer, prompts.group(0).problem)
         self._notes += [*advice_before(config), *check_lengths(prompts, config)]
+        return prompts
+
+    def _prepare_prompts(self, tokenizer: Tokenizer) -> Prompts:
+        """A scorer that cannot even judge a task's own answer would fail on every group."""
+        config = self.config
+        judge = Judge.of(config, own_scorers(config.task), workers=1, given=self._given)
+        try:
+            judge.prepare()
+            prompts = Prompts(self._task or make_task(config.task, config.seed, judge.wanted), tokenizer, config)
+            problem = prompts.group(0).problem
+            outcome = judge.score(problem.answer, problem)
+        finally:
+            judge.close()
+        if outcome.status != "ok":
+            raise ConfigError(
+                f"reward.scorer: fails on the first problem's own answer {problem.answer!r}: {outcome.reason}"
+            )
         return prompts
 
     def _check_model(self) -> Tokenizer:
@@ -260,20 +310,6 @@ class Job:
         if not tokenizer.eos_ids:
             raise ModelError(f"{folder} names no end token, so completions could not end")
         return tokenizer
-
-
-def _try_scorer(config: Config, problem: Problem) -> None:
-    """A scorer that cannot even judge a task's own answer would fail on every group."""
-    judge = Judge.of(config, own_scorers(config.task), workers=1)
-    try:
-        judge.prepare()
-        outcome = judge.score(problem.answer, problem)
-    finally:
-        judge.close()
-    if outcome.status != "ok":
-        raise ConfigError(
-            f"reward.scorer: fails on the first problem's own answer {problem.answer!r}: {outcome.reason}"
-        )
 
 
 def _try_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:

@@ -91,6 +91,12 @@ class ToolsFailed(FromExecutor, frozen=True):
     timeouts: int
 
 
+class Noted(FromExecutor, frozen=True):
+    """Something that whoever watches the job should see now."""
+
+    text: str
+
+
 class GaveUp(FromExecutor, frozen=True):
     """Going on would be wrong, and starting the executor anew would not help: the job must stop, for this reason."""
 
@@ -145,6 +151,7 @@ Report = (
     | GroupRefused
     | ScoresFailed
     | ToolsFailed
+    | Noted
     | GaveUp
     | BatchResult
     | WeightsPublished

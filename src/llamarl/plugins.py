@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import os
 import sys
-from collections.abc import Callable
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from llamarl.errors import ConfigError
+
+_MAX_SAID = 200
+_MAX_LINES = 100
+_OURS = str(Path(__file__).parent) + os.sep
+_INSTALLED = tuple({path + os.sep for path in sysconfig.get_paths().values()})
 
 
 def is_reference(name: str) -> bool:
@@ -29,6 +38,14 @@ def load_function(key: str, reference: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def reference_to(function: Callable[..., Any]) -> str:
+    """FILE.py:FUNCTION by which another process finds the same function; empty where there is no such way."""
+    name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None) or ""
+    found = name.isidentifier() and getattr(module, name, None) is function
+    return f"{file}:{name}" if found and file.endswith(".py") and Path(file).is_file() else ""
+
+
 def _import(key: str, path: Path) -> Any:
     module_name = f"llamarl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path.resolve())
@@ -40,5 +57,49 @@ def _import(key: str, path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's file is foreign code: whatever it raises becomes one line
-        raise ConfigError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{key}: {path} cannot be imported: {describe_error(error)}") from error
     return module
+
+
+def describe_error(error: BaseException) -> str:
+    """What happened and where, in one line: `ValueError: no digits (my.py:12)`."""
+    said = " ".join(str(error).split())[:_MAX_SAID]
+    printable = "".join(char if char.isprintable() else "?" for char in said)
+    place = _place_of(error)
+    return f"{type(error).__name__}{': ' if printable else ''}{printable}{f' ({place})' if place else ''}"
+
+
+def _place_of(error: BaseException) -> str:
+    """`file:line` of the innermost frame that is neither ours nor of an installed package; empty where there is none."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{_short(error.filename)}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_installed(frame.filename)]
+    return f"{_short(own[-1].filename)}:{own[-1].lineno}" if own else ""
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith(("<", _OURS, *_INSTALLED))
+
+
+def _short(file: str) -> str:
+    """As seen from the working folder, where that is shorter."""
+    return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+
+
+def format_traceback(error: BaseException) -> str:
+    """The whole of it, for a log; of a very long one, its last lines. Empty where no code of the user's had a part in it."""
+    if not _place_of(error):
+        return ""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return "\n".join(line[:_MAX_SAID] for line in lines[-_MAX_LINES:])
+
+
+def check_call(key: str, reference: str, function: Callable[..., Any], names: Sequence[str]) -> None:
+    """Refuse a function that cannot be called with as many arguments."""
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {reference} cannot be called with ({', '.join(names)}): {error}") from None
+    except ValueError:
+        return  # one without a signature, as some written in C

@@ -51,6 +51,8 @@ FREE = (
     "reference.device",
     "reference.threads",
     "reward.workers",
+    "reward.trusted",
+    "reward.concurrency",
     "reward.timeout_s",
     "reward.memory_mb",
     "reward.retries",

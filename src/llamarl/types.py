@@ -7,6 +7,7 @@ same objects travel between threads, processes and hosts without a copy into Pyt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -27,6 +28,7 @@ class Problem(Struct, frozen=True, omit_defaults=True):
     answer: str
     turns: tuple[Turn, ...] = ()  # the same as a chat, for models that were taught one; else the prompt is plain text
     scorer: str = ""  # the one that suits it, for reward.scorer=auto
+    columns: dict[str, Any] = {}  # of its row, those that a scorer of the user's asks for
 
 
 class Sampling(Struct, frozen=True, kw_only=True):

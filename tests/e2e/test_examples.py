@@ -107,6 +107,31 @@ def test_the_custom_reward_gives_partial_credit(score: Scorer, completion: str, 
     assert score(completion, "123", "100+23=") == pytest.approx(reward)
 
 
+@pytest.mark.parametrize("function", ["by_difficulty", "best_of_group", "by_a_service"])
+@pytest.mark.parametrize("trusted", ["true", "false"])
+def test_the_other_forms_of_the_custom_reward_judge_a_job(tmp_path: Path, function: str, trusted: str) -> None:
+    chosen = [f"reward.scorer=examples/custom_reward.py:{function}", f"reward.trusted={trusted}"]
+    summary = Job.load("examples/custom_reward.yaml", [*BRIEF, *chosen, "schedule.updates=1"]).run(tmp_path / "run")
+    assert (summary.outcome, summary.groups_dropped, summary.score_failures) == ("finished", 0, 0)
+
+
+def test_the_other_forms_of_the_custom_reward_do_what_they_say() -> None:
+    def judged(function: str, problem: Problem) -> list[float]:
+        judge = Judge(Reward(scorer=f"examples/custom_reward.py:{function}", trusted=True))
+        judge.ask_all(range(3), ["123", "124", "9"], problem)
+        found: dict[object, float] = {}
+        while judge.num_pending:
+            found |= {key: outcome.reward for key, outcome in judge.collect(1.0)}
+        judge.close()
+        return [found[index] for index in range(3)]
+
+    easy, hard = Problem("", "123"), Problem("", "123", columns={"difficulty": 2.0})
+    assert judged("by_difficulty", easy) == pytest.approx([1.0, 0.2, 0.0])
+    assert judged("by_difficulty", hard) == pytest.approx([2.0, 0.4, 0.0])
+    assert judged("best_of_group", easy) == [1.0, 0.0, 0.0]
+    assert judged("by_a_service", easy) == pytest.approx([1.0, 0.2, 0.0])
+
+
 @pytest.fixture
 def ppo_clip() -> Loss:
     return load_function("algo.loss", "examples/custom_loss.py:ppo_clip")

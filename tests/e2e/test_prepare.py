@@ -16,9 +16,11 @@ from llamarl.errors import ConfigError
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("def score(completion):\n    return 1.0\n", "fails on the first problem's own answer"),
+        ("def score(completion):\n    return None\n", "fails on the first problem's own answer .* gave None"),
+        ("def score(text):\n    return 1.0\n", r"cannot be called with \(completion, answer, prompt\)"),
+        ("def score(completion, level):\n    return 1.0\n", "asks for 'level', which is no column of the data"),
         ("def score(completion, answer, prompt):\n    return float('nan')\n", "gave nan"),
-        ("def score(completion, answer, prompt):\n    return 'high'\n", "could not convert string to float"),
+        ("def score(completion, answer, prompt):\n    return 'high'\n", "gave 'high'; it must give a number"),
     ],
 )
 def test_a_scorer_that_cannot_judge_is_refused_before_the_start(body: str, message: str, tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ def test_whatever_goes_wrong_names_the_setting(tmp_path: Path) -> None:
         "nobody": "'nobody' is neither a known name nor FILE.py:FUNCTION",
         f"{tmp_path}/absent.py:f": f"no file {tmp_path}/absent.py",
         f"{tmp_path}/empty.py:f": f"{tmp_path}/empty.py has no function 'f'",
-        f"{tmp_path}/broken.py:f": "cannot be imported: ModuleNotFoundError: No module named 'no_such_module_anywhere'",
+        f"{tmp_path}/broken.py:f": "cannot be imported: ModuleNotFoundError: No module named 'no_such_module_anywhere' "
+        f"({tmp_path}/broken.py:1)",
     }.items():
         with pytest.raises(ConfigError) as caught:
             load_function("reward.scorer", reference)

@@ -196,11 +196,11 @@ def eval_command(
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Measure how well a model answers a task: accuracy and pass@k, with intervals."""
-    from llamarl.tasks.registry import make_task
+    from llamarl.tasks.registry import open_task
 
     # Nothing is trained, so a group's size must not stand in the way of few slots.
     config = _task_config(task, [*(overrides or []), f"model.path={model}", "schedule.samples_per_group=2"])
-    chosen = choose_problems(make_task(config.task, config.seed), split, problems)
+    chosen = choose_problems(open_task(config), split, problems)
     device_or_refuse(device)
 
     from llamarl.generate.evaluate import describe_evaluation, evaluate

@@ -20,8 +20,8 @@ class Source(Section, frozen=True):
     """Where problems come from, and how a problem becomes a prompt."""
 
     kind: Annotated[
-        Literal["arithmetic", "gsm8k", "math", "svamp", "jsonl", "code", "mixture"],
-        Meta(description="where prompts come from"),
+        Literal["arithmetic", "gsm8k", "math", "svamp", "jsonl", "code", "mixture", "given"],
+        Meta(description="where prompts come from; given: from Python, by Job(config, task=...)"),
     ] = "arithmetic"
     path: Annotated[str, Meta(description="data file, or folder with train.jsonl; nothing is ever downloaded")] = ""
     test_path: Annotated[
@@ -52,6 +52,8 @@ class Part(Source, frozen=True):
     def __post_init__(self) -> None:
         if self.kind == "mixture":
             raise ConfigError("task.parts: a part of a mixture cannot be a mixture")
+        if self.kind == "given":
+            raise ConfigError("task.parts: a part of a mixture cannot be given from Python")
 
 
 class Task(Source, frozen=True):

@@ -16,9 +16,25 @@ class Reward(Section, frozen=True):
         str,
         Meta(
             description="auto (what suits the task), exact, numeric, choice, regex, math, format, length, code, llm_judge, "
-            "none (0 for everything), or FILE.py:FUNCTION called as score(completion, answer, prompt), which may be async"
+            "none (0 for everything), or FILE.py:FUNCTION called as score(completion, answer, prompt), or with the columns "
+            "that its parameters name, or with all completions of a prompt; it may be async; see docs/tasks.md"
         ),
     ] = "auto"
+    trusted: Annotated[
+        bool,
+        Meta(
+            description="FILE.py: run it in the reward's own process, which is much faster, without limits of time and "
+            "memory and without a process for every answer; an async one is still cancelled after timeout_s"
+        ),
+    ] = False
+    concurrency: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="FILE.py, async: answers under way at once, in each worker; with trusted, in all",
+        ),
+    ] = 64
     combine: Annotated[
         dict[str, float], Meta(description="several scorers and their weights, summed, instead of one: {math: 1, ...}")
     ] = field(default_factory=dict)

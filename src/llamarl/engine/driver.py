@@ -19,7 +19,7 @@ from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
 from llamarl.errors import JobFailed
 from llamarl.failpoints import failpoint
-from llamarl.observe.run_folder import RunFolder
+from llamarl.observe.run_folder import RunFolder, log_file
 from llamarl.observe.watcher import Watcher
 from llamarl.types import facts_of
 
@@ -130,8 +130,11 @@ class Driver:
             case msg.ToolsFailed():
                 self._watcher.tools_failed(report.failures, report.timeouts)
                 return None
+            case msg.Noted():
+                self._watcher.note(f"{arrival.executor}: {report.text}{self._log_of(arrival.executor)}")
+                return None
             case msg.GaveUp():
-                return ev.GaveUp(*who, f"{arrival.executor}: {report.reason}")
+                return ev.GaveUp(*who, f"{arrival.executor}: {report.reason}{self._log_of(arrival.executor)}")
             case msg.BatchResult():
                 return self._batch_result(arrival, report)
             case msg.WeightsPublished():
@@ -146,6 +149,11 @@ class Driver:
                 return self._save_failed(report.version, report.reason) if report.version == self._saving else None
             case msg.Failed():
                 return ev.Died(*who, report.reason)
+
+    def _log_of(self, executor: str) -> str:
+        """Where to read more, where there is more to read."""
+        log = log_file(self._folder.path, executor)
+        return f"; see {log}" if log.is_file() and log.stat().st_size else ""
 
     def _group_result(self, arrival: Arrival, report: msg.GroupResult) -> ev.AnyEvent:
         group = report.group

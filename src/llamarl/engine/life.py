@@ -12,8 +12,9 @@ from typing import Protocol
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.ranks import Ranks
 from llamarl.engine.runner import Runner
+from llamarl.errors import ConfigError, OwnCodeFailed
 from llamarl.executors.executor import Executor
-from llamarl.messages import Failed, Message, Report, Stop, Up, WorkOnGroup
+from llamarl.messages import Failed, GaveUp, Message, Report, Stop, Up, WorkOnGroup
 
 _SIGN_OF_LIFE_S = 1.0
 _QUICK_S = 0.001  # for a group: whoever takes longer has said what it did before it takes the next
@@ -50,6 +51,9 @@ def live(build: Callable[[], Executor], line: Line, ranks: Ranks) -> None:
 def tell_failure(line: Line, error: BaseException) -> None:
     """The border to the executor's code: what happened there becomes one report, and a traceback in its log."""
     traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, OwnCodeFailed | ConfigError):
+        tell(line, GaveUp(str(error)))  # started anew, it would fail again
+        return
     tell(line, Failed(" ".join(f"{type(error).__name__}: {error}".split())))
 
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from llamarl.config import Config
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.envelope import Envelope
-from llamarl.messages import Failed, ReaderStuck, Up
+from llamarl.messages import Failed, GaveUp, ReaderStuck, Up
 
 _SOON_S = 3.0  # a death so soon after the start makes the next start wait
 _MIN_BACKOFF_S = 0.1
@@ -98,6 +98,8 @@ class Supervision(ABC, Generic[AnyRank]):
                     self._kill_reader(report.pid)
                 case Up():
                     self._hear_up(state)
+                case GaveUp():  # of any rank: the job ends
+                    self._arrivals.append(Arrival(state.executor, state.incarnation, report))
                 case _ if state.rank == 0:
                     state.owes = max(0, state.owes - 1)
                     self._arrivals.append(Arrival(state.executor, state.incarnation, report))

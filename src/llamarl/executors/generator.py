@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from llamarl.errors import CorruptWeights, StaleWeights
 from llamarl.executors.executor import UnexpectedMessage
@@ -14,13 +14,14 @@ from llamarl.messages import (
     GroupResult,
     LoadWeights,
     Message,
+    Noted,
     Report,
     ToolsFailed,
     WeightsLoaded,
     WeightsNotLoaded,
     WorkOnGroup,
 )
-from llamarl.tasks.failures import FailureShare
+from llamarl.tasks.failures import FailureLog, FailureShare, to_stderr
 from llamarl.types import PromptGroup
 from llamarl.weights.transport import WeightReader
 
@@ -37,10 +38,11 @@ class Generator:
         *,
         max_failure_share: float = 1.0,
         deterministic: bool = False,
+        log: Callable[[str], None] = to_stderr,
     ) -> None:
         self._decoder, self._weights, self._conversations = decoder, weights, conversations
         self._max_failure_share, self._deterministic = max_failure_share, deterministic
-        self._failures = FailureShare(max_failure_share)
+        self._failures, self._log = FailureShare(max_failure_share), FailureLog(log)
 
     def handle(self, message: Message) -> Iterable[Report]:
         match message:
@@ -79,7 +81,10 @@ class Generator:
         failures = conversations.take_failures()
         for failure in failures:
             late = failure.status == "timeout"
-            yield GroupRefused(failure.ordinal, f"tool {failure.reason}" if late else failure.reason)
+            reason = f"tool {failure.reason}" if late else failure.reason
+            if self._log.note(reason, failure.trace):
+                yield Noted(reason)
+            yield GroupRefused(failure.ordinal, reason)
             if self._deterministic and late:
                 yield GaveUp(
                     f"the tool of group {failure.ordinal} {failure.reason}; schedule.deterministic allows none"
@@ -89,5 +94,5 @@ class Generator:
         if failures and (excess := self._failures.excess):
             yield GaveUp(
                 f"{excess[0]} of the last {excess[1]} calls of the tool failed; more than "
-                f"conversation.max_failure_share={self._max_failure_share:g}"
+                f"conversation.max_failure_share={self._max_failure_share:g}; the last: {self._log.last}"
             )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from llamarl.executors.executor import UnexpectedMessage
 from llamarl.generate.prompting import judged_text
-from llamarl.messages import GaveUp, GroupRefused, GroupResult, Message, Report, ScoresFailed, WorkOnGroup
+from llamarl.messages import GaveUp, GroupRefused, GroupResult, Message, Noted, Report, ScoresFailed, WorkOnGroup
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.tasks.failures import FailureShare
+from llamarl.tasks.failures import FailureLog, FailureShare, to_stderr
 from llamarl.tasks.judge import Judge, Outcome
 from llamarl.types import CompletionGroup, Rollout, RolloutGroup
 
@@ -28,10 +28,11 @@ class Reward:
         judged: str = "last",
         max_failure_share: float = 1.0,
         deterministic: bool = False,
+        log: Callable[[str], None] = to_stderr,
     ) -> None:
         self._tokenizer, self._judge, self._judged = tokenizer, judge, judged
         self._max_failure_share, self._deterministic = max_failure_share, deterministic
-        self._failures = FailureShare(max_failure_share)
+        self._failures, self._log = FailureShare(max_failure_share), FailureLog(log)
         self._underway: dict[int, tuple[CompletionGroup, list[Outcome | None]]] = {}
 
     @property
@@ -51,9 +52,9 @@ class Reward:
 
     def _begin(self, group: CompletionGroup) -> None:
         self._underway[group.ordinal] = (group, [None] * len(group.completions))
-        for sample, completion in enumerate(group.completions):
-            text = judged_text(self._tokenizer, completion, self._judged)
-            self._judge.ask((group.ordinal, sample), text, group.prompt.problem)
+        texts = [judged_text(self._tokenizer, completion, self._judged) for completion in group.completions]
+        keys = [(group.ordinal, sample) for sample in range(len(texts))]
+        self._judge.ask_all(keys, texts, group.prompt.problem)
 
     def _collect(self, wait_s: float) -> list[Report]:
         reports: list[Report] = []
@@ -62,6 +63,8 @@ class Reward:
             group, outcomes = self._underway[ordinal]
             outcomes[sample] = outcome
             self._failures.note(failed=outcome.status != "ok")
+            if outcome.status != "ok" and self._log.note(_in_words(outcome), outcome.trace):
+                reports.append(Noted(_in_words(outcome)))
             if all(one is not None for one in outcomes):
                 del self._underway[ordinal]
                 reports.append(_report(group, [one for one in outcomes if one is not None]))
@@ -75,7 +78,7 @@ class Reward:
             if excess := self._failures.excess:
                 yield GaveUp(
                     f"{excess[0]} of the last {excess[1]} answers could not be judged; more than "
-                    f"reward.max_failure_share={self._max_failure_share:g}"
+                    f"reward.max_failure_share={self._max_failure_share:g}; the last: {self._log.last}"
                 )
 
 

@@ -33,6 +33,7 @@ class Failure(Struct, frozen=True):
     ordinal: int
     status: str
     reason: str
+    trace: str = ""  # of an exception in a user's own tool
 
 
 class Conversations:
@@ -119,7 +120,7 @@ class Conversations:
         problem = self._problems.pop(key)
         self._outcomes.append(reply.status != "ok")
         if reply.status != "ok":
-            self._drop(Failure(key[0], reply.status, reply.reason))
+            self._drop(Failure(key[0], reply.status, reply.reason, reply.trace))
         elif reply.text is None:
             self._decoder.end(key)
         elif self._decoder.holds(key[0]):

@@ -29,6 +29,12 @@ CONFIG = "config.yaml"
 GROUPS = "groups"
 SNAPSHOTS = "snapshots"
 EVENTS_MB = 1024
+LOGS = "logs"
+
+
+def log_file(run: Path, executor: str) -> Path:
+    """What an executor printed, and the tracebacks of what failed in it."""
+    return run / LOGS / f"{executor.replace('/', '-')}.log"
 
 
 class RunFolder:
@@ -79,6 +85,14 @@ class RunFolder:
         self.lock.check()
         self.events.flush()
         self.ledger.sync()
+
+    def log(self, name: str, text: str) -> Path:
+        """Add to a log, of an executor or of something else; where it lies."""
+        path = log_file(self.path, name)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{text}\n")
+        return path
 
     def close(self) -> None:
         """Close everything, even what cannot be written to the end, and leave the folder to others."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llamarl.config import Source
 from llamarl.errors import ConfigError, InputError
+from llamarl.tasks.own_scorers import Wanted
 from llamarl.tasks.programs import check_tests
 from llamarl.tasks.rows import BadRow, Row, as_text, read_rows, text_field
 from llamarl.types import Turn
 
+_NOTHING = Wanted()
 _CALCULATOR = re.compile(r"<<[^<>\n]{0,200}>>")  # GSM8K's own marks in its solutions
 _ROLES = ("system", "user", "assistant")
 
@@ -26,17 +31,19 @@ class Example(Struct, frozen=True):
     answer: str
     solution: str
     turns: tuple[Turn, ...] = ()
+    columns: dict[str, Any] = {}  # that scorers of the user's ask for
 
 
 class Kind(Struct, frozen=True):
-    """What a kind of data brings along: how rows are read, how a prompt looks, who judges."""
+    """What a kind of data brings along: how rows are read, as read(settings, row, needs_answer), how a prompt looks, who
+    judges."""
 
-    read: Callable[[Source, Row], Example | None]
+    read: Callable[..., Example | None]
     template: str
     scorer: str
 
 
-def _gsm8k(settings: Source, row: Row) -> Example:
+def _gsm8k(settings: Source, row: Row, needs_answer: bool = True) -> Example:
     solution = text_field(row, "answer")
     _, found, answer = solution.rpartition("####")
     if not found or not answer.strip():
@@ -44,24 +51,26 @@ def _gsm8k(settings: Source, row: Row) -> Example:
     return Example(text_field(row, "question"), answer.strip().replace(",", ""), _CALCULATOR.sub("", solution))
 
 
-def _math(settings: Source, row: Row) -> Example | None:
+def _math(settings: Source, row: Row, needs_answer: bool = True) -> Example | None:
     """Two problems of MATH have an empty box for an answer: they cannot be asked."""
     if row.get("answer") == "":
         return None
     return Example(text_field(row, "problem"), text_field(row, "answer"), text_field(row, "solution"))
 
 
-def _svamp(settings: Source, row: Row) -> Example:
+def _svamp(settings: Source, row: Row, needs_answer: bool = True) -> Example:
     answer = text_field(row, "answer")
     return Example(text_field(row, "question"), answer, f"#### {answer}")
 
 
-def _jsonl(settings: Source, row: Row) -> Example:
-    answer = text_field(row, settings.answer_field)
+def _jsonl(settings: Source, row: Row, needs_answer: bool = True) -> Example:
+    shown = bool(settings.few_shot) and not settings.solution_field
+    optional = not needs_answer and not shown and row.get(settings.answer_field) in (None, "")
+    answer = "" if optional else text_field(row, settings.answer_field)
     return _asked(settings, row, answer, answer)
 
 
-def _code(settings: Source, row: Row) -> Example:
+def _code(settings: Source, row: Row, needs_answer: bool = True) -> Example:
     """`tests` instead of an answer; a solution is needed only where examples are shown."""
     if "tests" not in row:
         raise BadRow(f"no field 'tests'; there are: {', '.join(map(repr, row)) or 'none'}")
@@ -98,16 +107,29 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def read_examples(settings: Source) -> tuple[list[Example], list[Example]]:
+def read_examples(settings: Source, wanted: Wanted = _NOTHING) -> tuple[list[Example], list[Example]]:
     """(training, test): problems of the fixed test file are never trained on, even if the other file holds them too."""
     if settings.kind == "code" and settings.few_shot and not settings.solution_field:
         raise ConfigError("task.solution_field: name the field whose programs task.few_shot is to show")
     train_path, test_path = _files(settings)
-    kind = KINDS[settings.kind]
-    test = read_rows(test_path, lambda row: kind.read(settings, row)) if test_path else []
+    read = functools.partial(_read, settings, wanted)
+    test = read_rows(test_path, read) if test_path else []
     tested = {example.question for example in test}
-    rows = read_rows(train_path, lambda row: kind.read(settings, row)) if train_path else []
+    rows = read_rows(train_path, read) if train_path else []
     return [row for row in rows if row.question not in tested], test
+
+
+def _read(settings: Source, wanted: Wanted, row: Row) -> Example | None:
+    """With the columns that are wanted; what the prompt and the answer are made of comes along only if asked for by name."""
+    example = KINDS[settings.kind].read(settings, row, wanted.answer)
+    columns = wanted.of(row, beside=(settings.prompt_field, settings.answer_field, "tests"))
+    if example is None or not columns:
+        return example
+    try:
+        msgspec.msgpack.encode(columns)
+    except (OverflowError, msgspec.MsgspecError, UnicodeEncodeError) as error:
+        raise BadRow(f"a column that a scorer asks for cannot be carried: {error}") from None
+    return replace(example, columns=columns)
 
 
 def _files(settings: Source) -> tuple[Path | None, Path | None]:

@@ -1,26 +1,33 @@
 """The judge: from a completion to a verdict, by one scorer or several, here or in a worker.
 
-Safe scorers are asked on the spot. Symbolic ones, patterns and a user's own functions go to a pool of workers. A verdict is
-a number or a failure; a failure is tried again and then reported as such, never as a wrong answer.
+Safe scorers are asked on the spot, and so are a user's own functions where they are trusted. Symbolic ones, patterns and all
+other functions of the user's go to a pool of workers. A verdict is a number or a failure; a failure is tried again and then
+reported as such, never as a wrong answer.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from llamarl.config import Config, LLMJudge, Reward, Sandbox
 from llamarl.errors import ConfigError
-from llamarl.plugins import is_reference
+from llamarl.plugins import is_reference, load_function
 from llamarl.tasks.extract import final_answer, gold_answer
 from llamarl.tasks.failures import Counts
 from llamarl.tasks.mathematics import quick_verdict
+from llamarl.tasks.own_scorers import Function, Signature, Wanted, missing_column
 from llamarl.tasks.scorers import Scorer, make_safe_scorer
+from llamarl.tasks.trusted import Trusted
 from llamarl.tasks.workers.errands import Errands
 from llamarl.tasks.workers.wire import KILL_SHARE, Ask, Item, Setup, Status, Verdict, pack_text
 from llamarl.types import Problem
@@ -30,6 +37,8 @@ _IN_WORKERS = ("regex", "math", "code", "llm_judge")
 _MAX_REMEMBERED = 10_000
 FALLBACK = "exact"  # for a task that names none
 _USUAL, _NOBODY = Sandbox(), LLMJudge()
+_NONE_GIVEN: Mapping[str, Function] = {}
+_WITHOUT_ANSWER = {"none", "format", "length", "llm_judge"}  # scorers that can do without one
 
 
 class Outcome(Struct, frozen=True):
@@ -39,20 +48,27 @@ class Outcome(Struct, frozen=True):
     reward: float = 0.0
     reason: str = ""
     seconds: float = 0.0
+    trace: str = ""  # of an exception in a user's own function
 
 
 @dataclass
 class _Case:
-    """An answer that waits for a worker: what is known of its reward, and the weights of what is not."""
+    """An answer that is being judged: what is known of its reward, and how many parts of it are still out."""
 
     key: Hashable
-    known: float
-    weights: tuple[float, ...]
-    seconds: float  # spent on it here
+    reward: float = 0.0
+    seconds: float = 0.0
+    waiting: int = 1  # the first is asking itself
+    failed: Verdict | None = None
+
+
+# For each reward that a question to a scorer brings: whose it is, and its weight there.
+_Part = tuple[tuple[_Case, float], ...]
 
 
 class Judge:
-    """`own` names the scorers that suit the task's problems, for reward.scorer=auto."""
+    """`own` names the scorers that suit the task's problems, for reward.scorer=auto. `given` are functions by the names under
+    which the settings refer to them; they, and with reward.trusted all of the user's own, run in this process."""
 
     def __init__(
         self,
@@ -61,34 +77,47 @@ class Judge:
         *,
         sandbox: Sandbox = _USUAL,
         llm: LLMJudge = _NOBODY,
+        given: Mapping[str, Function] = _NONE_GIVEN,
     ) -> None:
         self._settings, self._sandbox, self._llm = settings, sandbox, llm
         self.peak_mb = 0.0  # the most that judging one answer has taken in a worker
         self._safe: dict[str, Scorer] = {}
         self._pooled: tuple[str, ...] = ()
-        self._errands: Errands[_Case] = Errands(self._setup, settings.workers, settings.retries)
+        self._errands: Errands[tuple[_Part, ...]] = Errands(self._setup, settings.workers, settings.retries)
+        self._gathered: deque[tuple[_Part, Item]] = deque()  # for coroutines in workers, until one of these is free
+        self._num_gathered = 0  # bundles of them that are with workers
         self._equal: dict[tuple[bytes, bytes], float] = {}  # what algebra has found out about (answer, completion)
         self._done: list[tuple[Hashable, Outcome]] = []
         alone = own if settings.scorer == "auto" else [settings.scorer]
-        for name in settings.combine or dict.fromkeys(alone):
-            self._load(name)
+        self._names = tuple(settings.combine or dict.fromkeys(alone))
+        trusted: dict[str, Function] = {}
+        for name in self._names:
+            if name in given or (settings.trusted and is_reference(name)):
+                trusted[name] = given[name] if name in given else load_function("reward.scorer", name)
+            else:
+                self._load(name)
+        self._trusted: Trusted[_Part] = Trusted(trusted, settings)
+        if settings.trusted and not trusted:
+            raise ConfigError("reward.trusted: cannot take effect without a scorer of your own, as FILE.py:FUNCTION")
         if "regex" in self._pooled and not settings.pattern:
             raise ConfigError("reward.pattern: the regex scorer needs one")
 
     @classmethod
-    def of(cls, config: Config, own: Sequence[str], *, workers: int = 0) -> Judge:
+    def of(
+        cls, config: Config, own: Sequence[str], *, workers: int = 0, given: Mapping[str, Function] = _NONE_GIVEN
+    ) -> Judge:
         """The job's; `workers` instead of as many as it says."""
         settings = replace(config.reward, workers=workers) if workers else config.reward
-        return cls(settings, own, sandbox=config.sandbox, llm=config.llm_judge)
+        return cls(settings, own, sandbox=config.sandbox, llm=config.llm_judge, given=given)
 
     @property
     def num_pending(self) -> int:
-        return len(self._errands) + len(self._done)
+        return self.num_waiting + len(self._done)
 
     @property
     def num_waiting(self) -> int:
-        """Answers that are with a worker, or wait for one."""
-        return len(self._errands)
+        """Questions that are with a worker, or wait for one, or for a coroutine."""
+        return len(self._errands) + len(self._gathered) + len(self._trusted)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -97,10 +126,11 @@ class Judge:
     @property
     def counts(self) -> Counts:
         """Attempts at judging that failed, since somebody last took them."""
-        return self._errands.counts
+        here, away = self._trusted.counts, self._errands.counts
+        return Counts(here.failures + away.failures, here.timeouts + away.timeouts)
 
     def take_counts(self) -> Counts:
-        counts, self._errands.counts = self._errands.counts, Counts()
+        counts, self._errands.counts, self._trusted.counts = self.counts, Counts(), Counts()
         return counts
 
     def prepare(self) -> None:
@@ -108,33 +138,50 @@ class Judge:
         if self._pooled:
             self._errands.prepare()
 
+    @cached_property
+    def signatures(self) -> dict[str, Signature]:
+        """How the user's own scorers want to be called; workers are waited for."""
+        if any(map(is_reference, self._pooled)):
+            self.prepare()
+        return {**self._errands.signatures, **self._trusted.signatures}
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the scorers want of the data."""
+        signatures = self.signatures
+        others = set(self._names) - signatures.keys()
+        return Wanted.by(signatures, answer=not others <= _WITHOUT_ANSWER)
+
     def ask(self, key: Hashable, completion: str, problem: Problem) -> None:
         """The outcome comes out of `collect` under this key."""
-        start_s, known = time.monotonic(), 0.0
-        items: list[Item] = []
-        weights: list[float] = []
-        for name, weight in self._plan(problem).items():
-            settled = self._settle(name, completion, problem)
-            if isinstance(settled, Item):
-                items.append(settled)
-                weights.append(weight)
-            else:
-                known += weight * settled
-        spent_s = time.monotonic() - start_s
-        case = _Case(key, known, tuple(weights), spent_s)
-        if items:
-            self._errands.send(case, Ask(tuple(items)))
-        else:
-            self._finish(case, Verdict("ok"))
+        self.ask_all([key], [completion], problem)
+
+    def ask_all(self, keys: Sequence[Hashable], completions: Sequence[str], problem: Problem) -> None:
+        """All answers to one prompt, which scorers that take them together see together."""
+        cases, plan, own = [_Case(key) for key in keys], self._plan(problem), self.signatures
+        for name, weight in plan.items():
+            if name in own:
+                self._ask_own(name, weight, cases, completions, problem)
+        others = {name: weight for name, weight in plan.items() if name not in own}
+        for case, completion in zip(cases, completions, strict=True):
+            if others:
+                self._ask_one(case, completion, problem, others)
+            self._part_done(case)
 
     def collect(self, wait_s: float = 0.0) -> list[tuple[Hashable, Outcome]]:
         """Outcomes so far, waiting at most this long for one."""
-        for case, ask, verdict in self._errands.collect(0.0 if self._done else wait_s):
+        self._send_gathered()
+        for part, verdict in self._trusted.collect(0.0 if self._done or self._errands else wait_s):
+            self._take(part, verdict)
+        for parts, ask, verdict in self._errands.collect(0.0 if self._done else wait_s):
             self.peak_mb = max(self.peak_mb, verdict.peak_mb)
-            case.seconds += verdict.seconds
+            if ask.gathered:
+                self._take_gathered(parts, ask, verdict)
+                continue
             if verdict.status == "ok":
                 self._remember(ask.items, verdict.rewards)
-            self._finish(case, verdict)
+            self._take(parts[0], verdict)
+        self._send_gathered()
         done, self._done = self._done, []
         return done
 
@@ -147,6 +194,74 @@ class Judge:
 
     def close(self) -> None:
         self._errands.close()
+        self._trusted.close()
+
+    # Scorers of the user's own
+
+    def _ask_own(
+        self,
+        name: str,
+        weight: float,
+        cases: Sequence[_Case],
+        completions: Sequence[str],
+        problem: Problem,
+    ) -> None:
+        """Together, or one by one, as the function wants them."""
+        signature = self.signatures[name]
+        columns = {column: value for column, value in problem.columns.items() if signature.wants(column)}
+        missing = [column for column in signature.columns if column not in columns]
+        bundles = [range(len(cases))] if signature.batched else [range(n, n + 1) for n in range(len(cases))]
+        for bundle in bundles:
+            part = tuple((cases[index], weight) for index in bundle)
+            texts = [completions[index] for index in bundle]
+            for case, _ in part:
+                case.waiting += 1
+            if missing:
+                self._errands.counts.add("error")
+                self._take(part, Verdict("error", reason=missing_column(name, missing[0], problem.columns)))
+            elif name in self._trusted:
+                verdict = self._trusted.ask(part, name, texts, problem.answer, problem.prompt, columns)
+                if verdict is not None:
+                    self._take(part, verdict)
+            elif signature.is_async:
+                self._gathered.append((part, _item(name, texts, problem, columns)))
+            else:
+                self._errands.send((part,), Ask((_item(name, texts, problem, columns),)))
+
+    def _send_gathered(self) -> None:
+        """Whenever a worker is free, what has gathered by then, up to reward.concurrency; the rest waits for the next."""
+        while self._gathered and (free := self._settings.workers - self._num_gathered) > 0:
+            count = min(self._settings.concurrency, math.ceil(len(self._gathered) / free))
+            bundle = [self._gathered.popleft() for _ in range(count)]
+            self._num_gathered += 1
+            ask = Ask(tuple(item for _, item in bundle), gathered=True)
+            self._errands.send(tuple(part for part, _ in bundle), ask, retries=0)
+
+    def _take_gathered(self, parts: tuple[_Part, ...], ask: Ask, verdict: Verdict) -> None:
+        """One that failed is tried again by itself; where all came to nothing, one of them may have taken the others
+        along."""
+        self._num_gathered -= 1
+        together = verdict.status != "ok"
+        each = (verdict,) * len(parts) if together else verdict.each
+        for part, item, one in zip(parts, ask.items, each, strict=True):
+            if not together:
+                self._errands.counts.add(one.status)
+            if one.status == "ok" or not (self._settings.retries or (together and len(parts) > 1)):
+                self._take(part, one)
+            else:
+                self._errands.send((part,), Ask((item,)), retries=max(0, self._settings.retries - 1))
+
+    # Verdicts
+
+    def _take(self, part: _Part, verdict: Verdict) -> None:
+        cases = {id(case): case for case, _ in part}.values()
+        if verdict.status == "ok":
+            for (case, weight), reward in zip(part, verdict.rewards, strict=True):
+                case.reward += weight * reward
+        for case in cases:
+            case.failed = case.failed or (verdict if verdict.status != "ok" else None)
+            case.seconds += verdict.seconds / len(cases)
+            self._part_done(case)
 
     def _plan(self, problem: Problem) -> dict[str, float]:
         if self._settings.combine:
@@ -154,12 +269,29 @@ class Judge:
         name = self._settings.scorer
         return {(problem.scorer or FALLBACK) if name == "auto" else name: 1.0}
 
+    def _ask_one(self, case: _Case, completion: str, problem: Problem, plan: Mapping[str, float]) -> None:
+        """What can be told here is told here; one question to a worker for all the rest."""
+        start_s = time.monotonic()
+        items: list[Item] = []
+        part: list[tuple[_Case, float]] = []
+        for name, weight in plan.items():
+            settled = self._settle(name, completion, problem)
+            if isinstance(settled, Item):
+                items.append(settled)
+                part.append((case, weight))
+            else:
+                case.reward += weight * settled
+        case.seconds += time.monotonic() - start_s
+        if items:
+            case.waiting += 1
+            self._errands.send((tuple(part),), Ask(tuple(items)))
+
     def _settle(self, name: str, completion: str, problem: Problem) -> float | Item:
         if name in self._safe:
             return self._safe[name](completion, problem.answer, problem.prompt)
         if name == "math":
             return self._settle_math(completion, problem.answer)
-        return Item(name, pack_text(completion), pack_text(problem.answer), pack_text(problem.prompt))
+        return _item(name, [completion], problem, {})
 
     def _settle_math(self, completion: str, answer: str) -> float | Item:
         """Only the two answers go to the worker, and only where they must."""
@@ -169,8 +301,8 @@ class Judge:
         verdict = quick_verdict(given, gold)
         if verdict is not None:
             return verdict
-        item = Item("math", pack_text(given), pack_text(gold), b"")
-        return self._equal.get((item.answer, item.completion), item)
+        item = Item("math", (pack_text(given),), pack_text(gold), b"")
+        return self._equal.get((item.answer, item.completions[0]), item)
 
     def _load(self, name: str) -> None:
         scorer = make_safe_scorer(name, self._settings)
@@ -209,15 +341,22 @@ class Judge:
             self._equal.clear()
         for item, reward in zip(items, rewards, strict=True):
             if item.scorer == "math":
-                self._equal[item.answer, item.completion] = reward
+                self._equal[item.answer, item.completions[0]] = reward
 
-    def _finish(self, case: _Case, verdict: Verdict) -> None:
-        if verdict.status != "ok":
-            self._done.append((case.key, Outcome(verdict.status, 0.0, verdict.reason, case.seconds)))
+    def _part_done(self, case: _Case) -> None:
+        case.waiting -= 1
+        if case.waiting:
             return
-        judged = sum(weight * reward for weight, reward in zip(case.weights, verdict.rewards, strict=True))
-        reward = case.known + judged
-        if math.isfinite(reward):
-            self._done.append((case.key, Outcome("ok", reward, "", case.seconds)))
+        verdict = case.failed
+        if verdict is not None:
+            outcome = Outcome(verdict.status, 0.0, verdict.reason, case.seconds, verdict.trace)
+        elif math.isfinite(case.reward):
+            outcome = Outcome("ok", case.reward, "", case.seconds)
         else:
-            self._done.append((case.key, Outcome("error", 0.0, f"scorer gave {reward}", case.seconds)))
+            outcome = Outcome("error", 0.0, f"scorer gave {case.reward}", case.seconds)
+        self._done.append((case.key, outcome))
+
+
+def _item(name: str, completions: Sequence[str], problem: Problem, columns: Mapping[str, Any]) -> Item:
+    texts = tuple(map(pack_text, completions))
+    return Item(name, texts, pack_text(problem.answer), pack_text(problem.prompt), json.dumps(columns).encode())

@@ -1,4 +1,4 @@
-"""Programs as answers: where a completion holds one, the tests it must pass, and what passing means.
+"""Programs as answers: the tests that one must pass, and what passing means. code_blocks.py says where a program lies.
 
 A test is an input with the output it must give, or a call with the value it must return. Expected outputs and values never
 go where the program runs, so there is nothing to find, to patch or to print: a test is passed by being right.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,13 +16,13 @@ import msgspec
 from msgspec import Struct
 
 from llamarl.config import Sandbox as Limits
+from llamarl.tasks.code_blocks import program_in
 from llamarl.tasks.rows import BadRow
 from llamarl.tasks.sandbox.probe import open_sandbox
 from llamarl.tasks.sandbox.run import Ran, Sandbox
 
-_FENCE = re.compile(r"^[ \t]{0,8}```[ \t]{0,4}([A-Za-z0-9_+-]{0,20})[^\n`]{0,80}$", re.MULTILINE)
-_MAX_CHARS = 200_000
 _CLOSE = 1e-9  # numbers that differ by no more, as a share of them, are the same where one of them is a float
+_NEAR_ZERO = 1e-12  # where 0 is expected there is nothing to take a share of: what rounding leaves of 0.1 + 0.2 - 0.3
 
 Scorer = Callable[[str, str, str], float]
 
@@ -45,6 +44,8 @@ class Test(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
             return "is a call with an input or output; it can be only one of both"
         if self.call:
             return "" if self.expected is not msgspec.UNSET else f"calls {self.call} and expects nothing"
+        if self.args or self.kwargs or self.expected is not msgspec.UNSET:
+            return "has 'args', 'kwargs' or 'expected' but no 'call'"
         return "has neither 'output' nor 'call'" if self.output is None else ""
 
 
@@ -54,8 +55,14 @@ _decode = msgspec.json.Decoder(tuple[Test, ...]).decode
 def check_tests(value: Any) -> str:
     """The tests of a row as text, which is how they travel as a problem's answer; raises BadRow."""
     text = value if isinstance(value, str) else json.dumps(value)
+    read_tests(text)
+    return text
+
+
+def read_tests(text: str) -> tuple[Test, ...]:
+    """Raises BadRow for tests that cannot be used, wherever they come from: none would always be passed."""
     try:
-        tests = read_tests(text)
+        tests = _decode(text.encode())
     except (msgspec.MsgspecError, ValueError) as error:
         raise BadRow(f"'tests': {error}") from None
     if not tests:
@@ -63,37 +70,7 @@ def check_tests(value: Any) -> str:
     for number, test in enumerate(tests, start=1):
         if test.problem:
             raise BadRow(f"'tests': number {number} {test.problem}")
-    return text
-
-
-def read_tests(text: str) -> tuple[Test, ...]:
-    return _decode(text.encode())
-
-
-def program_in(completion: str) -> str:
-    """The last fenced block that is Python, or of no language; without any fence, the whole text."""
-    text = completion[-_MAX_CHARS:]
-    return text if _FENCE.search(text) is None else fenced_program(text) or ""
-
-
-def fenced_program(said: str) -> str | None:
-    """The last fenced block that is Python, or of no language."""
-    blocks = _blocks(said[-_MAX_CHARS:])
-    python = [code for language, code in blocks if language.lower() in ("python", "py", "python3", "")]
-    return python[-1] if python else None
-
-
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(language, code); a fence that is never closed runs to the end."""
-    opened: re.Match[str] | None = None
-    for fence in _FENCE.finditer(text):
-        if opened is None:
-            opened = fence
-        elif not fence.group(1):
-            yield opened.group(1), text[opened.end() + 1 : fence.start()]
-            opened = None
-    if opened is not None:
-        yield opened.group(1), text[opened.end() + 1 :]
+    return tests
 
 
 def same_output(given: bytes, expected: str) -> bool:
@@ -122,7 +99,7 @@ def _same_number(given: float, expected: float) -> bool:
     if isinstance(given, int) and isinstance(expected, int):
         return given == expected
     try:
-        return math.isclose(given, expected, rel_tol=_CLOSE, abs_tol=_CLOSE)
+        return abs(given) <= _NEAR_ZERO if expected == 0 else math.isclose(given, expected, rel_tol=_CLOSE)
     except OverflowError:
         return False
 
@@ -135,7 +112,7 @@ class Examiner:
 
     def score(self, completion: str, answer: str, prompt: str) -> float:
         program, tests = program_in(completion), read_tests(answer)
-        if not program.strip() or not tests:
+        if not program.strip():
             return 0.0
         passed, deadline_s = 0, time.monotonic() + self._limits.answer_s
         for number, good in enumerate(self._verdicts(program, tests), start=1):

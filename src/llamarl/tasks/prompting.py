@@ -26,9 +26,10 @@ class Prompting:
 
     def problem(self, example: Example) -> Problem:
         if example.turns or self._chat:
-            return Problem(example.question, example.answer, self._turns(example), self._scorer)
+            return Problem(example.question, example.answer, self._turns(example), self._scorer, example.columns)
         asked = [f"{self._fill(shot.question)} {shot.solution}" for shot in self._shots]
-        return Problem("\n\n".join([*asked, self._fill(example.question)]), example.answer, (), self._scorer)
+        prompt = "\n\n".join([*asked, self._fill(example.question)])
+        return Problem(prompt, example.answer, (), self._scorer, example.columns)
 
     def _turns(self, example: Example) -> tuple[Turn, ...]:
         own = example.turns or (Turn("user", self._fill(example.question)),)

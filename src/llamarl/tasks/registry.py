@@ -4,27 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamarl.config import Source
+from llamarl.config import Config, Source
 from llamarl.config import Task as TaskConfig
+from llamarl.errors import ConfigError
+from llamarl.plugins import is_reference
 from llamarl.tasks import arithmetic
 from llamarl.tasks.datasets import KINDS, Example, read_examples
+from llamarl.tasks.judge import FALLBACK, Judge
 from llamarl.tasks.mixture import Mixture
+from llamarl.tasks.own_scorers import Wanted
 from llamarl.tasks.prompting import Prompting, choose_shots
 from llamarl.tasks.task import Lazily, Prompter, Task, is_held_out
 
+_NOTHING = Wanted()
 
-def make_task(settings: TaskConfig, seed: int) -> Prompter:
+
+def make_task(settings: TaskConfig, seed: int, wanted: Wanted = _NOTHING) -> Prompter:
+    """`wanted`: what scorers want of the data besides prompts."""
+    if settings.kind == "given":
+        raise ConfigError(
+            "task.kind: the task of this job was given from Python; give it again, as Job(config, task=...)"
+        )
     if settings.kind != "mixture":
-        return make_single_task(settings, seed, chat=settings.chat, system=settings.system)
+        return make_single_task(settings, seed, wanted, chat=settings.chat, system=settings.system)
     parts = [
-        (make_single_task(part, seed + index, chat=settings.chat, system=settings.system), part.weight)
+        (make_single_task(part, seed + index, wanted, chat=settings.chat, system=settings.system), part.weight)
         for index, part in enumerate(settings.parts)
     ]
     return Mixture(parts, seed=seed)
 
 
-def make_single_task(settings: Source, seed: int, *, chat: bool = False, system: str = "") -> Task:
-    train, held_out, test = _examples(settings)
+def open_task(config: Config) -> Prompter:
+    """The job's task, with the columns that its scorers ask for; these are loaded to know."""
+    if not any(map(is_reference, config.reward.combine or [config.reward.scorer])):
+        return make_task(config.task, config.seed)
+    judge = Judge.of(config, own_scorers(config.task), workers=1)
+    try:
+        return make_task(config.task, config.seed, judge.wanted)
+    finally:
+        judge.close()
+
+
+def make_single_task(
+    settings: Source, seed: int, wanted: Wanted = _NOTHING, *, chat: bool = False, system: str = ""
+) -> Task:
+    train, held_out, test = _examples(settings, wanted)
     shots, train = choose_shots(settings, train)
     own_template, scorer = _habits(settings.kind)
     prompting = Prompting(settings.template or own_template, shots, scorer, chat=chat, system=system)
@@ -41,16 +65,19 @@ def own_scorers(settings: TaskConfig) -> tuple[str, ...]:
 
 
 def _habits(kind: str) -> tuple[str, str]:
+    if kind == "given":
+        return "", FALLBACK
     if kind == "arithmetic":
         return arithmetic.TEMPLATE, arithmetic.SCORER
     return KINDS[kind].template, KINDS[kind].scorer
 
 
-def _examples(settings: Source) -> tuple[Sequence[Example], Sequence[Example], Sequence[Example]]:
+def _examples(settings: Source, wanted: Wanted) -> tuple[Sequence[Example], Sequence[Example], Sequence[Example]]:
     """(training, held out, the fixed test examples)"""
     if settings.kind == "arithmetic":
+        wanted.of({})  # there are no columns
         return *arithmetic.additions(settings), ()
-    examples, test = read_examples(settings)
+    examples, test = read_examples(settings, wanted)
     sides: tuple[list[Example], list[Example]] = ([], [])
     for example in examples:
         sides[is_held_out(example.question, settings.held_out)].append(example)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from llamarl.errors import InputError
+from llamarl.errors import ConfigError, InputError
 
 Row = Mapping[str, Any]
 T = TypeVar("T")
@@ -31,6 +31,8 @@ def read_rows(path: Path, convert: Callable[[Row], T | None]) -> list[T]:
                 item = convert(_object(line))
             except BadRow as error:
                 raise InputError(f"{path}:{number}: {error}") from None
+            except ConfigError as error:
+                raise ConfigError(f"{error} ({path}:{number})") from None
             if item is not None:
                 found.append(item)
     if not found:

@@ -9,11 +9,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import BinaryIO, TextIO, cast
 
+from llamarl.errors import ConfigError
 from llamarl.tasks.judge import Judge, Outcome
+from llamarl.tasks.own_scorers import Wanted
+from llamarl.tasks.programs import check_tests
+from llamarl.tasks.rows import BadRow
 from llamarl.types import Problem
 
 _LINES_AHEAD = 16  # each may be 10 MB
 _PATIENCE_S = 0.05
+_NOTHING = Wanted()
 
 # What is told of one line: an outcome, or why the line could not be judged.
 Told = Outcome | str
@@ -28,6 +33,7 @@ class _Session:
 
     def __init__(self, target: TextIO, notes: TextIO, judge: Judge, scorer: str) -> None:
         self._target, self._notes, self._judge, self._scorer = target, notes, judge, scorer
+        self._wanted = judge.wanted
         self._told: dict[int, Told] = {}  # verdicts whose turn has not come
         self._num_read = self._num_written = 0
 
@@ -51,7 +57,7 @@ class _Session:
                 return False
             number, self._num_read = self._num_read, self._num_read + 1
             try:
-                completion, problem = read_line(line, self._scorer)
+                completion, problem = read_line(line, self._scorer, self._wanted)
             except ValueError as error:
                 self._told[number] = str(error)
             else:
@@ -84,7 +90,7 @@ def _arrived(lines: queue.Queue[bytes | None], *, wait: bool) -> Iterator[bytes 
             yield lines.get_nowait()
 
 
-def read_line(line: bytes, scorer: str) -> tuple[str, Problem]:
+def read_line(line: bytes, scorer: str, wanted: Wanted = _NOTHING) -> tuple[str, Problem]:
     """Raises ValueError for what is no question. Lone surrogates are let through: models write them."""
     try:
         row = json.loads(line.decode("utf-8", "surrogatepass"))
@@ -92,8 +98,20 @@ def read_line(line: bytes, scorer: str) -> tuple[str, Problem]:
         raise ValueError(f"not JSON: {str(error)[:100]}") from None
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    answer = json.dumps(row["tests"]) if "tests" in row else _text(row, "answer")
-    return _text(row, "completion"), Problem(_text(row, "prompt", ""), answer, scorer=scorer)
+    answer = _tests(row["tests"]) if "tests" in row else _text(row, "answer", None if wanted.answer else "")
+    prompt = _text(row, "prompt", "")
+    try:
+        columns = wanted.of(row, beside=("completion", "answer", "prompt", "tests"))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return _text(row, "completion"), Problem(prompt, answer, scorer=scorer, columns=columns)
+
+
+def _tests(value: object) -> str:
+    try:
+        return check_tests(value)
+    except BadRow as error:
+        raise ValueError(str(error)) from None
 
 
 def _text(row: dict[str, object], field: str, default: object = None) -> str:

@@ -11,16 +11,13 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 
 from llamarl.config import Reward
+from llamarl.tasks.choices import choice
 from llamarl.tasks.extract import after_hashes, boxed, final_answer, gold_answer
 from llamarl.tasks.numbers import read_number, without_unit
 
 Scorer = Callable[[str, str, str], float]
 
 _NUMBER = re.compile(r"[-+]?(\d{1,40})(\.\d{1,40})?")
-_CHOICE = re.compile(r"(?<![A-Za-z0-9])\(?([A-J])\)?(?![A-Za-z0-9])")
-_SAID = re.compile(
-    r"(?i:answer|choice|option)(?:\s{1,4}(?i:is))?[\s:*=({$]{0,8}(?:\\boxed\{)?\(?([A-J])(?![A-Za-z0-9])"
-)
 _TAIL_CHARS = 4000
 
 
@@ -49,21 +46,6 @@ def same_number(given: str, answer: str) -> bool:
     """Equal numbers, however they are written: 1,000 and $1000.00 and 1000 dollars; 50% is 50 percent and not 0.5."""
     one, other = read_number(without_unit(given)), read_number(answer)
     return one is not None and other is not None and one.value == other.value
-
-
-def choice(completion: str, answer: str, prompt: str) -> float:
-    """Multiple choice, A to J: what is boxed, else what is called the answer, else the last letter that stands alone."""
-    return float(chosen_letter(completion) == answer.strip().strip("().").upper())
-
-
-def chosen_letter(text: str) -> str | None:
-    tail = text[-_TAIL_CHARS:]
-    if (box := boxed(tail)) is not None:
-        tail = box
-    for pattern in (_SAID, _CHOICE):
-        if found := pattern.findall(tail):
-            return str(found[-1])
-    return None
 
 
 def has_boxed(text: str) -> bool:

@@ -13,7 +13,7 @@ from llamarl.config import Config
 from llamarl.config import Reward as RewardConfig
 from llamarl.executors.executor import UnexpectedMessage
 from llamarl.executors.reward import Reward
-from llamarl.messages import GaveUp, GroupRefused, GroupResult, LoadWeights, Report, ScoresFailed, WorkOnGroup
+from llamarl.messages import GaveUp, GroupRefused, GroupResult, LoadWeights, Noted, Report, ScoresFailed, WorkOnGroup
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.judge import Judge
 from llamarl.types import CompletionGroup, RolloutGroup
@@ -120,8 +120,8 @@ def test_a_scorer_of_ones_own_may_be_sync_or_async_and_is_given_completion_answe
     [
         ("1", "scorer failed: ValueError: two lines xxx"),
         ("2", "scorer failed: SystemExit: good-bye"),
-        ("3", "scorer failed: TypeError: "),
-        ("4", "scorer failed: ValueError: "),
+        ("3", "scorer gave None; it must give a number"),
+        ("4", "scorer gave 'half'; it must give a number"),
         ("5", "scorer gave nan"),
         ("6", "scorer gave -inf"),
         ("7", "scorer took longer than 1 s"),
@@ -131,11 +131,14 @@ def test_a_scorer_of_ones_own_may_be_sync_or_async_and_is_given_completion_answe
 def test_a_scorer_that_fails_drops_its_group_with_one_short_line(
     tokenizer: Tokenizer, picky: Judge, text: str, reason: str
 ) -> None:
-    refused, counted = reports_of(Reward(tokenizer, picky), answers(tokenizer, "0", text))
+    logged: list[str] = []
+    noted, refused, counted = reports_of(Reward(tokenizer, picky, log=logged.append), answers(tokenizer, "0", text))
     assert isinstance(refused, GroupRefused)
+    assert noted == Noted(refused.reason)
+    assert len(logged) == 1 and logged[0].startswith(refused.reason)
     assert refused.ordinal == 5
     assert refused.reason.startswith(reason)
-    assert len(refused.reason) < 300
+    assert len(refused.reason) < 400
     assert "\n" not in refused.reason
     assert counted == (ScoresFailed(0, 1) if text == "7" else ScoresFailed(1, 0))
     (after,) = reports_of(Reward(tokenizer, picky), answers(tokenizer, "0", "9"))
@@ -163,7 +166,17 @@ def test_too_large_a_share_of_failures_stops_the_job(tokenizer: Tokenizer, picky
     reward = Reward(tokenizer, picky, max_failure_share=0.02)
     assert not any(isinstance(report, GaveUp) for report in reports_of(reward, answers(tokenizer, "5", "5")))
     (stop,) = [report for report in reports_of(reward, answers(tokenizer, "5")) if isinstance(report, GaveUp)]
-    assert stop.reason == "3 of the last 3 answers could not be judged; more than reward.max_failure_share=0.02"
+    assert stop.reason == (
+        "3 of the last 3 answers could not be judged; more than reward.max_failure_share=0.02; the last: scorer gave nan"
+    )
+
+
+def test_the_same_failure_is_noted_and_logged_once(tokenizer: Tokenizer, picky: Judge, file: Path) -> None:
+    logged: list[str] = []
+    reports = reports_of(Reward(tokenizer, picky, log=logged.append), answers(tokenizer, *["1"] * 4, "2", "2"))
+    noted = [report.text for report in reports if isinstance(report, Noted)]
+    assert [text.rpartition("(")[2] for text in noted] == [f"{file}:18)", f"{file}:20)"]
+    assert [text.count("Traceback (most recent call last)") for text in logged] == [1, 1]
 
 
 def test_in_a_deterministic_job_a_time_out_stops_it(tokenizer: Tokenizer, picky: Judge) -> None:

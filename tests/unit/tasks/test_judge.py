@@ -189,9 +189,9 @@ def test_a_pattern_is_found_or_its_last_group_is_the_answer(pattern: str, text: 
     [
         *[
             (text, 1.0)
-            for text in ("(B)", "The answer is B.", r"\boxed{B}", "Not A but B", "**Answer: B** as A is odd")
+            for text in ("(B)", "The answer is B.", r"\boxed{B}", "Not A but B", "**Answer: B** as A is odd", "b")
         ],
-        *[(text, 0.0) for text in ("A", "Bob", "", "b", "B or C")],
+        *[(text, 0.0) for text in ("A", "Bob", "", "not B", "B or C")],
     ],
 )
 def test_a_choice_is_the_letter_that_is_called_the_answer(text: str, reward: float) -> None:

@@ -24,6 +24,7 @@ class Reply(Struct, frozen=True):
     status: Status
     text: str | None = None
     reason: str = ""
+    trace: str = ""  # of an exception in a user's own tool
 
 
 class Desk:
@@ -70,7 +71,7 @@ class Desk:
 
     def _reply(self, verdict: Verdict) -> Reply:
         if verdict.status != "ok":
-            return Reply(verdict.status, None, verdict.reason)
+            return Reply(verdict.status, None, verdict.reason, verdict.trace)
         return self._cut(None if verdict.reply is None else unpack_text(verdict.reply))
 
     def _cut(self, text: str | None) -> Reply:

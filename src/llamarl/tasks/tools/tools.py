@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from llamarl.config import Conversation, Sandbox
-from llamarl.plugins import load_function
-from llamarl.tasks.programs import fenced_program
+from llamarl.plugins import check_call, load_function
+from llamarl.tasks.code_blocks import fenced_program
 from llamarl.tasks.sandbox.probe import open_sandbox
 from llamarl.tasks.sandbox.run import Ran
 from llamarl.tasks.tools.calculator import NoExpression, compute, last_expression
@@ -101,4 +101,5 @@ def load_tool(settings: Conversation, sandbox: Sandbox) -> Tool:
         case "command":
             return make_command(settings)
     function = load_function("conversation.tool", settings.tool)
+    check_call("conversation.tool", settings.tool, function, ("said", "turns"))
     return lambda said, turns: function(said, msgspec.to_builtins(turns))

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from msgspec.structs import replace
 
 from llamarl.tasks.failures import Counts
+from llamarl.tasks.own_scorers import Signature
 from llamarl.tasks.workers.pool import Pool
 from llamarl.tasks.workers.wire import Ask, Setup, Verdict
 
@@ -44,8 +45,14 @@ class Errands(Generic[T]):
         """Start the workers, so that what they cannot load shows now; raises ConfigError."""
         self._open_pool().wait_until_up()
 
-    def send(self, what: T, ask: Ask) -> None:
-        self._submit(_Errand(what, ask, self._retries))
+    @property
+    def signatures(self) -> dict[str, Signature]:
+        """Of the user's own scorers; known when the workers are up."""
+        return self._pool.signatures if self._pool else {}
+
+    def send(self, what: T, ask: Ask, retries: int | None = None) -> None:
+        """With as many retries as all have, or other ones."""
+        self._submit(_Errand(what, ask, self._retries if retries is None else retries))
 
     def collect(self, wait_s: float) -> list[tuple[T, Ask, Verdict]]:
         """What is back, waiting at most this long for something. A verdict's seconds are those of all attempts."""

@@ -17,6 +17,7 @@ from contextlib import suppress
 import msgspec
 
 from llamarl.errors import ConfigError, JobFailed
+from llamarl.tasks.own_scorers import Signature
 from llamarl.tasks.workers.wire import Ask, Inbox, NotReady, Ready, Setup, Verdict, decode_reply, send
 
 # A worker kills its child itself; one that has not answered after so many times the limit, and this on top, is stuck.
@@ -84,6 +85,7 @@ class Pool:
         self._queue: deque[tuple[int, Ask]] = deque()
         self._lost: list[Finished] = []
         self._failed_starts = 0
+        self.signatures: dict[str, Signature] = {}  # of the user's own scorers, once a worker is up
         self._workers.extend(Worker(setup) for _ in range(count))
 
     @property
@@ -147,6 +149,7 @@ class Pool:
         match reply:
             case Ready():
                 worker.up, self._failed_starts = True, 0
+                self.signatures = reply.signatures
             case NotReady():
                 raise ConfigError(reply.reason)
             case Verdict() if worker.ticket is not None:

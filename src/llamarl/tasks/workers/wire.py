@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from llamarl.config import Conversation, LLMJudge, Sandbox
 from llamarl.frames import BadFrame, FrameReader, encode_frame
+from llamarl.tasks.own_scorers import Signature
 from llamarl.types import Turn
 
 _READ_BYTES = 1 << 20
@@ -33,7 +34,9 @@ class Setup(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True, tag=True):
-    pass
+    """All is loaded; how the user's own scorers want to be called."""
+
+    signatures: dict[str, Signature] = {}
 
 
 class NotReady(Struct, frozen=True, tag=True):
@@ -41,12 +44,14 @@ class NotReady(Struct, frozen=True, tag=True):
 
 
 class Item(Struct, frozen=True, array_like=True):
-    """One scorer's view of an answer. Texts are UTF-8 in which lone surrogates are let through, as models write them."""
+    """One scorer's view of an answer; of several answers to one prompt where it takes them together. Texts are UTF-8 in
+    which lone surrogates are let through, as models write them."""
 
     scorer: str
-    completion: bytes
+    completions: tuple[bytes, ...]
     answer: bytes
     prompt: bytes
+    columns: bytes = b"{}"  # of the data, as JSON: those that the scorer asks for
 
 
 class Call(Struct, frozen=True, array_like=True):
@@ -57,20 +62,28 @@ class Call(Struct, frozen=True, array_like=True):
 
 
 class Ask(Struct, frozen=True):
-    """An answer for its scorers, or a turn for a tool."""
+    """An answer for its scorers, or a turn for a tool. Or, `gathered`, items for coroutines of the user's that run at the
+    same time in one process, each with a verdict of its own."""
 
     items: tuple[Item, ...]
     call: Call | None = None
+    gathered: bool = False
+
+    @property
+    def num_rewards(self) -> int:
+        return sum(len(item.completions) for item in self.items)
 
 
 class Verdict(Struct, frozen=True, tag=True):
-    """`rewards` in the order of the items; none when judging failed, which is not the same as a wrong answer. Of a call,
-    the tool's `reply`; none when the conversation is over."""
+    """`rewards` in the order of the items and their completions; none when judging failed, which is not the same as a wrong
+    answer. Of gathered items, a verdict on `each`. Of a call, the tool's `reply`; none when the conversation is over."""
 
     status: Status
     rewards: tuple[float, ...] = ()
+    each: tuple[Verdict, ...] = ()
     reply: bytes | None = None
     reason: str = ""
+    trace: str = ""  # of an exception in a user's own function, for the log
     seconds: float = 0.0
     peak_mb: float = 0.0
 

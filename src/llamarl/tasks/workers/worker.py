@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import math
+import json
 import os
 import re
 import resource
@@ -27,9 +27,11 @@ import msgspec
 from llamarl.errors import LlamaRLError
 from llamarl.frames import BadFrame, FrameReader, encode_frame
 from llamarl.plugins import is_reference, load_function
+from llamarl.tasks.own_scorers import Signature, call, rewards_in, signature_of
 from llamarl.tasks.programs import load_examiner
 from llamarl.tasks.symbolic import load_equal
 from llamarl.tasks.tools.tools import Tool, load_tool
+from llamarl.tasks.trusted import failure, timed
 from llamarl.tasks.workers.confine import Refused, adopt_orphans, die_with_parent, limit, seal
 from llamarl.tasks.workers.wire import (
     KILL_SHARE,
@@ -51,10 +53,10 @@ from llamarl.tasks.workers.wire import (
     unpack_turns,
 )
 
-_MAX_REASON = 200
 _READ_BYTES = 1 << 16
 _MAX_VERDICT_BYTES = 1 << 26
-Scorer = Callable[[str, str, str], Any]
+Scorer = Callable[..., Any]
+_PLAIN = Signature()  # of our own scorers
 
 
 def load_scorers(setup: Setup) -> dict[str, Scorer]:
@@ -95,7 +97,8 @@ class Loaded(NamedTuple):
     """What a worker is for: scorers, or a tool."""
 
     scorers: dict[str, Scorer]
-    tool: Tool | None = None
+    tool: Tool | None
+    signatures: dict[str, Signature]
 
 
 class Worker:
@@ -120,15 +123,16 @@ class Worker:
         os.close(reading)
         status, peak_mb = _end(pid)
         return msgspec.structs.replace(
-            self._verdict(said, status, len(ask.items)), seconds=time.monotonic() - start_s, peak_mb=peak_mb
+            self._verdict(said, status, ask), seconds=time.monotonic() - start_s, peak_mb=peak_mb
         )
 
-    def _verdict(self, said: bytes | None, status: int, count: int) -> Verdict:
+    def _verdict(self, said: bytes | None, status: int, ask: Ask) -> Verdict:
         if said is None:
             return Verdict("timeout", reason=f"took longer than {self._setup.timeout_s:g} s")
         with suppress(msgspec.MsgspecError):
             verdict = decode_verdict(said)
-            if verdict.status != "ok" or len(verdict.rewards) == count:
+            whole = len(verdict.each) == len(ask.items) if ask.gathered else len(verdict.rewards) == ask.num_rewards
+            if verdict.status != "ok" or whole:
                 return verdict
         return Verdict("error", reason=f"its process ended without a verdict ({_describe(status)})")
 
@@ -138,7 +142,7 @@ class Worker:
             os.setpgid(0, 0)
             die_with_parent(parent)
             limit(self._memory_mb, self._setup.timeout_s, on_top=self._foreign)
-            said = encode(_answer(ask, self._loaded))
+            said = encode(_answer(ask, self._loaded, self._setup.timeout_s))
             view = memoryview(encode_frame(said))
             while view:
                 view = view[os.write(writing, view) :]
@@ -146,23 +150,14 @@ class Worker:
             os._exit(0)
 
 
-def _answer(ask: Ask, loaded: Loaded) -> Verdict:
-    who = "scorer" if loaded.tool is None else "tool"
+def _answer(ask: Ask, loaded: Loaded, limit_s: float) -> Verdict:
     try:
-        return _use(loaded.tool, ask.call) if loaded.tool and ask.call else _score_all(ask, loaded.scorers)
-    except MemoryError:
-        return Verdict("error", reason=f"{who} failed: it used up its memory")
+        if loaded.tool and ask.call:
+            return _use(loaded.tool, ask.call)
+        return _gather(ask.items, loaded, limit_s) if ask.gathered else Verdict("ok", _rewards(ask, loaded))
     # It may be the user's own: its failure is not a wrong answer.
     except (Exception, SystemExit, Refused) as error:
-        said = " ".join(str(error).split())[:_MAX_REASON]
-        printable = "".join(char if char.isprintable() else "?" for char in said)
-        return Verdict("error", reason=f"{who} failed: {type(error).__name__}: {printable}")
-
-
-def _score_all(ask: Ask, scorers: dict[str, Scorer]) -> Verdict:
-    rewards = _rewards(ask.items, scorers)
-    bad = [reward for reward in rewards if not math.isfinite(reward)]
-    return Verdict("error", reason=f"scorer gave {bad[0]}") if bad else Verdict("ok", rewards)
+        return failure(error, "scorer" if loaded.tool is None else "tool")
 
 
 def _use(tool: Tool, call: Call) -> Verdict:
@@ -172,24 +167,45 @@ def _use(tool: Tool, call: Call) -> Verdict:
     return Verdict("ok", reply=None if reply is None else pack_text(reply))
 
 
-def _rewards(items: tuple[Item, ...], scorers: dict[str, Scorer]) -> tuple[float, ...]:
+def _gather(items: tuple[Item, ...], loaded: Loaded, limit_s: float) -> Verdict:
+    """Coroutines of the user's, at the same time; what is late or fails takes none of the others along. They are cancelled
+    shortly before the whole process is killed."""
+
+    async def each() -> list[Verdict]:
+        return await asyncio.gather(*(judge(item) for item in items))
+
+    async def judge(item: Item) -> Verdict:
+        signature = loaded.signatures[item.scorer]
+        return await timed(lambda: _call(item, loaded), signature, len(item.completions), limit_s, KILL_SHARE**2)
+
+    return Verdict("ok", each=tuple(asyncio.run(each())))
+
+
+def _rewards(ask: Ask, loaded: Loaded) -> tuple[float, ...]:
     """The user's own functions and programs first: they may need files, a network, processes, which our own scorers give up
     before they begin."""
-    foreign = {
-        index: _score(scorers[item.scorer], item) for index, item in enumerate(items) if _needs_the_machine(item.scorer)
-    }
+    found = {index: _score(item, loaded) for index, item in enumerate(ask.items) if _needs_the_machine(item.scorer)}
     seal()
-    return tuple(
-        foreign[index] if index in foreign else _score(scorers[item.scorer], item) for index, item in enumerate(items)
-    )
+    found |= {index: _score(item, loaded) for index, item in enumerate(ask.items) if index not in found}
+    return tuple(reward for index in range(len(ask.items)) for reward in found[index])
 
 
 def _needs_the_machine(scorer: str) -> bool:
     return is_reference(scorer) or scorer in ("code", "llm_judge")
 
 
-def _score(scorer: Scorer, item: Item) -> float:
-    return float(_settled(scorer(unpack_text(item.completion), unpack_text(item.answer), unpack_text(item.prompt))))
+def _score(item: Item, loaded: Loaded) -> tuple[float, ...]:
+    return rewards_in(_settled(_call(item, loaded)), loaded.signatures.get(item.scorer, _PLAIN), len(item.completions))
+
+
+def _call(item: Item, loaded: Loaded) -> Any:
+    completions, answer, prompt = (
+        [*map(unpack_text, item.completions)],
+        unpack_text(item.answer),
+        unpack_text(item.prompt),
+    )
+    signature = loaded.signatures.get(item.scorer, _PLAIN)
+    return call(loaded.scorers[item.scorer], signature, completions, answer, prompt, json.loads(item.columns))
 
 
 def _settled(value: Any) -> Any:
@@ -251,7 +267,9 @@ def _describe(status: int) -> str:
 def _prepare(setup: Setup) -> Loaded | NotReady:
     try:
         tool = load_tool(setup.conversation, setup.sandbox) if setup.conversation.tool else None
-        loaded = Loaded(load_scorers(setup), tool)
+        scorers = load_scorers(setup)
+        own = {name: signature_of(name, scorer) for name, scorer in scorers.items() if is_reference(name)}
+        loaded = Loaded(scorers, tool, own)
     except re.error as error:
         return NotReady(f"reward.pattern: {error}")
     except LlamaRLError as error:
@@ -278,7 +296,7 @@ def main() -> None:
         if isinstance(loaded, NotReady):
             send(connection, loaded)
             return
-        send(connection, Ready())
+        send(connection, Ready(loaded.signatures))
         worker = Worker(setup, loaded, connection)
         while True:
             send(connection, worker.judge(decode_ask(inbox.wait())))

@@ -26,6 +26,14 @@ ANYWHERE = {
         "",
         "A(x=3)",
     ),
+    "exits with exit": ("print(3)\nexit()", "", "3"),
+    "exits with quit": ("print(3)\nquit(0)\nprint(4)", "", "3"),
+    "has late annotations": (
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nprint(A(3))",
+        "",
+        "A(x=3)",
+    ),
     "exits early": ("import sys\nprint(3)\nsys.exit(0)\nprint(4)", "", "3"),
     "knows the time": ("import time\ntime.sleep(0.01)\nprint(time.time() > 1e9)", "", "True"),
     "signals itself": (
@@ -64,6 +72,7 @@ BEYOND = {
     "sleep": ("import time\ntime.sleep(30)", "", ""),
     "memory": ("x = bytearray(1 << 27)\nprint(1)", "", "1"),
     "output": ("print('x' * 16_384)", "", "x" * 16_384),  # and the end of the line
+    "exits badly": ("print(1)\nexit(1)", "", "1"),
     "errors": ("print(1)\nraise ValueError", "", "1"),
     "files": ("open('a', 'wb').write(bytes(5 << 20))\nprint(1)", "", "1"),
 }
@@ -117,3 +126,35 @@ def test_functions_are_called_and_what_they_return_is_held_against_what_is_expec
     }
     found = score_under(walls, [(name, source, json.dumps(tests)) for name, tests in calls.items()])
     assert found == {"right": 1.0, "by name": 1.0, "one of two wrong": 0.0, "raises": 0.0, "absent": 0.0, "none": 1.0}
+
+
+DATACLASS = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Point:
+    x: int
+
+def f(x):
+    return Point(x).x + 1
+"""
+ENDS = {
+    "late annotations": (DATACLASS, 1.0),
+    "sys.exit": ("import sys\ndef f(x): return x + 1\nsys.exit(0)", 1.0),
+    "exit": ("def f(x): return x + 1\nexit()", 1.0),
+    "quit": ("def f(x): return x + 1\nquit()", 1.0),
+    "before": ("exit()\ndef f(x): return x + 1", 0.0),
+    "with an error": ("def f(x): return x + 1\nexit(1)", 0.0),
+    "with words": ("def f(x): return x + 1\nexit('no')", 0.0),
+    "in the call": ("def f(x): exit()", 0.0),
+}
+
+
+def test_a_program_may_end_itself_and_look_itself_up() -> None:
+    walls = next((walls for walls in Walls if works(walls)), None)
+    if walls is None:
+        pytest.skip("no sandbox here")
+    tests = json.dumps([{"call": "f", "args": [1], "expected": 2}])
+    found = score_under(walls, [(name, source, tests) for name, (source, _) in ENDS.items()])
+    assert found == {name: reward for name, (_, reward) in ENDS.items()}

@@ -102,7 +102,9 @@ def test_a_users_function_sees_the_turns_and_its_failures_are_counted(own: Path)
     assert reply(desk, "bye") == Reply("ok", None)
     assert len(reply(desk, "long").text or "") < 50
     assert not desk.take_counts()
-    assert reply(desk, "raise") == Reply("error", None, "tool failed: ValueError: no idea")
+    failed = reply(desk, "raise")
+    assert failed.reason == f"tool failed: ValueError: no idea ({own}:12)"
+    assert (failed.status, failed.text, failed.trace.splitlines()[-1]) == ("error", None, "ValueError: no idea")
     assert reply(desk, "crash").status == "error"
     assert reply(desk, "number").reason == "tool gave int; it must give text, or None at the end"
     assert desk.take_counts() == Counts(6, 0), "each is tried twice"

@@ -1,0 +1,160 @@
+"""Scorers of the user's own: how such a function wants to be called, and what counts as an answer of it.
+
+A function that names a parameter `completion` is called by names, for one answer at a time. One that names a parameter
+`completions` gets all answers to a prompt at once, every other argument as a list of the same length. Besides these, a
+parameter may be called `answer`, `prompt` (or `prompts`), or like a column of the data. Any other function is called as
+score(completion, answer, prompt). All of them may be `async`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from llamarl.errors import ConfigError
+from llamarl.plugins import check_call
+
+Function = Callable[..., Any]
+_ONE, _ALL = "completion", "completions"
+_GIVEN = frozenset({_ONE, _ALL, "answer", "prompt", "prompts"})  # known of every problem
+_MAX_SHOWN = 60
+
+
+class Signature(Struct, frozen=True):
+    """How a scorer wants to be called. `by_name`: with what its parameters are called after; otherwise with completion,
+    answer and prompt."""
+
+    by_name: bool = False
+    batched: bool = False
+    is_async: bool = False
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    everything: bool = False  # it takes **columns
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the data that it cannot do without."""
+        return tuple(name for name in self.required if name not in _GIVEN)
+
+    @property
+    def needs_answer(self) -> bool:
+        return not self.by_name or "answer" in self.required
+
+    def wants(self, column: str) -> bool:
+        return self.everything or column in self.required or column in self.optional
+
+
+class BadReward(Exception):
+    """A scorer gave what is no reward."""
+
+
+def signature_of(reference: str, function: Function) -> Signature:
+    """Raises ConfigError for a function that cannot be called in any of these ways."""
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # one without a signature, as some written in C
+        return Signature(is_async=is_async)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {one.name: one.default is inspect.Parameter.empty for one in parameters if one.kind in kinds}
+    if _ONE not in named and _ALL not in named:
+        check_call("reward.scorer", reference, function, (_ONE, "answer", "prompt"))
+        return Signature(is_async=is_async)
+    if _ONE in named and _ALL in named:
+        raise ConfigError(
+            f"reward.scorer: {reference} asks for both '{_ONE}' and '{_ALL}'; it can have only one of them"
+        )
+    return Signature(
+        by_name=True,
+        batched=_ALL in named,
+        is_async=is_async,
+        required=tuple(name for name, must in named.items() if must),
+        optional=tuple(name for name, must in named.items() if not must),
+        everything=any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters),
+    )
+
+
+def call(
+    function: Function,
+    signature: Signature,
+    completions: Sequence[str],
+    answer: str,
+    prompt: str,
+    columns: Mapping[str, Any],
+) -> Any:
+    """What the function returns, or an awaitable of it."""
+    if not signature.by_name:
+        return function(completions[0], answer, prompt)
+    values: dict[str, Any] = {**columns, "answer": answer, "prompt": prompt}
+    if signature.batched:
+        values = {name: [value] * len(completions) for name, value in values.items()}
+        values["prompts"] = values["prompt"]
+        values[_ALL] = list(completions)
+    else:
+        values[_ONE] = completions[0]
+    return function(**{name: value for name, value in values.items() if signature.wants(name)})
+
+
+def rewards_in(returned: Any, signature: Signature, count: int) -> tuple[float, ...]:
+    """One finite number for each of `count` answers; raises BadReward for anything else."""
+    if not signature.batched:
+        return (_number(returned),)
+    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+        raise BadReward(f"scorer gave {_shown(returned)}; for completions it must give a list with one number for each")
+    found = list(returned)
+    if len(found) != count:
+        raise BadReward(f"scorer gave {len(found)} rewards for {count} completions")
+    return tuple(map(_number, found))
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise BadReward(f"scorer gave {_shown(value)}; it must give a number") from None
+    if not math.isfinite(number):
+        raise BadReward(f"scorer gave {number}")
+    return number
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | str):
+        return ascii(value)[:_MAX_SHOWN]
+    return f"a {type(value).__name__}"
+
+
+class Wanted(Struct, frozen=True):
+    """What scorers want of the data besides prompts: columns by who asks for them, and whether answers are needed."""
+
+    required: dict[str, str] = {}
+    optional: frozenset[str] = frozenset()
+    everything: bool = False
+    answer: bool = True
+
+    @classmethod
+    def by(cls, signatures: Mapping[str, Signature], *, answer: bool) -> Wanted:
+        """`answer`: some other scorer needs it anyway."""
+        return cls(
+            {column: name for name, signature in signatures.items() for column in signature.columns},
+            frozenset(name for signature in signatures.values() for name in signature.optional) - _GIVEN,
+            any(signature.everything for signature in signatures.values()),
+            answer or any(signature.needs_answer for signature in signatures.values()),
+        )
+
+    def of(self, row: Mapping[str, Any], beside: Iterable[str] = ()) -> dict[str, Any]:
+        """The columns of a row that are wanted. `beside` are those that are the prompt and the answer already: they come
+        along only if somebody asks for them by name. Raises ConfigError for one that is not there."""
+        for column, name in self.required.items():
+            if column not in row:
+                raise ConfigError(missing_column(name, column, row))
+        names = {*self.required, *self.optional, *(set(row) - set(beside) if self.everything else ())} - _GIVEN
+        return {column: value for column, value in row.items() if column in names}
+
+
+def missing_column(scorer: str, column: str, there: Iterable[str]) -> str:
+    known = ", ".join(sorted({*there, _ONE, "answer", "prompt"}))
+    return f"reward.scorer: {scorer} asks for '{column}', which is no column of the data; there are: {known}"

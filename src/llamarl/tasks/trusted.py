@@ -1,0 +1,139 @@
+"""Scorers of the user's own in this process (`reward.trusted`): no process per answer, and no limits but those of `async`.
+
+Plain functions are called on the spot. Coroutines run on one event loop, many at the same time, while somebody collects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bdb
+import inspect
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+from msgspec.structs import replace
+
+from llamarl.config import Reward
+from llamarl.plugins import describe_error, format_traceback
+from llamarl.tasks.failures import Counts
+from llamarl.tasks.own_scorers import BadReward, Function, Signature, call, rewards_in, signature_of
+from llamarl.tasks.workers.wire import Verdict
+
+T = TypeVar("T")
+
+
+class Trusted(Generic[T]):
+    """`what` is the caller's own, and comes back with the verdict."""
+
+    def __init__(self, functions: Mapping[str, Function], settings: Reward) -> None:
+        self._functions, self._settings = dict(functions), settings
+        self.signatures = {name: signature_of(name, function) for name, function in functions.items()}
+        self.counts = Counts()  # of attempts
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._places = asyncio.Semaphore(settings.concurrency)
+        self._underway: dict[asyncio.Task[Verdict], T] = {}
+
+    def __len__(self) -> int:
+        return len(self._underway)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._functions
+
+    def ask(
+        self, what: T, name: str, completions: Sequence[str], answer: str, prompt: str, columns: Mapping[str, Any]
+    ) -> Verdict | None:
+        """The verdict of a plain function; that of a coroutine comes out of `collect`."""
+        function, signature = self._functions[name], self.signatures[name]
+
+        def attempt() -> Any:
+            return call(function, signature, completions, answer, prompt, columns)
+
+        if signature.is_async:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                weakref.finalize(self, self._loop.close)
+            task = self._loop.create_task(self._settle(attempt, signature, len(completions)))
+            self._underway[task] = what
+            return None
+        return self._judge(attempt, signature, len(completions))
+
+    def collect(self, wait_s: float) -> list[tuple[T, Verdict]]:
+        """What is finished; waits for something at most so long."""
+        if not self._underway or self._loop is None:
+            return []
+        waiting = asyncio.wait(self._underway, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = _run(self._loop, waiting)
+        return [(self._underway.pop(task), task.result()) for task in done]
+
+    def close(self) -> None:
+        if self._loop is None:
+            return
+        for task in self._underway:
+            task.cancel()
+        if self._underway:
+            _run(self._loop, asyncio.wait(self._underway, timeout=1.0))
+        self._underway.clear()
+        self._loop.close()
+        self._loop = None
+
+    def _judge(self, attempt: Callable[[], Any], signature: Signature, count: int) -> Verdict:
+        start_s = time.monotonic()
+        for _ in range(self._settings.retries + 1):
+            try:
+                verdict = Verdict("ok", rewards_in(attempt(), signature, count))
+            except (Exception, SystemExit) as error:  # the border to the user's code
+                verdict = failure(error)
+            if verdict.status == "ok":
+                break
+            self.counts.add(verdict.status)
+        return replace(verdict, seconds=time.monotonic() - start_s)
+
+    async def _settle(self, attempt: Callable[[], Any], signature: Signature, count: int) -> Verdict:
+        for _ in range(self._settings.retries + 1):
+            async with self._places:
+                verdict = await timed(attempt, signature, count, self._settings.timeout_s)
+            if verdict.status == "ok":
+                break
+            self.counts.add(verdict.status)
+        return verdict
+
+
+async def timed(
+    attempt: Callable[[], Any], signature: Signature, count: int, limit_s: float, share: float = 1.0
+) -> Verdict:
+    """One attempt of a coroutine, which is cancelled when it is late: after so large a share of the limit."""
+    start_s, limit = time.monotonic(), asyncio.timeout(share * limit_s)
+    try:
+        async with limit:
+            returned = attempt()
+            verdict = Verdict(
+                "ok", rewards_in(await returned if inspect.isawaitable(returned) else returned, signature, count)
+            )
+    except (Exception, SystemExit) as error:  # the border to the user's code
+        late = isinstance(error, TimeoutError) and limit.expired()
+        verdict = Verdict("timeout", reason=f"took longer than {limit_s:g} s") if late else failure(error)
+    return replace(verdict, seconds=time.monotonic() - start_s)
+
+
+def failure(error: BaseException, who: str = "scorer") -> Verdict:
+    """A verdict that is none, with the line and the traceback of what was raised."""
+    if isinstance(error, bdb.BdbQuit):
+        raise error  # the user has left the debugger
+    if isinstance(error, BadReward):
+        return Verdict("error", reason=str(error))
+    if isinstance(error, MemoryError):
+        return Verdict("error", reason=f"{who} failed: it used up its memory")
+    return Verdict("error", reason=f"{who} failed: {describe_error(error)}", trace=format_traceback(error))
+
+
+def _run(loop: asyncio.AbstractEventLoop, waiting: Any) -> Any:
+    """On this thread, where a debugger can be used, unless another loop is at work here, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return loop.run_until_complete(waiting)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(loop.run_until_complete, waiting).result()

@@ -1,0 +1,73 @@
+"""A loss of the user's fails before anything starts, or at once, in one line that says where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llamarl.algo.losses import aipo_loss, gspo_loss, is_tokenwise
+from llamarl.algo.own_loss import guarded, try_loss
+from llamarl.build import check_loss, make_loss
+from llamarl.config import Algo
+from llamarl.configfile import load_config
+from llamarl.errors import ConfigError, OwnCodeFailed
+
+BODIES = {
+    "raise ValueError('no\\nluck')": "failed: ValueError: no luck (",
+    "return tokens.nothing, {}": "failed: AttributeError: 'TokenBatch' object has no attribute 'nothing' (",
+    "return tokens.policy_logprobs_N.sum()": "returned a tensor of shape (); it must return (loss, metrics)",
+    "return None": "returned None; it must return (loss, metrics)",
+    "return 0.5, {}": "returned a float for the loss; it must be a tensor",
+    "return tokens.policy_logprobs_N, {}": "returned a loss of shape (9,); it must be one number",
+    "return tokens.sequence_N.sum(), {}": "returned a loss of torch.int64",
+    "return tokens.policy_logprobs_N.detach().sum(), {}": "returned a loss without a gradient",
+    "return tokens.policy_logprobs_N.sum(), None": "returned None for the metrics",
+    "return tokens.policy_logprobs_N.sum(), {'x': tokens.advantages_N}": "returned the metric 'x' as a tensor of shape",
+    "return tokens.policy_logprobs_N.sum(), {'x': 'much'}": "returned the metric 'x' as a str",
+}
+
+
+@pytest.mark.parametrize(("body", "told"), BODIES.items())
+def test_a_loss_that_cannot_work_is_refused_before_anything_starts(tmp_path: Path, body: str, told: str) -> None:
+    file = tmp_path / "my.py"
+    file.write_text(f"def f(tokens, algo):\n    {body}\n")
+    with pytest.raises(ConfigError) as refused:
+        check_loss(load_config(None, [f"algo.loss={file}:f"]))
+    assert str(refused.value).startswith(f"algo.loss: {file}:f {told}")
+    if "failed" in told:
+        assert str(refused.value).endswith("my.py:2)")
+
+
+def test_a_loss_with_other_parameters_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("def f(tokens):\n    return 0\n")
+    with pytest.raises(ConfigError, match=r"cannot be called with \(tokens, algo\): too many positional arguments"):
+        make_loss(load_config(None, [f"algo.loss={tmp_path}/my.py:f"]))
+
+
+def test_columns_of_roles_that_are_not_there_yet_are_made_up() -> None:
+    def loss(tokens, algo):  # type: ignore[no-untyped-def]
+        return (tokens.policy_logprobs_N * tokens.columns["values"]).sum(), {"mean": tokens.columns["values"].mean()}
+
+    try_loss(loss, Algo())
+
+
+def test_a_guarded_loss_is_the_loss() -> None:
+    for loss in (aipo_loss, gspo_loss):
+        try_loss(loss, Algo())
+        assert is_tokenwise(guarded(loss)) == is_tokenwise(loss)
+
+
+def test_what_a_loss_raises_later_is_the_users_own_failure(tmp_path: Path) -> None:
+    def loss(tokens, algo):  # type: ignore[no-untyped-def]
+        raise KeyError("values")
+
+    with pytest.raises(OwnCodeFailed, match=r"failed: KeyError: 'values' \(.*test_own_loss\.py:\d+\)") as failed:
+        guarded(loss)(None, Algo())  # type: ignore[arg-type]
+    assert failed.value.exit_code == 3
+    assert isinstance(failed.value.__cause__, KeyError)
+
+
+def test_a_loss_needs_no_gradient_where_another_term_has_one() -> None:
+    try_loss(lambda tokens, algo: (torch.zeros(()), {}), Algo(entropy=0.01))
