@@ -40,7 +40,8 @@ from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, Mod
 from llamarl.executors.executor import Executor
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.prompting import reply_tokens
-from llamarl.model.hf_config import read_shape
+from llamarl.model.checkpoint import check_headers
+from llamarl.model.hf_config import describe_ignored_keys
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
 from llamarl.observe.display import Display, Quiet
@@ -75,6 +76,7 @@ class Job:
             raise ConfigError(f"line: no builder for role '{sorted(missing)[0]}'")
         if config.engine.kind != "inline":
             self._references = {r.name: builder_reference(r.name, self.builders[r.name]) for r in self.line.roles}
+        self._notes: list[str] = []  # said once, when the job begins
         self._prompts = self._prepare()
 
     @classmethod
@@ -122,6 +124,8 @@ class Job:
     def _run(
         self, run_folder: RunFolder, store: GroupStore, begin: Began | Resumed, tally: Tally, display: Display
     ) -> Summary:
+        for note in self._notes:
+            display.note(note)
         watcher = Watcher(
             self.config,
             run_folder,
@@ -208,7 +212,8 @@ class Job:
 
     def _check_model(self) -> Tokenizer:
         config, folder = self.config, self.config.model_folder
-        shape = read_shape(folder)
+        shape = check_headers(folder)
+        self._notes += filter(None, [describe_ignored_keys(folder)])
         length = config.generator.max_prompt_tokens + config.generator.max_new_tokens
         if length > shape.max_positions:
             raise ConfigError(

@@ -80,6 +80,8 @@ def test_a_model_folder_that_lacks_a_file_is_told_in_one_line(tmp_path: Path) ->
     folder.mkdir()
     assert f"{folder}: no config.json" in mistake(tmp_path, f"model.path={folder}")
     shutil.copy(TINY / "config.json", folder)
+    assert f"{folder}: no weights" in mistake(tmp_path, f"model.path={folder}")
+    shutil.copy(TINY / "model.safetensors", folder)
     assert f"{folder}: no tokenizer.json" in mistake(tmp_path, f"model.path={folder}")
 
 

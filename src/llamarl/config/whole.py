@@ -71,11 +71,11 @@ class Config(Section, frozen=True):
 
     @property
     def model_folder(self) -> Path:
-        return _model_folder(self.model.path)
+        return model_folder(self.model.path)
 
     @property
     def reference_folder(self) -> Path:
-        return _model_folder(self.reference.model or self.model.path)
+        return model_folder(self.reference.model or self.model.path)
 
     @property
     def reference_alone(self) -> bool:
@@ -83,7 +83,8 @@ class Config(Section, frozen=True):
         return self.algo.reference_kl > 0 and self.reference.place == "own"
 
 
-def _model_folder(path: str) -> Path:
+def model_folder(path: str) -> Path:
+    """Where the model is that a setting or an argument names."""
     return Path(__file__).parents[1] / "assets" / "tiny" if path == "tiny" else Path(path).expanduser()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from llamarl.errors import InputError, ModelError
 from llamarl.generate.decoder import ContinuousDecoder, Limits
-from llamarl.model.checkpoint import load_model
+from llamarl.model.checkpoint import check_headers, load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.types import Problem, PromptGroup, Sampling, bytes_to_tokens, tokens_to_bytes
 
@@ -24,6 +24,7 @@ def complete(
     device: str = "cpu",
 ) -> list[str]:
     """The completions' texts. With `chat`, the prompt is a user's message, dressed by the model's chat template."""
+    check_headers(folder)
     tokenizer = Tokenizer.load(folder)
     tokens = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
     if not tokens:

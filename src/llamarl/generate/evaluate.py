@@ -15,7 +15,7 @@ from llamarl.errors import InputError, ModelError
 from llamarl.generate.conversation import Conversations, make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.prompting import judged_text, prompt_tokens
-from llamarl.model.checkpoint import load_model
+from llamarl.model.checkpoint import check_headers, load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
@@ -177,12 +177,13 @@ def evaluate(
 ) -> Evaluation:
     """`tell` is given every answer as soon as it is judged."""
     folder, settings = config.model_folder, config.generator
+    check_headers(folder)
     tokenizer = Tokenizer.load(folder)
     if not tokenizer.eos_ids:
         raise ModelError(f"{folder}: names no end token")
     judge = Judge.of(config, own_scorers(config.task))
     judge.prepare()
-    model = load_model(folder, dtype=_dtype(settings.dtype, device), device=device)
+    model = load_model(folder, dtype=dtype_on(settings.dtype, device), device=device)
     length = settings.max_prompt_tokens + settings.max_new_tokens
     if length > model.shape.max_positions:
         raise InputError(
@@ -215,7 +216,8 @@ def evaluate(
             conversations.close()
 
 
-def _dtype(setting: str, device: str) -> torch.dtype:
+def dtype_on(setting: str, device: str) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU, float32 elsewhere."""
     if setting == "auto":
         return torch.bfloat16 if device.startswith("cuda") else torch.float32
     dtype: torch.dtype = getattr(torch, setting)
