@@ -17,6 +17,7 @@ import yaml
 from msgspec import Meta
 
 from llamarl.config import Config, Section
+from llamarl.config.other_names import OTHER_NAMES
 from llamarl.errors import ConfigError
 
 # A section written as one plain word sets its kind: `engine: inline` is `engine: {kind: inline}`.
@@ -58,23 +59,41 @@ for _tag, _pattern in _NUMBERS.items():
     _Dumper.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 
 
+COMMAND_LINE = "command line"
+
+
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The settings of a job: defaults, then the file, then the overrides."""
-    raw = read_settings(path) if path else {}
+    written = read_settings(path) if path else {}
+    raw = dict(written)
     for override in overrides:
         _apply_override(raw, override)
-    return parse_config(raw, source=str(path) if path else "")
+    try:
+        return parse_config(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{_to_blame(error, path, written, overrides)}{error}") from None
 
 
-def parse_config(raw: Mapping[str, Any], source: str = "") -> Config:
-    where = f"{source}: " if source else ""
+def _to_blame(error: ConfigError, path: Path | None, written: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """Where the mistake was made: on the command line if it is about a key that is set there, or if the file alone is right;
+    else in the file."""
+    wrong = str(error).partition(":")[0]
+    for key in (override.partition("=")[0] for override in overrides):
+        if wrong == key or wrong.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{wrong}."):
+            return f"{COMMAND_LINE}: "
+    try:
+        parse_config(written)
+    except ConfigError as alone:
+        return f"{path}: " if str(alone) == str(error) else f"{COMMAND_LINE}: "
+    return f"{COMMAND_LINE}: "
+
+
+def parse_config(raw: Mapping[str, Any]) -> Config:
     try:
         checked = _check(dict(raw), Config, prefix="")
         return msgspec.convert(checked, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(where + _explain(str(error), raw)) from None
-    except ConfigError as error:
-        raise ConfigError(where + str(error)) from None
+        raise ConfigError(_explain(str(error), raw)) from None
 
 
 def config_to_yaml(config: Config) -> str:
@@ -133,7 +152,7 @@ def _parse_yaml(text: str, source: str) -> Any:
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"'{override}': overrides are written key=value, such as trainer.lr=1e-4")
+        raise ConfigError(f"{COMMAND_LINE}: '{override}': overrides are written key=value, such as trainer.lr=1e-4")
     *sections, last = key.split(".")
     node = raw
     for name in sections:
@@ -141,7 +160,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         if child is not None and not isinstance(child, dict):
             child = {_SHORTHAND_KEY: child}
         node[name] = node = dict(child or {})
-    value = _parse_yaml(text, f"'{override[:60]}'")
+    value = _parse_yaml(text, f"{COMMAND_LINE}: '{override[:60]}'")
     replaced = node.get(last)
     if isinstance(replaced, dict) and not isinstance(value, dict):
         value = {**replaced, _SHORTHAND_KEY: value}  # `engine=inline` keeps the section's other keys
@@ -177,10 +196,18 @@ def _as_section(key: str, value: Any, section: type[Section]) -> dict[str, Any]:
 
 
 def _nearest(key: str) -> str:
+    """What was meant: the name that another library has for it, the same name in another section, a near spelling."""
+    section, _, name = key.rpartition(".")
     known = _known_keys()
-    elsewhere = [full for full in known if full.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = elsewhere if len(elsewhere) == 1 else difflib.get_close_matches(key, [*known, *_hints(Config)], n=1)
-    return f"; did you mean '{near[0]}'?" if near else "; `llamarl config` lists all keys"
+    elsewhere = [full for full in known if full.rpartition(".")[2] == name]
+    siblings = {full.rpartition(".")[2]: full for full in known if full.rpartition(".")[0] == section}
+    found = [OTHER_NAMES[name.lower()]] if name.lower() in OTHER_NAMES else []
+    found += elsewhere if len(elsewhere) == 1 else []
+    found += [siblings[near] for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)]
+    if not found:
+        found = difflib.get_close_matches(key, [*known, *_hints(Config)], n=1)
+    named = " or ".join(f"'{near}'" for near in dict.fromkeys(found[:2]))
+    return f"; did you mean {named}?" if named else "; `llamarl config` lists all keys"
 
 
 def _explain(message: str, raw: Mapping[str, Any]) -> str:

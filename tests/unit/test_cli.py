@@ -134,8 +134,50 @@ def test_a_run_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path, be
 def test_the_installed_command_tells_a_mistake_without_a_traceback(tmp_path: Path) -> None:
     done = python("-m", "llamarl.cli", "train", "trainer.lr=fast", "--run", tmp_path / "run")
     assert done.returncode == 2
-    assert done.stderr == "llamarl: trainer.lr: expected float, got str (given: 'fast')\n"
+    assert done.stderr == "llamarl: command line: trainer.lr: expected float, got str (given: 'fast')\n"
     assert done.stdout == ""
+
+
+def test_the_package_runs_as_a_program(tmp_path: Path) -> None:
+    done = python("-m", "llamarl", "train", "trainer.lr=fast", "--run", tmp_path / "run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("llamarl: command line: trainer.lr: ")
+    assert python("-m", "llamarl", "-h").stdout.startswith("Usage: llamarl [OPTIONS] COMMAND")
+
+
+def test_an_unknown_command_or_option_is_one_line_that_names_what_was_meant() -> None:
+    for args, message in [
+        (["trian"], "No such command 'trian'. Did you mean 'train'? See `llamarl --help`"),
+        (["train", "--rum", "x"], "--run"),
+        (["generate", "tiny"], "Missing option '--prompt'; see `llamarl generate --help`"),
+        (["generate", "tiny", "--prompt", "x", "--samples", "0"], "Invalid value for '--samples'"),
+        (["eval"], "Missing argument"),
+        (["bench", "tarin"], "See `llamarl bench --help`"),
+    ]:
+        code, out, err = llamarl(*args)
+        assert (code, out) == (2, ""), args
+        assert err.startswith("llamarl: ") and err.count("\n") == 1, err
+        assert message in err
+
+
+def test_without_a_command_the_help_is_printed() -> None:
+    assert llamarl() == llamarl("--help")
+    assert llamarl().code == 0
+
+
+@pytest.mark.parametrize("group", [[], ["bench"]])
+def test_help_says_whole_sentences_at_80_columns(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = llamarl(*group, "-h")
+    assert code == 0
+    assert out == llamarl(*group, "--help").out
+    assert "..." not in out.partition("Commands:")[2]
+    assert max(map(len, out.splitlines())) <= 80
+    for line in out.partition("Commands:\n")[2].splitlines():
+        if line[2] != " ":  # a command, not the rest of a sentence
+            help_of_one = llamarl(*group, line.split()[0], "-h").out
+            assert max(map(len, help_of_one.splitlines())) <= 80
+            assert "[[" not in help_of_one
 
 
 @pytest.mark.parametrize(

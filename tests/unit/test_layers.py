@@ -46,6 +46,7 @@ ALLOWED["resume"] = {*ALLOWED["engine"], "engine"}
 ALLOWED["job"] = {*ALLOWED["resume"], "resume"}
 ALLOWED["bench"] = {*ALLOWED["job"], "job"}
 ALLOWED["cli"] = {*ALLOWED["job"], "job", "bench", "simulate"}
+ALLOWED["__main__"] = {"cli"}
 
 
 def modules() -> list[str]:

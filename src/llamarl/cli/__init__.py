@@ -15,6 +15,7 @@ from llamarl.cli.cluster import certs_command, worker_command
 from llamarl.cli.models import eval_command, generate_command, import_gguf_command, task_config
 from llamarl.cli.plan import plan_command, simulate_command
 from llamarl.cli.transfer import plan_transfer_command
+from llamarl.cli.whole_help import SETTINGS, USAGE_ERROR, WholeSentences, describe_usage_error
 from llamarl.config import Config
 from llamarl.configfile import describe, load_config
 from llamarl.controller.ledger import Audit, audit, read_ledger
@@ -26,7 +27,8 @@ from llamarl.observe.run_folder import CONFIG, EVENTS, LEDGER, dated_run_folder
 app = typer.Typer(
     name="llamarl",
     help="Asynchronous reinforcement learning for language models.",
-    no_args_is_help=True,
+    cls=WholeSentences,
+    context_settings=SETTINGS,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -37,10 +39,10 @@ app.add_typer(bench, name="bench")
 @app.command()
 def train(
     config: Annotated[
-        str, typer.Argument(metavar="[CONFIG]", help="a YAML file; without it, the default job", show_default=False)
+        str, typer.Argument(metavar="CONFIG", help="a YAML file; without it, the default job", show_default=False)
     ] = "",
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings that replace the file's")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that replace the file's")
     ] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="where the record goes; default: a dated folder under runs/")
@@ -101,7 +103,7 @@ def score_command(
         str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings, such as reward.scorer=math")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings, such as reward.scorer=math")
     ] = None,
 ) -> None:
     """Judge {"completion", "answer"} lines from stdin as TASK would: one {"reward", "status", "seconds"} for each."""
@@ -181,7 +183,13 @@ def _describe_audit(found: Audit) -> str:
 def main() -> None:
     """Every failure that a user can cause is one line on stderr and an exit code that says whose fault it was."""
     try:
-        app()
+        code = app(args=sys.argv[1:] or ["--help"], prog_name="llamarl", standalone_mode=False)
     except LlamaRLError as error:
         print(f"llamarl: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except USAGE_ERROR as error:
+        print(f"llamarl: {describe_usage_error(error)}", file=sys.stderr)
+        sys.exit(InputError.exit_code)
+    except typer.Abort:
+        sys.exit(Interrupted.exit_code)
+    sys.exit(code or 0)

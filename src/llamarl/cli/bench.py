@@ -12,9 +12,16 @@ import typer
 
 from llamarl.cli.devices import DeviceOption, device_or_refuse
 from llamarl.cli.transfer import GeneratorOption, ModelOption, TrainerOption
+from llamarl.cli.whole_help import SETTINGS, WholeSentences
 from llamarl.errors import InputError
 
-bench = typer.Typer(help="Measure the parts on this machine.", rich_markup_mode=None, invoke_without_command=True)
+bench = typer.Typer(
+    help="Measure the parts on this machine.",
+    cls=WholeSentences,
+    context_settings=SETTINGS,
+    rich_markup_mode=None,
+    invoke_without_command=True,
+)
 
 
 class Recompute(StrEnum):

@@ -111,7 +111,7 @@ def eval_command(
         str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings, such as task.path=data/gsm8k")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings, such as task.path=data/gsm8k")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="answers to each problem; more than 1 gives pass@k")] = 1,
     problems: Annotated[int, typer.Option(min=0, help="how many problems; 0: all")] = 0,

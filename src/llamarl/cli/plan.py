@@ -116,9 +116,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def simulate_command(
-    config: Annotated[str, typer.Argument(metavar="[CONFIG]", help="a YAML file; without it, the default job")] = "",
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file; without it, the default job")] = "",
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings that replace the file's")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that replace the file's")
     ] = None,
     gpu: GpuOption = "h100",
     gpus: Annotated[int, typer.Option(min=0, help="devices there are; 0: one for each rank, or all cores")] = 0,
