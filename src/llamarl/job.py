@@ -38,6 +38,7 @@ from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
 from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError
 from llamarl.executors.executor import Executor
+from llamarl.fits import check_memory
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.prompting import reply_tokens
 from llamarl.model.checkpoint import check_headers
@@ -197,6 +198,7 @@ class Job:
         if config.reward_model.path:
             check_reward_model(config)
         weight_transport(config, can_reach=lambda reader, writer: True)
+        self._notes += check_memory(config)
         check_board(config.observe)
         make_loss(config)
         prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)

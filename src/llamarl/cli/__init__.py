@@ -21,7 +21,8 @@ from llamarl.configfile import describe, load_config
 from llamarl.controller.ledger import Audit, audit, read_ledger
 from llamarl.controller.replay import replay
 from llamarl.engine.local.nursery import nursery_ahead
-from llamarl.errors import InputError, Interrupted, LlamaRLError
+from llamarl.engine.out_of_memory import is_out_of_memory
+from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
 from llamarl.observe.run_folder import CONFIG, EVENTS, LEDGER, dated_run_folder
 
 app = typer.Typer(
@@ -190,6 +191,11 @@ def main() -> None:
     except USAGE_ERROR as error:
         print(f"llamarl: {describe_usage_error(error)}", file=sys.stderr)
         sys.exit(InputError.exit_code)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(f"{type(error).__name__}: {error}"):
+            raise
+        print(f"llamarl: out of memory: {' '.join(str(error).split())[:300]}", file=sys.stderr)
+        sys.exit(JobFailed.exit_code)
     except typer.Abort:
         sys.exit(Interrupted.exit_code)
     sys.exit(code or 0)

@@ -134,8 +134,11 @@ def eval_command(
     chosen = choose_problems(make_task(config.task, config.seed), split, problems)
     settled = device_or_refuse(device)
 
+    from llamarl.fits import check_evaluation_memory
     from llamarl.generate.evaluate import describe_evaluation, dtype_on, evaluate
 
+    for note in check_evaluation_memory(config, settled, max(1, len(chosen)) * samples):
+        print(note, file=sys.stderr, flush=True)
     say_device(settled, str(dtype_on(config.generator.dtype, settled)).removeprefix("torch."))
 
     if temperature < 0:
