@@ -251,21 +251,50 @@ def never_close(records: list[ledger.Record]) -> list[ledger.Record]:
         (drop_trained, "2 neither trained nor dropped: 0, 1"),
         (train_twice, "2 counted more than once: 0, 1"),
         (never_issue, "1 never issued: 1"),
-        (never_close, "not closed"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_audit_of_a_run_that_does_not_add_up_is_not_clean(run_copy: Path, tamper: object, message: str) -> None:
     assert callable(tamper)
-    records = tamper(list(ledger.read_ledger(run_copy / LEDGER)))
-    shutil.rmtree(run_copy / LEDGER)
-    writer = SegmentWriter(run_copy / LEDGER)
-    for record in records:
-        writer.append(ledger.encode_record(record))
-    writer.close()
+    rewrite(run_copy, tamper(list(ledger.read_ledger(run_copy / LEDGER))))
     code, out, err = llamarl("audit", run_copy)
     assert (code, err) == (1, "")
     assert message in out
+    assert out.splitlines()[-1] == "NOT clean"
+
+
+def rewrite(run: Path, records: list[ledger.Record]) -> None:
+    shutil.rmtree(run / LEDGER)
+    writer = SegmentWriter(run / LEDGER)
+    for record in records:
+        writer.append(ledger.encode_record(record))
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("closed", "message"),
+    [
+        ([], "not closed: the job is running, or was killed"),
+        ([ledger.Closed("stopped on request after update 1")], "closed: stopped on request after update 1"),
+        ([ledger.Closed("stopped: trainer/0 died")], "closed: stopped: trainer/0 died"),
+    ],
+)
+def test_audit_of_a_run_that_was_stopped_says_how_to_go_on(
+    run_copy: Path, closed: list[ledger.Record], message: str
+) -> None:
+    records = never_close(drop_trained(list(ledger.read_ledger(run_copy / LEDGER))))
+    rewrite(run_copy, [*records, *closed])
+    code, out, err = llamarl("audit", run_copy)
+    assert (code, err) == (4, "")
+    assert message in out
+    assert "2 not trained yet: 0, 1" in out
+    assert out.splitlines()[-1].endswith(f"unfinished; go on with: llamarl train --run {run_copy} --resume")
+
+
+def test_audit_of_a_stopped_run_that_does_not_add_up_is_still_not_clean(run_copy: Path) -> None:
+    rewrite(run_copy, never_close(train_twice(list(ledger.read_ledger(run_copy / LEDGER)))))
+    code, out, _ = llamarl("audit", run_copy)
+    assert code == 1
     assert out.splitlines()[-1] == "NOT clean"
 
 

@@ -25,6 +25,8 @@ from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
 from llamarl.observe.run_folder import CONFIG, EVENTS, LEDGER, dated_run_folder
 
+_UNFINISHED = 4  # exit code of `audit`
+
 app = typer.Typer(
     name="llamarl",
     help="Asynchronous reinforcement learning for language models.",
@@ -123,13 +125,14 @@ def score_command(
 
 @app.command("audit")
 def audit_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]) -> None:
-    """Say whether every group was trained exactly once or dropped with a reason; reads only the ledger."""
+    """Say whether every group was trained exactly once or dropped with a reason; reads only the ledger. Exit code 0: yes; 1:
+    no; 4: so far, but the run is unfinished."""
     if not run.is_dir():
         raise InputError(f"{run}: no such run folder")
     found = audit(read_ledger(run / LEDGER))
-    print(_describe_audit(found))
+    print(_describe_audit(found, run))
     if not found.clean:
-        raise typer.Exit(1)
+        raise typer.Exit(_UNFINISHED if found.only_unfinished else 1)
 
 
 @app.command("replay")
@@ -163,14 +166,14 @@ app.command("worker")(worker_command)
 app.command("certs")(certs_command)
 
 
-def _describe_audit(found: Audit) -> str:
+def _describe_audit(found: Audit, run: Path) -> str:
     dropped = "".join(f"\n  {count} dropped: {reason}" for reason, count in found.dropped.items())
     lines = [
         f"{found.num_groups} groups, {found.updates} updates, {found.rewinds} rewinds",
         f"  {found.trained} trained exactly once{dropped}",
     ]
     for name, ordinals in (
-        ("neither trained nor dropped", found.unfinished),
+        ("not trained yet" if found.only_unfinished else "neither trained nor dropped", found.unfinished),
         ("counted more than once", found.counted_twice),
         ("never issued", found.never_issued),
     ):
@@ -178,6 +181,8 @@ def _describe_audit(found: Audit) -> str:
             shown = ", ".join(map(str, ordinals[:10])) + (" ..." if len(ordinals) > 10 else "")
             lines.append(f"  {len(ordinals)} {name}: {shown}")
     lines.append(f"closed: {found.closed}" if found.closed else "not closed: the job is running, or was killed")
+    if found.only_unfinished:
+        return "\n".join([*lines, f"clean so far, but unfinished; go on with: llamarl train --run {run} --resume"])
     return "\n".join([*lines, "clean" if found.clean else "NOT clean"])
 
 

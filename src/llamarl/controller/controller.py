@@ -257,7 +257,7 @@ class Controller:
         elif self.stopping:
             self._end(ev.Finish(stopped=True), closed=f"stopped on request after update {version}")
         elif self.newest == version and self.evaluation.all_done:
-            self._end(ev.Finish(), closed="finished")
+            self._end(ev.Finish(), closed=ledger.FINISHED)
 
     def _lacks_snapshot(self, version: int) -> bool:
         """One that has been begun is always finished; who is stopped will go on, and needs one."""

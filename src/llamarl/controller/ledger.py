@@ -71,7 +71,12 @@ class Rewound(LedgerRecord, frozen=True):
     executor: str
 
 
+FINISHED = "finished"
+
+
 class Closed(LedgerRecord, frozen=True):
+    """The last record of a job that ended by itself: FINISHED, or why it stopped before."""
+
     reason: str
 
 
@@ -129,6 +134,12 @@ class Audit(Struct, frozen=True):
     @property
     def clean(self) -> bool:
         return not (self.unfinished or self.counted_twice or self.never_issued) and bool(self.closed)
+
+    @property
+    def only_unfinished(self) -> bool:
+        """Stopped, killed or still running, with every group so far in order: it can be resumed."""
+        in_order = not (self.counted_twice or self.never_issued)
+        return in_order and not self.clean and self.closed != FINISHED
 
 
 def audit(records: Iterable[Record]) -> Audit:
