@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -9,12 +10,13 @@ from unittest.mock import patch
 
 import pytest
 from helpers.cli import llamarl
+from rich.console import Console
 
 from llamarl.cli.devices import describe_device, device_or_refuse
 from llamarl.config import Config
 from llamarl.errors import InputError
 from llamarl.job import Job
-from llamarl.observe.display import Quiet
+from llamarl.observe.display import Quiet, Snapshot, panel_of
 
 TINY = Config().model_folder
 SHORT = ["engine=inline", "schedule.updates=1", "schedule.groups_per_update=2", "generator.slots=16"]
@@ -98,3 +100,35 @@ def test_a_key_that_is_ignored_is_said_once(model: Path, tmp_path: Path) -> None
     ]
     _, _, err = llamarl("generate", model, "--prompt", "1+1=", "--max-new-tokens", "1")
     assert err.count("use_mrope") == 1
+
+
+@pytest.mark.parametrize(("scorer", "name"), [("numeric", "accuracy"), ("length", "mean reward")])
+def test_a_measure_has_its_right_name_everywhere(scorer: str, name: str, tmp_path: Path) -> None:
+    other = {"accuracy": "mean reward", "mean reward": "accuracy"}[name]
+    code, out, _ = llamarl("eval", "tiny", "arithmetic", f"reward.scorer={scorer}", "--problems", "4")
+    assert code == 0
+    assert out.startswith(name)
+    settings = [*SHORT, f"reward.scorer={scorer}", "evaluate.prompts=4", "generator.device=cpu"]
+    code, out, _ = llamarl("train", *settings, "--run", tmp_path / "run")
+    assert code == 0
+    assert f"held-out {name} of version 0: " in out
+    assert any(line.startswith(f"held-out {name} ") and "->" in line for line in out.splitlines())
+    assert other not in out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["score_name"] == name
+
+
+def test_the_live_view_names_what_is_measured() -> None:
+    snapshot = Snapshot(
+        update=1,
+        updates=2,
+        metrics={},
+        tokens_generated=0,
+        tokens_trained=0,
+        elapsed_s=1.0,
+        waiting={},
+        accuracy=0.5,
+        score_name="mean reward",
+    )
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(panel_of(snapshot))
+    assert "held-out mean reward" in console.export_text()

@@ -382,3 +382,22 @@ def test_deterministic_conversations_need_pages_for_all() -> None:
     load_config(None, settings)
     with pytest.raises(ConfigError, match=r"generator\.kv_pages: with 100 pages, timing decides"):
         load_config(None, [*settings, "generator.kv_pages=100"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ([], "accuracy"),
+        (["task=gsm8k"], "accuracy"),
+        (["reward.scorer=math"], "accuracy"),
+        (["task=code"], "accuracy"),
+        (["task=code", "reward.tests=share"], "mean reward"),
+        (["reward.scorer=length"], "mean reward"),
+        (["reward.scorer=format"], "mean reward"),
+        (["reward.scorer=mine.py:score"], "mean reward"),
+        (["reward.combine={math: 1, length: 0.1}"], "mean reward"),
+        (["reward_model.path=folder"], "mean reward"),
+    ],
+)
+def test_an_evaluation_is_an_accuracy_only_where_answers_are_right_or_wrong(settings: list[str], name: str) -> None:
+    assert load_config(None, settings).score_name == name

@@ -153,7 +153,7 @@ def eval_command(
             progress=_progress_on_stderr(),
             tell=tell,
         )
-    print(msgspec.json.encode(found).decode() if as_json else describe_evaluation(found))
+    print(msgspec.json.encode(found).decode() if as_json else describe_evaluation(found, config.score_name))
 
 
 @contextmanager

@@ -15,6 +15,9 @@ from llamarl.config.section import Section
 from llamarl.errors import ConfigError
 from llamarl.types import Sampling
 
+# Scorers that give an answer 1 or 0; any other (a format, a length, a judge, one's own) has rewards that are no accuracy.
+RIGHT_OR_WRONG = frozenset(["auto", "exact", "numeric", "choice", "regex", "math", "code"])
+
 
 class Config(Section, frozen=True):
     seed: Annotated[int, Meta(ge=0, le=2**62, description="of prompts, sampling and everything else")] = 0
@@ -63,6 +66,14 @@ class Config(Section, frozen=True):
     @property
     def greedy_sampling(self) -> Sampling:
         return Sampling(samples=1, max_new_tokens=self.generator.max_new_tokens, temperature=0.0)
+
+    @property
+    def score_name(self) -> str:
+        """What the mean over an evaluation's answers is: an accuracy only where each is right or wrong."""
+        scorer, graded = self.reward.scorer, bool(self.reward.combine or self.reward_model.path)
+        programs = scorer == "code" or (scorer == "auto" and self.task.kind == "code")
+        graded = graded or (programs and self.reward.tests == "share")
+        return "accuracy" if scorer in RIGHT_OR_WRONG and not graded else "mean reward"
 
     @property
     def num_parked(self) -> int:

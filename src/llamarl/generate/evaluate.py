@@ -224,15 +224,17 @@ def dtype_on(setting: str, device: str) -> torch.dtype:
     return dtype
 
 
-def describe_evaluation(found: Evaluation) -> str:
+def describe_evaluation(found: Evaluation, score_name: str = "accuracy") -> str:
+    width = max(10, len(score_name))
+
     def line(name: str, value: float, interval: Interval) -> str:
-        return f"{name:<10} {value:.3f}   95% interval {interval[0]:.3f} to {interval[1]:.3f}"
+        return f"{name:<{width}} {value:.3f}   95% interval {interval[0]:.3f} to {interval[1]:.3f}"
 
     def count(number: int, what: str) -> str:
         return f"{number} {what}{'s' if number != 1 else ''}"
 
     asked = f"{count(found.problems, 'problem')}, {count(found.samples, 'answer')} each"
-    lines = [line("accuracy", found.accuracy, found.interval)]
+    lines = [line(score_name, found.accuracy, found.interval)]
     lines += [line(f"pass@{one.k}", one.value, one.interval) for one in found.pass_at]
     lines.append(f"{asked}; {found.truncated} cut off at the token limit; {found.failed} could not be judged")
     if found.too_long:
