@@ -196,4 +196,4 @@ def shape_named(name: str) -> ModelShape:
     except KeyError:
         near = difflib.get_close_matches(name, SHAPES, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise InputError(f"no model shape is named '{name}'{hint} Known: {', '.join(SHAPES)}") from None
+        raise InputError(f"--model: no model shape is named '{name}'{hint}; known: {', '.join(SHAPES)}") from None
