@@ -125,9 +125,15 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if str(path) in _known_keys() or str(path) in _hints(Config):
+            raise ConfigError(
+                f"{COMMAND_LINE}: {path}: a setting is written with its value, such as {path}=..."
+            ) from None
         raise ConfigError(f"{path}: no such file; `llamarl config > job.yaml` writes one to start from") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: cannot be read: it is no UTF-8 text") from None
     raw = _parse_yaml(text, str(path))
     if raw is None:
         return {}
@@ -195,18 +201,23 @@ def _as_section(key: str, value: Any, section: type[Section]) -> dict[str, Any]:
     return {_SHORTHAND_KEY: value}
 
 
+def setting_named(name: str) -> str:
+    """The key of this name, the only one that ends in it, or the one that another library calls so; else nothing."""
+    ending = [key for key in _known_keys() if name in (key, key.rpartition(".")[2])]
+    return ending[0] if len(ending) == 1 else OTHER_NAMES.get(name.rpartition(".")[2].lower(), "")
+
+
 def _nearest(key: str) -> str:
-    """What was meant: the name that another library has for it, the same name in another section, a near spelling."""
+    """What was meant: the same name in another section or library, a near spelling beside it, a near spelling anywhere."""
     section, _, name = key.rpartition(".")
-    known = _known_keys()
-    elsewhere = [full for full in known if full.rpartition(".")[2] == name]
-    siblings = {full.rpartition(".")[2]: full for full in known if full.rpartition(".")[0] == section}
-    found = [OTHER_NAMES[name.lower()]] if name.lower() in OTHER_NAMES else []
-    found += elsewhere if len(elsewhere) == 1 else []
-    found += [siblings[near] for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)]
-    if not found:
-        found = difflib.get_close_matches(key, [*known, *_hints(Config)], n=1)
-    named = " or ".join(f"'{near}'" for near in dict.fromkeys(found[:2]))
+    siblings = {full.rpartition(".")[2]: full for full in _known_keys() if full.rpartition(".")[0] == section}
+    found = [
+        setting_named(name),
+        *(siblings[near] for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)),
+    ]
+    if not any(found):
+        found = difflib.get_close_matches(key, [*_known_keys(), *_hints(Config)], n=1)
+    named = " or ".join(f"'{near}'" for near in dict.fromkeys(filter(None, found)))
     return f"; did you mean {named}?" if named else "; `llamarl config` lists all keys"
 
 
@@ -219,13 +230,15 @@ def _explain(message: str, raw: Mapping[str, Any]) -> str:
     reason = reason.replace("`", "")
     if reason.startswith("Invalid enum value"):
         reason = f"expected {' | '.join(_choices(key))}"
+    elif "matching regex" in reason and key in _meanings():
+        reason = f"expected {_meanings()[key]}"
     value: Any = raw
     for name in re.findall(r"[^.\[\]]+", key):
         if isinstance(value, Mapping):
             value = value.get(name)
         elif isinstance(value, list) and name.isdigit():
             value = value[int(name)]
-    given = f" (given: {reprlib.repr(value)})" if not isinstance(value, Mapping) else ""
+    given = f" (given: {reprlib.repr(value)})" if value is not None and not isinstance(value, Mapping) else ""
     return f"{key}: {reason[:1].lower()}{reason[1:]}{given}"
 
 
@@ -238,8 +251,12 @@ def _choices(key: str) -> tuple[str, ...]:
 
 
 @functools.cache
+def _meanings() -> dict[str, str]:
+    return {key: meaning for key, _, meaning in describe()}
+
+
 def _known_keys() -> tuple[str, ...]:
-    return tuple(key for key, _, _ in describe())
+    return tuple(_meanings())
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from helpers.cli import llamarl
 
+from llamarl import __version__
 from llamarl.config import Config
 from llamarl.configfile import load_config, parse_config
 from llamarl.controller import ledger
@@ -312,3 +313,38 @@ def test_audit_of_what_cannot_be_read_exits_with_2(run_copy: Path, tmp_path: Pat
         assert (code, out) == (2, "")
         assert message in err
         assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "trainer.lr", "1e-4"], "command line: trainer.lr: a setting is written with its value"),
+        (["train", "--trainer.lr=1e-4"], "settings are written without dashes, such as trainer.lr=..."),
+        (["train", "--lr", "1e-4"], "settings are written without dashes, such as trainer.lr=..."),
+        (["train", "--learning-rate", "1e-4"], "settings are written without dashes, such as trainer.lr=..."),
+        (["train", "trainer.lr="], "trainer.lr: expected float, got null\n"),
+        (["train", "generator.device=gpu"], "generator.device: expected auto, cpu, cuda or cuda:N (given: 'gpu')"),
+        (["train", "."], ".: cannot be read: Is a directory"),
+        (["eval", "tiny", "arithmetic", "--device", "gpu"], "--device gpu: expected auto, cpu, cuda or cuda:N"),
+        (["eval", "tiny", "arithmetic", "--answers", "/nowhere/x"], "--answers /nowhere/x: cannot be made"),
+        (["eval", "tiny", "arithmetic", "generator.max_new_tokens=999"], "has 256 positions"),
+        (["generate", "tiny", "--prompt", ""], "--prompt: is empty"),
+        (["generate", "tiny", "--prompt", "hi", "--max-new-tokens", "999"], "exceed the model's 256 positions"),
+        (["generate", "tiny", "--prompt", "hi", "--chat"], "no chat template"),
+        (
+            ["plan", "--model", "llama-3.1-8b", "--gpus", "8", "--precision", "fp4"],
+            "--precision fp4: h100 has fp32, bf16",
+        ),
+        (["plan", "--model", "llama-9", "--gpus", "8"], "no model shape is named 'llama-9'"),
+        (["audit", "."], ".: holds no run: no ledger there"),
+    ],
+)
+def test_a_plausible_mistake_is_one_line(args: list[str], message: str) -> None:
+    code, out, err = llamarl(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith("llamarl: ") and err.count("\n") == 1, err
+    assert message in err
+
+
+def test_the_version_is_printed() -> None:
+    assert llamarl("--version") == (0, f"llamarl {__version__}\n", "")

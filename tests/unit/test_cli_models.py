@@ -50,7 +50,7 @@ def test_auto_is_a_gpu_where_there_is_one() -> None:
         assert device_or_refuse("auto") == "cuda"
     with patch("torch.cuda.is_available", return_value=False):
         assert device_or_refuse("auto") == "cpu"
-    with pytest.raises(InputError, match="--device abacus: cannot be used here"):
+    with pytest.raises(InputError, match="--device abacus: expected auto, cpu, cuda or cuda:N"):
         device_or_refuse("abacus")
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from llamarl import __version__
 from llamarl.cli.bench import bench
 from llamarl.cli.cluster import certs_command, worker_command
 from llamarl.cli.models import eval_command, generate_command, import_gguf_command, task_config
@@ -24,6 +25,7 @@ from llamarl.engine.local.nursery import nursery_ahead
 from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
 from llamarl.observe.run_folder import CONFIG, EVENTS, LEDGER, dated_run_folder
+from llamarl.segments import segment_files
 
 _UNFINISHED = 4  # exit code of `audit`
 
@@ -37,6 +39,21 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"llamarl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def llamarl(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Asynchronous reinforcement learning for language models."""
 
 
 @app.command()
@@ -129,6 +146,8 @@ def audit_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a run
     no; 4: so far, but the run is unfinished."""
     if not run.is_dir():
         raise InputError(f"{run}: no such run folder")
+    if not segment_files(run / LEDGER):
+        raise InputError(f"{run}: holds no run: no ledger there")
     found = audit(read_ledger(run / LEDGER))
     print(_describe_audit(found, run))
     if not found.clean:

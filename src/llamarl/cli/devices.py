@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,8 @@ def device_or_refuse(device: str) -> str:
     """The device by its own name: what `auto` means here, or what was asked for, if it can be used."""
     import torch
 
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise InputError(f"--device {device}: expected auto, cpu, cuda or cuda:N")
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -68,7 +68,6 @@ def generate_command(
     _say_ignored_keys(folder)
     settled = device_or_refuse(device)
     precision = dtype_on(dtype.value, settled)
-    say_device(settled, str(precision).removeprefix("torch."))
 
     sampling = Sampling(
         samples=samples,
@@ -86,6 +85,7 @@ def generate_command(
         seed=seed,
         dtype=precision,
         device=settled,
+        starting=lambda: say_device(settled, str(precision).removeprefix("torch.")),
     )
     for number, text in enumerate(texts, start=1):
         if samples > 1:
@@ -139,7 +139,7 @@ def eval_command(
 
     for note in check_evaluation_memory(config, settled, max(1, len(chosen)) * samples):
         print(note, file=sys.stderr, flush=True)
-    say_device(settled, str(dtype_on(config.generator.dtype, settled)).removeprefix("torch."))
+    precision = str(dtype_on(config.generator.dtype, settled)).removeprefix("torch.")
 
     if temperature < 0:
         temperature = 0.0 if samples == 1 else config.generator.temperature
@@ -152,6 +152,7 @@ def eval_command(
             device=settled,
             progress=_progress_on_stderr(),
             tell=tell,
+            starting=lambda: say_device(settled, precision),
         )
     print(msgspec.json.encode(found).decode() if as_json else describe_evaluation(found, config.score_name))
 

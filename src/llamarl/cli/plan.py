@@ -62,6 +62,8 @@ def plan_command(
     from llamarl.simulate.rehearse import rehearse
 
     settled = gpu_named(gpu)
+    if unknown := [name for name in precision or [] if name not in settled.precisions]:
+        raise InputError(f"--precision {unknown[0]}: {settled.name} has {', '.join(settled.precisions)}")
     question = Question(
         shape=shape_named(model),
         gpu=settled,

@@ -174,22 +174,24 @@ def evaluate(
     device: str,
     progress: Progress,
     tell: Tell = lambda answer: None,
+    starting: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """`tell` is given every answer as soon as it is judged."""
+    """`tell` is given every answer as soon as it is judged; `starting` is called when nothing was found to be wrong."""
     folder, settings = config.model_folder, config.generator
-    check_headers(folder)
+    shape = check_headers(folder)
     tokenizer = Tokenizer.load(folder)
     if not tokenizer.eos_ids:
         raise ModelError(f"{folder}: names no end token")
-    judge = Judge.of(config, own_scorers(config.task))
-    judge.prepare()
-    model = load_model(folder, dtype=dtype_on(settings.dtype, device), device=device)
     length = settings.max_prompt_tokens + settings.max_new_tokens
-    if length > model.shape.max_positions:
+    if length > shape.max_positions:
         raise InputError(
             f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
-            f"but {folder} has {model.shape.max_positions} positions"
+            f"but {folder} has {shape.max_positions} positions"
         )
+    judge = Judge.of(config, own_scorers(config.task))
+    judge.prepare()
+    starting()
+    model = load_model(folder, dtype=dtype_on(settings.dtype, device), device=device)
     sampling = Sampling(
         samples=samples,
         max_new_tokens=settings.max_new_tokens,
