@@ -197,7 +197,8 @@ def _as_section(key: str, value: Any, section: type[Section]) -> dict[str, Any]:
     if value is None:
         return {}
     if _SHORTHAND_KEY not in _hints(section):
-        raise ConfigError(f"{key}: is a section with keys of its own, got {_name(value)}")
+        first = f"{key}.{next(iter(_hints(section)))}"
+        raise ConfigError(f"{key}: is a section with keys of its own, got {_name(value)}; write {first} and so on")
     return {_SHORTHAND_KEY: value}
 
 
@@ -230,8 +231,10 @@ def _explain(message: str, raw: Mapping[str, Any]) -> str:
     reason = reason.replace("`", "")
     if reason.startswith("Invalid enum value"):
         reason = f"expected {' | '.join(_choices(key))}"
-    elif "matching regex" in reason and key in _meanings():
-        reason = f"expected {_meanings()[key]}"
+    elif "matching regex" in reason:
+        reason = f"expected {_meanings().get(key.partition('[')[0], reason)}"
+    if reason == "Expected str, got object":
+        reason += "; put text with braces in quotes"
     value: Any = raw
     for name in re.findall(r"[^.\[\]]+", key):
         if isinstance(value, Mapping):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from llamarl.algo.trial import try_loss
 from llamarl.build import (
     BUILDERS,
     Builder,
@@ -39,6 +40,7 @@ from llamarl.engine.store import GroupStore
 from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError
 from llamarl.executors.executor import Executor
 from llamarl.fits import check_memory
+from llamarl.generate.decoder import Limits
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.prompting import reply_tokens
 from llamarl.model.checkpoint import check_headers
@@ -50,6 +52,7 @@ from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, RunFolder, dated_run_f
 from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
+from llamarl.plugins import is_reference
 from llamarl.resume import recover, refuse_ended, refuse_other_meaning
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import make_task, own_scorers
@@ -200,7 +203,9 @@ class Job:
         weight_transport(config, can_reach=lambda reader, writer: True)
         self._notes += check_memory(config)
         check_board(config.observe)
-        make_loss(config)
+        loss = make_loss(config)
+        if is_reference(config.algo.loss):
+            try_loss(loss, config.algo)
         prompts = Prompts(make_task(config.task, config.seed), tokenizer, config)
         _try_scorer(config, prompts.group(0).problem)
         _try_tool(config, tokenizer, prompts.group(0).problem)
@@ -222,6 +227,8 @@ class Job:
                 f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
                 f"but {config.model.path} has {shape.max_positions} positions"
             )
+        limits = Limits.of(config)
+        limits.check_pages(limits.num_pages or limits.enough_pages)
         TensorRank(0, config.generator.tensor).check(shape)
         tokenizer = Tokenizer.load(folder)
         if tokenizer.vocab_size > shape.vocab_size:

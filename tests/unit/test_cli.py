@@ -325,6 +325,16 @@ def test_audit_of_what_cannot_be_read_exits_with_2(run_copy: Path, tmp_path: Pat
         (["train", "trainer.lr="], "trainer.lr: expected float, got null\n"),
         (["train", "generator.device=gpu"], "generator.device: expected auto, cpu, cuda or cuda:N (given: 'gpu')"),
         (["train", "."], ".: cannot be read: Is a directory"),
+        (
+            ["train", "task.path=mine.jsonl"],
+            "task.path: arithmetic makes its own problems; to read a file, set the kind",
+        ),
+        (["train", "model=tiny"], "model: is a section with keys of its own, got 'tiny'; write model.path and so on"),
+        (["train", "generator.kv_pages=1"], "generator.kv_pages: 1 pages of 16 tokens cannot hold one sequence"),
+        (
+            ["train", "engine=monarch", "engine.hosts=[a]"],
+            "engine.hosts[0]: expected monarch: HOST:PORT of each worker",
+        ),
         (["eval", "tiny", "arithmetic", "--device", "gpu"], "--device gpu: expected auto, cpu, cuda or cuda:N"),
         (["eval", "tiny", "arithmetic", "--answers", "/nowhere/x"], "--answers /nowhere/x: cannot be made"),
         (["eval", "tiny", "arithmetic", "generator.max_new_tokens=999"], "has 256 positions"),

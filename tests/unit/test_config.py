@@ -156,6 +156,7 @@ def test_settings_that_do_not_go_together_are_blamed_on_whoever_made_them_so(job
         ("trainer: {betas: [0.9, x]}", "trainer.betas[1]: expected float, got str (given: 'x')"),
         ("model: {path: 5}", "model.path: expected str, got int (given: 5)"),
         ("model: {path: 2020-01-01}", "model.path: expected str, got date"),
+        ("task: {template: {question}}", "task.template: expected str, got object; put text with braces in quotes"),
         ("trainer: 5", "trainer: is a section with keys of its own, got 5"),
         ("algo: {zero_variance: maybe}", "algo.zero_variance: expected keep | skip (given: 'maybe')"),
         ("algo: {zero_variance: ' - at `$.x`'}", "algo.zero_variance: expected keep | skip"),

@@ -80,6 +80,13 @@ class Limits:
         """Of the cache, to hold one sequence."""
         return pages_for(self.length - 1, self.page_tokens) + 1
 
+    def check_pages(self, num_pages: int) -> None:
+        if num_pages < self.least_pages:
+            raise ConfigError(
+                f"generator.kv_pages: {num_pages} pages of {self.page_tokens} tokens cannot hold one sequence of "
+                f"{self.length} tokens; {self.least_pages} can"
+            )
+
     @property
     def enough_pages(self) -> int:
         """Of the cache, so that nobody ever waits for one."""
@@ -391,9 +398,5 @@ def choose_num_pages(limits: Limits, model: Transformer, cache_dtype: torch.dtyp
         free_bytes, _ = torch.cuda.mem_get_info(weight.device)
         each = page_bytes(model.shape, limits.page_tokens, cache_dtype, tensor_ranks)
         num_pages = min(limits.enough_pages, int(free_bytes * _MEMORY_SHARE) // each)
-    if num_pages < limits.least_pages:
-        raise ConfigError(
-            f"generator.kv_pages: {num_pages} pages of {limits.page_tokens} tokens cannot hold one sequence of "
-            f"{limits.length} tokens; {limits.least_pages} can"
-        )
+    limits.check_pages(num_pages)
     return num_pages
