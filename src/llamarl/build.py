@@ -29,7 +29,7 @@ from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.layout.model import SCALE
 from llamarl.messages import ReaderStuck, Report
-from llamarl.model.checkpoint import load_model
+from llamarl.model.checkpoint import check_headers, load_model
 from llamarl.model.classifier import load_classifier, open_classifier
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
@@ -299,7 +299,7 @@ def check_training(config: Config) -> None:
     _check_ranks("trainer", config.trainer, shape)
     if config.algo.reference_kl > 0:
         try:
-            reference = read_shape(config.reference_folder)
+            reference = check_headers(config.reference_folder)
         except ModelError as error:
             raise ModelError(f"reference.model: {error}") from None
         if reference.vocab_size != shape.vocab_size:

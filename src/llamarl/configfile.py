@@ -17,6 +17,7 @@ import yaml
 from msgspec import Meta
 
 from llamarl.config import Config, Section
+from llamarl.config.other_names import OTHER_NAMES
 from llamarl.errors import ConfigError
 
 # A section written as one plain word sets its kind: `engine: inline` is `engine: {kind: inline}`.
@@ -58,23 +59,41 @@ for _tag, _pattern in _NUMBERS.items():
     _Dumper.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 
 
+COMMAND_LINE = "command line"
+
+
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The settings of a job: defaults, then the file, then the overrides."""
-    raw = read_settings(path) if path else {}
+    written = read_settings(path) if path else {}
+    raw = dict(written)
     for override in overrides:
         _apply_override(raw, override)
-    return parse_config(raw, source=str(path) if path else "")
+    try:
+        return parse_config(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{_to_blame(error, path, written, overrides)}{error}") from None
 
 
-def parse_config(raw: Mapping[str, Any], source: str = "") -> Config:
-    where = f"{source}: " if source else ""
+def _to_blame(error: ConfigError, path: Path | None, written: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """Where the mistake was made: on the command line if it is about a key that is set there, or if the file alone is right;
+    else in the file."""
+    wrong = str(error).partition(":")[0]
+    for key in (override.partition("=")[0] for override in overrides):
+        if wrong == key or wrong.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{wrong}."):
+            return f"{COMMAND_LINE}: "
+    try:
+        parse_config(written)
+    except ConfigError as alone:
+        return f"{path}: " if str(alone) == str(error) else f"{COMMAND_LINE}: "
+    return f"{COMMAND_LINE}: "
+
+
+def parse_config(raw: Mapping[str, Any]) -> Config:
     try:
         checked = _check(dict(raw), Config, prefix="")
         return msgspec.convert(checked, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(where + _explain(str(error), raw)) from None
-    except ConfigError as error:
-        raise ConfigError(where + str(error)) from None
+        raise ConfigError(_explain(str(error), raw)) from None
 
 
 def check_config(config: Config) -> Config:
@@ -114,9 +133,15 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if str(path) in _known_keys() or str(path) in _hints(Config):
+            raise ConfigError(
+                f"{COMMAND_LINE}: {path}: a setting is written with its value, such as {path}=..."
+            ) from None
         raise ConfigError(f"{path}: no such file; `llamarl config > job.yaml` writes one to start from") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: cannot be read: it is no UTF-8 text") from None
     raw = _parse_yaml(text, str(path))
     if raw is None:
         return {}
@@ -141,7 +166,7 @@ def _parse_yaml(text: str, source: str) -> Any:
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"'{override}': overrides are written key=value, such as trainer.lr=1e-4")
+        raise ConfigError(f"{COMMAND_LINE}: '{override}': overrides are written key=value, such as trainer.lr=1e-4")
     *sections, last = key.split(".")
     node = raw
     for name in sections:
@@ -149,7 +174,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         if child is not None and not isinstance(child, dict):
             child = {_SHORTHAND_KEY: child}
         node[name] = node = dict(child or {})
-    value = _parse_yaml(text, f"'{override[:60]}'")
+    value = _parse_yaml(text, f"{COMMAND_LINE}: '{override[:60]}'")
     replaced = node.get(last)
     if isinstance(replaced, dict) and not isinstance(value, dict):
         value = {**replaced, _SHORTHAND_KEY: value}  # `engine=inline` keeps the section's other keys
@@ -180,15 +205,29 @@ def _as_section(key: str, value: Any, section: type[Section]) -> dict[str, Any]:
     if value is None:
         return {}
     if _SHORTHAND_KEY not in _hints(section):
-        raise ConfigError(f"{key}: is a section with keys of its own, got {_name(value)}")
+        first = f"{key}.{next(iter(_hints(section)))}"
+        raise ConfigError(f"{key}: is a section with keys of its own, got {_name(value)}; write {first} and so on")
     return {_SHORTHAND_KEY: value}
 
 
+def setting_named(name: str) -> str:
+    """The key of this name, the only one that ends in it, or the one that another library calls so; else nothing."""
+    ending = [key for key in _known_keys() if name in (key, key.rpartition(".")[2])]
+    return ending[0] if len(ending) == 1 else OTHER_NAMES.get(name.rpartition(".")[2].lower(), "")
+
+
 def _nearest(key: str) -> str:
-    known = _known_keys()
-    elsewhere = [full for full in known if full.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = elsewhere if len(elsewhere) == 1 else difflib.get_close_matches(key, [*known, *_hints(Config)], n=1)
-    return f"; did you mean '{near[0]}'?" if near else "; `llamarl config` lists all keys"
+    """What was meant: the same name in another section or library, a near spelling beside it, a near spelling anywhere."""
+    section, _, name = key.rpartition(".")
+    siblings = {full.rpartition(".")[2]: full for full in _known_keys() if full.rpartition(".")[0] == section}
+    found = [
+        setting_named(name),
+        *(siblings[near] for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)),
+    ]
+    if not any(found):
+        found = difflib.get_close_matches(key, [*_known_keys(), *_hints(Config)], n=1)
+    named = " or ".join(f"'{near}'" for near in dict.fromkeys(filter(None, found)))
+    return f"; did you mean {named}?" if named else "; `llamarl config` lists all keys"
 
 
 def _explain(message: str, raw: Mapping[str, Any]) -> str:
@@ -200,13 +239,17 @@ def _explain(message: str, raw: Mapping[str, Any]) -> str:
     reason = reason.replace("`", "")
     if reason.startswith("Invalid enum value"):
         reason = f"expected {' | '.join(_choices(key))}"
+    elif "matching regex" in reason:
+        reason = f"expected {_meanings().get(key.partition('[')[0], reason)}"
+    if reason == "Expected str, got object":
+        reason += "; put text with braces in quotes"
     value: Any = raw
     for name in re.findall(r"[^.\[\]]+", key):
         if isinstance(value, Mapping):
             value = value.get(name)
         elif isinstance(value, list) and name.isdigit():
             value = value[int(name)]
-    given = f" (given: {reprlib.repr(value)})" if not isinstance(value, Mapping) else ""
+    given = f" (given: {reprlib.repr(value)})" if value is not None and not isinstance(value, Mapping) else ""
     return f"{key}: {reason[:1].lower()}{reason[1:]}{given}"
 
 
@@ -219,8 +262,12 @@ def _choices(key: str) -> tuple[str, ...]:
 
 
 @functools.cache
+def _meanings() -> dict[str, str]:
+    return {key: meaning for key, _, meaning in describe()}
+
+
 def _known_keys() -> tuple[str, ...]:
-    return tuple(key for key, _, _ in describe())
+    return tuple(_meanings())
 
 
 @functools.cache

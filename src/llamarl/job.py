@@ -42,9 +42,12 @@ from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.store import GroupStore
 from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError, OwnCodeFailed
 from llamarl.executors.executor import Executor
+from llamarl.fits import check_memory
+from llamarl.generate.decoder import Limits
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.prompting import reply_tokens
-from llamarl.model.hf_config import read_shape
+from llamarl.model.checkpoint import check_headers
+from llamarl.model.hf_config import describe_ignored_keys
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
 from llamarl.observe.advice import advice_before
@@ -268,6 +271,7 @@ class Job:
         if config.reward_model.path:
             check_reward_model(config)
         weight_transport(config, can_reach=lambda reader, writer: True)
+        self._notes += check_memory(config)
         check_board(config.observe)
         check_loss(config)
         prompts = self._prepare_prompts(tokenizer)
@@ -294,13 +298,16 @@ class Job:
 
     def _check_model(self) -> Tokenizer:
         config, folder = self.config, self.config.model_folder
-        shape = read_shape(folder)
+        shape = check_headers(folder)
+        self._notes += filter(None, [describe_ignored_keys(folder)])
         length = config.generator.max_prompt_tokens + config.generator.max_new_tokens
         if length > shape.max_positions:
             raise ConfigError(
                 f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
                 f"but {config.model.path} has {shape.max_positions} positions"
             )
+        limits = Limits.of(config)
+        limits.check_pages(limits.num_pages or limits.enough_pages)
         TensorRank(0, config.generator.tensor).check(shape)
         tokenizer = Tokenizer.load(folder)
         if tokenizer.vocab_size > shape.vocab_size:

@@ -195,5 +195,5 @@ def shape_named(name: str) -> ModelShape:
         return SHAPES[name]
     except KeyError:
         near = difflib.get_close_matches(name, SHAPES, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise InputError(f"no model shape is named '{name}'{hint} Known: {', '.join(SHAPES)}") from None
+        hint = f"; did you mean '{near[0]}'? Known" if near else "; known"
+        raise InputError(f"--model: no model shape is named '{name}'{hint}: {', '.join(SHAPES)}") from None

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from helpers.cli import llamarl
 
+from llamarl import __version__
 from llamarl.config import Config
 from llamarl.configfile import load_config, parse_config
 from llamarl.controller import ledger
@@ -80,6 +81,8 @@ def test_a_model_folder_that_lacks_a_file_is_told_in_one_line(tmp_path: Path) ->
     folder.mkdir()
     assert f"{folder}: no config.json" in mistake(tmp_path, f"model.path={folder}")
     shutil.copy(TINY / "config.json", folder)
+    assert f"{folder}: no weights" in mistake(tmp_path, f"model.path={folder}")
+    shutil.copy(TINY / "model.safetensors", folder)
     assert f"{folder}: no tokenizer.json" in mistake(tmp_path, f"model.path={folder}")
 
 
@@ -132,8 +135,50 @@ def test_a_run_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path, be
 def test_the_installed_command_tells_a_mistake_without_a_traceback(tmp_path: Path) -> None:
     done = python("-m", "llamarl.cli", "train", "trainer.lr=fast", "--run", tmp_path / "run")
     assert done.returncode == 2
-    assert done.stderr == "llamarl: trainer.lr: expected float, got str (given: 'fast')\n"
+    assert done.stderr == "llamarl: command line: trainer.lr: expected float, got str (given: 'fast')\n"
     assert done.stdout == ""
+
+
+def test_the_package_runs_as_a_program(tmp_path: Path) -> None:
+    done = python("-m", "llamarl", "train", "trainer.lr=fast", "--run", tmp_path / "run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("llamarl: command line: trainer.lr: ")
+    assert python("-m", "llamarl", "-h").stdout.startswith("Usage: llamarl [OPTIONS] COMMAND")
+
+
+def test_an_unknown_command_or_option_is_one_line_that_names_what_was_meant() -> None:
+    for args, message in [
+        (["trian"], "No such command 'trian'. Did you mean 'train'? See `llamarl --help`"),
+        (["train", "--rum", "x"], "--run"),
+        (["generate", "tiny"], "Missing option '--prompt'; see `llamarl generate --help`"),
+        (["generate", "tiny", "--prompt", "x", "--samples", "0"], "Invalid value for '--samples'"),
+        (["eval"], "Missing argument"),
+        (["bench", "tarin"], "See `llamarl bench --help`"),
+    ]:
+        code, out, err = llamarl(*args)
+        assert (code, out) == (2, ""), args
+        assert err.startswith("llamarl: ") and err.count("\n") == 1, err
+        assert message in err
+
+
+def test_without_a_command_the_help_is_printed() -> None:
+    assert llamarl() == llamarl("--help")
+    assert llamarl().code == 0
+
+
+@pytest.mark.parametrize("group", [[], ["bench"]])
+def test_help_says_whole_sentences_at_80_columns(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = llamarl(*group, "-h")
+    assert code == 0
+    assert out == llamarl(*group, "--help").out
+    assert "..." not in out.partition("Commands:")[2]
+    assert max(map(len, out.splitlines())) <= 80
+    for line in out.partition("Commands:\n")[2].splitlines():
+        if line[2] != " ":  # a command, not the rest of a sentence
+            help_of_one = llamarl(*group, line.split()[0], "-h").out
+            assert max(map(len, help_of_one.splitlines())) <= 80
+            assert "[[" not in help_of_one
 
 
 @pytest.mark.parametrize(
@@ -207,21 +252,50 @@ def never_close(records: list[ledger.Record]) -> list[ledger.Record]:
         (drop_trained, "2 neither trained nor dropped: 0, 1"),
         (train_twice, "2 counted more than once: 0, 1"),
         (never_issue, "1 never issued: 1"),
-        (never_close, "not closed"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_audit_of_a_run_that_does_not_add_up_is_not_clean(run_copy: Path, tamper: object, message: str) -> None:
     assert callable(tamper)
-    records = tamper(list(ledger.read_ledger(run_copy / LEDGER)))
-    shutil.rmtree(run_copy / LEDGER)
-    writer = SegmentWriter(run_copy / LEDGER)
-    for record in records:
-        writer.append(ledger.encode_record(record))
-    writer.close()
+    rewrite(run_copy, tamper(list(ledger.read_ledger(run_copy / LEDGER))))
     code, out, err = llamarl("audit", run_copy)
     assert (code, err) == (1, "")
     assert message in out
+    assert out.splitlines()[-1] == "NOT clean"
+
+
+def rewrite(run: Path, records: list[ledger.Record]) -> None:
+    shutil.rmtree(run / LEDGER)
+    writer = SegmentWriter(run / LEDGER)
+    for record in records:
+        writer.append(ledger.encode_record(record))
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("closed", "message"),
+    [
+        ([], "not closed: the job is running, or was killed"),
+        ([ledger.Closed("stopped on request after update 1")], "closed: stopped on request after update 1"),
+        ([ledger.Closed("stopped: trainer/0 died")], "closed: stopped: trainer/0 died"),
+    ],
+)
+def test_audit_of_a_run_that_was_stopped_says_how_to_go_on(
+    run_copy: Path, closed: list[ledger.Record], message: str
+) -> None:
+    records = never_close(drop_trained(list(ledger.read_ledger(run_copy / LEDGER))))
+    rewrite(run_copy, [*records, *closed])
+    code, out, err = llamarl("audit", run_copy)
+    assert (code, err) == (4, "")
+    assert message in out
+    assert "2 not trained yet: 0, 1" in out
+    assert out.splitlines()[-1].endswith(f"unfinished; go on with: llamarl train --run {run_copy} --resume")
+
+
+def test_audit_of_a_stopped_run_that_does_not_add_up_is_still_not_clean(run_copy: Path) -> None:
+    rewrite(run_copy, never_close(train_twice(list(ledger.read_ledger(run_copy / LEDGER)))))
+    code, out, _ = llamarl("audit", run_copy)
+    assert code == 1
     assert out.splitlines()[-1] == "NOT clean"
 
 
@@ -239,3 +313,48 @@ def test_audit_of_what_cannot_be_read_exits_with_2(run_copy: Path, tmp_path: Pat
         assert (code, out) == (2, "")
         assert message in err
         assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "trainer.lr", "1e-4"], "command line: trainer.lr: a setting is written with its value"),
+        (["train", "--trainer.lr=1e-4"], "settings are written without dashes, such as trainer.lr=..."),
+        (["train", "--lr", "1e-4"], "settings are written without dashes, such as trainer.lr=..."),
+        (["train", "--learning-rate", "1e-4"], "settings are written without dashes, such as trainer.lr=..."),
+        (["train", "trainer.lr="], "trainer.lr: expected float, got null\n"),
+        (["train", "generator.device=gpu"], "generator.device: expected auto, cpu, cuda or cuda:N (given: 'gpu')"),
+        (["train", "."], ".: cannot be read: Is a directory"),
+        (
+            ["train", "task.path=mine.jsonl"],
+            "task.path: arithmetic makes its own problems; to read a file, set the kind",
+        ),
+        (["train", "model=tiny"], "model: is a section with keys of its own, got 'tiny'; write model.path and so on"),
+        (["train", "generator.kv_pages=1"], "generator.kv_pages: 1 pages of 16 tokens cannot hold one sequence"),
+        (
+            ["train", "engine=monarch", "engine.hosts=[a]"],
+            "engine.hosts[0]: expected monarch: HOST:PORT of each worker",
+        ),
+        (["eval", "tiny", "arithmetic", "--device", "gpu"], "--device gpu: expected auto, cpu, cuda or cuda:N"),
+        (["eval", "tiny", "arithmetic", "--answers", "/nowhere/x"], "--answers /nowhere/x: cannot be made"),
+        (["eval", "tiny", "arithmetic", "generator.max_new_tokens=999"], "has 256 positions"),
+        (["generate", "tiny", "--prompt", ""], "--prompt: is empty"),
+        (["generate", "tiny", "--prompt", "hi", "--max-new-tokens", "999"], "exceed the model's 256 positions"),
+        (["generate", "tiny", "--prompt", "hi", "--chat"], "no chat template"),
+        (
+            ["plan", "--model", "llama-3.1-8b", "--gpus", "8", "--precision", "fp4"],
+            "--precision fp4: h100 has fp32, bf16",
+        ),
+        (["plan", "--model", "llama-9", "--gpus", "8"], "no model shape is named 'llama-9'"),
+        (["audit", "."], ".: holds no run: no ledger there"),
+    ],
+)
+def test_a_plausible_mistake_is_one_line(args: list[str], message: str) -> None:
+    code, out, err = llamarl(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith("llamarl: ") and err.count("\n") == 1, err
+    assert message in err
+
+
+def test_the_version_is_printed() -> None:
+    assert llamarl("--version") == (0, f"llamarl {__version__}\n", "")

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llamarl.config import Config, Model, Reward, Schedule, Trainer
+from llamarl.config.other_names import OTHER_NAMES
 from llamarl.configfile import config_to_yaml, describe, load_config, parse_config
 from llamarl.errors import ConfigError
 
@@ -94,6 +95,54 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(job: Path, text: str
 
 
 @pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("trainer.learning_rate", "'trainer.lr'"),
+        ("learning_rate", "'trainer.lr'"),
+        ("algo.beta", "'algo.reference_kl'"),
+        ("trainer.beta", "'algo.reference_kl' or 'trainer.betas'"),
+        ("algo.epsilon", "'algo.clip_low'"),
+        ("schedule.num_generations", "'schedule.samples_per_group'"),
+        ("schedule.batch_size", "'schedule.groups_per_update'"),
+        ("generator.max_completion_length", "'generator.max_new_tokens'"),
+        ("temperature", "'generator.temperature'"),
+        ("generator.max_new_token", "'generator.max_new_tokens'"),
+        ("trainer.warmup", "'trainer.warmup_updates'"),
+    ],
+)
+def test_a_name_from_elsewhere_leads_to_the_setting_that_is_meant(key: str, meant: str) -> None:
+    assert f"command line: {key}: unknown key; did you mean {meant}?" in override_refusal(f"{key}=1")
+
+
+def test_every_other_name_leads_to_a_setting_and_is_none_itself() -> None:
+    known = {key for key, _, _ in describe()}
+    for theirs, ours in OTHER_NAMES.items():
+        assert ours in known
+        assert ours.rpartition(".")[2] != theirs
+        section = ours.rpartition(".")[0]
+        assert f"{section}.{theirs}" not in known, f"{theirs} is a setting"
+
+
+def test_a_mistake_is_blamed_on_the_place_where_it_was_made(job: Path) -> None:
+    assert refusal(job, "trainer: {lr: abc}").startswith(f"{job}: trainer.lr: ")
+    assert refusal(job, "trainer: {lr: abc}", "seed=3").startswith(f"{job}: trainer.lr: ")
+    assert refusal(job, "trainer: {lr: 0.1}", "trainer.lr=abc").startswith("command line: trainer.lr: ")
+    assert refusal(job, "trainer: {lr: abc}", "trainer.betas=[0.9, x]").startswith(f"{job}: trainer.lr: ")
+    assert refusal(job, "seed: 1", "trainer={lr: abc}").startswith("command line: trainer.lr: ")
+    assert refusal(job, "seed: 1", "trainer.betas=[0.9, x]").startswith("command line: trainer.betas[1]: ")
+    assert refusal(job, "seed: 1", "tariner.lr=1").startswith("command line: tariner: unknown key")
+    assert refusal(job, "seed: 1", "trainer.lr=[").startswith("command line: 'trainer.lr=['")
+    assert refusal(job, "seed: 1", "trainer.lr").startswith("command line: 'trainer.lr'")
+
+
+def test_settings_that_do_not_go_together_are_blamed_on_whoever_made_them_so(job: Path) -> None:
+    alone = "generator: {slots: 4}"
+    assert refusal(job, alone).startswith(f"{job}: generator.slots: ")
+    fitting = "generator: {slots: 8}\nschedule: {samples_per_group: 8}"
+    assert refusal(job, fitting, "schedule.samples_per_group=16").startswith("command line: generator.slots: ")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("schedule: {updates: ten}", "schedule.updates: expected int, got str (given: 'ten')"),
@@ -107,6 +156,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(job: Path, text: str
         ("trainer: {betas: [0.9, x]}", "trainer.betas[1]: expected float, got str (given: 'x')"),
         ("model: {path: 5}", "model.path: expected str, got int (given: 5)"),
         ("model: {path: 2020-01-01}", "model.path: expected str, got date"),
+        ("task: {template: {question}}", "task.template: expected str, got object; put text with braces in quotes"),
         ("trainer: 5", "trainer: is a section with keys of its own, got 5"),
         ("algo: {zero_variance: maybe}", "algo.zero_variance: expected keep | skip (given: 'maybe')"),
         ("algo: {zero_variance: ' - at `$.x`'}", "algo.zero_variance: expected keep | skip"),
@@ -333,3 +383,22 @@ def test_deterministic_conversations_need_pages_for_all() -> None:
     load_config(None, settings)
     with pytest.raises(ConfigError, match=r"generator\.kv_pages: with 100 pages, timing decides"):
         load_config(None, [*settings, "generator.kv_pages=100"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ([], "accuracy"),
+        (["task=gsm8k"], "accuracy"),
+        (["reward.scorer=math"], "accuracy"),
+        (["task=code"], "accuracy"),
+        (["task=code", "reward.tests=share"], "mean reward"),
+        (["reward.scorer=length"], "mean reward"),
+        (["reward.scorer=format"], "mean reward"),
+        (["reward.scorer=mine.py:score"], "mean reward"),
+        (["reward.combine={math: 1, length: 0.1}"], "mean reward"),
+        (["reward_model.path=folder"], "mean reward"),
+    ],
+)
+def test_an_evaluation_is_an_accuracy_only_where_answers_are_right_or_wrong(settings: list[str], name: str) -> None:
+    assert load_config(None, settings).score_name == name

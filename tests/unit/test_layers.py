@@ -27,6 +27,7 @@ BOTTOM = (
     "segments",
     "failpoints",
     "frames",
+    "machine",
 )
 SIBLINGS = ("model", "algo", "tasks", "plan", "observe")
 
@@ -42,11 +43,13 @@ ALLOWED: dict[str, set[str]] = {
 }
 ALLOWED["simulate"] = {*BOTTOM, "controller", "model", "plan", "observe"}
 ALLOWED["build"] = {*ALLOWED["executors"], "executors"}
+ALLOWED["fits"] = {*ALLOWED["build"], "build"}
 ALLOWED["engine"] = {*ALLOWED["build"], "build", "observe"}
 ALLOWED["resume"] = {*ALLOWED["engine"], "engine"}
-ALLOWED["job"] = {*ALLOWED["resume"], "resume"}
+ALLOWED["job"] = {*ALLOWED["resume"], "resume", "fits"}
 ALLOWED["bench"] = {*ALLOWED["job"], "job"}
 ALLOWED["cli"] = {*ALLOWED["job"], "job", "bench", "simulate"}
+ALLOWED["__main__"] = {"cli"}
 
 
 def modules() -> list[str]:

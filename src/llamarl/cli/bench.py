@@ -10,10 +10,18 @@ from typing import Annotated
 import msgspec
 import typer
 
+from llamarl.cli.devices import DeviceOption, device_or_refuse
 from llamarl.cli.transfer import GeneratorOption, ModelOption, TrainerOption
+from llamarl.cli.whole_help import SETTINGS, WholeSentences
 from llamarl.errors import InputError
 
-bench = typer.Typer(help="Measure the parts on this machine.", rich_markup_mode=None, invoke_without_command=True)
+bench = typer.Typer(
+    help="Measure the parts on this machine.",
+    cls=WholeSentences,
+    context_settings=SETTINGS,
+    rich_markup_mode=None,
+    invoke_without_command=True,
+)
 
 
 class Recompute(StrEnum):
@@ -52,7 +60,9 @@ def bench_itself(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="describe this machine, for `llamarl plan` and `simulate` --gpu FILE")
     ] = False,
-    device: Annotated[str, typer.Option(help="--calibrate: cpu, cuda or cuda:N; default: a GPU if there is one")] = "",
+    device: Annotated[
+        str, typer.Option(help="--calibrate: auto (a GPU if there is one), cpu, cuda or cuda:N")
+    ] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="--calibrate: CPU threads of an executor; 0: all cores")] = 0,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="--calibrate: where the description goes; default: stdout")
@@ -75,7 +85,7 @@ def _calibrate(device: str, threads: int, file: Path | None) -> None:
     from llamarl.bench.calibrate import calibrate, describe_calibration
     from llamarl.plan.gpus import gpu_to_json
 
-    settled = torch.device(device_or_refuse(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    settled = torch.device(device_or_refuse(device))
     torch.set_num_threads(threads or os.cpu_count() or 1)
     found = calibrate(settled, torch.get_num_threads())
     described = gpu_to_json(found.gpu)
@@ -101,12 +111,12 @@ def bench_train_command(
     dtype: Annotated[Passes, typer.Option(help="of the passes on a GPU")] = Passes.bfloat16,
     eager: Annotated[bool, typer.Option("--eager", help="do not compile")] = False,
     updates: Annotated[int, typer.Option(min=1, help="updates that are timed")] = 10,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cuda",
+    device: DeviceOption = "auto",
     profile: Annotated[bool, typer.Option("--profile", help="also show the longest kernels of one update")] = False,
     json: Annotated[bool, typer.Option("--json", help="figures as JSON")] = False,
 ) -> None:
     """How fast a model of this shape trains: whole updates, random weights and tokens."""
-    device_or_refuse(device)
+    settled = device_or_refuse(device)
     from llamarl.bench.train import TrainBench, run
 
     bench = TrainBench(
@@ -120,7 +130,7 @@ def bench_train_command(
         offload=offload,
         compile=not eager,
         updates=updates,
-        device=device,
+        device=settled,
         dtype=dtype.value,
     )
     run(bench, as_json=json, profiled=profile)
@@ -138,7 +148,7 @@ def bench_decode_command(
         KVCache, typer.Option(help="precision of keys and values; auto: the weights', or bf16")
     ] = KVCache.auto,
     burst: Annotated[int, typer.Option(min=0, help="decode steps per visit of the host; 0: as a job would")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cuda",
+    device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     profile: Annotated[bool, typer.Option(help="instead of figures: where the time of a few bursts goes")] = False,
 ) -> None:
@@ -182,13 +192,3 @@ def bench_sync_command(
     case = Case(model, trainer, generator, rounds, transport.value)
     result = bench_sync(named or shape_named(model), *sides, case)
     print(msgspec.json.encode(result).decode() if as_json else describe_sync(result))
-
-
-def device_or_refuse(device: str) -> str:
-    import torch
-
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {device}: cannot be used here ({str(error).splitlines()[0]})") from None
-    return device

@@ -34,7 +34,7 @@ def worker_command(
 
 def certs_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="where the cluster's certificates are, or are to be")],
-    hosts: Annotated[list[str], typer.Argument(metavar="HOST ...", help="names or addresses, the job's own too")],
+    hosts: Annotated[list[str], typer.Argument(metavar="HOST", help="names or addresses, the job's own too")],
     days: Annotated[int, typer.Option(min=1, help="how long they are good for")] = 365,
 ) -> None:
     """Make certificates for the hosts of a cluster: one folder each, to be copied to that host and to no other."""

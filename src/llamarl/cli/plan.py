@@ -13,7 +13,7 @@ from llamarl.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from llamarl.observe.timeline import Timeline
-    from llamarl.plan.search import Plan
+    from llamarl.plan.report import Rehearsed
     from llamarl.plan.workload import Question
 
 GpuOption = Annotated[
@@ -62,6 +62,8 @@ def plan_command(
     from llamarl.simulate.rehearse import rehearse
 
     settled = gpu_named(gpu)
+    if unknown := [name for name in precision or [] if name not in settled.precisions]:
+        raise InputError(f"--precision {unknown[0]}: {settled.name} has {', '.join(settled.precisions)}")
     question = Question(
         shape=shape_named(model),
         gpu=settled,
@@ -75,7 +77,7 @@ def plan_command(
         raise InputError(why_nothing_fits(question))
     sync, split = (rehearse(plan, question) if plan else None for plan in plans)
     gain = sync.step_s / split.step_s if sync and split else None
-    text = job_text(model, base, plans[1] or plans[0], question)
+    text = job_text(model, base, split or sync, question)
     if out is not None:
         _write(out, text)
     if as_json:
@@ -90,17 +92,18 @@ def _missing(no_sync: bool) -> str:
     return "the synchronous plan does not fit" if no_sync else "there are too few GPUs for an asynchronous plan"
 
 
-def job_text(model: str, base: Path | None, plan: Plan | None, question: Question) -> str:
+def job_text(model: str, base: Path | None, rehearsed: Rehearsed | None, question: Question) -> str:
     """The YAML of a plan, which the config loader accepts."""
     from llamarl.configfile import parse_config, read_settings
     from llamarl.plan.jobfile import job_settings, job_yaml, merged
 
-    assert plan is not None
+    assert rehearsed is not None
+    plan = rehearsed.plan
     settings = merged(
         read_settings(base) if base else {"model": {"path": f"models/{model}"}}, job_settings(plan, question)
     )
     kind = "co-located" if plan.colocated else "split"
-    head = f"{model} on {question.gpus} {question.gpu.name}, {kind}: about {plan.step_s:.1f} s an update"
+    head = f"{model} on {question.gpus} {question.gpu.name}, {kind}: about {rehearsed.step_s:.2f} s an update"
     try:
         parse_config(settings)
     except ConfigError as error:
@@ -116,9 +119,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def simulate_command(
-    config: Annotated[str, typer.Argument(metavar="[CONFIG]", help="a YAML file; without it, the default job")] = "",
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file; without it, the default job")] = "",
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="settings that replace the file's")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that replace the file's")
     ] = None,
     gpu: GpuOption = "h100",
     gpus: Annotated[int, typer.Option(min=0, help="devices there are; 0: one for each rank, or all cores")] = 0,

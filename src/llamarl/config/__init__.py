@@ -10,7 +10,7 @@ from llamarl.config.judging import LLMJudge, Reward, RewardModel, Sandbox
 from llamarl.config.learning import Algo, Generator, Reference, Trainer
 from llamarl.config.running import Engine, Evaluate, Host, Observe, Schedule, Snapshots, Weights
 from llamarl.config.section import Section
-from llamarl.config.whole import Config
+from llamarl.config.whole import Config, model_folder
 
 __all__ = [
     "Algo",
@@ -35,4 +35,5 @@ __all__ = [
     "Task",
     "Trainer",
     "Weights",
+    "model_folder",
 ]

@@ -54,6 +54,7 @@ class Part(Source, frozen=True):
             raise ConfigError("task.parts: a part of a mixture cannot be a mixture")
         if self.kind == "given":
             raise ConfigError("task.parts: a part of a mixture cannot be given from Python")
+        _check_path("task.parts", self)
 
 
 class Task(Source, frozen=True):
@@ -68,8 +69,16 @@ class Task(Source, frozen=True):
             raise ConfigError("task.parts: a mixture needs parts, and nothing else has any")
         if self.parts and (self.path or self.test_path or self.template or self.few_shot):
             raise ConfigError("task.path: a mixture's parts have paths, templates and examples of their own")
+        _check_path("task.path", self)
         if self.system and not self.chat:
             raise ConfigError("task.system: cannot take effect without task.chat=true")
+
+
+def _check_path(key: str, source: Source) -> None:
+    if source.kind == "arithmetic" and (source.path or source.test_path):
+        raise ConfigError(
+            f"{key}: arithmetic makes its own problems; to read a file, set the kind too, such as task=jsonl"
+        )
 
 
 class Conversation(Section, frozen=True):

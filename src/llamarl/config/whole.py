@@ -16,6 +16,8 @@ from llamarl.errors import ConfigError
 from llamarl.types import Sampling
 
 SHIPPED_MODEL = "tiny"
+# Scorers that give an answer 1 or 0; any other (a format, a length, a judge, one's own) has rewards that are no accuracy.
+RIGHT_OR_WRONG = frozenset(["auto", "exact", "numeric", "choice", "regex", "math", "code"])
 
 
 class Config(Section, frozen=True):
@@ -67,17 +69,25 @@ class Config(Section, frozen=True):
         return Sampling(samples=1, max_new_tokens=self.generator.max_new_tokens, temperature=0.0)
 
     @property
+    def score_name(self) -> str:
+        """What the mean over an evaluation's answers is: an accuracy only where each is right or wrong."""
+        scorer, graded = self.reward.scorer, bool(self.reward.combine or self.reward_model.path)
+        programs = scorer == "code" or (scorer == "auto" and self.task.kind == "code")
+        graded = graded or (programs and self.reward.tests == "share")
+        return "accuracy" if scorer in RIGHT_OR_WRONG and not graded else "mean reward"
+
+    @property
     def num_parked(self) -> int:
         """Conversations that may wait for a reply in each generator while others use the slots."""
         return self.generator.slots if self.conversation.tool else 0
 
     @property
     def model_folder(self) -> Path:
-        return _model_folder(self.model.path)
+        return model_folder(self.model.path)
 
     @property
     def reference_folder(self) -> Path:
-        return _model_folder(self.reference.model or self.model.path)
+        return model_folder(self.reference.model or self.model.path)
 
     @property
     def reference_alone(self) -> bool:
@@ -85,7 +95,8 @@ class Config(Section, frozen=True):
         return self.algo.reference_kl > 0 and self.reference.place == "own"
 
 
-def _model_folder(path: str) -> Path:
+def model_folder(path: str) -> Path:
+    """Where the model is that a setting or an argument names."""
     return Path(__file__).parents[1] / "assets" / path if path == SHIPPED_MODEL else Path(path).expanduser()
 
 

@@ -49,6 +49,11 @@ class Audit(Struct, frozen=True):
     def clean(self) -> bool:
         return self.consistent and not self.num_unfinished and bool(self.closed)
 
+    @property
+    def only_unfinished(self) -> bool:
+        """Stopped, killed or still running, with every group so far in order: it can be resumed."""
+        return self.consistent and not self.clean and self.closed != ledger.FINISHED
+
 
 class Books:
     def __init__(self) -> None:

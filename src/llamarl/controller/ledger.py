@@ -77,6 +77,8 @@ FINISHED = "finished"
 
 
 class Closed(LedgerRecord, frozen=True):
+    """The last record of a job that ended by itself: FINISHED, or why it stopped before."""
+
     reason: str
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llamarl.engine.engine import Arrival, Death
+from llamarl.engine.out_of_memory import explain_death
 from llamarl.engine.runner import Runner
 from llamarl.errors import JobFailed, LlamaRLError
 from llamarl.executors.executor import Executor
@@ -22,7 +23,8 @@ class InlineEngine:
         self._arrivals: list[Arrival | Death] = []
 
     def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
-        self._runners[executor] = (incarnation, Runner(self._build(executor, snapshot)))
+        with _blaming(executor):
+            self._runners[executor] = (incarnation, Runner(self._build(executor, snapshot)))
         self._report(executor, [Up()])
 
     def send(self, executor: str, message: Message) -> None:
@@ -59,4 +61,5 @@ def _blaming(executor: str) -> Iterator[None]:
     except LlamaRLError:
         raise
     except Exception as error:  # the border to the executor's code
-        raise JobFailed(f"{executor} failed: {type(error).__name__}: {error}") from error
+        told = explain_death(executor, f"{type(error).__name__}: {error}", killed_for_memory=False)
+        raise JobFailed(f"{executor} failed: {told}") from error

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 from llamarl.config import Config
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.envelope import Envelope
+from llamarl.engine.out_of_memory import explain_death
+from llamarl.machine import KilledForMemory
 from llamarl.messages import Failed, GaveUp, ReaderStuck, Up
 
 _SOON_S = 3.0  # a death so soon after the start makes the next start wait
@@ -64,6 +66,7 @@ class Supervision(ABC, Generic[AnyRank]):
         self._ranks: dict[tuple[str, int], AnyRank] = {}
         self._arrivals: list[Arrival | Death] = []
         self._backoff = Backoff()
+        self._killed_for_memory = KilledForMemory()
 
     # What each engine does in its own way
 
@@ -145,7 +148,8 @@ class Supervision(ABC, Generic[AnyRank]):
             self._end(one, "")
             del self._ranks[one.executor, one.rank]
         where = f"rank {state.rank}: " if state.rank else ""
-        self._arrivals.append(Death(state.executor, state.incarnation, where + reason))
+        told = explain_death(state.executor, reason, killed_for_memory=self._killed_for_memory.again())
+        self._arrivals.append(Death(state.executor, state.incarnation, where + told))
 
     def _check_deadlines(self, *, starting: bool = True) -> None:
         """`starting`: there is somebody to bear executors, so that they can be expected to come up."""

@@ -75,6 +75,24 @@ class Limits:
     def pages_per_slot(self) -> int:
         return pages_for(self.length, self.page_tokens)
 
+    @property
+    def least_pages(self) -> int:
+        """Of the cache, to hold one sequence."""
+        return pages_for(self.length - 1, self.page_tokens) + 1
+
+    def check_pages(self, num_pages: int) -> None:
+        if num_pages < self.least_pages:
+            raise ConfigError(
+                f"generator.kv_pages: {num_pages} pages of {self.page_tokens} tokens cannot hold one sequence of "
+                f"{self.length} tokens; {self.least_pages} can"
+            )
+
+    @property
+    def enough_pages(self) -> int:
+        """Of the cache, so that nobody ever waits for one."""
+        sequences = self.slots + self.parked
+        return sequences * self.pages_per_slot + pages_for(self.max_prompt_tokens, self.page_tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
@@ -374,18 +392,11 @@ def check_keys(model: Transformer) -> None:
 
 def choose_num_pages(limits: Limits, model: Transformer, cache_dtype: torch.dtype, tensor_ranks: int) -> int:
     """As many as asked for, or enough for all slots; on a GPU no more than its free memory holds."""
-    least = pages_for(limits.length - 1, limits.page_tokens) + 1
-    sequences = limits.slots + limits.parked
-    enough = sequences * limits.pages_per_slot + pages_for(limits.max_prompt_tokens, limits.page_tokens)
-    num_pages = limits.num_pages or enough
+    num_pages = limits.num_pages or limits.enough_pages
     weight = model.lm_head.weight
     if weight.is_cuda and not limits.num_pages:
         free_bytes, _ = torch.cuda.mem_get_info(weight.device)
         each = page_bytes(model.shape, limits.page_tokens, cache_dtype, tensor_ranks)
-        num_pages = min(enough, int(free_bytes * _MEMORY_SHARE) // each)
-    if num_pages < least:
-        raise ConfigError(
-            f"generator.kv_pages: {num_pages} pages of {limits.page_tokens} tokens cannot hold one sequence of "
-            f"{limits.length} tokens; {least} can"
-        )
+        num_pages = min(limits.enough_pages, int(free_bytes * _MEMORY_SHARE) // each)
+    limits.check_pages(num_pages)
     return num_pages

@@ -15,7 +15,7 @@ from llamarl.errors import InputError, ModelError
 from llamarl.generate.conversation import Conversations, make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.prompting import judged_text, prompt_tokens
-from llamarl.model.checkpoint import load_model
+from llamarl.model.checkpoint import check_headers, load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
@@ -174,21 +174,24 @@ def evaluate(
     device: str,
     progress: Progress,
     tell: Tell = lambda answer: None,
+    starting: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """`tell` is given every answer as soon as it is judged."""
+    """`tell` is given every answer as soon as it is judged; `starting` is called when nothing was found to be wrong."""
     folder, settings = config.model_folder, config.generator
+    shape = check_headers(folder)
     tokenizer = Tokenizer.load(folder)
     if not tokenizer.eos_ids:
         raise ModelError(f"{folder}: names no end token")
-    judge = Judge.of(config, own_scorers(config.task))
-    judge.prepare()
-    model = load_model(folder, dtype=_dtype(settings.dtype, device), device=device)
     length = settings.max_prompt_tokens + settings.max_new_tokens
-    if length > model.shape.max_positions:
+    if length > shape.max_positions:
         raise InputError(
             f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
-            f"but {folder} has {model.shape.max_positions} positions"
+            f"but {folder} has {shape.max_positions} positions"
         )
+    judge = Judge.of(config, own_scorers(config.task))
+    judge.prepare()
+    starting()
+    model = load_model(folder, dtype=dtype_on(settings.dtype, device), device=device)
     sampling = Sampling(
         samples=samples,
         max_new_tokens=settings.max_new_tokens,
@@ -215,22 +218,25 @@ def evaluate(
             conversations.close()
 
 
-def _dtype(setting: str, device: str) -> torch.dtype:
+def dtype_on(setting: str, device: str) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU, float32 elsewhere."""
     if setting == "auto":
         return torch.bfloat16 if device.startswith("cuda") else torch.float32
     dtype: torch.dtype = getattr(torch, setting)
     return dtype
 
 
-def describe_evaluation(found: Evaluation) -> str:
+def describe_evaluation(found: Evaluation, score_name: str = "accuracy") -> str:
+    width = max(10, len(score_name))
+
     def line(name: str, value: float, interval: Interval) -> str:
-        return f"{name:<10} {value:.3f}   95% interval {interval[0]:.3f} to {interval[1]:.3f}"
+        return f"{name:<{width}} {value:.3f}   95% interval {interval[0]:.3f} to {interval[1]:.3f}"
 
     def count(number: int, what: str) -> str:
         return f"{number} {what}{'s' if number != 1 else ''}"
 
     asked = f"{count(found.problems, 'problem')}, {count(found.samples, 'answer')} each"
-    lines = [line("accuracy", found.accuracy, found.interval)]
+    lines = [line(score_name, found.accuracy, found.interval)]
     lines += [line(f"pass@{one.k}", one.value, one.interval) for one in found.pass_at]
     lines.append(f"{asked}; {found.truncated} cut off at the token limit; {found.failed} could not be judged")
     if found.too_long:

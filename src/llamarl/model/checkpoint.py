@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from llamarl.errors import ModelError
+from llamarl.model.folders import no_weights
 from llamarl.model.hf_config import carried_config, read_json_object, read_shape
 from llamarl.model.safetensors_file import Span, read_spans
 from llamarl.model.tensor_io import DTYPES, read_tensor, same_bytes, write_tensors
@@ -144,12 +145,22 @@ class _SkipInit(TorchFunctionMode):
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Config, index and headers, checked against one another. Reads no weights."""
+    """Config, index and headers, checked against one another. Reads no weights, but for a tied model that has its matrix
+    twice."""
     shape = read_shape(folder)
     return Checkpoint(folder, shape, checked_spans(folder, parameter_shapes(shape)))
 
 
-def checked_spans(folder: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Span]:
+def check_headers(folder: Path) -> ModelShape:
+    """Refuse a folder whose weights are missing, cut short or of another shape, before anything starts. Reads no weights."""
+    shape = read_shape(folder)
+    checked_spans(folder, parameter_shapes(shape), compare_tied=False)
+    return shape
+
+
+def checked_spans(
+    folder: Path, expected: Mapping[str, tuple[int, ...]], *, compare_tied: bool = True
+) -> dict[str, Span]:
     """Where each tensor lies: all that are expected, at their size, and nothing else."""
     spans = _all_spans(folder)
     for name, size in expected.items():
@@ -160,7 +171,8 @@ def checked_spans(folder: Path, expected: Mapping[str, tuple[int, ...]]) -> dict
             raise ModelError(f"{folder}: tensor {name} has shape {found}; config.json says {list(size)}")
     for name in spans.keys() - expected.keys():
         if name == _HEAD:
-            _check_tied_copy(folder, spans)
+            if compare_tied:
+                _check_tied_copy(folder, spans)
         elif not _DERIVED.fullmatch(name):
             raise ModelError(f"{folder}: tensor {name} is not part of the model that config.json describes")
     return {name: spans[name] for name in expected}
@@ -182,7 +194,7 @@ def _all_spans(folder: Path) -> dict[str, Span]:
         return read_spans(single)
     if index.is_file():
         return _indexed_spans(folder, _weight_map(index))
-    raise ModelError(f"{folder}: no weights; expected model.safetensors or model.safetensors.index.json")
+    raise ModelError(no_weights(folder))
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """`config.json` of a Hugging Face folder, read into a `ModelShape` and written from one. No torch here.
 
 Reading is strict: a key that changes the maths in a way the transformer does not implement is refused by name, and so
-is a key nobody here has heard of. A model that loads and computes something else would be worse than one that does not.
+is a key nobody here has heard of, unless it is switched off. A model that loads and computes something else would be worse
+than one that does not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from llamarl.errors import InputError, ModelError
+from llamarl.model.folders import no_config, no_folder
+from llamarl.model.hf_keys import HARMLESS, ONLY, ROPE_KEYS, is_off
 from llamarl.shapes import ModelShape, RopeScaling
 
 ARCHITECTURES = {
@@ -51,81 +54,6 @@ class HFConfig(Struct, frozen=True, kw_only=True):
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
     architectures: list[str] | None = None
-
-
-# Values under which a key changes nothing; anything else is maths that the transformer does not have.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "qkv_bias": (False,),
-    "mlp_bias": (False,),
-    "attention_dropout": (0,),
-    "partial_rotary_factor": (1,),
-    "rope_interleaved": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "quantization_config": (),
-    "auto_map": (),
-    "add_cross_attention": (False,),
-    "is_encoder_decoder": (False,),
-    "num_experts": (),
-    "num_local_experts": (),
-}
-
-# Keys that describe, tune generation, or steer only how transformers itself runs.
-_HARMLESS = frozenset(
-    [
-        "_name_or_path",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "attn_implementation",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "do_sample",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "is_llama_config",
-        "label2id",
-        "max_length",
-        "max_window_layers",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "temperature",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "unk_token_id",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-        "finetuning_task",
-        "task_specific_params",
-        "repetition_penalty",
-    ]
-)
-_ROPE_KEYS = frozenset(
-    [
-        "rope_theta",
-        "rope_type",
-        "type",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-        "partial_rotary_factor",
-    ]
-)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -175,10 +103,10 @@ def read_classifier_shape(folder: Path) -> ModelShape:
 
 def config_path(folder: Path) -> Path:
     if not folder.is_dir():
-        raise ModelError(f"no folder {folder}; expected config.json and *.safetensors inside")
+        raise ModelError(no_folder(folder))
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelError(f"{folder}: no config.json; expected config.json and *.safetensors inside")
+        raise ModelError(no_config(folder))
     return path
 
 
@@ -214,15 +142,36 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     family = raw.get("model_type")
     if family not in list(ARCHITECTURES):
         raise ModelError(f"model_type {_brief(family)} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    known = _HARMLESS | _ONLY.keys() | set(HFConfig.__struct_fields__)
     for key, value in raw.items():
         # null is how these files say "not in use"
         if value is None:
             continue
-        if key not in known:
-            raise ModelError(f"{_brief(key)} is not known here and could change the maths; remove it if it is a note")
-        if key in _ONLY and value not in _ONLY[key]:
-            raise ModelError(f"'{key}': {_brief(value)} is not supported{_expected(_ONLY[key])}")
+        if key in ONLY:
+            if value not in ONLY[key] and not (is_off(key, value) and not ONLY[key]):
+                raise ModelError(f"'{key}': {_brief(value)} is not supported{_expected(ONLY[key])}")
+        elif not _is_known(key) and not is_off(key, value):
+            raise ModelError(
+                f"{_brief(key)} is not known here and could change the maths, since it is {_brief(value)}; "
+                "remove it if it is a note"
+            )
+
+
+def _is_known(key: str) -> bool:
+    return key in HARMLESS or key in ONLY or key in HFConfig.__struct_fields__
+
+
+def describe_ignored_keys(folder: Path) -> str:
+    """One line for people, or none."""
+    named = ", ".join(map(_brief, ignored_keys(folder)))
+    return (
+        f"{folder}/config.json: keys that are not known here, but are off, so nothing changes: {named}" if named else ""
+    )
+
+
+def ignored_keys(folder: Path) -> tuple[str, ...]:
+    """Keys of `folder/config.json` that nobody here has heard of, and that `read_shape` lets pass since they are off."""
+    raw = read_json_object(config_path(folder))
+    return tuple(key for key, value in raw.items() if value is not None and not _is_known(key))
 
 
 def _expected(values: tuple[Any, ...]) -> str:
@@ -302,7 +251,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ModelError(f"rope_type {_brief(kind)} is not supported; supported: default, llama3")
-    unknown = {key for key, value in rope.items() if value is not None} - _ROPE_KEYS
+    unknown = {key for key, value in rope.items() if not is_off(key, value)} - ROPE_KEYS
     if unknown:
         raise ModelError(f"rope: {_brief(min(unknown))} is not known here and could change the maths")
     if rope.get("partial_rotary_factor", 1) not in (1, None):

@@ -16,6 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from llamarl.errors import ModelError
+from llamarl.model.folders import is_git_lfs_pointer
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -44,7 +45,8 @@ def read_spans(path: Path) -> dict[str, Span]:
         end = span.offset + span.num_bytes
     if end != data_start + num_data_bytes:
         found, told = num_data_bytes, end - data_start
-        raise ModelError(f"{path}: header tells of {told} bytes of tensors, the file holds {found}; it is damaged")
+        what = "cut short, as by a broken download; fetch it again" if found < told else "damaged"
+        raise ModelError(f"{path}: header tells of {told} bytes of tensors, the file holds {found}; it is {what}")
     return spans
 
 
@@ -55,6 +57,10 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
             length_bytes = file.read(8)
             if len(length_bytes) < 8:
                 raise ModelError(f"{path}: {num_file_bytes} bytes long; too short for a safetensors file")
+            if is_git_lfs_pointer(length_bytes):
+                raise ModelError(
+                    f"{path}: only a Git LFS pointer; run `git lfs pull` in that folder to get the weights"
+                )
             length = int.from_bytes(length_bytes, "little")
             if not 2 <= length <= min(num_file_bytes - 8, _MAX_HEADER_BYTES):
                 raise ModelError(f"{path}: header length {length} does not fit a file of {num_file_bytes} bytes")

@@ -31,6 +31,7 @@ class Snapshot(Struct, frozen=True):
     tool_failures: int = 0  # and at getting a tool's reply
     tool_timeouts: int = 0
     updates_before: int = 0  # made by earlier starts of the job
+    score_name: str = "accuracy"  # what the newest evaluation measured; or "mean reward"
 
     @property
     def generated_per_s(self) -> float:
@@ -167,7 +168,7 @@ def panel_of(snapshot: Snapshot) -> Group:
     metrics = snapshot.metrics
     facts = Table.grid(padding=(0, 3))
     accuracy = "-" if snapshot.accuracy is None else f"{snapshot.accuracy:.3f}"
-    facts.add_row("reward", f"{metrics.get('reward', 0.0):.3f}", "held-out accuracy", accuracy)
+    facts.add_row("reward", f"{metrics.get('reward', 0.0):.3f}", f"held-out {snapshot.score_name}", accuracy)
     facts.add_row(
         "staleness",
         f"{metrics.get('staleness_mean', 0.0):.2f} (max {metrics.get('staleness_max', 0.0):.0f})",

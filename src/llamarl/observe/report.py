@@ -19,7 +19,8 @@ def print_report(console: Console, summary: Summary, folder: Path) -> None:
 def report_lines(summary: Summary, folder: Path) -> list[str]:
     lines = [""]
     if summary.eval_before is not None and summary.eval_after is not None:
-        lines.append(f"held-out accuracy  {summary.eval_before:.3f} -> {summary.eval_after:.3f}")
+        label = f"held-out {summary.score_name}"
+        lines.append(f"{label:<18} {summary.eval_before:.3f} -> {summary.eval_after:.3f}")
     waiting = ", ".join(f"{role} {share:.0%}" for role, share in summary.idle_share.items())
     lines += [
         f"reward             {summary.reward_first:.3f} -> {summary.reward_last:.3f}",

@@ -14,6 +14,7 @@ class Summary(Struct, kw_only=True):
     outcome: str  # "finished", or why it stopped
     eval_before: float | None
     eval_after: float | None
+    score_name: str = "accuracy"  # what these two are; or "mean reward"
     updates: int
     groups_trained: int
     groups_dropped: int

@@ -102,7 +102,7 @@ class Watcher:
         self.tally.evaluations[version] = accuracy
         self._folder.evaluations.append_json({"version": version, "accuracy": accuracy})
         self._board.add(version, {"held_out_accuracy": accuracy})
-        self._display.note(f"held-out accuracy of version {version}: {accuracy:.3f}")
+        self._display.note(f"held-out {self._config.score_name} of version {version}: {accuracy:.3f}")
 
     def dropped(self, ordinal: int, reason: str) -> None:
         self.tally.groups_dropped += 1
@@ -152,6 +152,7 @@ class Watcher:
             outcome=outcome,
             eval_before=self.tally.evaluations.get(0),
             eval_after=self.tally.evaluations.get(self._config.schedule.updates),
+            score_name=self._config.score_name,
             updates=tally.updates,
             groups_trained=tally.groups_trained,
             groups_dropped=tally.groups_dropped,
@@ -198,6 +199,7 @@ class Watcher:
             score_timeouts=self.tally.score_timeouts,
             tool_failures=self.tally.tool_failures,
             tool_timeouts=self.tally.tool_timeouts,
+            score_name=self._config.score_name,
         )
 
 

@@ -142,9 +142,9 @@ def gpu_named(name: str) -> Gpu:
         return GPUS[name.lower()]
     except KeyError:
         near = difflib.get_close_matches(name.lower(), GPUS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = f"; did you mean '{near[0]}'? Known" if near else "; known"
         raise InputError(
-            f"--gpu {name}: unknown{hint}; known: {', '.join(GPUS)}, or a .json file of `llamarl bench --calibrate`"
+            f"--gpu {name}: unknown{hint}: {', '.join(GPUS)}, or a .json file of `llamarl bench --calibrate`"
         ) from None
 
 

@@ -82,7 +82,7 @@ def _column(found: Rehearsed) -> dict[str, str]:
     trainer, replica = plan.trainers.ranks, plan.generators.replica
     packs = f"{trainer.tokens_per_pack} tokens a pass, recompute {trainer.recompute}"
     return {
-        "step": f"{found.step_s:.2f} s (closed form {plan.step_s:.2f})",
+        "step": f"{found.step_s:.2f} s",
         "trainer": f"{trainer.ranks} GPUs: FSDP {trainer.data} x TP {trainer.tp}",
         "": packs,
         "generators": f"{int(plan.generators.replicas)} x TP {replica.tp}, {replica.precision}",

@@ -60,10 +60,11 @@ def head_s(shape: ModelShape, gpu: Gpu, precision: str, rows: float, tp: int) ->
 # Generating
 
 
-def kv_bytes_per_token(shape: ModelShape, precision: str, tp: int = 1) -> float:
-    """On one rank."""
+def kv_bytes_per_token(shape: ModelShape, precision: str, tp: int = 1, cache: str = "auto") -> float:
+    """On one rank. An fp8 cache has a scale of 4 bytes for every vector."""
     heads = shape.num_kv_heads / min(tp, shape.num_kv_heads)
-    return 2 * shape.num_layers * heads * shape.head_dim * activation_width(precision)
+    each = shape.head_dim + 4 if cache == "fp8" else shape.head_dim * activation_width(precision)
+    return 2 * shape.num_layers * heads * each
 
 
 def decode_terms(
@@ -231,13 +232,14 @@ def training_state_bytes(shape: ModelShape, tp: int, data: int) -> float:
     return 16 * shape.num_parameters / (tp * data) + 2 * gathered / tp
 
 
-def activation_bytes(shape: ModelShape, tokens: float, recompute: str, tp: int) -> float:
-    """That one pass of `tokens` tokens keeps for its backward pass."""
+def activation_bytes(shape: ModelShape, tokens: float, recompute: str, tp: int, width: int = 2) -> float:
+    """That one pass of `tokens` tokens keeps for its backward pass, in numbers of `width` bytes."""
     block_input = shape.hidden_size
     attention = shape.hidden_size + (2 * shape.q_size + 2 * shape.kv_size) / tp
     mlp = 3 * shape.intermediate_size / tp
     kept = {"none": block_input + attention + mlp, "selective": block_input + attention, "full": block_input}
-    return tokens * shape.num_layers * 2 * kept[recompute] + HEAD_CHUNK_BYTES
+    scores = min(HEAD_CHUNK_BYTES, 2 * 4 * tokens * shape.vocab_size)
+    return tokens * shape.num_layers * width * kept[recompute] + scores
 
 
 def wire(precision: str) -> str:

@@ -142,7 +142,7 @@ def _answers(scene: Scene) -> Answers:
     if scene.answers.longest > limit:
         raise InputError(
             f"--answer {scene.answers.spec}: answers of {scene.answers.longest} tokens, but "
-            f"generator.max_new_tokens={limit}"
+            f"generator.max_new_tokens={limit}; raise that to {scene.answers.longest}, or ask about shorter answers"
         )
     return Answers(
         scene.answers,

@@ -61,6 +61,15 @@ def _call(name: str, *args: object) -> None:
         raise CudaRefused(f"weights: {name} failed: {(reason.value or b'unknown error').decode()} ({code})")
 
 
+def total_memory(device: int) -> int:
+    """Bytes of a device. No context is made on it, so it costs nothing there."""
+    handle, size = c_int(), c_size_t()
+    _call("cuInit", c_int(0))
+    _call("cuDeviceGet", byref(handle), c_int(device))
+    _call("cuDeviceTotalMem_v2", byref(size), handle)
+    return size.value
+
+
 def _wake(device: int) -> None:
     """The driver's calls need what torch sets up with its first tensor."""
     torch.zeros(1, device=torch.device("cuda", device))

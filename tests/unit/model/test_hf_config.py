@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llamarl.errors import ModelError
-from llamarl.model.hf_config import config_of, read_shape
+from llamarl.model.hf_config import config_of, describe_ignored_keys, ignored_keys, read_shape
 from llamarl.shapes import SHAPES, RopeScaling
 
 LLAMA_3_1: dict[str, Any] = {
@@ -154,6 +154,38 @@ def test_what_changes_the_maths_is_refused_by_name(change: dict[str, Any], named
     with pytest.raises(ModelError, match=named) as refused:
         read(tmp_path, LLAMA_3_1 | change)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "off", [{"use_mrope": False}, {"vision_config": {}}, {"extra_layers": []}, {"note": ""}, {"hidden_dropout": 0.0}]
+)
+def test_an_unknown_key_that_is_off_changes_nothing_and_is_listed(off: dict[str, Any], tmp_path: Path) -> None:
+    assert read(tmp_path, QWEN2_5_7B | off) == SHAPES["qwen2.5-7b"]
+    assert ignored_keys(tmp_path) == tuple(off)
+    assert next(iter(off)) in describe_ignored_keys(tmp_path)
+
+
+def test_a_config_of_known_keys_has_nothing_to_list(tmp_path: Path) -> None:
+    read(tmp_path, QWEN2_5_7B | {"unheard_of": None})
+    assert (ignored_keys(tmp_path), describe_ignored_keys(tmp_path)) == ((), "")
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        {"use_mrope": True},
+        {"logit_scale": 0},
+        {"logit_scale": 1.0},
+        {"attention_kind": "linear"},
+        {"extra_layers": [1]},
+        {"hidden_dropout": 0.1},
+        {"is_causal": False},
+        {"use_rope": False},
+    ],
+)
+def test_an_unknown_key_that_could_change_the_maths_is_refused(on: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=next(iter(on))):
+        read(tmp_path, QWEN2_5_7B | on)
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "model_type"])

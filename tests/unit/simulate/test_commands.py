@@ -57,6 +57,16 @@ def test_a_plan_as_json_has_both_sides_and_the_gain() -> None:
     assert found["async"]["layout"]["trainer"]["gpus"] + found["async"]["layout"]["generator"]["gpus"] <= 16
 
 
+def test_a_plan_has_one_time_for_a_step_in_the_table_and_in_the_job() -> None:
+    out = llamarl(*PLAN).out
+    (step,) = [line for line in out.splitlines() if line.split()[:1] == ["step"]]
+    sync_s, async_s = (word for word in step.split() if word[0].isdigit())
+    assert "closed form" not in out
+    assert f"split: about {async_s} s an update" in out
+    gain = next(line for line in out.splitlines() if line.startswith("gain"))
+    assert float(gain.split()[1].rstrip("x")) == pytest.approx(float(sync_s) / float(async_s), abs=0.02)
+
+
 def test_the_job_that_a_plan_writes_is_accepted_and_can_be_rehearsed(tmp_path: Path) -> None:
     base = tmp_path / "base.yaml"
     base.write_text("model:\n  path: models/llama-3.1-8b\ntrainer:\n  lr: 1e-6\n")

@@ -1,0 +1,65 @@
+"""What stands where a model folder was expected: the mistakes that people make with paths, each with the way out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+EXPECTED = "expected config.json and *.safetensors inside"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w-]{0,95}/[\w.-]{1,95}")
+_GIT_LFS = b"version https://git-lfs"
+
+
+def no_folder(path: Path) -> str:
+    """One line about a path that is no folder."""
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return f"{path}: a GGUF file; make a model folder of it first: llamarl import-gguf {path} DIR"
+        return f"{path}: is a file; give the folder that holds it"
+    if _HUB_ID.fullmatch(str(path)):
+        return (
+            f"no folder {path}, and nothing is ever downloaded; if it is on the Hugging Face Hub: "
+            f"hf download {path} --local-dir {path.name}, then give {path.name}"
+        )
+    return f"no folder {path}; {EXPECTED}"
+
+
+def no_config(folder: Path) -> str:
+    """One line about a folder without config.json."""
+    if policy := newest_policy(folder):
+        return f"{folder}: is a run folder; the policy of its newest snapshot is {policy}"
+    if (folder / "snapshots").is_dir() and (folder / "config.yaml").is_file():
+        return f"{folder}: is a run folder without a snapshot yet; a policy is in it after snapshots.every updates"
+    for below in (folder / "policy", *sorted((folder / "snapshots").glob("*"))):
+        if (below / "config.json").is_file():
+            return f"{folder}: no config.json; the model is in {below}"
+    if (folder / "adapter_config.json").is_file():
+        return f"{folder}: a LoRA adapter; merge it into its base model and give the folder that makes"
+    if found := next(iter(sorted(folder.glob("*.gguf"))), None):
+        return f"{folder}: no config.json; of the GGUF file there: llamarl import-gguf {found} DIR makes a model folder"
+    return f"{folder}: no config.json; {EXPECTED}"
+
+
+def newest_policy(run: Path) -> Path | None:
+    """Of a run folder's snapshots, or None."""
+    found = [path for path in (run / "snapshots").glob("*/policy") if path.parent.name.isdigit()]
+    whole = [path for path in found if (path / "config.json").is_file()]
+    return max(whole, key=lambda path: int(path.parent.name), default=None)
+
+
+def no_weights(folder: Path) -> str:
+    """One line about a folder with config.json and no safetensors that we know."""
+    others = sorted({path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)})
+    if others:
+        return (
+            f"{folder}: its weights are in {others[0]}, a pickle, which can run code and is not read; convert them: "
+            "load the model with transformers and call save_pretrained, which writes model.safetensors"
+        )
+    if next(folder.glob("*.safetensors"), None):
+        return f"{folder}: has *.safetensors, but neither model.safetensors nor model.safetensors.index.json"
+    return f"{folder}: no weights; expected model.safetensors or model.safetensors.index.json"
+
+
+def is_git_lfs_pointer(start: bytes) -> bool:
+    """Whether a file begins as one that stands for another, which `git lfs pull` would fetch."""
+    return start.startswith(_GIT_LFS[: len(start)]) and bool(start)
