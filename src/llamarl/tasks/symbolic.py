@@ -1,6 +1,8 @@
 """Whether two mathematical expressions are equal: math-verify, in a worker that was made for it.
 
-math-verify reads LaTeX by a grammar and compares with SymPy. SymPy, though, turns text into numbers by `parse_expr`, which
+math-verify reads LaTeX by a grammar and knows sets, intervals, relations and matrices; values are compared by comparison.py,
+in bounded time. Its reader adds numbers that stand side by side and forgets the base of a numeral: `reading.py` mends that.
+SymPy, though, turns text into numbers by `parse_expr`, which
 is Python's `eval`: it is taken out here and replaced by one that reads plain numbers and nothing else. Of math-verify's
 two ways to find an answer only LaTeX is used. Its time-outs, made with SIGALRM, are off: the pool's come from outside and
 cannot be missed. This file imports no SymPy until it is asked to.
@@ -12,6 +14,13 @@ import logging
 import re
 from collections.abc import Callable
 from typing import Any
+
+from llamarl.tasks.comparison import is_multiple, same_value
+from llamarl.tasks.latex import members_of, plain_latex
+from llamarl.tasks.magnitude import is_small
+from llamarl.tasks.numbers import read_number
+from llamarl.tasks.reading import mend_reader
+from llamarl.tasks.work import within_bounds
 
 EXTRA_MISSING = "the math scorer needs math-verify: pip install 'llamarl[math]'"
 
@@ -51,9 +60,16 @@ def load_equal() -> Callable[[str, str], bool]:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError:
         raise ImportError(EXTRA_MISSING) from None
+    from latex2sympy2_extended import NormalizationConfig
+
     _take_out_eval()
+    mend_reader()
+    _mend_grader()
     logging.disable(logging.CRITICAL)  # it warns that its own time-outs are off
-    targets = [LatexExtractionConfig(boxed_match_priority=0)]
+    as_it_is = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
+    )
+    targets = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=as_it_is)]
 
     def read(latex: str) -> list[Any]:
         text = latex if "$" in latex else f"\\boxed{{{latex}}}"
@@ -63,21 +79,56 @@ def load_equal() -> Callable[[str, str], bool]:
     def same(gold: Any, given: Any) -> bool:
         """What cannot be compared is not the same; what there was no room to compare is a failure."""
         try:
-            if _is_infinite(given) and not _is_infinite(gold):
+            if not is_small(given) or not is_small(gold) or (_is_infinite(given) and not _is_infinite(gold)):
                 return False
-            return bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
+            return bool(verify(gold, given, timeout_seconds=None, allow_set_relation_comp=True, raise_on_error=True))
         except (MemoryError, RecursionError):
             raise
         except Exception:
             return False
 
     def equal(gold: str, given: str) -> bool:
-        wanted, found = read(gold), read(given)
-        return any(same(one, other) for one in wanted for other in found)
+        wanted, members = read(_last_of_numbers(plain_latex(gold))), members_of(plain_latex(given).replace("$", ""))
+        found = [read(member) for member in members]
+
+        def compare() -> bool:
+            if len(found) > 1:
+                return _is_right_chain(wanted, found, same)
+            return any(same(one, other) for one in wanted for other in found[0])
+
+        return within_bounds(compare)
 
     for gold, given in _WARM_UP:
         equal(gold, given)
     return equal
+
+
+def _last_of_numbers(gold: str) -> str:
+    """Of an answer such as 0.56 = 56, the last; everything else as it is."""
+    members = members_of(gold)
+    return members[-1] if len(members) > 1 and all(map(read_number, members)) else gold
+
+
+def _is_right_chain(wanted: list[Any], members: list[list[Any]], same: Callable[[Any, Any], bool]) -> bool:
+    """A chain of equations is right where all that it says is: 6+6=12 for 12, x=12 and 12=x too, 5=7=12 not."""
+    from latex2sympy2_extended import is_expr_of_only_symbols
+    from math_verify.grader import is_equation
+    from sympy import Basic, Eq, MatrixBase
+
+    gold, values = wanted[0] if wanted else None, [member[0] if member else None for member in members]
+    if not isinstance(gold, (Basic, MatrixBase)) or not all(
+        isinstance(value, (Basic, MatrixBase)) for value in values[1:]
+    ):
+        return False
+    if is_equation(gold):
+        whole = isinstance(values[0], Basic) and same(gold, Eq(values[0], values[-1], evaluate=False))
+        return whole and all(same(values[-1], value) for value in values[1:-1])
+    known = [value for value in values if isinstance(value, (Basic, MatrixBase))]
+    if not gold.free_symbols:
+        said = [value for value in known if not value.free_symbols]
+    else:
+        said = [value for value in known if not is_expr_of_only_symbols(value)] or known[-1:]
+    return bool(said) and all(same(gold, value) for value in said)
 
 
 def _is_infinite(expression: Any) -> bool:
@@ -89,6 +140,33 @@ def _is_infinite(expression: Any) -> bool:
         return False
     endless = (S.Infinity, S.NegativeInfinity, S.ComplexInfinity, S.NaN)
     return bool(expression.has(*endless) or expression.doit().has(*endless))
+
+
+def _mend_grader() -> None:
+    """Values are compared by our own rule, and no equation is solved that is only another's multiple."""
+    from math_verify import grader
+    from sympy import Eq
+
+    solve_and_compare, same_name = grader.sympy_solve_and_compare, grader.sympy_compare_symbols
+    opposite = grader.INVERSE_RELATIONS
+
+    def compare(one: Any, other: Any, *settings: Any) -> bool:
+        return same_value(one, other)
+
+    def compare_relations(gold: Any, given: Any, *settings: Any) -> bool:
+        sign = is_multiple(gold.lhs - gold.rhs, given.lhs - given.rhs)
+        kind = type(given) if sign > 0 else opposite.get(type(given))
+        if sign and ((isinstance(gold, Eq) and isinstance(given, Eq)) or type(gold) is kind):
+            return True
+        return bool(solve_and_compare(gold, given, *settings))
+
+    def compare_symbols(gold: Any, given: Any) -> bool:
+        return bool(same_name(gold, given)) or same_value(gold, given)
+
+    grader.sympy_compare_symbols = compare_symbols
+    grader.sympy_numeric_eq = compare
+    grader.sympy_symbolic_eq = lambda one, other: False  # `compare` has said all there is to say
+    grader.sympy_solve_and_compare = compare_relations
 
 
 def _take_out_eval() -> None:
