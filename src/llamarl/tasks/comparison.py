@@ -16,10 +16,14 @@ from llamarl.tasks.magnitude import is_small
 from llamarl.tasks.mathematics import DIGITS, PLACES
 
 _DIGITS = 30
+_INTEGRAL_DIGITS = 15
 _NUM_POINTS = 6
 _ENOUGH_POINTS = 2
 _EXACT = Fraction(1, 10**20)
+_INTEGRATED = Fraction(1, 10**10)  # how exactly an integral is computed
 _NOTHING = Fraction(1, 10**60)  # a difference that cancels is computed as less than this
+
+Point = tuple[Fraction, Fraction]  # real and imaginary part
 
 
 def same_value(one: Any, other: Any) -> bool:
@@ -64,17 +68,19 @@ def _same_matrix(one: Any, other: Any) -> bool:
 
 
 def _same_at_points(one: Any, other: Any) -> bool | None:
-    from sympy import Float
+    from sympy import Float, Integral
 
     rounded = one.has(Float) or other.has(Float)
+    exact = _INTEGRATED if one.has(Integral) or other.has(Integral) else _EXACT
     first, second = _computable(one), _computable(other)
     variables = first.free_symbols | second.free_symbols
     seen = 0
     for point in _points(first, second):
-        values = _at(first, point), _at(second, point)
-        if values[0] is None or values[1] is None:
+        mine, theirs = _at(first, point), _at(second, point)
+        if mine is None or theirs is None:
             continue
-        if not _agree(values[0], values[1], rounded=rounded, plain=not variables):
+        close = _agree_rounded(mine, theirs, plain=not variables) if rounded else _agree(mine, theirs, exact)
+        if not close:
             return False
         seen += 1
         if not variables:
@@ -106,10 +112,13 @@ def _points(one: Any, other: Any) -> list[dict[str, Any]]:
     return points
 
 
-def _at(expression: Any, point: dict[str, Any]) -> tuple[Fraction, Fraction] | None:
+def _at(expression: Any, point: dict[str, Any]) -> Point | None:
     """Real and imaginary part at a point; None where there is no value."""
+    from sympy import Integral
+
     values = {symbol: point[symbol.name] for symbol in expression.free_symbols}
-    value = expression.evalf(_DIGITS, subs=values) if values else expression.evalf(_DIGITS)
+    digits = _INTEGRAL_DIGITS if expression.has(Integral) else _DIGITS
+    value = expression.evalf(digits, subs=values) if values else expression.evalf(digits)
     parts = value.as_real_imag()
     if not all(part.is_Float or part.is_Rational for part in parts):
         return None
@@ -129,12 +138,23 @@ def _fraction(number: Any) -> Fraction | None:
     return -value if sign else value
 
 
-def _agree(one: tuple[Fraction, Fraction], other: tuple[Fraction, Fraction], *, rounded: bool, plain: bool) -> bool:
-    apart = max(abs(one[0] - other[0]), abs(one[1] - other[1]))
-    size = max(map(abs, (*one, *other)))
-    if not rounded:
-        return apart <= _EXACT * size or size < _NOTHING
-    return apart <= DIGITS * size and (apart <= PLACES or not plain)
+def _agree(one: Point, other: Point, exact: Fraction) -> bool:
+    size = _size(one, other)
+    return _apart(one, other) <= exact * size or size < _NOTHING
+
+
+def _agree_rounded(one: Point, other: Point, *, plain: bool) -> bool:
+    """Six digits, and six places where there is no variable."""
+    apart = _apart(one, other)
+    return apart <= DIGITS * _size(one, other) and (apart <= PLACES or not plain)
+
+
+def _apart(one: Point, other: Point) -> Fraction:
+    return max(abs(one[0] - other[0]), abs(one[1] - other[1]))
+
+
+def _size(one: Point, other: Point) -> Fraction:
+    return max(map(abs, (*one, *other)))
 
 
 def _same_when_simplified(one: Any, other: Any) -> bool:

@@ -75,6 +75,7 @@ _UNIT = re.compile(
     rf"(?<=[^\s,;]){GAP}{{0,4}}\\(?:text|mathrm|textnormal|textrm|textbf|mbox)\{{[^{{}}\\]{{1,60}}\}}(?:\^\{{?[23]\}}?)?\s{{0,3}}\.?\s{{0,3}}(?=\$|\Z)"
 )
 _BARE_UNIT = re.compile(r"(?<=[0-9})a-z])\s{1,3}([A-Za-z][A-Za-z. ]{1,30})(?:\^\{?[23]\}?)?\s{0,3}(?=\$|\Z)")
+_NO_CHAIN = re.compile(r"\\(?:le|ge|lt|gt|ne|in|leq|geq|neq)(?![a-zA-Z])|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
 _PAIRS = {"(": ")", "{": "}"}
 
 
@@ -89,7 +90,7 @@ def canonical(text: str) -> str:
 def plain_latex(text: str) -> str:
     """For the parser. A text that is one number becomes that number."""
     number = read_number(text, symbols=False)
-    if number is not None:
+    if number is not None and "=" not in text:  # y = 3 is an equation
         return as_latex(number)
     found = _without_signs(tidy(text))
     found = _SPACED.sub(_glued, _REPEATING.sub(_as_fraction, found))
@@ -157,7 +158,7 @@ def members_of(text: str) -> list[str]:
             found.append(text[start:at].strip())
             start = at + 1
     found.append(text[start:].strip())
-    return found if all(found) and not re.search(r"\\(?:le|ge|lt|gt|ne|in|leq|geq|neq)(?![a-zA-Z])", text) else [text]
+    return found if all(found) and not _NO_CHAIN.search(text) else [text]
 
 
 def _without_signs(text: str) -> str:

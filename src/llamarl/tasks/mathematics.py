@@ -25,6 +25,13 @@ _INFINITE_END = re.compile(
     r"(?=\s{0,3}(?:$|[)\],;=<>]|\\(?:right|cup|cap|le|ge|leq|geq|text)))"
 )
 _BASED = re.compile(r"-?0{0,200}([0-9A-Z,]{1,200})_([0-9]{1,3})")
+_MAX_PARSED_CHARS = 400  # the answers of MATH go to 160
+_MAX_BARS = 8
+# What no formula holds, and the parser would turn over for long: text in quotes, words, calls, rows of signs.
+_NO_FORMULA = re.compile(
+    r'"|[A-Za-z]{20}|[-+]{4}|(?<![\\A-Za-z{])(?!arc|sin|cos|tan|cot|sec|csc|log|exp|sqrt|max|min)[A-Za-z_]{4,19}\('
+)
+_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|textnormal|operatorname)\{[^{}]{0,200}\}|\\[a-zA-Z]{1,30}")
 # What the parser works out while it reads, however large the arguments are.
 _WORKED_OUT = re.compile(r"gcd|lcm|eye|zeros|ones|diag|hstack|vstack|rank|rref|[Gg]amma\s{0,3}(?:\\left)?[({]")
 
@@ -72,5 +79,8 @@ def is_readable(text: str) -> bool:
 
 
 def is_parsable(text: str) -> bool:
-    """Whether the parser can be given it: nothing that it would work out on the way, and few brackets in brackets."""
-    return not _WORKED_OUT.search(text) and nesting(without_doubled_brackets(text)) <= _MAX_PARSED_DEPTH
+    """Whether the parser can be given it: a formula of some length, few brackets in brackets, and nothing in it that the
+    parser would work out on the way."""
+    if len(text) > _MAX_PARSED_CHARS or text.count("|") > _MAX_BARS or _WORKED_OUT.search(text):
+        return False
+    return not _NO_FORMULA.search(_TEXT.sub("", text)) and nesting(without_doubled_brackets(text)) <= _MAX_PARSED_DEPTH
