@@ -107,6 +107,8 @@ def expressions(shape: str, number: int) -> set[Fraction]:
     found = {
         "{}^2": [number**2 if number >= 0 else -(number**2)],
         "1+{}": [1 + number],
+        "{} {}": [2 * number] if number < 0 else [],  # -1 -1 is a difference
+        "{},5": [5] if number == 5 else [],  # 5 twice is 5
         "{}=1={}": [number] if number == 1 else [],
         r"\sqrt{{{}}}": [int(number**0.5)] if number >= 0 and int(number**0.5) ** 2 == number else [],
     }
@@ -140,7 +142,7 @@ def check_wrong(folder: Path) -> Iterator[tuple[str, int, list[str]]]:
         judge.prepare()
         for file in files:
             if (folder / file).is_file():
-                settings = SourceConfig(kind=kind)  # type: ignore[arg-type]
+                settings = SourceConfig(kind=kind)
                 examples = read_rows(folder / file, lambda row: KINDS[kind].read(settings, row))  # noqa: B023, used at once
                 asked: dict[tuple[int, str], str] = {}
                 accepted: list[str] = []

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from llamarl.tasks.latex import canonical, nesting, without_doubled_brackets
 from llamarl.tasks.numbers import Number, read_number, tidy
+from llamarl.tasks.units import NEGATIONS
 
 MAX_CHARS = 1000
 _MAX_DEPTH = 40
@@ -29,9 +30,11 @@ _MAX_PARSED_CHARS = 400  # the answers of MATH go to 160
 _MAX_BARS = 8
 # What no formula holds, and the parser would turn over for long: text in quotes, words, calls, rows of signs.
 _NO_FORMULA = re.compile(
-    r'"|[A-Za-z]{20}|[-+]{4}|(?<![\\A-Za-z{])(?!arc|sin|cos|tan|cot|sec|csc|log|exp|sqrt|max|min)[A-Za-z_]{4,19}\('
+    r'"|[A-Za-z]{20}|[-+]{4}|(?:^|[=,(\[{])\s{0,3}[-+]\s{0,3}[-+]|(?<![\\A-Za-z{])(?!arc|sin|cos|tan|cot|sec|csc|log|exp|sqrt|max|min)[A-Za-z_]{4,19}\('
 )
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|textnormal|operatorname)\{[^{}]{0,200}\}|\\[a-zA-Z]{1,30}")
+_WORD = re.compile(r"(?<![a-z\\])[a-z']{2,20}")
+_DENYING = NEGATIONS | {"squared", "cubed", "plus", "minus", "times", "below", "maybe", "perhaps", "between", "either"}
 # What the parser works out while it reads, however large the arguments are.
 _WORKED_OUT = re.compile(r"gcd|lcm|eye|zeros|ones|diag|hstack|vstack|rank|rref|[Gg]amma\s{0,3}(?:\\left)?[({]")
 
@@ -83,4 +86,9 @@ def is_parsable(text: str) -> bool:
     parser would work out on the way."""
     if len(text) > _MAX_PARSED_CHARS or text.count("|") > _MAX_BARS or _WORKED_OUT.search(text):
         return False
-    return not _NO_FORMULA.search(_TEXT.sub("", text)) and nesting(without_doubled_brackets(text)) <= _MAX_PARSED_DEPTH
+    if any(map(str.isdigit, text)) and _DENYING & set(_WORD.findall(text.lower())):  # not 0 is no product of letters
+        return False
+    return (
+        not _NO_FORMULA.search(_TEXT.sub("", tidy(text)))
+        and nesting(without_doubled_brackets(text)) <= _MAX_PARSED_DEPTH
+    )
