@@ -142,7 +142,7 @@ def check_wrong(folder: Path) -> Iterator[tuple[str, int, list[str]]]:
         judge.prepare()
         for file in files:
             if (folder / file).is_file():
-                settings = SourceConfig(kind=kind)
+                settings = SourceConfig(kind=kind)  # type: ignore[arg-type]
                 examples = read_rows(folder / file, lambda row: KINDS[kind].read(settings, row))  # noqa: B023, used at once
                 asked: dict[tuple[int, str], str] = {}
                 accepted: list[str] = []
