@@ -252,7 +252,7 @@ def test_score_ends_when_nobody_reads(tmp_path: Path) -> None:
 def test_every_gold_answer_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the extracts that come with the tests; of all the data where $LLAMARL_DATA says where it is."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import check_gold  # type: ignore[import-not-found]
+    import check_gold
 
     folder = Path(os.environ.get("LLAMARL_DATA", DATA))
     reports = list(check_gold.check(folder))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 
+from llamarl.tasks import prose
+from llamarl.tasks.numbers import tidy
+
 _TAIL_CHARS = 4000  # a final answer stands at the end
 _MAX_BOXES = 8
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,4}\{")
-_BARE_BOX = re.compile(r"\\boxed\s{1,4}([A-Za-z0-9.,+-]{1,40})")
-_NUMBER = re.compile(
-    r"(?:(?<![\w)\]}])-|(?<![A-Za-z0-9]))"
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,20}(?![0-9])|[0-9]{1,400})(?:\.[0-9]{1,400})?|\.[0-9]{1,400})(?:/[0-9]{1,60})?"
+_BARE_BOX = re.compile(
+    r"\\boxed(?:(?:\s{1,4}(?=[A-Za-z])|\s{0,4}(?=[0-9.+-]))([A-Za-z0-9.,+-]{1,40})"
+    r"|\s{0,4}(\\[a-zA-Z]{1,20}(?:\{[^{}]{0,40}\}|[0-9]){0,2}))"
 )
 _JOINT = re.compile(r"(?:[\s,.;$]|\\[()\[\]]|\\q?quad|\\text\{[^{}]{0,40}\}|and|or){0,60}")
 _MAX_JOINT = 80
@@ -62,7 +64,7 @@ def boxed(text: str) -> str | None:
         found.append(content.strip())
         next_start = start
     if not found and (bare := _BARE_BOX.findall(tail)):
-        return str(bare[-1]).strip(".,")
+        return "".join(bare[-1]).strip(".,")
     return ", ".join(reversed(found)) if found else None
 
 
@@ -101,7 +103,8 @@ def bare_formula(text: str) -> str | None:
 
 def last_formula_or_number(text: str) -> str | None:
     """Whichever ends the text."""
-    formula, number = _last_formula(text[-_TAIL_CHARS:]), _last_number(text[-_TAIL_CHARS:])
+    tail = tidy(text[-_TAIL_CHARS:])
+    formula, number = _last_formula(tail), prose.last_number(tail)
     if formula and number:
         return formula[1] if formula[0] >= number[0] else number[1]
     found = formula or number
@@ -122,13 +125,6 @@ def _last_formula(tail: str) -> tuple[int, str] | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last plain number, as it is written; a minus counts where it cannot mean a subtraction."""
-    found = _last_number(text[-_TAIL_CHARS:])
+    """The last number, whole and with its sign; None where it is part of something larger, or denied."""
+    found = prose.last_number(text[-_TAIL_CHARS:])
     return found[1] if found else None
-
-
-def _last_number(tail: str) -> tuple[int, str] | None:
-    found = None
-    for found in _NUMBER.finditer(tail):  # noqa: B007, only the last is wanted
-        pass
-    return None if found is None else (found.end(), found.group())

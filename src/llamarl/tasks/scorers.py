@@ -13,7 +13,7 @@ from decimal import Decimal, InvalidOperation
 from llamarl.config import Reward
 from llamarl.tasks.choices import choice
 from llamarl.tasks.extract import after_hashes, boxed, final_answer, gold_answer
-from llamarl.tasks.numbers import read_number, without_unit
+from llamarl.tasks.numbers import read_number, tidy
 
 Scorer = Callable[[str, str, str], float]
 
@@ -33,7 +33,7 @@ def numeric(completion: str, answer: str, prompt: str) -> float:
 
 
 def _number(text: str) -> Decimal | None:
-    stripped = text.strip()
+    stripped = tidy(text.strip())
     if not _NUMBER.fullmatch(stripped) or not stripped.isascii():
         return None
     try:
@@ -43,8 +43,8 @@ def _number(text: str) -> Decimal | None:
 
 
 def same_number(given: str, answer: str) -> bool:
-    """Equal numbers, however they are written: 1,000 and $1000.00 and 1000 dollars; 50% is 50 percent and not 0.5."""
-    one, other = read_number(without_unit(given)), read_number(answer)
+    """Equal numbers, however they are written (see numbers.py): 1,000 and $1000.00; 50% is 50 percent and not 0.5."""
+    one, other = read_number(given), read_number(answer)
     return one is not None and other is not None and one.value == other.value
 
 

@@ -1,22 +1,28 @@
 """Whether two mathematical expressions are equal: math-verify, in a worker that was made for it.
 
-math-verify reads LaTeX by a grammar and compares with SymPy. SymPy, though, turns text into numbers by `parse_expr`, which
-is Python's `eval`: it is taken out here and replaced by one that reads plain numbers and nothing else. Of math-verify's
-two ways to find an answer only LaTeX is used. Its time-outs, made with SIGALRM, are off: the pool's come from outside and
-cannot be missed. This file imports no SymPy until it is asked to.
+math-verify reads LaTeX by a grammar and knows sets, intervals, relations and matrices. Of its two ways to find an answer only
+LaTeX is used. Its reader is mended by reading.py; values are compared by comparison.py; what both may do is bounded by
+work.py; and all that would execute text is taken out by without_eval.py. Its time-outs, made with SIGALRM, are off: the
+pool's come from outside and cannot be missed. This file imports no SymPy until it is asked to.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
+from llamarl.tasks.comparison import is_multiple, same_value
+from llamarl.tasks.latex import members_of, plain_latex
+from llamarl.tasks.magnitude import is_small
+from llamarl.tasks.numbers import read_number
+from llamarl.tasks.reading import mend_reader
+from llamarl.tasks.without_eval import take_out_eval
+from llamarl.tasks.work import MAX_COMPARING_CALLS, MAX_READING_CALLS, within_bounds
+
 EXTRA_MISSING = "the math scorer needs math-verify: pip install 'llamarl[math]'"
 
-_INTEGER = re.compile(r"[0-9]{1,1000}")
-_DECIMAL = re.compile(r"[0-9]{0,1000}\.[0-9]{1,1000}|[0-9]{1,1000}\.")
+_SHORT = 50
 
 # One expression of each kind, so that the parser's tables are filled and SymPy's modules loaded before the first fork.
 _WARM_UP = (
@@ -42,6 +48,27 @@ _WARM_UP = (
     (r"1001_2", r"9"),
     (r"1 < x < 2", r"(1,2)"),
     (r"a^2+2ab+b^2", r"(a+b)^2"),
+    # The parser's tables are filled by what it reads: forms that are slow to read for the first time.
+    (r"11z^{17}(5+11z^{17})", r"-29x^5(7x^6-2)(x+1)"),
+    (r"(x^2 + x + 1)(x^8 - x^7 + x^5 - 1)", r"\frac{x(x+1)}{(2-x)(y-1)} + \frac{1}{1+\frac{1}{1+\frac{1}{x}}}"),
+    (
+        r"(-\frac{9}{2}, -2) \cup (\frac{1 - \sqrt{5}}{2}, \frac{1 + \sqrt{5}}{2}]",
+        r"[0, 1) \cup \{3\} \cup [-1, \infty)",
+    ),
+    (
+        r"\begin{pmatrix} \frac{5}{6} & -\frac{1}{3} \\ x+1 & \sqrt{2} \end{pmatrix}",
+        r"\begin{bmatrix} 1 \\ -2 \\ \pi \end{bmatrix}",
+    ),
+    (r"AB=9, CD=4", r"f(x+1)=\sin(\cos(2x))+|x-|y||"),
+    (r"5x - 11y + z - 17 = 0", r"(a(b+c(d+1)))"),
+    (r"\int_0^1 2x\,dx", r"\int x^2 e^{x} dx"),
+    (r"\sum_{n=1}^{5} n^2", r"\prod_{k=1}^{3} (2k)"),
+    (r"\lim_{x \to 0} \frac{\sin x}{x}", r"\frac{d}{dx} x^3"),
+    (r"2^{3^{x}}", r"\sqrt{1+\sqrt{2+\sqrt{3}}}"),
+    (r"(1,2), (3,-4), (\frac12, \sqrt3)", r"((1,2),(3,4))"),
+    (r"abcdef", r"\text{a}\text{b}xy(z)w"),
+    (r"\left(\begin{matrix} 1 & 2 \\ 3 & 4 \end{matrix}\right)^{-1}", r"\begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix}"),
+    (r"|x-1| \ge 2", r"-3 \le 2x+1 < 5"),
 )
 
 
@@ -51,9 +78,16 @@ def load_equal() -> Callable[[str, str], bool]:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError:
         raise ImportError(EXTRA_MISSING) from None
-    _take_out_eval()
+    from latex2sympy2_extended import NormalizationConfig
+
+    take_out_eval()
+    mend_reader()
+    _mend_grader()
     logging.disable(logging.CRITICAL)  # it warns that its own time-outs are off
-    targets = [LatexExtractionConfig(boxed_match_priority=0)]
+    as_it_is = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
+    )
+    targets = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=as_it_is)]
 
     def read(latex: str) -> list[Any]:
         text = latex if "$" in latex else f"\\boxed{{{latex}}}"
@@ -63,21 +97,65 @@ def load_equal() -> Callable[[str, str], bool]:
     def same(gold: Any, given: Any) -> bool:
         """What cannot be compared is not the same; what there was no room to compare is a failure."""
         try:
-            if _is_infinite(given) and not _is_infinite(gold):
+            if not is_small(given) or not is_small(gold) or (_is_infinite(given) and not _is_infinite(gold)):
                 return False
-            return bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
+            return bool(verify(gold, given, timeout_seconds=None, allow_set_relation_comp=True, raise_on_error=True))
         except (MemoryError, RecursionError):
             raise
         except Exception:
             return False
 
-    def equal(gold: str, given: str) -> bool:
-        wanted, found = read(gold), read(given)
-        return any(same(one, other) for one in wanted for other in found)
+    def compare(wanted: list[Any], found: list[list[Any]]) -> bool:
+        if len(found) > 1:
+            return _is_right_chain(wanted, found, same)
+        return any(same(one, other) for one in wanted for other in found[0])
 
-    for gold, given in _WARM_UP:
-        equal(gold, given)
+    def read_all(members: list[str]) -> list[list[Any]]:
+        return [read(member) for member in members]
+
+    def equal(gold: str, given: str) -> bool:
+        members = members_of(plain_latex(given).replace("$", ""))
+        is_short = sum(map(len, members)) <= _SHORT  # counting calls would make reading twice as slow, needlessly
+        found = (
+            read_all(members)
+            if is_short
+            else within_bounds(lambda: read_all(members), MAX_READING_CALLS, otherwise=[[]])
+        )
+        wanted = read(_last_of_numbers(plain_latex(gold)))
+        return within_bounds(lambda: compare(wanted, found), MAX_COMPARING_CALLS, otherwise=False)
+
+    for pair in _WARM_UP:
+        gold, given = map(read, map(plain_latex, pair))
+        compare(gold, [given])
     return equal
+
+
+def _last_of_numbers(gold: str) -> str:
+    """Of an answer such as 0.56 = 56, the last; everything else as it is."""
+    members = members_of(gold)
+    return members[-1] if len(members) > 1 and all(map(read_number, members)) else gold
+
+
+def _is_right_chain(wanted: list[Any], members: list[list[Any]], same: Callable[[Any, Any], bool]) -> bool:
+    """A chain of equations is right where all that it says is: 6+6=12 for 12, x=12 and 12=x too, 5=7=12 not."""
+    from latex2sympy2_extended import is_expr_of_only_symbols
+    from math_verify.grader import is_equation
+    from sympy import Basic, Eq, MatrixBase
+
+    gold, values = wanted[0] if wanted else None, [member[0] if member else None for member in members]
+    if not isinstance(gold, (Basic, MatrixBase)) or not all(
+        isinstance(value, (Basic, MatrixBase)) for value in values[1:]
+    ):
+        return False
+    if is_equation(gold):
+        whole = isinstance(values[0], Basic) and same(gold, Eq(values[0], values[-1], evaluate=False))
+        return whole and all(same(values[-1], value) for value in values[1:-1])
+    known = [value for value in values if isinstance(value, (Basic, MatrixBase))]
+    if not gold.free_symbols:
+        said = [value for value in known if not value.free_symbols]
+    else:
+        said = [value for value in known if not is_expr_of_only_symbols(value)] or known[-1:]
+    return bool(said) and all(same(gold, value) for value in said)
 
 
 def _is_infinite(expression: Any) -> bool:
@@ -91,35 +169,30 @@ def _is_infinite(expression: Any) -> bool:
     return bool(expression.has(*endless) or expression.doit().has(*endless))
 
 
-def _take_out_eval() -> None:
-    """Wherever SymPy, math-verify and its parser would evaluate text, they now read a number or refuse."""
-    import latex2sympy2_extended.latex2sympy2
-    import math_verify.parser
-    import sympy.parsing.sympy_parser
-    import sympy.physics.units  # which `simplify` imports, and which makes its own names from text
-    from sympy import Float, Integer
+def _mend_grader() -> None:
+    """Values are compared by our own rule, and no equation is solved that is only another's multiple."""
+    from math_verify import grader
+    from sympy import Eq
 
-    def read_number(text: str, *args: Any, **kwargs: Any) -> Any:
-        bare = text.strip()
-        if _INTEGER.fullmatch(bare):
-            return Integer(int(bare))
-        if _DECIMAL.fullmatch(bare):
-            return Float(bare)
-        raise SyntaxError("not a plain number")
+    solve_and_compare, same_name = grader.sympy_solve_and_compare, grader.sympy_compare_symbols
+    opposite = grader.INVERSE_RELATIONS
 
-    _take_out_generated_code()
-    for module in (sympy.parsing.sympy_parser, math_verify.parser, latex2sympy2_extended.latex2sympy2):
-        module.parse_expr = read_number
+    def compare(one: Any, other: Any, *settings: Any) -> bool:
+        return same_value(one, other)
 
+    def compare_relations(gold: Any, given: Any, *settings: Any) -> bool:
+        sign = is_multiple(gold.lhs - gold.rhs, given.lhs - given.rhs)
+        kind = type(given) if sign > 0 else opposite.get(type(given))
+        if sign and ((isinstance(gold, Eq) and isinstance(given, Eq)) or type(gold) is kind):
+            return True
+        if len(gold.free_symbols | given.free_symbols) > 2:  # nothing else is the same, and solving takes long
+            return False
+        return bool(solve_and_compare(gold, given, *settings))
 
-def _take_out_generated_code() -> None:
-    """SymPy writes its arithmetic of monomials as Python text for each number of variables, and executes that. Its plain
-    functions do the same."""
-    from sympy.polys import monomials
+    def compare_symbols(gold: Any, given: Any) -> bool:
+        return bool(same_name(gold, given)) or same_value(gold, given)
 
-    def multiply_by_power(a: tuple[int, ...], b: tuple[int, ...], k: int) -> tuple[int, ...]:
-        return tuple(x + y * k for x, y in zip(a, b, strict=True))
-
-    plain = {name: getattr(monomials, f"monomial_{name}") for name in ("mul", "pow", "ldiv", "div", "lcm", "gcd")}
-    for name, function in {**plain, "mulpow": multiply_by_power}.items():
-        setattr(monomials.MonomialOps, name, lambda self, function=function: function)
+    grader.sympy_compare_symbols = compare_symbols
+    grader.sympy_numeric_eq = compare
+    grader.sympy_symbolic_eq = lambda one, other: False  # `compare` has said all there is to say
+    grader.sympy_solve_and_compare = compare_relations

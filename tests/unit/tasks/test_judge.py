@@ -251,7 +251,7 @@ def test_the_published_cases_of_math_verify_come_out_the_same(math: Judge) -> No
         assert found[number].status != "error", (gold, given)
     late = sum(outcome.status == "timeout" for outcome in found.values())
     assert late <= 2, "a few take seconds, which a busy machine may not give them"
-    assert len(cases["differing"]) <= 15 and all(reason for *_, reason in cases["differing"])
+    assert len(cases["differing"]) <= 17 and all(reason for *_, reason in cases["differing"])
 
 
 def test_nothing_can_be_evaluated_in_a_math_worker() -> None:

@@ -1,0 +1,103 @@
+"""SymPy without its ways to execute text: for a worker that is given what a policy wrote, and is then forbidden to.
+
+`parse_expr`, by which it turns text into numbers, is Python's `eval`; its arithmetic of monomials and `lambdify` write Python
+and execute that; and some of its modules make classes from text when they are first imported. The first three are
+replaced by functions that do the same without, and the modules are imported at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+_RATIONAL = re.compile(r"(-?[0-9]{1,1000})(?:/([1-9][0-9]{0,999}))?")
+_DECIMAL = re.compile(r"[0-9]{0,1000}\.[0-9]{1,1000}|[0-9]{1,1000}\.")
+_PACKAGES = (
+    "integrals",
+    "series",
+    "concrete",
+    "solvers",
+    "simplify",
+    "calculus",
+    "sets",
+    "matrices",
+    "polys",
+    "functions",
+)
+
+
+def take_out_eval() -> None:
+    """Wherever SymPy, math-verify and its parser would evaluate text, they now read a number or refuse."""
+    import latex2sympy2_extended.latex2sympy2
+    import math_verify.parser
+    import sympy.parsing.sympy_parser
+    import sympy.physics.units  # which `simplify` imports, and which makes its own names from text
+    from sympy import Float, Rational
+
+    def read_number(text: str, *args: Any, **kwargs: Any) -> Any:
+        bare = text.strip()
+        if found := _RATIONAL.fullmatch(bare):
+            return Rational(int(found[1]), int(found[2] or 1))
+        if _DECIMAL.fullmatch(bare):
+            return Float(bare)
+        raise SyntaxError("not a plain number")
+
+    _import_all()
+    _take_out_monomial_code()
+    _take_out_lambdify()
+    for module in (sympy.parsing.sympy_parser, math_verify.parser, latex2sympy2_extended.latex2sympy2):
+        module.parse_expr = read_number
+
+
+def _take_out_monomial_code() -> None:
+    """SymPy writes its arithmetic of monomials as Python text for each number of variables, and executes that. Its plain
+    functions do the same."""
+    from sympy.polys import monomials
+
+    def multiply_by_power(a: tuple[int, ...], b: tuple[int, ...], k: int) -> tuple[int, ...]:
+        return tuple(x + y * k for x, y in zip(a, b, strict=True))
+
+    plain = {name: getattr(monomials, f"monomial_{name}") for name in ("mul", "pow", "ldiv", "div", "lcm", "gcd")}
+    for name, function in {**plain, "mulpow": multiply_by_power}.items():
+        setattr(monomials.MonomialOps, name, lambda self, function=function: function)
+
+
+def _take_out_lambdify() -> None:
+    """Where SymPy computes with it on its own: roots of polynomials, and sums of which each term is a polynomial times the
+    one before."""
+    from sympy.core import evalf
+    from sympy.polys import rootoftools
+
+    rootoftools.lambdify = evalf.lambdify = _polynomial
+
+
+def _polynomial(variable: Any, expression: Any) -> Callable[[Any], Any]:
+    """The polynomial as a function, by Horner's rule."""
+    from mpmath import mp, mpmathify
+    from sympy import Poly
+
+    coefficients = Poly(expression, variable).all_coeffs()
+
+    def compute(value: Any) -> Any:
+        found = 0
+        for coefficient in coefficients:
+            exact = coefficient.is_Integer
+            found = found * value + (int(coefficient) if exact else mpmathify(coefficient.evalf(mp.dps + 5)))
+        return found
+
+    return compute
+
+
+def _import_all() -> None:
+    """What SymPy would import when it is first needed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in _PACKAGES:
+            package = importlib.import_module(f"sympy.{name}")
+            for module in pkgutil.walk_packages(package.__path__, f"sympy.{name}."):
+                if not re.search(r"\.(?:tests|benchmarks)|_doc$", module.name):
+                    importlib.import_module(module.name)
