@@ -47,8 +47,9 @@ class Refused(BaseException):
     """Not an Exception: no library's `except Exception` may swallow it."""
 
 
-def die_with_parent(parent: int) -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """The kernel sends this process a signal when its parent is gone, however that happened."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 

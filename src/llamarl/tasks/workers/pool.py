@@ -25,6 +25,7 @@ _PATIENCE = 5
 _GRACE_S = 3.0
 _START_S = 120.0
 _SEND_S = 30.0
+_LEAVE_S = 1.0
 _MAX_FAILED_STARTS = 3
 Finished = tuple[int, Verdict]
 
@@ -60,18 +61,21 @@ class Worker:
         send(self.connection, ask)
 
     def end(self) -> None:
+        """Ask it to go, with all that its answers have started; one that does not is killed."""
         self.connection.close()
-        _end_process(self.process)
-
-
-def _end_process(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
+        self.process.terminate()
+        try:
+            self.process.wait(_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
 
 
 def _end_all(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.process.terminate()
     for worker in workers:
         worker.end()
     workers.clear()

@@ -139,6 +139,7 @@ class Worker:
     def _live(self, ask: Ask, writing: int, parent: int) -> None:
         """The child's whole life."""
         try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.setpgid(0, 0)
             die_with_parent(parent)
             limit(self._memory_mb, self._setup.timeout_s, on_top=self._foreign)
@@ -252,6 +253,12 @@ def _end_strays() -> None:
             os.waitpid(-1, 0)
 
 
+def _leave(number: int, frame: object) -> None:
+    """The pool is gone, or has no more use for this worker: what an answer has started goes with it."""
+    _end_strays()
+    os._exit(0)
+
+
 def _children() -> list[int]:
     with suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(pid) for pid in file.read().split()]
@@ -284,7 +291,8 @@ def _prepare(setup: Setup) -> Loaded | NotReady:
 
 def main() -> None:
     fd, parent = map(int, sys.argv[1:])
-    die_with_parent(parent)
+    signal.signal(signal.SIGTERM, _leave)
+    die_with_parent(parent, signal.SIGTERM)
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those above
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
