@@ -2,10 +2,11 @@
 
     python scripts/check_scorers.py FOLDER [FOLDER ...]
 
-A FOLDER holds gsm8k/{train,test}.jsonl, math/train.jsonl, math500/test.jsonl and svamp.jsonl (or easy/svamp.jsonl), as far as
-they are there. Each gold answer is given in a box and as the worked solution. Wrong answers are
-made of the gold ones: another number in many notations, a lost sign, addends, alternatives, parts. Prints counts and ends
-with exit code 1 where a gold answer is refused, a wrong one accepted, or one of them could not be judged.
+A FOLDER holds gsm8k/{train,test}.jsonl, math/train.jsonl, math500/test.jsonl and svamp.jsonl (or easy/svamp.jsonl), as far
+as they are there. Each gold answer is given in a box and as the worked solution. Wrong answers are made of the gold ones:
+another number in many notations, a lost sign, addends, alternatives, parts. Prints counts and every refusal. The exit code is
+1 where a gold answer in a box is refused, or more than a few solutions (some box two answers, of which gold is the last),
+or a wrong answer is accepted, or one of them could not be judged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from random import Random
 
-from check_gold import FILES, check
+from check_gold import FILES, MIN_SHARE, check
 
 from llamarl.config import Reward
 from llamarl.config import Source as SourceConfig
@@ -171,7 +172,7 @@ def main() -> None:
             )
             for refusal in report.refused:
                 print(f"    refused {refusal.answer!r}: {refusal.reason}")
-            failed = failed or bool(report.refused)
+            failed = failed or report.share < (1.0 if report.way == "boxed" else MIN_SHARE)
         for file, count, accepted in check_wrong(folder):
             print(f"{file:22} wrong             {count:6} answers  {len(accepted)} accepted")
             for line in accepted:
