@@ -165,7 +165,7 @@ def test_settings_made_in_python_are_checked_as_those_of_a_file_are(config: Conf
         load_config(None, [setting])
     with pytest.raises(ConfigError) as made_here:
         Job(config)
-    assert str(made_here.value) == str(of_a_file.value)
+    assert str(made_here.value) == str(of_a_file.value).removeprefix("command line: ")
     assert made_here.value.exit_code == 2
 
 

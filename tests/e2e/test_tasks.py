@@ -188,7 +188,7 @@ def line(completion: str, answer: str = "42") -> bytes:
 
 def test_score_gives_one_line_for_each_in_order() -> None:
     asked = [
-        line(r"\boxed{9^{9^{9^{9}}}}"),  # the slowest first: the others must wait for their turn
+        line(r"\boxed{9^{9^{9^{9}}}}"),  # once endless; the others must wait for their turn
         line(r"\boxed{6 \cdot 7}"),
         b"no json\n",
         b"\n",
@@ -203,8 +203,8 @@ def test_score_gives_one_line_for_each_in_order() -> None:
     ]
     verdicts = score("math", b"".join(asked))
     assert all(set(verdict) == {"reward", "status", "seconds"} for verdict in verdicts)
-    assert [verdict["status"] for verdict in verdicts] == ["timeout", "ok", *["bad input"] * 6, *["ok"] * 4]
-    assert [verdict["reward"] for verdict in verdicts] == [None, 1.0, *[None] * 6, 0.0, 0.0, 0.0, 1.0]
+    assert [verdict["status"] for verdict in verdicts] == ["ok", "ok", *["bad input"] * 6, *["ok"] * 4]
+    assert [verdict["reward"] for verdict in verdicts] == [0.0, 1.0, *[None] * 6, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_score_answers_each_line_before_the_next_is_written() -> None:
