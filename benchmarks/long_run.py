@@ -103,6 +103,9 @@ class Meter:
         self._every = every
         self.rows: list[dict[str, float]] = []
 
+    def progress(self, done: int, of: int) -> None:
+        pass
+
     def update(self, snapshot: Snapshot) -> None:
         if snapshot.update % self._every == 0:
             gc.collect()

@@ -21,6 +21,7 @@ from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.line import Line
 from llamarl.errors import JobFailed
+from llamarl.observe.event_log import event_file, read_events
 from llamarl.observe.summary import Summary
 
 MARK = "LLAMARL_TEST_MARK"
@@ -59,7 +60,7 @@ class Run:
         return (self.folder / self.summary.policy / "model.safetensors").read_bytes()
 
     def deaths(self, executor: str) -> list[str]:
-        events = map(json.loads, (self.folder / "events").read_text().splitlines())
+        events = map(json.loads, read_events(event_file(self.folder, 0)))
         return [event["reason"] for event in events if event["event"] == "Died" and event["executor"] == executor]
 
 
@@ -180,7 +181,7 @@ def test_messages_reach_all_ranks_in_the_same_order(paired_run: Run) -> None:
 
 
 def test_only_rank_0_reports(paired_run: Run) -> None:
-    events = map(json.loads, (paired_run.folder / "events").read_text().splitlines())
+    events = map(json.loads, read_events(event_file(paired_run.folder, 0)))
     scored = [event["ordinal"] for event in events if event["event"] == "GroupDone" and event["executor"] == "reward/0"]
     assert sorted(scored) == list(range(12))
 

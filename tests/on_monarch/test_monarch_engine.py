@@ -24,6 +24,7 @@ from llamarl.controller.books import audit
 from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.line import Line
+from llamarl.observe.event_log import event_file, read_events
 from llamarl.observe.summary import Summary
 
 pytestmark = pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: make test-monarch")
@@ -59,7 +60,7 @@ BUILDERS: dict[str, Builder] = {
 
 
 def deaths(folder: Path, executor: str) -> list[str]:
-    events = map(json.loads, (folder / "events").read_text().splitlines())
+    events = map(json.loads, read_events(event_file(folder, 0)))
     return [event["reason"] for event in events if event["event"] == "Died" and event["executor"] == executor]
 
 
