@@ -92,6 +92,8 @@ class Supervision(ABC, Generic[AnyRank]):
 
     def _hear_envelope(self, state: AnyRank, envelope: Envelope) -> None:
         state.waiting_since_s = time.monotonic()
+        if envelope.spans and state.rank == 0:  # first: who hears of an update wants to know how its time was spent
+            self._arrivals.append(Arrival(state.executor, state.incarnation, None, envelope.spans))
         for report in envelope.reports:
             match report:
                 case Failed():
@@ -106,8 +108,6 @@ class Supervision(ABC, Generic[AnyRank]):
                 case _ if state.rank == 0:
                     state.owes = max(0, state.owes - 1)
                     self._arrivals.append(Arrival(state.executor, state.incarnation, report))
-        if envelope.spans and state.rank == 0:
-            self._arrivals.append(Arrival(state.executor, state.incarnation, None, envelope.spans))
 
     def _hear_up(self, state: AnyRank) -> None:
         """An executor is up when all its ranks are."""

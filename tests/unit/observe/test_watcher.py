@@ -1,0 +1,113 @@
+"""What the live view is told: shares of waiting, rates and time left that are right for long updates and after a resume."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import Config, Schedule
+from llamarl.engine.engine import Arrival
+from llamarl.engine.envelope import Envelope
+from llamarl.engine.supervision import Rank, Supervision
+from llamarl.messages import BatchResult
+from llamarl.observe.display import Snapshot
+from llamarl.observe.run_folder import RunFolder
+from llamarl.observe.summary import Tally
+from llamarl.observe.timeline import Span
+from llamarl.observe.watcher import Watcher
+from llamarl.types import GroupFacts
+
+CONFIG = Config(schedule=Schedule(updates=20, groups_per_update=4, samples_per_group=2))
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+
+class Shown:
+    """A display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[Snapshot] = []
+        self.answers: list[tuple[int, int]] = []
+
+    def progress(self, done: int, of: int) -> None:
+        self.answers.append((done, of))
+
+    def update(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot)
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_watcher(folder: Path, shown: Shown, tally: Tally) -> Watcher:
+    run_folder = RunFolder.create(folder / "run")
+    return Watcher(CONFIG, run_folder, shown, tally=tally, first_role="generator", last_role="trainer")
+
+
+def test_shares_of_waiting_leave_out_the_start_and_cover_long_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, shown = Clock(monkeypatch), Shown()
+    watcher = make_watcher(tmp_path, shown, Tally())
+    clock.now_s = 160.0  # a minute of starting
+    watcher.group_done("generator/0", GroupFacts(num_tokens=10))
+    for update in range(2):  # the trainer works for 30 of every 40 seconds, and says so when it is done
+        began_s = clock.now_s
+        clock.now_s += 40.0
+        watcher.spent("trainer/0", [Span("work", "update", began_s + 10.0, clock.now_s)])
+        watcher.batch_done("trainer/0", update, {"trained_tokens": 400.0})
+    assert [snapshot.waiting["trainer/0"] for snapshot in shown.snapshots] == [pytest.approx(0.25)] * 2
+
+
+def test_rates_and_time_left_are_of_this_start_of_a_resumed_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, shown, tally = Clock(monkeypatch), Shown(), Tally()
+    for update in range(10):
+        tally.add_update(update, {"trained_tokens": 1000.0})
+    tally.tokens_generated = 50_000
+    watcher = make_watcher(tmp_path, shown, tally)
+    watcher.group_done("generator/0", GroupFacts(num_tokens=300))
+    for update in (10, 11):
+        clock.now_s += 5.0
+        watcher.batch_done("trainer/0", update, {"trained_tokens": 200.0})
+    last = shown.snapshots[-1]
+    assert last.update == 12
+    assert last.left_s == pytest.approx(8 * 5.0)
+    assert last.generated_per_s == pytest.approx(30.0)
+    assert last.trained_per_s == pytest.approx(40.0)
+
+
+def test_answers_are_counted_until_the_first_update(tmp_path: Path) -> None:
+    shown = Shown()
+    watcher = make_watcher(tmp_path, shown, Tally())
+    for _ in range(3):
+        watcher.group_done("generator/0", GroupFacts())
+        watcher.group_done("reward/0", GroupFacts())
+    watcher.batch_done("trainer/0", 0, {})
+    watcher.group_done("reward/0", GroupFacts())
+    assert shown.answers == [(2, 8), (4, 8), (6, 8)]
+
+
+class Ears(Supervision[Rank]):
+    def _cut(self, state: Rank) -> None:
+        pass
+
+    def _kill(self, state: Rank) -> None:
+        pass
+
+
+def test_how_the_time_of_an_update_was_spent_is_heard_before_the_update() -> None:
+    ears, span = Ears(CONFIG), Span("work", "update", 1.0, 2.0)
+    ears._hear_envelope(Rank("trainer/0", 0, 0), Envelope((BatchResult(0, {}),), (span,)))
+    told = [arrival for arrival in ears._take_arrivals() if isinstance(arrival, Arrival)]
+    assert [bool(arrival.spans) for arrival in told] == [True, False]
