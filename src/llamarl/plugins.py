@@ -24,12 +24,19 @@ def is_reference(name: str) -> bool:
     return ":" in name
 
 
+def split_reference(text: str) -> tuple[Path, str] | None:
+    """File and function of FILE.py:FUNCTION; None for everything else."""
+    file, _, name = text.rpartition(":")
+    path = Path(file).expanduser()
+    return (path, name) if path.suffix == ".py" and name.isidentifier() else None
+
+
 def load_function(key: str, reference: str) -> Callable[..., Any]:
     """Import the file and return the function; every way to fail names the setting `key`."""
-    file, _, name = reference.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not name:
+    found = split_reference(reference)
+    if found is None:
         raise ConfigError(f"{key}: '{reference}' is neither a known name nor FILE.py:FUNCTION")
+    path, name = found
     if not path.is_file():
         raise ConfigError(f"{key}: no file {path}")
     function = getattr(_import(key, path), name, None)

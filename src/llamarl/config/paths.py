@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import msgspec
 
 from llamarl.config.whole import SHIPPED_MODEL, Config
+from llamarl.plugins import split_reference
 
 _MODELS = (("model", "path"), ("reference", "model"), ("reward_model", "path"))
 _FILES = (("task", "path"), ("task", "test_path"), ("llm_judge", "rubric"), ("engine", "certs"))
 _FUNCTIONS = (("reward", "scorer"), ("algo", "loss"), ("conversation", "tool"))
-_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -35,5 +34,5 @@ def _absolute(text: str) -> str:
 
 
 def _absolute_function(text: str) -> str:
-    found = _FUNCTION.fullmatch(text)
-    return f"{_absolute(found['file'])}:{found['name']}" if found else text
+    found = split_reference(text)
+    return f"{found[0].absolute()}:{found[1]}" if found else text

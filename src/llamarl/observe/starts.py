@@ -7,7 +7,6 @@ files are in `code/`.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from llamarl.append_file import AppendFile
 from llamarl.config import Config
 from llamarl.errors import InputError
 from llamarl.observe.rows import Rows, cut_rows
+from llamarl.plugins import split_reference
 
 STARTS = "starts.jsonl"
 CODE = "code"
-_REFERENCE = re.compile(r"(.+\.py):\w+")
 
 
 class Start(Struct, frozen=True):
@@ -73,8 +72,8 @@ class Starts:
 
 def own_files(config: Config) -> list[Path]:
     """Files that settings name as FILE.py:FUNCTION, as absolute paths."""
-    found = (_REFERENCE.fullmatch(text) for text in _texts(msgspec.to_builtins(config)))
-    paths = {Path(match[1]).expanduser().absolute() for match in found if match}
+    found = map(split_reference, _texts(msgspec.to_builtins(config)))
+    paths = {reference[0].absolute() for reference in found if reference}
     return sorted(path for path in paths if path.is_file())
 
 
