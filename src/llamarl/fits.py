@@ -85,8 +85,8 @@ def settle(parts: Sequence[Part], config: Config) -> list[str]:
             )
         if whole > room.available_bytes:
             notes.append(
-                f"memory is tight: {name} has {_gib(room.available_bytes)} free, and this may take "
-                f"{_gib(whole)}: {_largest(here)}"
+                f"{'memory is tight' if whole < 2 * room.total_bytes else 'MEMORY WILL VERY LIKELY NOT DO'}: {name} has "
+                f"{_gib(room.available_bytes)} free, and this may take {_gib(whole)}: {_largest(here)}"
             )
     return notes
 

@@ -58,7 +58,7 @@ from llamarl.observe.starts import Starts
 from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
-from llamarl.plugins import format_traceback
+from llamarl.plugins import describe_error, format_traceback, refuse_while_importing
 from llamarl.resume import changes, read_books, recover, refuse_ended, refuse_other_length
 from llamarl.tasks.given import with_scorer, with_task
 from llamarl.tasks.judge import Judge
@@ -91,6 +91,7 @@ class Job:
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
     ) -> None:
+        refuse_while_importing()
         config = check_config(config)
         self._task, self._given = task, dict[str, Callable[..., Any]]()
         if scorer is not None:
@@ -288,6 +289,11 @@ class Job:
             prompts = Prompts(self._task or make_task(config.task, config.seed, judge.wanted), tokenizer, config)
             problem = prompts.group(0).problem
             outcome = judge.score(problem.answer, problem)
+        except LlamaRLError:
+            raise
+        except Exception as error:  # of a trusted function, on `inline`
+            told = describe_error(error)
+            raise ConfigError(f"reward.scorer: fails on the first problem's own answer: {told}") from error
         finally:
             judge.close()
         if outcome.status != "ok":

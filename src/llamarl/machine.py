@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,9 @@ def host_memory(root: Path = _ROOT) -> Room:
             used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
             kept = _numbers(folder / "memory.stat").get("inactive_file", 0)  # given back when it is needed
             room = Room(min(room.total_bytes, limit), min(room.available_bytes, limit - used + kept))
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`, for each process
+    if limit != resource.RLIM_INFINITY:
+        room = Room(min(room.total_bytes, limit), min(room.available_bytes, limit))
     return room
 
 

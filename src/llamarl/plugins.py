@@ -14,6 +14,7 @@ from typing import Any
 
 from llamarl.errors import ConfigError
 
+_importing: list[Path] = []  # files of the user's that are being imported now
 _MAX_SAID = 200
 _MAX_LINES = 100
 _OURS = str(Path(__file__).parent) + os.sep
@@ -61,11 +62,23 @@ def _import(key: str, path: Path) -> Any:
     sys.modules[module_name] = module  # dataclasses and typing look modules up there
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.append(folder)  # so that it may import its neighbours; last, so that these hide nothing
+    _importing.append(path)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's file is foreign code: whatever it raises becomes one line
         raise ConfigError(f"{key}: {path} cannot be imported: {describe_error(error)}") from error
+    finally:
+        _importing.pop()
     return module
+
+
+def refuse_while_importing() -> None:
+    """A script that starts a job, and holds a function for it, is imported by the job's processes: without the usual guard
+    each would start another job."""
+    if _importing:
+        raise ConfigError(
+            f'{_importing[-1].name} starts a job when it is imported; put that under `if __name__ == "__main__":`'
+        )
 
 
 def describe_error(error: BaseException) -> str:

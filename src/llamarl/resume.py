@@ -140,6 +140,8 @@ def _choose_snapshot(snapshots: Snapshots, books: Books | None, notes: list[str]
             f"--resume: the ledger ends with update {known}, but the only snapshot is of version {unknown[0]}: parts of "
             "this folder are from different times; copy it again while the job does not run"
         )
+    if known:
+        notes.append(f"the ledger knows of {known} updates, but there is no snapshot of them: they are made again")
     return 0, ()
 
 

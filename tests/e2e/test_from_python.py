@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,18 +82,37 @@ def test_what_other_processes_cannot_find_is_refused_with_a_way_out() -> None:
         Job(brief(), scorer=3)  # type: ignore[arg-type]
 
 
-def test_exceptions_of_a_given_scorer_are_logged_whole(tmp_path: Path) -> None:
+def test_on_inline_what_a_trusted_scorer_raises_keeps_its_traceback(tmp_path: Path) -> None:
+    """It is the engine for debugging: a debugger, and the traceback, end in the function itself."""
+
     def score(completion: str, answer: str) -> float:
         if completion != answer:
             raise LookupError(f"not {answer}")
         return 1.0
 
     with pytest.raises(
-        JobFailed, match=r"the last: scorer failed: LookupError: not \d+ \(.*test_from_python\.py:\d+\)"
-    ):
+        JobFailed, match=r"reward/0 failed: LookupError: not \d+ \(.*test_from_python\.py:\d+\)"
+    ) as failed:
         Job(brief(), scorer=score).run(tmp_path / "run")
-    log = (tmp_path / "run" / "logs" / "reward-0.log").read_text()
-    assert 'raise LookupError(f"not {answer}")' in log
+    assert isinstance(failed.value.__cause__, LookupError)
+    assert traceback.extract_tb(failed.value.__cause__.__traceback__)[-1].name == "score"
+    with pytest.raises(ConfigError, match=r"first problem's own answer: ZeroDivisionError") as refused:
+        Job(brief(), scorer=lambda completion: 1 / 0)
+    assert isinstance(refused.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_script_that_starts_a_job_when_it_is_imported_is_told_of_the_guard(tmp_path: Path, trusted: bool) -> None:
+    """Each process of the job imports the file with the function: it would start another job, and so on."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from llamarl import Job\nfrom llamarl.config import Config, Reward\n"
+        "def score(completion, answer):\n    return 1.0\n"
+        f"Job(Config(reward=Reward(trusted={trusted})), scorer=score).run({str(tmp_path / 'run')!r})\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert 'script.py starts a job when it is imported; put that under `if __name__ == "__main__":`' in done.stderr
 
 
 def test_a_breakpoint_in_a_given_scorer_stops_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,12 +110,14 @@ def _train(config: Config, folder: Path, *, resume: bool, quiet: bool) -> None:
             summary = job.run(folder, display=display)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted at once; go on with: {resume_command(folder)}") from None
+    except JobFailed as error:
+        raise type(error)(f"{error}; when that is mended, go on with: {resume_command(folder)}") from error
     finally:
         display.close()
     if not quiet:
         print_report(console, summary, folder)
     if summary.outcome == INTERRUPTED:
-        raise Interrupted(f"interrupted; go on with: {resume_command(folder)}")
+        raise Interrupted(f"interrupted; go on with: {resume_command(folder)}" if quiet else INTERRUPTED)
 
 
 app.command("generate")(generate_command)
@@ -165,13 +167,17 @@ def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a ru
     """Tell a run's recorded events to a fresh controller, and hold what it writes against the ledger."""
     logs = {number: read_events(path) for number, path in event_files(run).items()}
     if not logs:
-        raise InputError(f"{run}: no run folder with an event log")
+        is_run = bool(segment_files(run / LEDGER))
+        raise InputError(f"{run}: {'its event log is gone' if is_run else 'no run folder with an event log'}")
     found = replay(logs, read_ledger(run / LEDGER))
     print(f"{found.runs} runs, {found.num_events:,} events, {found.num_records:,} ledger records")
     for note in found.notes:
         print(note)
     if found.difference:
         print(found.difference)
+        raise typer.Exit(1)
+    if not found.num_records:
+        print("nothing was left to compare")
         raise typer.Exit(1)
     print("the replayed controller wrote the same")
 

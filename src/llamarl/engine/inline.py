@@ -13,6 +13,7 @@ from llamarl.engine.runner import Runner
 from llamarl.errors import JobFailed, LlamaRLError
 from llamarl.executors.executor import Executor
 from llamarl.messages import Message, Report, Up
+from llamarl.plugins import describe_error
 
 
 class InlineEngine:
@@ -61,5 +62,5 @@ def _blaming(executor: str) -> Iterator[None]:
     except LlamaRLError:
         raise
     except Exception as error:  # the border to the executor's code
-        told = explain_death(executor, f"{type(error).__name__}: {error}", killed_for_memory=False)
+        told = explain_death(executor, describe_error(error), killed_for_memory=False)
         raise JobFailed(f"{executor} failed: {told}") from error

@@ -5,7 +5,14 @@ from __future__ import annotations
 from llamarl.controller.line import role_of
 
 KILLED = "killed by SIGKILL"
-_SIGNS = ("outofmemoryerror", "memoryerror", "out of memory", "can't allocate memory", "cannot allocate memory")
+_SIGNS = (
+    "outofmemoryerror",
+    "memoryerror",
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+)
 _REMEDIES = {
     "generator": "lower generator.slots, generator.kv_pages or generator.max_new_tokens",
     "trainer": "lower trainer.tokens_per_pack, or set trainer.recompute=full or trainer.offload=true",

@@ -42,7 +42,10 @@ def check_lengths(prompts: Prompts, config: Config) -> list[str]:
     training = range(min(config.schedule.num_groups, _MAX_LOOKED_AT))
     evaluation = range(-min(prompts.evaluate.prompts, _MAX_LOOKED_AT), 0)
     notes: list[str] = []
-    for what, ordinals in (("prompts", training), ("held-out prompts", evaluation)):
+    for what, fate, ordinals in (
+        ("prompts", "are dropped", training),
+        ("held-out prompts", "count as wrong", evaluation),
+    ):
         lengths = [len(prompts.group(ordinal).prompt_tokens) // 4 for ordinal in ordinals]
         wrong = sum(not 1 <= length <= limit for length in lengths)
         if not wrong:
@@ -53,5 +56,5 @@ def check_lengths(prompts: Prompts, config: Config) -> list[str]:
         )
         if wrong == len(lengths):
             raise InputError(f"task: {told}")
-        notes.append(f"NOTE: {told}; these are dropped")
+        notes.append(f"NOTE: {told}; these {fate}")
     return notes

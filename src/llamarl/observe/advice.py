@@ -10,30 +10,44 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from llamarl.config import Config
+from llamarl.plugins import is_reference
 
 _WINDOW = 10  # updates that a judgment needs
 _MOST = 0.9
 _HALF = 0.5
-Rule = Callable[[Config, Mapping[str, float]], str]
+Means = Mapping[str, float]  # of the last updates
+Rule = Callable[[Config, Means], str]
 
 
-def _no_variance(config: Config, means: Mapping[str, float]) -> str:
-    share = means.get("zero_variance_share", 0.0)
-    if share < _MOST:
+def _got_worse(config: Config, means: Means) -> str:
+    best, now = means.get("best_reward", 0.0), means.get("reward", 0.0)
+    if best <= 0 or now > _HALF * best:
         return ""
-    reward = means.get("reward", 0.0)
     return (
-        f"{share:.0%} of the groups have the same reward for all their answers (mean {reward:.3f}), so there is next to "
-        "nothing to learn from. Look at some answers with `llamarl eval --answers FILE`. If the format is missed: "
-        "reward.answer_from, task.template, task.few_shot; if the task is too hard or too easy: other data, a larger "
-        f"schedule.samples_per_group (now {config.schedule.samples_per_group}) or generator.temperature "
-        f"(now {config.generator.temperature:g})"
+        f"the policy got worse: mean reward {best:.3f} -> {now:.3f}; go back to an earlier snapshot and lower trainer.lr "
+        f"(now {config.trainer.lr:g})"
     )
 
 
-def _cut_off(config: Config, means: Mapping[str, float]) -> str:
+def _no_variance(config: Config, means: Means) -> str:
+    share = means.get("zero_variance_share", 0.0)
+    if share < _MOST or _got_worse(config, means):
+        return ""
+    own = is_reference(config.reward.scorer)
+    told = (
+        "your reward function gave the same for all of them" if own else "if the format is missed: reward.answer_from"
+    )
+    return (
+        f"{share:.0%} of the groups have the same reward for all their answers (mean {means.get('reward', 0.0):.3f}), so "
+        f"there is next to nothing to learn from; {told}, task.template, task.few_shot; if the task is too hard or too easy: "
+        f"other data, a larger schedule.samples_per_group (now {config.schedule.samples_per_group}) or "
+        f"generator.temperature (now {config.generator.temperature:g})"
+    )
+
+
+def _cut_off(config: Config, means: Means) -> str:
     share = means.get("truncated_share", 0.0)
-    if share < _HALF:
+    if share < _HALF or _got_worse(config, means):
         return ""
     return (
         f"{share:.0%} of the answers are cut off at generator.max_new_tokens={config.generator.max_new_tokens} "
@@ -41,14 +55,17 @@ def _cut_off(config: Config, means: Mapping[str, float]) -> str:
     )
 
 
-def _no_tokens(config: Config, means: Mapping[str, float]) -> str:
+def _no_tokens(config: Config, means: Means) -> str:
     if means.get("trained_tokens", 0.0) or means.get("zero_variance_share", 0.0) >= _MOST or not means.get("groups"):
         return ""
     masked = " and algo.overlong=mask leaves out answers that are cut off" if config.algo.overlong == "mask" else ""
-    return f"no token was trained on: groups without variance are skipped (algo.zero_variance=skip){masked}"
+    return (
+        "no token was trained on in the last updates: groups without variance are skipped "
+        f"(algo.zero_variance=skip){masked}"
+    )
 
 
-def _empty_batches(config: Config, means: Mapping[str, float]) -> str:
+def _empty_batches(config: Config, means: Means) -> str:
     groups = config.schedule.groups_per_update
     left = means.get("groups", float(groups)) / groups
     if left > _HALF:
@@ -61,6 +78,7 @@ def _empty_batches(config: Config, means: Mapping[str, float]) -> str:
 
 
 _RULES: dict[str, Rule] = {
+    "got worse": _got_worse,
     "no variance": _no_variance,
     "cut off": _cut_off,
     "no tokens": _no_tokens,
@@ -75,6 +93,7 @@ class Advisor:
         self._config = config
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
         self._given: set[str] = set()
+        self._best_reward = 0.0  # of any window
 
     def hear(self, metrics: Mapping[str, float]) -> list[str]:
         """Advice that is due with this update."""
@@ -91,6 +110,9 @@ class Advisor:
     def _judge(self) -> dict[str, str]:
         names = {name for row in self._recent for name in row}
         means = {name: sum(row.get(name, 0.0) for row in self._recent) / len(self._recent) for name in names}
+        if len(self._recent) == _WINDOW:
+            self._best_reward = max(self._best_reward, means.get("reward", 0.0))
+        means["best_reward"] = self._best_reward
         found = {name: rule(self._config, means) for name, rule in _RULES.items()}
         return {name: text for name, text in found.items() if text}
 
@@ -101,6 +123,6 @@ def advice_before(config: Config) -> list[str]:
     if warmup < updates:
         return []
     return [
-        f"the learning rate is still warming up when the run is over: trainer.warmup_updates={warmup}, "
-        f"schedule.updates={updates}"
+        f"NOTE: the learning rate is still warming up when the run is over: trainer.warmup_updates={warmup}, "
+        f"schedule.updates={updates}; lower the first"
     ]

@@ -48,7 +48,7 @@ class Snapshot(Struct, frozen=True):
 
 class Display(Protocol):
     def progress(self, done: int, of: int) -> None:
-        """Before the first update: answers that are scored, of those that it needs."""
+        """Before the first update of a start: answers that are scored, of those that it needs."""
 
     def update(self, snapshot: Snapshot) -> None: ...
 
@@ -128,7 +128,7 @@ def make_display(console: Console, *, quiet: bool) -> Display:
 
 
 def progress_of(done: int, of: int) -> str:
-    return f"{min(done, of)} of {of} answers for the first update"
+    return f"{done} of {of} answers for the next update" + ("; training" if done == of else "")
 
 
 def answers_of(metrics: dict[str, float]) -> str:

@@ -24,7 +24,7 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
     waiting = ", ".join(f"{role} {share:.0%}" for role, share in summary.idle_share.items())
     lines += [
         f"reward             {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
-        f"updates            {summary.updates} in {format_seconds(summary.train_s)}"
+        f"updates            {_updates(summary)} in {format_seconds(summary.train_s)}"
         f" (whole run {format_seconds(summary.wall_s)})",
         f"groups             {summary.groups_trained} trained, {summary.groups_dropped} dropped",
         *(
@@ -55,6 +55,12 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
     if summary.outcome != "finished":
         lines.append(f"{summary.outcome}; go on with: {resume_command(folder)}")
     return lines
+
+
+def _updates(summary: Summary) -> str:
+    if not summary.updates_before:
+        return str(summary.updates)
+    return f"{summary.updates}, {summary.updates - summary.updates_before} of them since the last start,"
 
 
 def resume_command(folder: Path) -> str:

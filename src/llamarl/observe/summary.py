@@ -27,6 +27,7 @@ class Summary(Struct, kw_only=True):
     started_at: float = 0.0  # unix time; seconds in the other files of the run folder count from then
     wall_s: float
     train_s: float  # wall without start-up and the evaluations before and after
+    updates_before: int = 0  # made by earlier starts of the job; times and waiting are of the last start alone
     tokens_generated: int
     tokens_trained: int
     restarts: int

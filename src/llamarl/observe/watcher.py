@@ -15,6 +15,7 @@ from llamarl.observe.timeline import Span, Timeline
 from llamarl.types import GroupFacts
 
 _RECENT_S = 10.0  # the live view shows how the last seconds were spent, and the last update if that took longer
+_TOLD_ONE_BY_ONE = 5  # dropped groups
 
 
 class Watcher:
@@ -41,6 +42,7 @@ class Watcher:
         self._last_update_s = self._start_s
         self._before = (tally.updates, tally.tokens_generated, tally.tokens_trained)  # by earlier starts of the job
         self._num_answers = 0  # that are scored, before the first update
+        self._num_dropped = 0  # since this start of the job
         self._advisor = Advisor(config)
         self._failed = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
 
@@ -51,7 +53,8 @@ class Watcher:
         role = executor.partition("/")[0]
         if role == self._last_group_role and self.tally.updates == self._before[0]:
             self._num_answers += self._config.schedule.samples_per_group
-            self._display.progress(self._num_answers, self._config.schedule.answers_per_update)
+            if self._num_answers <= self._config.schedule.answers_per_update:
+                self._display.progress(self._num_answers, self._config.schedule.answers_per_update)
         if role == self._first_role:
             self.tally.tokens_generated += facts.num_tokens
             if self._training_s is None:
@@ -105,8 +108,13 @@ class Watcher:
         self._display.note(f"held-out {self._config.score_name} of version {version}: {accuracy:.3f}")
 
     def dropped(self, ordinal: int, reason: str) -> None:
+        """The first ones are told, then every tenth, hundredth and so on: there may be thousands."""
         self.tally.groups_dropped += 1
-        self._display.note(f"group {ordinal} dropped: {reason}")
+        self._num_dropped += 1
+        if self._num_dropped <= _TOLD_ONE_BY_ONE:
+            self._display.note(f"group {ordinal} dropped: {reason}")
+        elif str(self._num_dropped).rstrip("0") in ("1", "2", "5"):
+            self._display.note(f"{self._num_dropped} groups dropped so far, the last: {reason}")
 
     def skipped(self, executor: str, update: int, ordinals: Sequence[int]) -> None:
         self._display.note(
@@ -154,6 +162,7 @@ class Watcher:
             eval_after=self.tally.evaluations.get(self._config.schedule.updates),
             score_name=self._config.score_name,
             updates=tally.updates,
+            updates_before=self._before[0],
             groups_trained=tally.groups_trained,
             groups_dropped=tally.groups_dropped,
             skipped=tally.skipped,

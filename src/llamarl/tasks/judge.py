@@ -78,6 +78,7 @@ class Judge:
         sandbox: Sandbox = _USUAL,
         llm: LLMJudge = _NOBODY,
         given: Mapping[str, Function] = _NONE_GIVEN,
+        raises: bool = False,
     ) -> None:
         self._settings, self._sandbox, self._llm = settings, sandbox, llm
         self.peak_mb = 0.0  # the most that judging one answer has taken in a worker
@@ -96,7 +97,7 @@ class Judge:
                 trusted[name] = given[name] if name in given else load_function("reward.scorer", name)
             else:
                 self._load(name)
-        self._trusted: Trusted[_Part] = Trusted(trusted, settings)
+        self._trusted: Trusted[_Part] = Trusted(trusted, settings, raises=raises)
         if settings.trusted and not trusted:
             raise ConfigError("reward.trusted: cannot take effect without a scorer of your own, as FILE.py:FUNCTION")
         if "regex" in self._pooled and not settings.pattern:
@@ -106,9 +107,11 @@ class Judge:
     def of(
         cls, config: Config, own: Sequence[str], *, workers: int = 0, given: Mapping[str, Function] = _NONE_GIVEN
     ) -> Judge:
-        """The job's; `workers` instead of as many as it says."""
+        """The job's; `workers` instead of as many as it says. On `inline`, which is for debugging, what a trusted function
+        raises is not caught."""
         settings = replace(config.reward, workers=workers) if workers else config.reward
-        return cls(settings, own, sandbox=config.sandbox, llm=config.llm_judge, given=given)
+        raises = config.engine.kind == "inline"
+        return cls(settings, own, sandbox=config.sandbox, llm=config.llm_judge, given=given, raises=raises)
 
     @property
     def num_pending(self) -> int:

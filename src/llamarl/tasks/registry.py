@@ -23,7 +23,7 @@ def make_task(settings: TaskConfig, seed: int, wanted: Wanted = _NOTHING) -> Pro
     """`wanted`: what scorers want of the data besides prompts."""
     if settings.kind == "given":
         raise ConfigError(
-            "task.kind: the task of this job was given from Python; give it again, as Job(config, task=...)"
+            "task.kind: the task of this job was given from Python; give it again: Job.resume(folder, task=...)"
         )
     if settings.kind != "mixture":
         return make_single_task(settings, seed, wanted, chat=settings.chat, system=settings.system)

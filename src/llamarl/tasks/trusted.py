@@ -26,10 +26,11 @@ T = TypeVar("T")
 
 
 class Trusted(Generic[T]):
-    """`what` is the caller's own, and comes back with the verdict."""
+    """`what` is the caller's own, and comes back with the verdict. With `raises`, what a plain function raises in its last
+    attempt goes on to the caller, traceback and all."""
 
-    def __init__(self, functions: Mapping[str, Function], settings: Reward) -> None:
-        self._functions, self._settings = dict(functions), settings
+    def __init__(self, functions: Mapping[str, Function], settings: Reward, *, raises: bool = False) -> None:
+        self._functions, self._settings, self._raises = dict(functions), settings, raises
         self.signatures = {name: signature_of(name, function) for name, function in functions.items()}
         self.counts = Counts()  # of attempts
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -81,10 +82,12 @@ class Trusted(Generic[T]):
 
     def _judge(self, attempt: Callable[[], Any], signature: Signature, count: int) -> Verdict:
         start_s = time.monotonic()
-        for _ in range(self._settings.retries + 1):
+        for number in range(self._settings.retries + 1):
             try:
                 verdict = Verdict("ok", rewards_in(attempt(), signature, count))
             except (Exception, SystemExit) as error:  # the border to the user's code
+                if self._raises and number == self._settings.retries and not isinstance(error, BadReward):
+                    raise
                 verdict = failure(error)
             if verdict.status == "ok":
                 break
@@ -133,7 +136,10 @@ def _run(loop: asyncio.AbstractEventLoop, waiting: Any) -> Any:
     """On this thread, where a debugger can be used, unless another loop is at work here, as in a notebook."""
     try:
         asyncio.get_running_loop()
+        busy = True
     except RuntimeError:
+        busy = False
+    if not busy:
         return loop.run_until_complete(waiting)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(loop.run_until_complete, waiting).result()

@@ -38,6 +38,15 @@ def test_what_stands_in_the_way_is_told_once_and_at_the_end(row: dict[str, float
     assert short.final() == said, "a run of one update hears it at its end"
 
 
+def test_a_policy_that_gets_worse_hears_of_its_learning_rate_and_nothing_else() -> None:
+    advisor = Advisor(CONFIG)
+    said = [line for update in range(60) for line in advisor.hear({**WELL, "reward": max(0.0, 0.5 - update / 60)})]
+    assert len(said) == 1 and "the policy got worse: mean reward 0.425" in said[0] and "trainer.lr" in said[0]
+    for _ in range(20):
+        advisor.hear({**WELL, "reward": 0.0, "zero_variance_share": 1.0, "truncated_share": 1.0})
+    assert len(advisor.final()) == 1 and "trainer.lr" in advisor.final()[0]
+
+
 def test_a_run_that_learns_hears_nothing() -> None:
     advisor = Advisor(CONFIG)
     assert not [line for _ in range(30) for line in advisor.hear(WELL)]

@@ -34,6 +34,7 @@ class Shown:
     def __init__(self) -> None:
         self.snapshots: list[Snapshot] = []
         self.answers: list[tuple[int, int]] = []
+        self.notes: list[str] = []
 
     def progress(self, done: int, of: int) -> None:
         self.answers.append((done, of))
@@ -42,7 +43,7 @@ class Shown:
         self.snapshots.append(snapshot)
 
     def note(self, text: str) -> None:
-        pass
+        self.notes.append(text)
 
     def close(self) -> None:
         pass
@@ -96,6 +97,15 @@ def test_answers_are_counted_until_the_first_update(tmp_path: Path) -> None:
     watcher.batch_done("trainer/0", 0, {})
     watcher.group_done("reward/0", GroupFacts())
     assert shown.answers == [(2, 8), (4, 8), (6, 8)]
+
+
+def test_dropped_groups_do_not_flood_the_screen(tmp_path: Path) -> None:
+    shown = Shown()
+    watcher = make_watcher(tmp_path, shown, Tally())
+    for ordinal in range(1000):
+        watcher.dropped(ordinal, "too long")
+    assert len(shown.notes) == 5 + 7
+    assert shown.notes[-1] == "1000 groups dropped so far, the last: too long"
 
 
 class Ears(Supervision[Rank]):
