@@ -52,6 +52,7 @@ from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY
 from llamarl.observe.advice import advice_before
 from llamarl.observe.display import Display, Quiet
+from llamarl.observe.report import resume_command
 from llamarl.observe.run_folder import CONFIG, LOGS, SNAPSHOTS, SUMMARY, RunFolder, dated_run_folder
 from llamarl.observe.run_lock import RunLock
 from llamarl.observe.starts import Starts
@@ -153,7 +154,8 @@ class Job:
         changed = changes(before, now)
         refuse_ended(path)
         if (finished := _finished(path, now)) is not None:
-            shown.note(f"this run is finished; for more than its {now.schedule.updates} updates, set schedule.updates")
+            more = f"{resume_command(path)} schedule.updates={2 * now.schedule.updates}"
+            shown.note(f"this run is finished; for more than its {now.schedule.updates} updates: {more}")
             return finished
         with _telling_of_files(path):
             lock = RunLock(path)
