@@ -256,6 +256,15 @@ def test_replay_goes_over_a_resume_that_was_killed_early(killed: Path, tmp_path:
     assert done.code == 0 and done.out.endswith("the replayed controller wrote the same\n"), done.out
 
 
+def test_replay_goes_as_far_as_a_damaged_log_does(straight: Path, tmp_path: Path) -> None:
+    folder = copy(straight, tmp_path)
+    log = folder / "events.jsonl.gz"
+    lines = gzip.decompress(log.read_bytes()).splitlines(keepends=True)
+    log.write_bytes(gzip.compress(b"".join([*lines[:40], b"\x00 garbage\n", *lines[41:]])))
+    done = llamarl("replay", folder)
+    assert done.code == 0 and "run 0: its log is damaged at event 40; it was replayed up to there" in done.out
+
+
 def test_replay_holds_folded_records_against_a_digest(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,6 @@ from llamarl.controller.books import Books, add_to_run
 from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import Checkpoint, Record, RunRecords
 from llamarl.controller.line import Channel, Line, Role
-from llamarl.errors import InputError
 
 
 class Setting(Struct, frozen=True, tag=True, tag_field="event"):
@@ -65,7 +64,7 @@ def replay(logs: Mapping[int, Iterable[bytes]], ledger: Iterable[Record]) -> Rep
     notes: list[str] = []
     for run in sorted(parts.keys() | logs.keys()):
         part = parts.get(run, _Part(RunRecords(run, 0, ""), []))
-        told, compared, difference = _replay_run(run, logs.get(run, ()), part)
+        told, compared, difference = _replay_run(run, logs.get(run, ()), part, notes)
         num_events += told
         num_records += compared
         if difference:
@@ -89,10 +88,10 @@ def _assign(parts: dict[int, _Part], books: Books, record: Record) -> None:
         parts.setdefault(run, _Part(RunRecords(run, 0, ""), [])).records.append(record)
 
 
-def _replay_run(run: int, lines: Iterable[bytes], part: _Part) -> tuple[int, int, str]:
+def _replay_run(run: int, lines: Iterable[bytes], part: _Part, notes: list[str]) -> tuple[int, int, str]:
     """(events, records held against the ledger, the first difference)"""
     digest, at, folded, log = RunRecords(run, 0, ""), 0, part.folded, _Log(lines)
-    for record in _written(log, run):
+    for record in _written(log):
         if digest.num_records < folded.num_records:
             digest = add_to_run(digest, record)
         elif at < len(part.records):
@@ -100,7 +99,9 @@ def _replay_run(run: int, lines: Iterable[bytes], part: _Part) -> tuple[int, int
                 where = f"run {run}, record {folded.num_records + at}"
                 return log.num_events, at, f"{where}: replayed {record}, the ledger has {part.records[at]}"
             at += 1
-    if log.num_events and not log.full and digest != folded:
+    if log.damaged:
+        notes.append(f"run {run}: its log is damaged at event {log.num_events}; it was replayed up to there")
+    if log.num_events and not log.full and not log.damaged and digest != folded:
         return log.num_events, at, f"run {run}: its first {folded.num_records} records, now folded, were other ones"
     return log.num_events, at + (folded.num_records if digest == folded else 0), ""
 
@@ -109,7 +110,8 @@ class _Log:
     """Lines of a log, counted while they are read; the first is no event but the setting."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
-        self._lines, self.num_events, self.full = lines, 0, False
+        self._lines, self.num_events = lines, 0
+        self.full = self.damaged = False
 
     def __iter__(self) -> Iterator[bytes]:
         for number, line in enumerate(self._lines):
@@ -120,18 +122,18 @@ class _Log:
             yield line
 
 
-def _written(lines: Iterable[bytes], run: int) -> Iterator[Record]:
+def _written(log: _Log) -> Iterator[Record]:
     controller: Controller | None = None
     try:
-        for line in lines:
+        for line in log:
             if controller is None:
                 controller = _decode_setting(line).make_controller()
                 continue
             for command in controller.handle(_decode_event(line)):
                 if isinstance(command, ev.Write):
                     yield command.record
-    except msgspec.MsgspecError as error:
-        raise InputError(f"run {run}: not an event log: {error}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        log.damaged = True
 
 
 def setting_of(controller: Controller) -> Setting:
