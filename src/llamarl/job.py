@@ -164,8 +164,14 @@ class Job:
                 refuse_other_length(before.schedule.updates, now.schedule, recovered.version)
                 for version in recovered.unknown:
                     Snapshots(path / SNAPSHOTS, keep=1).set_aside(version)
-                events_mb = now.observe.events_mb
-                run_folder = RunFolder.reopen(path, lock, recovered.version, job._training_roles, events_mb=events_mb)
+                run_folder = RunFolder.reopen(
+                    path,
+                    lock,
+                    recovered.version,
+                    job._training_roles,
+                    last_run=recovered.last_run,
+                    events_mb=now.observe.events_mb,
+                )
                 for note in (*recovered.notes, *changed, *Starts(path).changed_files(now)):
                     shown.note(note)
                 job._record_start(run_folder, recovered.version)

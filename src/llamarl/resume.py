@@ -81,6 +81,7 @@ class Recovered(Struct, frozen=True):
     version: int
     notes: tuple[str, ...]  # what the user should know of it
     unknown: tuple[int, ...]  # snapshots that the ledger knows nothing of
+    last_run: int  # the last start of the job that the ledger knows of; -1: none
     begin: Began | Resumed
     store: GroupStore
     tally: Tally
@@ -106,7 +107,8 @@ def recover(folder: Path, config: Config, settled_state: str, last_role: str) ->
     tally.evaluations = evaluated
     if books is not None:
         tally.tokens_generated, tally.groups_dropped = books.num_tokens, books.num_dropped
-    return Recovered(version, tuple(notes), unknown, begin, store, tally)
+    last_run = books.runs[-1].run if books else -1
+    return Recovered(version, tuple(notes), unknown, last_run, begin, store, tally)
 
 
 def read_books(folder: Path) -> Books | None:

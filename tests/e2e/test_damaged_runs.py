@@ -256,6 +256,15 @@ def test_replay_goes_over_a_resume_that_was_killed_early(killed: Path, tmp_path:
     assert done.code == 0 and done.out.endswith("the replayed controller wrote the same\n"), done.out
 
 
+def test_replay_of_a_run_whose_first_log_is_gone_compares_the_others(killed: Path, tmp_path: Path) -> None:
+    folder = copy(killed, tmp_path)
+    (folder / "events.jsonl.gz").unlink()
+    resume(folder)
+    assert (folder / "events.1.jsonl.gz").exists(), "the first log's number is not given to another"
+    done = llamarl("replay", folder)
+    assert done.code == 0 and "run 0: no events are left of it" in done.out, done.out
+
+
 def test_replay_goes_as_far_as_a_damaged_log_does(straight: Path, tmp_path: Path) -> None:
     folder = copy(straight, tmp_path)
     log = folder / "events.jsonl.gz"

@@ -40,7 +40,9 @@ def log_file(run: Path, executor: str) -> Path:
 class RunFolder:
     """Where the record of one job is written, by its one owner. `create` makes a new one, `reopen` goes on with one."""
 
-    def __init__(self, path: Path, lock: RunLock, roles: Sequence[str], events_mb: int, version: int = 0) -> None:
+    def __init__(
+        self, path: Path, lock: RunLock, roles: Sequence[str], events_mb: int, version: int = 0, last_run: int = -1
+    ) -> None:
         self.path, self.lock = path, lock
         self.groups = path / GROUPS
         self.snapshots = path / SNAPSHOTS
@@ -48,7 +50,9 @@ class RunFolder:
         self.metrics = MetricsFile(path / METRICS, roles, version)
         self.evaluations = AppendFile(path / EVALUATIONS)
         self.timings = AppendFile(path / TIMINGS)
-        self.run = 1 + max(event_files(path), default=-1)  # number of this start of the job
+        self.run = 1 + max(
+            [last_run, *event_files(path)]
+        )  # number of this start of the job: its records and its log bear it
         self.events = EventLog(event_file(path, self.run), events_mb)
 
     @classmethod
@@ -66,12 +70,20 @@ class RunFolder:
 
     @classmethod
     def reopen(
-        cls, path: Path, lock: RunLock, version: int, roles: Sequence[str], *, events_mb: int = EVENTS_MB
+        cls,
+        path: Path,
+        lock: RunLock,
+        version: int,
+        roles: Sequence[str],
+        *,
+        last_run: int = -1,
+        events_mb: int = EVENTS_MB,
     ) -> RunFolder:
-        """Go on from the snapshot of `version`: rows of later updates are taken back, since they are made again."""
+        """Go on from the snapshot of `version`: rows of later updates are taken back, since they are made again. `last_run`
+        is the last start that the ledger knows of; logs of events may be gone."""
         _keep_rows(path / EVALUATIONS, lambda row: row.get("version", version + 1) <= version)
         cut_rows(path / TIMINGS, lambda row: True)  # a torn line
-        return cls(path, lock, roles, events_mb, version)
+        return cls(path, lock, roles, events_mb, version, last_run)
 
     def write_config(self, text: str) -> None:
         replace_file(self.path / CONFIG, text.encode())
