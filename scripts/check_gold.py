@@ -53,7 +53,8 @@ def ways(example: Example) -> dict[str, str]:
     return {"solution": example.solution, "boxed": f"So the answer is $\\boxed{{{example.answer}}}$."}
 
 
-def check(folder: Path) -> Iterator[Report]:
+def data_files(folder: Path) -> Iterator[tuple[str, str, list[Example], Judge]]:
+    """Kind, name and rows of each file that is there, and a judge of such answers."""
     for kind, files in FILES.items():
         judge = Judge(Reward(scorer=KINDS[kind].scorer))
         judge.prepare()
@@ -61,8 +62,13 @@ def check(folder: Path) -> Iterator[Report]:
             if (folder / file).is_file():
                 settings = SourceConfig(kind=kind)  # type: ignore[arg-type]
                 examples = read_rows(folder / file, lambda row: KINDS[kind].read(settings, row))  # noqa: B023, used at once
-                yield from check_file(kind, file, examples, judge)
+                yield kind, file, examples, judge
         judge.close()
+
+
+def check(folder: Path) -> Iterator[Report]:
+    for kind, file, examples, judge in data_files(folder):
+        yield from check_file(kind, file, examples, judge)
 
 
 def check_file(kind: str, file: str, examples: list[Example], judge: Judge) -> Iterator[Report]:

@@ -17,16 +17,11 @@ from fractions import Fraction
 from pathlib import Path
 from random import Random
 
-from check_gold import FILES, MIN_SHARE, check
+from check_gold import MIN_SHARE, check, data_files
 
-from llamarl.config import Reward
-from llamarl.config import Source as SourceConfig
-from llamarl.tasks.datasets import KINDS
 from llamarl.tasks.extract import gold_answer
-from llamarl.tasks.judge import Judge
 from llamarl.tasks.mathematics import is_close
 from llamarl.tasks.numbers import read_number
-from llamarl.tasks.rows import read_rows
 from llamarl.types import Problem
 
 _SHAPES = (
@@ -138,27 +133,20 @@ def wrong_answers(gold: str, number: int, *, math: bool) -> Iterator[str]:
 
 
 def check_wrong(folder: Path) -> Iterator[tuple[str, int, list[str]]]:
-    for kind, files in FILES.items():
-        judge = Judge(Reward(scorer=KINDS[kind].scorer))
-        judge.prepare()
-        for file in files:
-            if (folder / file).is_file():
-                settings = SourceConfig(kind=kind)  # type: ignore[arg-type]
-                examples = read_rows(folder / file, lambda row: KINDS[kind].read(settings, row))  # noqa: B023, used at once
-                asked: dict[tuple[int, str], str] = {}
-                accepted: list[str] = []
-                for number, example in list(enumerate(examples))[:: 10 if kind == "math" else 1]:  # those take a worker
-                    gold = gold_answer(example.answer)
-                    for text in wrong_answers(gold, number, math=kind == "math"):
-                        asked[number, text] = gold
-                        judge.ask((number, text), text, Problem(example.question, example.answer))
-                while judge.num_pending:
-                    for key, outcome in judge.collect(1.0):
-                        if outcome.status != "ok" or outcome.reward:
-                            assert isinstance(key, tuple)
-                            accepted.append(f"{key[1]!r} for {asked[key]!r}: {outcome.reason or 'accepted'}")
-                yield file, len(asked), accepted
-        judge.close()
+    for kind, file, examples, judge in data_files(folder):
+        asked: dict[tuple[int, str], str] = {}
+        accepted: list[str] = []
+        for number, example in list(enumerate(examples))[:: 10 if kind == "math" else 1]:  # those take a worker
+            gold = gold_answer(example.answer)
+            for text in wrong_answers(gold, number, math=kind == "math"):
+                asked[number, text] = gold
+                judge.ask((number, text), text, Problem(example.question, example.answer))
+        while judge.num_pending:
+            for key, outcome in judge.collect(1.0):
+                if outcome.status != "ok" or outcome.reward:
+                    assert isinstance(key, tuple)
+                    accepted.append(f"{key[1]!r} for {asked[key]!r}: {outcome.reason or 'accepted'}")
+        yield file, len(asked), accepted
 
 
 def main() -> None:

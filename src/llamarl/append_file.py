@@ -53,12 +53,6 @@ class AppendFile:
         self._stored_bytes += written
         self._pending.clear()
 
-    def cut(self, num_bytes: int) -> None:
-        """Take back everything behind the first `num_bytes`."""
-        self.flush()
-        self._file.truncate(num_bytes)
-        self._stored_bytes = num_bytes
-
     def sync(self) -> None:
         self.flush()
         os.fsync(self._file.fileno())

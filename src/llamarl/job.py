@@ -350,17 +350,19 @@ def _try_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:
 
 
 def _finished(folder: Path, config: Config) -> Summary | None:
-    """The summary of a run that made all its updates and has its last snapshot, if this one asks for no more."""
+    """The summary of a run that made all its updates and has its last snapshot, if this one asks for no more. The ledger has
+    the last word; it is only read where the summary says so too."""
+    try:
+        summary = msgspec.json.decode((folder / SUMMARY).read_bytes(), type=Summary)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if summary.outcome != FINISHED or config.schedule.updates != summary.updates:
+        return None
     books = read_books(folder)
     if books is None or books.closed != FINISHED or config.schedule.updates != books.updates:
         return None
     newest, _ = Snapshots(folder / SNAPSHOTS, keep=1).newest_whole()
-    if config.snapshots.at_end != "none" and newest < books.updates:
-        return None
-    try:
-        return msgspec.json.decode((folder / SUMMARY).read_bytes(), type=Summary)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        raise InputError(f"--resume: {folder} is finished, but its {SUMMARY} cannot be read") from None
+    return None if config.snapshots.at_end != "none" and newest < books.updates else summary
 
 
 @contextmanager

@@ -17,10 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 READY = b"ready"
-PYTHON = (
-    sys.executable,
-    "-P",
-)  # without the working folder in the path, where a user's `numbers.py` would hide Python's own
+# Without the working folder in the path, where a user's `numbers.py` would hide Python's own.
+PYTHON = (sys.executable, "-P")
 MAX_MESSAGE = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _MAX_FDS = 64
