@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,10 +123,11 @@ class Job:
     def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
         """Train to the end. Everything the job did is in its run folder, also when it fails."""
         path, shown = Path(folder) if folder else dated_run_folder(), display or Quiet()
-        run_folder = RunFolder.create(path, self._training_roles, events_mb=self.config.observe.events_mb)
-        with _closed_on_failure(run_folder.close):
-            self._record_start(run_folder, version=0)
-            store = GroupStore(run_folder.groups)
+        with _telling_of_files(path):
+            run_folder = RunFolder.create(path, self._training_roles, events_mb=self.config.observe.events_mb)
+            with _closed_on_failure(run_folder.close):
+                self._record_start(run_folder, version=0)
+                store = GroupStore(run_folder.groups)
         return self._run(run_folder, store, Began(), Tally(), shown)
 
     @classmethod
@@ -370,7 +371,8 @@ def _closed_on_failure(close: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        close()
+        with suppress(OSError):  # on a full disk it fails too, and what came first says more
+            close()
         raise
 
 

@@ -107,7 +107,7 @@ def recover(folder: Path, config: Config, settled_state: str, last_role: str) ->
     tally.evaluations = evaluated
     if books is not None:
         tally.tokens_generated, tally.groups_dropped = books.num_tokens, books.num_dropped
-    last_run = books.runs[-1].run if books else -1
+    last_run = books.runs[-1].run if books and books.runs else -1  # a ledger may hold no row yet
     return Recovered(version, tuple(notes), unknown, last_run, begin, store, tally)
 
 

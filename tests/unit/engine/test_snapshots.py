@@ -230,11 +230,14 @@ def test_the_last_snapshot_must_be_written_or_the_job_has_failed(tmp_path: Path,
     assert audit(read_ledger(tmp_path / "run" / "ledger")).clean
 
 
-def test_a_disk_too_full_for_the_ledger_ends_the_job_in_one_line_and_with_room_it_goes_on(tmp_path: Path) -> None:
-    disk = Disk(fails_at=20, full=True, only="run/")
-    with watching(disk), pytest.raises(JobFailed, match="No space left on device") as failed:
+@pytest.mark.parametrize("fails_at", [8, 11, *range(12, 26, 2)])  # from before the first row of the ledger to behind it
+def test_a_disk_too_full_for_the_ledger_ends_the_job_in_one_line_and_with_room_it_goes_on(
+    tmp_path: Path, fails_at: int
+) -> None:
+    disk = Disk(fails_at=fails_at, full=True, only="run/")
+    with watching(disk), pytest.raises((InputError, JobFailed), match="No space left on device") as failed:
         job("snapshots.every=1").run(tmp_path / "run", display=Notes())
-    assert failed.value.exit_code == 3 and disk.failed
+    assert failed.value.exit_code == (2 if isinstance(failed.value, InputError) else 3) and disk.failed
     assert Job.resume(tmp_path / "run").outcome == "finished"
     assert audit(read_ledger(tmp_path / "run" / "ledger")).clean
 
