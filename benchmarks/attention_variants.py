@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from llamarl.bench.machine import measure_ceilings
-from llamarl.generate.cache import PagedCache, Pages, Readings, attend_pages, members_of_reading
+from llamarl.generate.kv_cache import PagedCache, Pages, Readings, attend_pages, members_of_reading
 from llamarl.model import ops
-from llamarl.model.quantise import FP8
+from llamarl.model.quantize import FP8
 from llamarl.model.transformer import rope_up_to
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 LAYERS, REPLAYS, TIMES = 8, 4, 7
 CHECKED_ROWS = 20

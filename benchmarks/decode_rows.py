@@ -31,7 +31,7 @@ from llamarl.bench.decode import Case, DecodeBench
 from llamarl.bench.machine import process_age_s
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import Opening, SlotState
-from llamarl.shapes import ModelShape, shape_named
+from llamarl.model_spec import ModelShape, shape_named
 
 RUNS, SAMPLES = 3, 8
 TINY = ModelShape(

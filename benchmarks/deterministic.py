@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 
 
 def train_s(folder: Path, settings: list[str]) -> tuple[float, dict[str, float]]:

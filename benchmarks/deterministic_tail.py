@@ -22,7 +22,7 @@ from pretending import GROUPS, SAMPLES, PretendedGenerator, PretendedTrainer, up
 
 from llamarl import Job
 from llamarl.build import Site, build_generator, build_trainer
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.executors.executor import Executor
 from llamarl.messages import Report
 from llamarl.types import PromptGroup

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl import Job, job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.engine.driver import Driver
-from llamarl.engine.store import GroupStore
+from llamarl.engine.group_store import GroupStore
 
 PROMISED = 0.02
 spent_s: dict[str, float] = defaultdict(float)

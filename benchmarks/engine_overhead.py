@@ -19,7 +19,7 @@ from pathlib import Path
 from pretending import update_times  # beside this script
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 
 PROMISED = 0.03
 WARM_UP = 3  # updates that are not counted: first calls of everything

@@ -31,7 +31,7 @@ from llamarl import Job
 from llamarl.bench.decode import Case, DecodeBench
 from llamarl.build import Site, build_trainer
 from llamarl.config import Config
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.executors.executor import Executor
 from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.hf_config import read_shape

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from llamarl import Job
 from llamarl.build import Site
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.executors.executor import Executor
 from llamarl.messages import (
     BatchResult,

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import msgspec
 
-from llamarl.append_file import AppendFile
+from llamarl.io.append_file import AppendFile
 from llamarl.config import Config, Schedule
-from llamarl.configfile import config_to_yaml
+from llamarl.config.file import config_to_yaml
 from llamarl.controller.ledger import Issued, Opened, Passed, Trained, Visible
 from llamarl.controller.ledger_file import LedgerFile
 from llamarl.model.training_state import MANIFEST, Manifest
-from llamarl.segments import segment_files
+from llamarl.io.record_log import segment_files
 
 EVERY, KEEP = 25, 2
 # A row of metrics as long as the default job's.
@@ -34,7 +34,7 @@ METRICS = {
 }
 METRICS |= {f"further_figure_{number}": 0.1234567 + number for number in range(16)}
 RESUME = """
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.resume import recover
 folder = Path(sys.argv[1])
 found = recover(folder, load_config(folder / "config.yaml"), "scored", "trainer")

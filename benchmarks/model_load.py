@@ -27,7 +27,7 @@ import torch
 
 from llamarl.model.checkpoint import empty_model, load_model, random_model, save_model
 from llamarl.model.hf_config import read_shape
-from llamarl.shapes import shape_named
+from llamarl.model_spec import shape_named
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MAX_TIME_RATIO, MAX_MEMORY_RATIO = 1.5, 1.2

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.default_line import default_line
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.local.engine import LocalEngine

@@ -31,7 +31,7 @@ from rehearsed import compare, print_table
 
 from llamarl.config import Config
 from llamarl.model.hf_config import read_shape
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 PROMISED = 0.15
 COMMON = [

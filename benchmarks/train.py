@@ -21,7 +21,7 @@ import torch
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import Algo, Trainer
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import causal_attention

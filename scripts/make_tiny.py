@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from llamarl.config import Config
 from llamarl.model.checkpoint import random_model, save_model
 from llamarl.model.transformer import Transformer, causal_attention
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 from llamarl.tasks.registry import make_single_task
 from llamarl.types import Problem
 

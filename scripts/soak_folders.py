@@ -27,7 +27,7 @@ from pathlib import Path
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import FINISHED, read_ledger
 from llamarl.errors import InputError
-from llamarl.segments import segment_files
+from llamarl.io.record_log import segment_files
 
 UPDATES, STALENESS = 40, 1
 SETTINGS = (

@@ -69,7 +69,7 @@ def tell(task: str, figures: dict[str, Any], stale: dict[int, list[float]]) -> N
     print(f"{task}: before {figures['before']:.1%}")
     for number in STALENESS:
         after = ", ".join(f"{share:.1%}" for share in figures["after"][number])
-        line = f"  S = {number} (realised {np.mean(stale[number]):.2f}): {after}"
+        line = f"  S = {number} (realized {np.mean(stale[number]):.2f}): {after}"
         if number:
             found = figures["against_sync"][number]
             low, high = found["interval"]
@@ -86,8 +86,8 @@ def main() -> None:
     (_, before), *after = side_by_side(chains, options)
     stale: dict[int, list[float]] = {number: [] for number in STALENESS}
     results: dict[str, dict[int, list[list[bool]]]] = {task: {number: [] for number in STALENESS} for task in before}
-    for (staleness, _), (realised, found) in zip(pairs, after, strict=True):
-        stale[staleness].append(realised)
+    for (staleness, _), (realized, found) in zip(pairs, after, strict=True):
+        stale[staleness].append(realized)
         for task in before:
             results[task][staleness].append(found[task])
     figures = {task: figures_of(before[task], results[task]) for task in before}

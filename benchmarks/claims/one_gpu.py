@@ -3,7 +3,7 @@ the optimizer's state in host memory, activations made again in the backward pas
 
     python benchmarks/claims/one_gpu.py [--shape qwen3-8b] [--layers N] [--models FOLDER] [--tokenizer FOLDER] [KEY=VALUE ...]
 
-Prints the time of an update and the most memory that GPU and host had in use. What is learnt is nothing: the reward is the
+Prints the time of an update and the most memory that GPU and host had in use. What is learned is nothing: the reward is the
 length of an answer. Must: it runs 3 updates. With --layers the shape is made deeper, to find the largest that fits.
 """
 
@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from plot import bars
 from watch import gpu_name, memory_used
 
-from llamarl.shapes import ModelShape, shape_named
+from llamarl.model_spec import ModelShape, shape_named
 
 UPDATES, WARM_UP = 5, 2  # the first update compiles
 GIB = 1 << 30
@@ -33,7 +33,7 @@ SETTINGS = (
     "reward.scorer=length",
     "reward.max_chars=2000",
     "algo.zero_variance=keep",  # whatever the rewards are, everything is computed
-    "generator.quantise=fp8",
+    "generator.quantize=fp8",
     "generator.slots=128",
     "generator.max_prompt_tokens=64",
     "generator.max_new_tokens=256",

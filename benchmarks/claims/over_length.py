@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rehearsed import seen
 
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.plan.gpus import gpu_named
 from llamarl.plan.lengths import Lengths
-from llamarl.shapes import shape_named
+from llamarl.model_spec import shape_named
 from llamarl.simulate.scene import Scene, make_simulation
 from llamarl.simulate.simulation import Outcome
 

@@ -19,13 +19,13 @@ def lines(title: str, x_label: str, y_label: str, series: Mapping[str, Points], 
     x, y = _Axis(min(0.0, *xs), max(xs), LEFT, WIDTH - RIGHT), _Axis(min(ys), max(ys), HEIGHT - BOTTOM, TOP)
     parts = [_frame(title, x_label, y_label), *_grid(x, y)]
     for number, (name, points) in enumerate(series.items()):
-        colour, single = COLOURS[number % len(COLOURS)], name in dotted
+        color, single = COLOURS[number % len(COLOURS)], name in dotted
         path = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in points)
         dash = ' stroke-dasharray="4 4"' if single else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
         if single:
-            parts += [_dot(x.at(a), y.at(b), colour, f"{b:.3g}") for a, b in points]
-        parts.append(_text(LEFT + 12, TOP + 18 + 18 * number, name, colour=colour, anchor="start"))
+            parts += [_dot(x.at(a), y.at(b), color, f"{b:.3g}") for a, b in points]
+        parts.append(_text(LEFT + 12, TOP + 18 + 18 * number, name, color=color, anchor="start"))
     return _document(parts)
 
 
@@ -35,9 +35,9 @@ def bars(title: str, y_label: str, values: Mapping[str, float], unit: str = "") 
     parts = [_frame(title, "", y_label), *_marks(y)]
     for number, (name, value) in enumerate(values.items()):
         left, top = LEFT + (number + 0.2) * step, y.at(value)
-        colour = COLOURS[number % len(COLOURS)]
+        color = COLOURS[number % len(COLOURS)]
         size = f'width="{0.6 * step:.1f}" height="{y.at(0) - top:.1f}"'
-        parts.append(f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="{colour}"/>')
+        parts.append(f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="{color}"/>')
         parts.append(_text(left + 0.3 * step, top - 6, f"{value:.3g}{unit}"))
         parts.append(_text(left + 0.3 * step, HEIGHT - BOTTOM + 18, name))
     return _document(parts)
@@ -75,8 +75,8 @@ def _marks(y: _Axis) -> list[str]:
     return across + [_text(LEFT - 8, y.at(tick) + 4, f"{round(tick, 6):g}", anchor="end") for tick in y.ticks]
 
 
-def _dot(x: float, y: float, colour: str, label: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' + _text(x, y - 10, label, colour=colour)
+def _dot(x: float, y: float, color: str, label: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' + _text(x, y - 10, label, color=color)
 
 
 def _frame(title: str, x_label: str, y_label: str) -> str:
@@ -84,9 +84,9 @@ def _frame(title: str, x_label: str, y_label: str) -> str:
     return _text(WIDTH / 2, 24, title, size=15) + _text(WIDTH / 2, HEIGHT - 8, x_label) + turned
 
 
-def _text(x: float, y: float, text: str, *, colour: str = "#1f2328", anchor: str = "middle", size: int = 12) -> str:
+def _text(x: float, y: float, text: str, *, color: str = "#1f2328", anchor: str = "middle", size: int = 12) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
     )
 
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from logprob_gap import gaps, sample
 
 from llamarl.config import Config
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.generate.decoder import Precision
 from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.tokenizer import Tokenizer
@@ -36,8 +36,8 @@ from llamarl.types import Sampling
 
 PRECISIONS = {
     "bf16": (),
-    "fp8": ("generator.quantise=fp8",),
-    "int8": ("generator.quantise=int8",),
+    "fp8": ("generator.quantize=fp8",),
+    "int8": ("generator.quantize=int8",),
 }
 PROBLEMS, SAMPLES = 64, 4
 

@@ -1,10 +1,10 @@
-"""Claim 9: a quantised generator learns as well with AIPO, and what it does without. Qwen on GSM8K, the generator in bf16,
+"""Claim 9: a quantized generator learns as well with AIPO, and what it does without. Qwen on GSM8K, the generator in bf16,
 fp8 and int8 with AIPO, and fp8 and int8 without any correction (REINFORCE); the same updates and samples.
 
-    python benchmarks/claims/quantised.py [--beside 2] [--at-most N] [KEY=VALUE ...]
+    python benchmarks/claims/quantized.py [--beside 2] [--at-most N] [KEY=VALUE ...]
 
 The bf16 arm is a run of claim 5 (on_par.py) and is shared with it. All test problems are asked in bf16 after training, so
-that what was learnt is compared and not how it is decoded.
+that what was learned is compared and not how it is decoded.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def arms() -> dict[str, Arm]:
     found = {FIRST: BASE}
     for name, loss in LOSSES.items():
         for kind in ("fp8", "int8"):
-            settings = (*BASE.settings, f"generator.quantise={kind}", f"algo.loss={loss}")
-            found[f"{kind}, {name}"] = Arm(f"quantised/{kind}-{loss}", settings)
+            settings = (*BASE.settings, f"generator.quantize={kind}", f"algo.loss={loss}")
+            found[f"{kind}, {name}"] = Arm(f"quantized/{kind}-{loss}", settings)
     return found
 
 
@@ -41,7 +41,7 @@ def trained(arm: Arm, options: Options) -> tuple[dict[str, Any], list[bool]]:
     figures = {
         "accuracy": float(np.mean(found)),
         "reward_last": record.summary["reward_last"],
-        "logprob_gap": record.metrics[0].get("logprob_gap"),  # of the whole first batch, before anything was learnt
+        "logprob_gap": record.metrics[0].get("logprob_gap"),  # of the whole first batch, before anything was learned
         "effective_sample_size": record.mean("effective_sample_size"),
         "kl_behavior": record.mean("kl_behavior"),
         "clipped_share": record.mean("clipped_share"),
@@ -73,7 +73,7 @@ def main() -> None:
     rows = {name: row for name, (row, _) in table.items()}
     shares = {"before": 100 * float(np.mean(before)), **{name: 100 * row["accuracy"] for name, row in rows.items()}}
     plot = bars(f"GSM8K after {on_par.UPDATES} updates, by the generator's precision", "% right", shares, "%")
-    keep("quantised", options, {"updates": on_par.UPDATES, "before": float(np.mean(before)), "arms": rows}, plot)
+    keep("quantized", options, {"updates": on_par.UPDATES, "before": float(np.mean(before)), "arms": rows}, plot)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.model.transformer import Transformer
 from llamarl.plugins import check_call, is_reference, load_function
-from llamarl.shapes import ModelShape, parameter_shapes
+from llamarl.model_spec import ModelShape, parameter_shapes
 from llamarl.tasks.failures import to_stderr
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
@@ -46,13 +46,13 @@ from llamarl.train.parts import owned_parts
 from llamarl.train.policy import Computing, Policy, load_policy
 from llamarl.train.reference import HostedReference
 from llamarl.train.state import load_masters, restore
-from llamarl.weights.choose import Place, Transport, choose_transport, settle_transport
+from llamarl.weights.select_transport import Place, Transport, choose_transport, settle_transport
 from llamarl.weights.group import interface_for
-from llamarl.weights.meeting import MeetingReader, Meets
+from llamarl.weights.rendezvous import MeetingReader, Meets
 from llamarl.weights.memory import HOST
-from llamarl.weights.pulling import GroupWriter
+from llamarl.weights.group_transport import GroupWriter
 from llamarl.weights.shards import Parameters
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter, alone
 from llamarl.weights.transport import WeightReader, WeightWriter
 from llamarl.weights.wire import Wire
@@ -233,7 +233,7 @@ def wire_precision(config: Config) -> str:
     device = device_of("generator.device", config.generator.device)
     dtype = dtype_of(config.generator.dtype, device)
     whole_rows = config.generator.tensor % config.trainer.tensor == 0
-    if config.generator.quantise == "fp8" and dtype == torch.bfloat16 and whole_rows:
+    if config.generator.quantize == "fp8" and dtype == torch.bfloat16 and whole_rows:
         return "fp8"
     return "fp32" if dtype == torch.float32 else "bf16"
 

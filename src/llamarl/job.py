@@ -26,7 +26,7 @@ from llamarl.build import (
 )
 from llamarl.config import Config
 from llamarl.config.paths import with_absolute_paths
-from llamarl.configfile import check_config, config_to_yaml, load_config, parse_config
+from llamarl.config.file import check_config, config_to_yaml, load_config, parse_config
 from llamarl.controller.controller import Controller
 from llamarl.controller.default_line import default_line
 from llamarl.controller.events import Began, Resumed
@@ -39,10 +39,10 @@ from llamarl.engine.local.engine import LocalEngine
 from llamarl.engine.monarch.install import check_engine
 from llamarl.engine.prompts import Prompts, check_lengths
 from llamarl.engine.snapshots import Snapshots
-from llamarl.engine.store import GroupStore
+from llamarl.engine.group_store import GroupStore
 from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError, OwnCodeFailed
 from llamarl.executors.executor import Executor
-from llamarl.fits import check_memory
+from llamarl.memory_check import check_memory
 from llamarl.generate.decoder import Limits
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.prompting import reply_tokens
@@ -61,13 +61,13 @@ from llamarl.observe.tensorboard import check_board
 from llamarl.observe.watcher import Watcher
 from llamarl.plugins import describe_error, format_traceback, refuse_while_importing
 from llamarl.resume import changes, read_books, recover, refuse_ended, refuse_other_length
-from llamarl.tasks.given import with_scorer, with_task
+from llamarl.tasks.from_python import with_scorer, with_task
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import make_task, own_scorers
 from llamarl.tasks.task import Prompter
-from llamarl.tasks.tools.desk import Desk
+from llamarl.tasks.tools.client import Desk
 from llamarl.types import Problem
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 
 if TYPE_CHECKING:
     from llamarl.engine.monarch.engine import MonarchEngine

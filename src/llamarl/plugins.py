@@ -61,7 +61,7 @@ def _import(key: str, path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and typing look modules up there
     if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.append(folder)  # so that it may import its neighbours; last, so that these hide nothing
+        sys.path.append(folder)  # so that it may import its neighbors; last, so that these hide nothing
     _importing.append(path)
     try:
         spec.loader.exec_module(module)

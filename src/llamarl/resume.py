@@ -16,13 +16,13 @@ from llamarl.controller.events import Began, Resumed
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.recovery import resumption
 from llamarl.engine.snapshots import Snapshots
-from llamarl.engine.store import GroupStore
+from llamarl.engine.group_store import GroupStore
 from llamarl.errors import ConfigError, InputError
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.observe.rows import Rows, read_rows
 from llamarl.observe.run_folder import EVALUATIONS, GROUPS, LEDGER, METRICS, SNAPSHOTS
 from llamarl.observe.summary import Counted, Tally
-from llamarl.segments import segment_files
+from llamarl.io.record_log import segment_files
 
 # These change where and how fast a run goes on, how it is watched, or how it learns from here on; docs/durability.md has
 # the same list for people.

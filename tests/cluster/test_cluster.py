@@ -21,7 +21,7 @@ from helpers.processes import wait_until
 
 from llamarl import Job
 from llamarl.config import Config
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
 from llamarl.engine.monarch.install import prepare_environment

@@ -14,7 +14,7 @@ from helpers.models import SHAPE, lively_model
 from helpers.tensor_rank import decode
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
 from llamarl.errors import ConfigError
@@ -44,8 +44,8 @@ def test_two_ranks_sample_what_one_samples(tmp_path: Path) -> None:
             for (tokens, logprobs), (my_tokens, my_logprobs) in zip(completions, found[ordinal], strict=True):
                 assert my_tokens == tokens
                 assert my_logprobs == pytest.approx(logprobs, abs=1e-5)
-    # Each rank quantises its own part, with scales of its own, but all must draw the same.
-    first, second = (json.loads((tmp_path / f"quantised-{rank}.json").read_text()) for rank in range(2))
+    # Each rank quantizes its own part, with scales of its own, but all must draw the same.
+    first, second = (json.loads((tmp_path / f"quantized-{rank}.json").read_text()) for rank in range(2))
     assert first == second != json.loads(json.dumps(alone))
 
 

@@ -22,7 +22,7 @@ from helpers.killing import TINY
 from helpers.processes import wait_until
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import Audit, audit
 from llamarl.controller.ledger import Trained, read_ledger
 from llamarl.engine.engine import Arrival, Death

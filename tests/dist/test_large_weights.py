@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llamarl.errors import CorruptWeights
 from llamarl.weights.rank_slots import find
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
 
 BLOCK = 1 << 20

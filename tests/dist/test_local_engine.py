@@ -15,7 +15,7 @@ from helpers.processes import marked_processes, num_descriptors, watching_listen
 from llamarl import Job
 from llamarl.build import Builder
 from llamarl.config import Config
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import Audit, audit
 from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import read_ledger

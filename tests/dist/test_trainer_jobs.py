@@ -12,7 +12,7 @@ import torch
 from helpers.engines import ENGINE
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
 from llamarl.errors import ConfigError, InputError

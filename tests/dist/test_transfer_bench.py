@@ -9,8 +9,8 @@ from helpers.cli import llamarl
 from llamarl.bench.sync import Case, bench_sync
 from llamarl.errors import InputError
 from llamarl.layout.mesh import parse_side
-from llamarl.shapes import SHAPES, ModelShape
-from llamarl.weights.choose import Transport
+from llamarl.model_spec import SHAPES, ModelShape
+from llamarl.weights.select_transport import Transport
 
 SMALL = ModelShape(
     vocab_size=256, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,

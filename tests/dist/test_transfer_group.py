@@ -17,11 +17,11 @@ from torch import Tensor
 from llamarl.bench.actors import Actor, Actors
 from llamarl.errors import ConfigError
 from llamarl.layout.boxes import Box, volume
-from llamarl.weights import pulling
+from llamarl.weights import group_transport
 from llamarl.weights.blocks import DIGEST
 from llamarl.weights.buckets import Copies, pack
 from llamarl.weights.group import Group, interface_for
-from llamarl.weights.pulling import GroupReader, GroupWriter
+from llamarl.weights.group_transport import GroupReader, GroupWriter
 
 LEASE_S = 10.0
 BUCKET = 64  # bytes, so that small parameters make many buckets
@@ -40,7 +40,7 @@ class WriterRank:
         self._held = held(full_at(found.shapes, 0), found.sources[rank])
         self._edition = 0
         self._writer = GroupWriter(self._held, lease_s=lease_s, agree=self._agree, bucket_bytes=BUCKET)
-        setattr(pulling, "pack", self._pack)  # noqa: B010
+        setattr(group_transport, "pack", self._pack)  # noqa: B010
         self._fd = fd
 
     def serve(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from llamarl.bench.actors import Actor, Actors
 from llamarl.layout.boxes import Box
 from llamarl.weights import blocks
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (1024, 700), "b": (512, 300), "norm": (33,)}

@@ -11,7 +11,7 @@ from helpers.fingerprint import fingerprint
 from helpers.killing import KillAt, Killed
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
 

@@ -15,11 +15,11 @@ from helpers.killing import TINY, KillAt, Killed
 from helpers.notes import Notes
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import Trained, encode_record, read_ledger
 from llamarl.errors import ConfigError, InputError, JobFailed
-from llamarl.segments import SegmentWriter
+from llamarl.io.record_log import SegmentWriter
 
 UPDATES = 10
 SETTINGS = [

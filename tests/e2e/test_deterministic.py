@@ -20,7 +20,7 @@ from helpers.outside import RunningJob, executors
 from helpers.warm import WarmProcess
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import Books, audit
 from llamarl.controller.ledger import read_ledger
 from llamarl.errors import ConfigError

@@ -15,7 +15,7 @@ from llamarl import Job
 from llamarl.algo.batch import TokenBatch
 from llamarl.algo.losses import Loss
 from llamarl.config import Algo, Reward
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.plugins import load_function
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.scorers import Scorer

@@ -12,7 +12,7 @@ from helpers.failing import SEGMENT_BYTES, SMALL, all_failpoints, run_and_resume
 from helpers.warm import nest
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
 from llamarl.errors import InputError, LlamaRLError
@@ -33,7 +33,7 @@ def test_an_error_or_a_delay_anywhere_loses_nothing(
     name: str, action: Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr("llamarl.segments.MAX_SEGMENT_BYTES", SEGMENT_BYTES)
+    monkeypatch.setattr("llamarl.io.record_log.MAX_SEGMENT_BYTES", SEGMENT_BYTES)
     monkeypatch.setattr("llamarl.controller.ledger_file.FOLD_BYTES", SEGMENT_BYTES)
     config, run, flag = load_config(None, ["engine=inline", *SMALL]), tmp_path / "run", tmp_path / "reached"
     with arm(name, action, flag, nth=2):

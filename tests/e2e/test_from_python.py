@@ -18,7 +18,7 @@ from helpers.own_scorer import nearness
 
 from llamarl import Job
 from llamarl.config import Config, Evaluate, Reward, Schedule, Trainer
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.errors import ConfigError, JobFailed
 from llamarl.types import Problem
 

@@ -17,7 +17,7 @@ from helpers.world import World, standard_line
 from llamarl import Job
 from llamarl.build import Site, build_trainer
 from llamarl.config import Schedule
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller import events as ev
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger

@@ -9,7 +9,7 @@ from helpers.engines import ENGINE
 
 from llamarl import Job
 from llamarl.config import Config
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 
 A_THIRD = Config().schedule.updates // 3
 SHORT = [f"engine={ENGINE}", f"schedule.updates={A_THIRD}", "trainer.final_lr_share=1.0"]
@@ -24,7 +24,7 @@ def test_reward_and_held_out_accuracy_rise(tmp_path: Path) -> None:
     assert summary.staleness_max <= 1
 
 
-def test_with_rewards_permuted_within_each_group_nothing_is_learnt(tmp_path: Path) -> None:
+def test_with_rewards_permuted_within_each_group_nothing_is_learned(tmp_path: Path) -> None:
     summary = Job(load_config(None, SHORT), builders={"reward": permuted_reward}).run(tmp_path / "run")
     assert summary.eval_before is not None and summary.eval_after is not None
     assert summary.eval_after <= summary.eval_before + 0.05

@@ -18,7 +18,7 @@ from helpers.warm import WarmProcess
 
 from llamarl import Job
 from llamarl.build import Site, build_trainer
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
 from llamarl.errors import InputError, JobFailed

@@ -9,15 +9,15 @@ import pytest
 from helpers.killing import TINY
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 
 
 @pytest.mark.parametrize(
     ("settings", "least", "most"),
     [
-        (["generator.quantise=int8"], 1e-5, 0.05),
-        (["generator.quantise=fp8", "generator.kv_cache=fp8"], 1e-3, 0.5),
-        (["generator.quantise=fp8", "generator.dtype=bfloat16"], 1e-3, 0.5),  # which travels as fp8
+        (["generator.quantize=int8"], 1e-5, 0.05),
+        (["generator.quantize=fp8", "generator.kv_cache=fp8"], 1e-3, 0.5),
+        (["generator.quantize=fp8", "generator.dtype=bfloat16"], 1e-3, 0.5),  # which travels as fp8
         (["generator.dtype=float16", "trainer.dtype=float16"], 1e-7, 0.01),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else "",

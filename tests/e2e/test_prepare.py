@@ -9,7 +9,7 @@ import pytest
 
 from llamarl import Job
 from llamarl.config import Config
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
 
 
@@ -39,8 +39,8 @@ def test_a_small_task_is_evaluated_on_each_held_out_problem_once(tmp_path: Path)
 
 
 def test_a_tool_that_cannot_be_loaded_is_refused_before_the_start(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("raise RuntimeError('no licence')\n")
-    with pytest.raises(ConfigError, match=r"conversation\.tool: .*no licence"):
+    (tmp_path / "mine.py").write_text("raise RuntimeError('no license')\n")
+    with pytest.raises(ConfigError, match=r"conversation\.tool: .*no license"):
         Job(load_config(None, [f"conversation.tool={tmp_path}/mine.py:tool"]))
 
 

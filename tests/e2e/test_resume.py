@@ -10,7 +10,7 @@ from helpers.killing import TINY, KillAt, Killed
 from helpers.notes import Notes
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
 from llamarl.errors import ConfigError, InputError

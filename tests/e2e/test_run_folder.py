@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
 from llamarl.observe.display import Display, Lines, LiveView, Snapshot, make_display
 

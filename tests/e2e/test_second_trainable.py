@@ -9,7 +9,7 @@ import pytest
 from helpers.critic import build_critic
 
 from llamarl import Job
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import read_ledger

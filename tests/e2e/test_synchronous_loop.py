@@ -14,8 +14,8 @@ from llamarl import Job
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import Config
-from llamarl.configfile import load_config
-from llamarl.generate.cache import DecodeAttention, PagedCache, PrefillAttention
+from llamarl.config.file import load_config
+from llamarl.generate.kv_cache import DecodeAttention, PagedCache, PrefillAttention
 from llamarl.generate.sampling import Knobs, sample_tokens, uniform_draws
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer

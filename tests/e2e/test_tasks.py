@@ -18,7 +18,7 @@ from helpers.cli import llamarl
 
 from llamarl import Job
 from llamarl.config import Config
-from llamarl.configfile import parse_config
+from llamarl.config.file import parse_config
 from llamarl.errors import InputError, JobFailed
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.types import bytes_to_tokens

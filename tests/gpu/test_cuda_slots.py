@@ -20,11 +20,11 @@ from torch import Tensor
 
 from llamarl.bench.actors import Actor, Actors
 from llamarl.layout.model import SCALE
-from llamarl.shapes import ModelShape, parameter_shapes
+from llamarl.model_spec import ModelShape, parameter_shapes
 from llamarl.weights.memory import HOST
-from llamarl.weights.overlap import OverlappedWriter
+from llamarl.weights.overlapped_writer import OverlappedWriter
 from llamarl.weights.rank_slots import find
-from llamarl.weights.slotfile import NUM_SLOTS, SlotFile
+from llamarl.weights.slot_file import NUM_SLOTS, SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
 from llamarl.weights.wire import MAX_FP8, Wire, scales_of
 
@@ -72,16 +72,16 @@ class Writer:
         return told[0]
 
     def die_while_publishing(self, version: int) -> None:
-        self._writer._staging.quantise = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        self._writer._staging.quantize = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         self._writer.publish(version)
 
 
 class Reader:
     def __init__(self, file: SlotFile, dtype: str = "bfloat16", precision: str = "") -> None:
-        self._file, self._quantised = file, Wire.for_generator("fp8", SHAPE).segments if precision == "fp8" else {}
+        self._file, self._quantized = file, Wire.for_generator("fp8", SHAPE).segments if precision == "fp8" else {}
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._target = {name: torch.full_like(tensor, 9.0) for name, tensor in weights(0, self._dtype).items()}
-        for name in self._quantised:
+        for name in self._quantized:
             rows = self._target[name].shape[0]
             self._target[name] = torch.zeros(SHAPES[name], device="cuda", dtype=torch.float8_e4m3fn)
             self._target[name + SCALE] = torch.zeros(rows, 1, device="cuda")
@@ -95,14 +95,14 @@ class Reader:
 
     def holds(self, version: int, master: str = "bfloat16") -> bool:
         full = weights(version, getattr(torch, master))
-        plain = {name: tensor for name, tensor in self._target.items() if name in full and name not in self._quantised}
+        plain = {name: tensor for name, tensor in self._target.items() if name in full and name not in self._quantized}
         wrong = [name for name, tensor in plain.items() if not torch.equal(tensor, full[name].to(self._dtype))]
-        wrong += [name for name in self._quantised if not self._is_quantised(name, full[name])]
+        wrong += [name for name in self._quantized if not self._is_quantized(name, full[name])]
         if wrong:
             print("differ:", wrong, file=sys.stderr)
         return not wrong
 
-    def _is_quantised(self, name: str, full: Tensor) -> bool:
+    def _is_quantized(self, name: str, full: Tensor) -> bool:
         scale = scales_of(full.float().abs().amax(dim=1, keepdim=True))
         weight = (full.float() * scale.reciprocal()).clamp(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn)
         exact = torch.equal(self._target[name].view(torch.uint8), weight.view(torch.uint8))

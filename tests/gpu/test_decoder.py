@@ -17,7 +17,7 @@ from llamarl.generate.sampling import Knobs, least_kept, sample_tokens, uniform_
 from llamarl.model import ops
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer, causal_attention
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 from llamarl.types import Completion, CompletionGroup, PromptGroup, bytes_to_floats, bytes_to_tokens
 
 pytestmark = pytest.mark.gpu
@@ -148,7 +148,7 @@ def test_the_host_launches_without_waiting_for_the_device(
 ) -> None:
     """Sequences end and others start; only a capture, and looking at what came out, may wait."""
     monkeypatch.setattr("llamarl.generate.graphs._WORTH", 10**9)
-    monkeypatch.setattr("llamarl.generate.cutting._UNEVEN", 10**9)
+    monkeypatch.setattr("llamarl.generate.kv_splits._UNEVEN", 10**9)
     decoder = decoder_of(model_on(device), slots=8)
     for group in some_groups():
         decoder.add(group)

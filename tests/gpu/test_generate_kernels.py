@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.generate.cache import PagedCache, Pages, Readings, attend_pages, members_of_reading
+from llamarl.generate.kv_cache import PagedCache, Pages, Readings, attend_pages, members_of_reading
 from llamarl.generate.sampling import Knobs, least_kept, sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.model import ops
-from llamarl.model.quantise import FP8
+from llamarl.model.quantize import FP8
 from llamarl.model.transformer import rope_up_to
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 pytestmark = pytest.mark.gpu
 SEED = 3
@@ -129,7 +129,7 @@ def attention_agrees(
 def share(
     slots_B: Tensor, table_SP: Tensor, positions_S: Tensor, members: int, num_pages: int, page_tokens: int
 ) -> Readings:
-    """Let neighbouring rows begin with the same pages, in place."""
+    """Let neighboring rows begin with the same pages, in place."""
     rows = len(slots_B)
     firsts, counts, skips = torch.zeros(3, rows, dtype=torch.int64, device=slots_B.device)
     positions_S.clamp_(min=num_pages * page_tokens)

@@ -13,7 +13,7 @@ from llamarl.config import Algo
 from llamarl.config import Trainer as TrainerConfig
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 from llamarl.train.head import Head, fused_loss
 from llamarl.train.learner import Learner
 from llamarl.train.optimizer import AdamW

@@ -55,7 +55,7 @@ def hashing_trainer(site: Site) -> Executor:
 
 
 class PermutedReward:
-    """Real rewards, handed to the wrong completions of the same group: nothing can be learnt from them."""
+    """Real rewards, handed to the wrong completions of the same group: nothing can be learned from them."""
 
     idle = True
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from llamarl.build import Site, build_generator, build_reward, build_trainer
 from llamarl.engine.envelope import Envelope, encode
 from llamarl.executors.executor import Executor
-from llamarl.frames import encode_frame
+from llamarl.io.frames import encode_frame
 from llamarl.messages import LoadWeights, Message, Report, WorkOnBatch, WorkOnGroup
 
 PLAN_FOLDER = "LLAMARL_TEST_PLAN_FOLDER"

@@ -6,7 +6,7 @@ import torch
 
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 VOCABULARY, EOS = 23, 0
 SHAPE = ModelShape(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llamarl.weights.rank_slots import find
-from llamarl.weights.slotfile import MAX_RANKS, SlotFile
+from llamarl.weights.slot_file import MAX_RANKS, SlotFile
 from llamarl.weights.slots import SlotWriter
 from llamarl.weights.wire import Entry
 

@@ -55,8 +55,8 @@ def main() -> None:
     torch.set_num_threads(1)
     store = FileStore(str(folder / "meeting"), count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
-    quantised = Precision(weights="fp8", kv_cache="fp8")
-    for name, precision in (("found", AS_THE_MODEL), ("quantised", quantised)):
+    quantized = Precision(weights="fp8", kv_cache="fp8")
+    for name, precision in (("found", AS_THE_MODEL), ("quantized", quantized)):
         found = decode(folder / "model", TensorRank(rank, count), precision)
         (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
     leave_group()

@@ -19,7 +19,7 @@ from helpers.processes import is_alive, marked_processes, wait_until, watching_l
 from llamarl import Job
 from llamarl.build import Builder
 from llamarl.config import Config
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import read_ledger

@@ -8,7 +8,7 @@ from helpers.models import SHAPE
 
 from llamarl.bench.decode import Case, bench_decode, describe_decode, floor_s
 from llamarl.bench.machine import Ceilings
-from llamarl.shapes import shape_named
+from llamarl.model_spec import shape_named
 
 
 def test_decoding_is_measured_in_every_way_that_it_names() -> None:

@@ -13,10 +13,10 @@ from helpers.cli import llamarl
 
 from llamarl import __version__
 from llamarl.config import Config
-from llamarl.configfile import load_config, parse_config
+from llamarl.config.file import load_config, parse_config
 from llamarl.controller import ledger
 from llamarl.observe.run_folder import LEDGER
-from llamarl.segments import SegmentWriter, segment_files
+from llamarl.io.record_log import SegmentWriter, segment_files
 
 SHORT = [
     "engine=inline",

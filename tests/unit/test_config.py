@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llamarl.config import Config, Model, Reward, Schedule, Trainer
 from llamarl.config.other_names import OTHER_NAMES
-from llamarl.configfile import config_to_yaml, describe, load_config, parse_config
+from llamarl.config.file import config_to_yaml, describe, load_config, parse_config
 from llamarl.errors import ConfigError
 
 

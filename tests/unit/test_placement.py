@@ -7,7 +7,7 @@ import torch
 
 from llamarl.build import device_of, first_gpu
 from llamarl.config import Config
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 
 SPLIT = ["trainer.data=2", "generator.replicas=2", "generator.tensor=2", "algo.reference_kl=0.1"]
 ROLES = {"trainer": 2, "generator": 4, "reference": 1}

@@ -1,4 +1,4 @@
-"""A user's file is imported as Python itself would import it: with its neighbours, which hide nothing of anybody else's."""
+"""A user's file is imported as Python itself would import it: with its neighbors, which hide nothing of anybody else's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def same_path_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def test_a_file_may_import_its_neighbours_which_hide_nothing(tmp_path: Path) -> None:
-    (tmp_path / "neighbour_of_scorer.py").write_text("WORTH = 0.25\n")
+def test_a_file_may_import_its_neighbors_which_hide_nothing(tmp_path: Path) -> None:
+    (tmp_path / "neighbor_of_scorer.py").write_text("WORTH = 0.25\n")
     (tmp_path / "json.py").write_text("raise RuntimeError('not the one that was meant')\n")
     (tmp_path / "scorer.py").write_text(
-        "import json\nfrom neighbour_of_scorer import WORTH\n\ndef score(*texts):\n    return WORTH, json\n"
+        "import json\nfrom neighbor_of_scorer import WORTH\n\ndef score(*texts):\n    return WORTH, json\n"
     )
     assert load_function("reward.scorer", f"{tmp_path / 'scorer.py'}:score")() == (0.25, json)
 

@@ -1,1 +1,1 @@
-"""What is learnt from: rollouts packed into tensors, advantages, and losses as small pure functions."""
+"""What is learned from: rollouts packed into tensors, advantages, and losses as small pure functions."""

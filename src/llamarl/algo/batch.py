@@ -1,4 +1,4 @@
-"""From the rollouts of one update to what is learnt from them: Documents go into packs, a TokenBatch into the loss."""
+"""From the rollouts of one update to what is learned from them: Documents go into packs, a TokenBatch into the loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TokenBatch:
     advantages_N: Tensor
     sequence_N: Tensor  # which completion the token belongs to; its tokens lie together
     entropy_N: Tensor  # of the policy where the token was sampled; carries the gradient
-    num_tokens: int  # of the whole update: the loss is normalised by it, however the update is cut up
+    num_tokens: int  # of the whole update: the loss is normalized by it, however the update is cut up
     num_sequences: int  # likewise
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # values per token that other roles added, by name
 
@@ -53,16 +53,16 @@ class Document:
     staleness: NDArray[np.int64]
     advantage: float = 0.0
     columns: Mapping[str, Floats] = field(default_factory=dict)
-    given: tuple[Given, ...] = ()  # of the answer, what a tool wrote: it is read, and nothing is learnt from it
+    given: tuple[Given, ...] = ()  # of the answer, what a tool wrote: it is read, and nothing is learned from it
 
     @property
     def num_answer_tokens(self) -> int:
-        """That are learnt from."""
+        """That are learned from."""
         return len(self.tokens) - self.num_prompt_tokens - sum(reply.count for reply in self.given)
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """Where the tokens lie that are learnt from."""
+        """Where the tokens lie that are learned from."""
         return self.num_prompt_tokens + sampled_places(len(self.tokens) - self.num_prompt_tokens, self.given)
 
     @property
@@ -86,12 +86,12 @@ def make_documents(groups: Sequence[RolloutGroup], *, version: int, algo: Algo) 
 
 
 def document_of(prompt: PromptGroup, completion: Completion, *, version: int) -> Document:
-    """A completion that is measured, not learnt from."""
+    """A completion that is measured, not learned from."""
     return _document_of(prompt, Rollout(completion, 0.0), version, 0.0)
 
 
 def _worth(rollout: Rollout, algo: Algo) -> float:
-    cut_off = algo.overlong == "penalise" and rollout.completion.truncated
+    cut_off = algo.overlong == "penalize" and rollout.completion.truncated
     return rollout.reward - algo.overlong_penalty if cut_off else rollout.reward
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from llamarl.frames import FrameReader, encode_frame
+from llamarl.io.frames import FrameReader, encode_frame
 
 _READ_BYTES = 1 << 20
 

@@ -20,13 +20,13 @@ from llamarl.bench.decode import PRECISIONS, Case, DecodeBench
 from llamarl.bench.machine import Ceilings, Clock, measure_ceilings
 from llamarl.bench.train import TrainBench, prepare, time_update
 from llamarl.config import Generator
-from llamarl.engine.heap import keep_freed_memory
+from llamarl.engine.malloc import keep_freed_memory
 from llamarl.plan.fit import Measured, fit_factors
 from llamarl.plan.generator import Replica, cached_on_cpu
 from llamarl.plan.gpus import GIB, GPUS, DecodeFactors, EngineFactors, Gpu, TrainFactors
 from llamarl.plan.terms import decode_terms, total_s, train_terms
 from llamarl.plan.trainer import packed
-from llamarl.shapes import ModelShape, shape_named
+from llamarl.model_spec import ModelShape, shape_named
 
 _REPEATS = 3  # the median counts: jobs are disturbed as much as measurements
 

@@ -21,10 +21,10 @@ from llamarl.bench.machine import (
 )
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.model.checkpoint import random_model
-from llamarl.model.quantise import FP8, Quantisation
+from llamarl.model.quantize import FP8, Quantization
 from llamarl.model.transformer import Transformer
 from llamarl.plan.terms import layer_products
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 from llamarl.train.speed import synchronize
 from llamarl.types import Problem, PromptGroup, Sampling, tokens_to_bytes
 
@@ -50,12 +50,12 @@ class Case(Struct, frozen=True):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters, and of all that is not quantised."""
+        """Of the parameters, and of all that is not quantized."""
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
     @property
     def narrow(self) -> Precision:
-        weights: Quantisation = "fp8" if self.precision == "fp8" else "int8" if self.precision == "int8" else "none"
+        weights: Quantization = "fp8" if self.precision == "fp8" else "int8" if self.precision == "int8" else "none"
         return Precision(weights=weights, kv_cache=self.kv_cache)
 
     @property
@@ -236,7 +236,7 @@ def floor_s(shape: ModelShape, case: Case, ceilings: Ceilings) -> float:
 
 
 def _head_s(shape: ModelShape, case: Case, ceilings: Ceilings) -> float:
-    """Never quantised; its scores are written by the product in fp32 and read by the sampling."""
+    """Never quantized; its scores are written by the product in fp32 and read by the sampling."""
     weight_bytes = (shape.vocab_size + case.batch) * shape.hidden_size * case.dtype.itemsize
     scores_bytes = case.batch * shape.vocab_size * 4
     flops = ceilings.flops / (

@@ -24,13 +24,13 @@ from llamarl.errors import InputError, JobFailed
 from llamarl.layout.boxes import Box, shape_of
 from llamarl.layout.mesh import PRECISIONS, Side, box_on
 from llamarl.layout.model import FP8, SCALE, placement_of, scale_box, wire_dtype
-from llamarl.shapes import ModelShape, parameter_shapes
-from llamarl.weights.choose import Place, Transport, choose_transport
+from llamarl.model_spec import ModelShape, parameter_shapes
+from llamarl.weights.select_transport import Place, Transport, choose_transport
 from llamarl.weights.group import Group
 from llamarl.weights.memory import HOST
-from llamarl.weights.pulling import GroupReader, GroupWriter
+from llamarl.weights.group_transport import GroupReader, GroupWriter
 from llamarl.weights.shards import Parameters
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
 from llamarl.weights.transport import WeightReader, WeightWriter
 from llamarl.weights.wire import Wire

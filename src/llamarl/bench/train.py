@@ -22,7 +22,7 @@ from llamarl.algo.losses import aipo_loss
 from llamarl.bench.machine import kernel_times
 from llamarl.config import Algo, Trainer
 from llamarl.errors import InputError
-from llamarl.shapes import ModelShape, shape_named
+from llamarl.model_spec import ModelShape, shape_named
 from llamarl.train.learner import Learner
 from llamarl.train.policy import Computing, random_policy
 from llamarl.train.speed import datasheet_tflops, measured_tflops, synchronize, training_flops
@@ -110,7 +110,7 @@ def _draw_lengths(bench: TrainBench, rng: np.random.Generator) -> list[int]:
 
 
 def _document(shape: ModelShape, length: int, width: int, rng: np.random.Generator) -> Document:
-    """Padding lies in front, as part of the prompt, where it costs what it costs elsewhere and nothing is learnt from it."""
+    """Padding lies in front, as part of the prompt, where it costs what it costs elsewhere and nothing is learned from it."""
     tokens: NDArray[np.int32] = rng.integers(0, shape.vocab_size, width).astype(np.int32)
     return Document(
         tokens=tokens,

@@ -18,17 +18,17 @@ from llamarl.cli.plan import plan_command, simulate_command
 from llamarl.cli.transfer import plan_transfer_command
 from llamarl.cli.whole_help import SETTINGS, USAGE_ERROR, WholeSentences, describe_usage_error
 from llamarl.config import Config
-from llamarl.configfile import describe, load_config
+from llamarl.config.file import describe, load_config
 from llamarl.controller.books import Audit, audit
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.replay import replay
-from llamarl.engine.local.nursery import nursery_ahead
+from llamarl.engine.local.fork_server import nursery_ahead
 from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
 from llamarl.observe.event_log import event_files, read_events
 from llamarl.observe.report import resume_command
 from llamarl.observe.run_folder import CONFIG, LEDGER, dated_run_folder
-from llamarl.segments import segment_files
+from llamarl.io.record_log import segment_files
 
 _UNFINISHED = 4  # exit code of `audit`
 

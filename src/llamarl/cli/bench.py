@@ -143,7 +143,7 @@ def bench_decode_command(
     prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 128,
     new: Annotated[int, typer.Option(min=16, help="tokens to sample for each")] = 256,
     samples: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 8,
-    precision: Annotated[Precision, typer.Option(help="of the weights; fp8 and int8 quantise bf16")] = Precision.bf16,
+    precision: Annotated[Precision, typer.Option(help="of the weights; fp8 and int8 quantize bf16")] = Precision.bf16,
     kv_cache: Annotated[
         KVCache, typer.Option(help="precision of keys and values; auto: the weights', or bf16")
     ] = KVCache.auto,
@@ -153,7 +153,7 @@ def bench_decode_command(
     profile: Annotated[bool, typer.Option(help="instead of figures: where the time of a few bursts goes")] = False,
 ) -> None:
     """How quickly completions are sampled, against what the machine allows."""
-    from llamarl.shapes import shape_named
+    from llamarl.model_spec import shape_named
 
     shape = shape_named(model)
     if prompt + new > shape.max_positions:
@@ -181,7 +181,7 @@ def bench_sync_command(
 ) -> None:
     """How long weights take from trainer to generator, between real processes on this machine."""
     from llamarl.layout.mesh import parse_side
-    from llamarl.shapes import shape_named
+    from llamarl.model_spec import shape_named
 
     sides = parse_side("--trainer", trainer, "bf16"), parse_side("--generator", generator, "bf16")
     named = shape_named(model) if model else None

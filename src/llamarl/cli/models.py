@@ -16,7 +16,7 @@ import typer
 
 from llamarl.cli.devices import DeviceOption, device_or_refuse, say_device
 from llamarl.config import Config, model_folder
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.errors import InputError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def eval_command(
     chosen = choose_problems(open_task(config), split, problems)
     settled = device_or_refuse(device)
 
-    from llamarl.fits import check_evaluation_memory
+    from llamarl.memory_check import check_evaluation_memory
     from llamarl.generate.evaluate import describe_evaluation, dtype_on, evaluate
 
     for note in check_evaluation_memory(config, settled, max(1, len(chosen)) * samples):

@@ -58,7 +58,7 @@ def plan_command(
     from llamarl.plan.report import figures, table
     from llamarl.plan.search import best_async, best_sync
     from llamarl.plan.workload import Question, Workload
-    from llamarl.shapes import shape_named
+    from llamarl.model_spec import shape_named
     from llamarl.simulate.rehearse import rehearse
 
     settled = gpu_named(gpu)
@@ -94,7 +94,7 @@ def _missing(no_sync: bool) -> str:
 
 def job_text(model: str, base: Path | None, rehearsed: Rehearsed | None, question: Question) -> str:
     """The YAML of a plan, which the config loader accepts."""
-    from llamarl.configfile import parse_config, read_settings
+    from llamarl.config.file import parse_config, read_settings
     from llamarl.plan.jobfile import job_settings, job_yaml, merged
 
     assert rehearsed is not None
@@ -142,7 +142,7 @@ def simulate_command(
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Rehearse a job: the real controller under a virtual clock, with answers of sampled length."""
-    from llamarl.configfile import load_config
+    from llamarl.config.file import load_config
     from llamarl.plan.gpus import gpu_named
     from llamarl.plan.lengths import Lengths
     from llamarl.simulate.report import describe_memory, describe_outcome

@@ -29,7 +29,7 @@ def plan_transfer_command(
     from llamarl.layout.cost import Links, describe, predict
     from llamarl.layout.mesh import parse_side
     from llamarl.layout.model import model_plan
-    from llamarl.shapes import shape_named
+    from llamarl.model_spec import shape_named
 
     sides = parse_side("--trainer", trainer, "bf16"), parse_side("--generator", generator, "bf16")
     plan = model_plan(shape_named(model), *sides)

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from llamarl.configfile import setting_named
+from llamarl.config.file import setting_named
 
 # Typer brings a click of its own or uses the installed one: what it raises is found from the one class that it always names.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]

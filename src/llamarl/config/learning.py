@@ -21,7 +21,7 @@ class Generator(Section, frozen=True):
             description="of weights and KV cache; auto: bfloat16 on a GPU, float32 elsewhere; float16: see trainer.dtype"
         ),
     ] = "auto"
-    quantise: Annotated[
+    quantize: Annotated[
         Literal["none", "fp8", "int8"],
         Meta(
             description="narrow copies of the blocks' matrices, made of each new version; fp8 also narrows their inputs"
@@ -129,11 +129,11 @@ class Algo(Section, frozen=True):
     ] = 0.0
     entropy: Annotated[float, Meta(ge=0, description="weight of an entropy bonus")] = 0.0
     overlong: Annotated[
-        Literal["keep", "mask", "penalise"],
+        Literal["keep", "mask", "penalize"],
         Meta(description="answers cut off at the token limit: keep, take out of the loss, or take from their reward"),
     ] = "keep"
     overlong_penalty: Annotated[
-        float, Meta(ge=0, description="what overlong=penalise takes from the reward of an answer that was cut off")
+        float, Meta(ge=0, description="what overlong=penalize takes from the reward of an answer that was cut off")
     ] = 1.0
     zero_variance: Annotated[
         Literal["keep", "skip"],

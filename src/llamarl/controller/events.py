@@ -1,6 +1,6 @@
 """What the controller hears (events) and what it says (commands). Both are data: logged, replayed, sent anywhere.
 
-Every event of an executor carries its incarnation, the count of its restarts, so that words of the dead are recognised.
+Every event of an executor carries its incarnation, the count of its restarts, so that words of the dead are recognized.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from llamarl.errors import InputError
-from llamarl.segments import read_records, segment_files
+from llamarl.io.record_log import read_records, segment_files
 
 
 class LedgerRecord(Struct, frozen=True, tag=True, tag_field="record"):

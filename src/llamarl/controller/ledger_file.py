@@ -7,7 +7,7 @@ from pathlib import Path
 from llamarl.controller.books import Books
 from llamarl.controller.ledger import Record, encode_record, read_ledger
 from llamarl.failpoints import failpoint
-from llamarl.segments import SegmentWriter, segment_files
+from llamarl.io.record_log import SegmentWriter, segment_files
 
 FOLD_BYTES = 16 << 20  # some 45,000 groups: runs with fewer keep a record of every one of them
 

@@ -16,7 +16,7 @@ from llamarl.controller.replay import setting_of
 from llamarl.engine.engine import Arrival, Death, Engine
 from llamarl.engine.prompts import Prompts
 from llamarl.engine.snapshots import Snapshots
-from llamarl.engine.store import GroupStore
+from llamarl.engine.group_store import GroupStore
 from llamarl.errors import JobFailed
 from llamarl.failpoints import failpoint
 from llamarl.observe.run_folder import RunFolder, log_file

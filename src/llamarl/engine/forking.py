@@ -204,7 +204,7 @@ def import_what_children_need() -> None:
     import torch
 
     import llamarl.build
-    import llamarl.engine.life  # noqa: F401
+    import llamarl.engine.rank_loop  # noqa: F401
 
     if torch.version.cuda:
         import torch._dynamo

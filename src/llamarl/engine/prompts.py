@@ -1,4 +1,4 @@
-"""Where the line begins: the prompt of every ordinal, tokenised, with the way its answers are to be sampled."""
+"""Where the line begins: the prompt of every ordinal, tokenized, with the way its answers are to be sampled."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import msgspec
 
 from llamarl.failpoints import failpoint
 from llamarl.model.training_state import MANIFEST, Manifest, hash_file, read_manifest
-from llamarl.segments import sync_path
+from llamarl.io.record_log import sync_path
 
 
 class Snapshots:

@@ -27,7 +27,7 @@ from llamarl.train.optimizer import AdamW
 from llamarl.train.reference import HostedReference
 from llamarl.train.state import TrainingState
 from llamarl.weights.memory import HOST
-from llamarl.weights.overlap import OverlappedWriter
+from llamarl.weights.overlapped_writer import OverlappedWriter
 from llamarl.weights.transport import Publication, WeightWriter
 
 _LOOK_AGAIN_S = 0.005  # how long a slice of "work" waits for a snapshot that is being written

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llamarl.generate.attention_blocks import add_one, add_shared, attend_range, operand, put, store, turned
-from llamarl.generate.cache import Pages, Readings, members_of_reading
-from llamarl.generate.cutting import PART_TOKENS, parts_of_all
+from llamarl.generate.kv_cache import Pages, Readings, members_of_reading
+from llamarl.generate.kv_splits import PART_TOKENS, parts_of_all
 from llamarl.model.ops import Rope
 
 _SHARED_PARTS = 4

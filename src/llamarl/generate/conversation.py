@@ -21,7 +21,7 @@ from llamarl.generate.scheduler import Key
 from llamarl.generate.scheduler import Sequence as Sample
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.failures import Counts
-from llamarl.tasks.tools.desk import Desk, Reply
+from llamarl.tasks.tools.client import Desk, Reply
 from llamarl.types import CompletionGroup, Problem, Turn
 
 _PATIENCE_S = 0.02  # so long may a new message wait while nothing but tools is at work

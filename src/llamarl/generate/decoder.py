@@ -18,15 +18,15 @@ import torch
 from llamarl.config import Config
 from llamarl.config import Generator as GeneratorConfig
 from llamarl.errors import ConfigError
-from llamarl.generate.cache import PagedCache, members_of_reading, page_bytes
+from llamarl.generate.kv_cache import PagedCache, members_of_reading, page_bytes
 from llamarl.generate.device import Burst, DeviceSide
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
 from llamarl.generate.scheduler import NOBODY, GroupUnderway, Key, Running, Scheduler, Sequence, make_batch
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.generate.step import Steps
-from llamarl.model.quantise import FP8, Quantisation, quantise
+from llamarl.model.quantize import FP8, Quantization, quantize
 from llamarl.model.transformer import Transformer, fuse
-from llamarl.padding import padded_tokens
+from llamarl.shape_buckets import padded_tokens
 from llamarl.types import (
     Completion,
     CompletionGroup,
@@ -98,13 +98,13 @@ class Limits:
 class Precision:
     """What is narrower than the model's own parameters."""
 
-    weights: Quantisation = "none"
+    weights: Quantization = "none"
     kv_cache: Literal["auto", "fp8"] = "auto"  # auto: as the parameters
     keep_wide: bool = True  # the weights that narrow ones are made of, since that is how new ones arrive
 
     @classmethod
     def of(cls, settings: GeneratorConfig, *, keep_wide: bool = False) -> Precision:
-        return cls(weights=settings.quantise, kv_cache=settings.kv_cache, keep_wide=keep_wide)
+        return cls(weights=settings.quantize, kv_cache=settings.kv_cache, keep_wide=keep_wide)
 
     def cache_dtype(self, model: Transformer) -> torch.dtype:
         return FP8 if self.kv_cache == "fp8" else model.lm_head.weight.dtype
@@ -133,7 +133,7 @@ class ContinuousDecoder:
         if precision.kv_cache == "fp8":
             check_keys(model)
         fuse(model)
-        self._narrow_weights = quantise(model, precision.weights, keep_wide=precision.keep_wide)
+        self._narrow_weights = quantize(model, precision.weights, keep_wide=precision.keep_wide)
         weight, cache_dtype = model.lm_head.weight, precision.cache_dtype(model)
         num_pages = choose_num_pages(limits, model, cache_dtype, tensor_ranks)
         cache = PagedCache(

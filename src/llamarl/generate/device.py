@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llamarl.generate.cache import Readings
-from llamarl.generate.cutting import enough_programs
+from llamarl.generate.kv_cache import Readings
+from llamarl.generate.kv_splits import enough_programs
 from llamarl.generate.graphs import Body, Graphs
 from llamarl.generate.pages import NO_PAGE
 from llamarl.generate.scheduler import Batch, Extension, Fill, Sampled
 from llamarl.generate.slots import Opening, upload
 from llamarl.generate.step import Steps
-from llamarl.padding import padded_rows, padded_tokens
+from llamarl.shape_buckets import padded_rows, padded_tokens
 
 _SHARING_PROGRAMS = 512  # fewer cannot keep a GPU busy without cutting sequences into parts
 _SHARING_BYTES = 256 << 20  # of a layer; measured on an H200: 58 and 176 MB are a loss, 350 MB a gain

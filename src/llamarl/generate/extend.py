@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llamarl.generate.cache import PagedCache, attend_pages
+from llamarl.generate.kv_cache import PagedCache, attend_pages
 
 
 class ExtendAttention:

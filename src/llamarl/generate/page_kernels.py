@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llamarl.generate.cache import Pages
+from llamarl.generate.kv_cache import Pages
 
 
 @triton.jit

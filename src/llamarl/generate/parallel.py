@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from llamarl.errors import ConfigError
 from llamarl.model.transformer import MLP, Attention, ProductLinear, Transformer
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _BY_COLUMNS = ("o_proj", "down_proj")

@@ -22,7 +22,7 @@ _Whole = TypeVar("_Whole", int, Tensor)
 
 
 def _mix(x: _Whole) -> _Whole:
-    """SplitMix64's finaliser on 63 bits: every input bit reaches every output bit."""
+    """SplitMix64's finalizer on 63 bits: every input bit reaches every output bit."""
     x = x & _MASK
     x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
     x = ((x ^ (x >> 27)) * _MIX_2) & _MASK

@@ -47,7 +47,7 @@ def _scaled(logits_ptr, row, vocabulary, columns, temperature, least):
 
 
 @triton.jit
-def _summarise(
+def _summarize(
     logits_ptr,
     slots_ptr,
     temperatures_ptr,
@@ -344,7 +344,7 @@ def sample_and_advance(
     least_B = least_kept(logits_BV, slots_B, state) if filtered else state.temperatures
     sums, largest = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits_BV.device)
     where = torch.empty(rows, blocks, dtype=torch.int32, device=logits_BV.device)
-    _summarise[(rows, blocks)](
+    _summarize[(rows, blocks)](
         logits_BV,
         slots_B,
         state.temperatures,

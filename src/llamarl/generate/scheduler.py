@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from llamarl.generate.cutting import parts_of_long
+from llamarl.generate.kv_splits import parts_of_long
 from llamarl.generate.pages import PagePool, pages_for
 from llamarl.types import Completion, Given, PromptGroup, bytes_to_tokens
 

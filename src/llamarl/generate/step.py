@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llamarl.generate.cache import DecodeAttention, PagedCache, PrefillAttention, Readings
+from llamarl.generate.kv_cache import DecodeAttention, PagedCache, PrefillAttention, Readings
 from llamarl.generate.extend import ExtendAttention
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import SlotState

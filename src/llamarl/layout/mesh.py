@@ -13,7 +13,7 @@ from msgspec import Struct
 from llamarl.errors import InputError
 from llamarl.layout.boxes import Box, chunk, whole
 
-AXES = ("replicas", "fsdp", "tp")  # outermost first: neighbours in `tp` are neighbours on a host
+AXES = ("replicas", "fsdp", "tp")  # outermost first: neighbors in `tp` are neighbors on a host
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}
 
 

@@ -16,7 +16,7 @@ from llamarl.layout.boxes import Box, chunk
 from llamarl.layout.flat import DTYPE_BYTES
 from llamarl.layout.mesh import PRECISIONS, Cut, Placement, Side, box_on
 from llamarl.layout.plan import Kind, TransferPlan, plan_transfer
-from llamarl.shapes import ModelShape, parameter_shapes
+from llamarl.model_spec import ModelShape, parameter_shapes
 
 SCALE = "_scale"
 FP8 = PRECISIONS["fp8"]

@@ -29,8 +29,8 @@ from llamarl.model.hf_config import carried_config, read_json_object, read_shape
 from llamarl.model.safetensors_file import Span, read_spans
 from llamarl.model.tensor_io import DTYPES, read_tensor, same_bytes, write_tensors
 from llamarl.model.transformer import Transformer
-from llamarl.segments import sync_path
-from llamarl.shapes import ModelShape, parameter_shapes
+from llamarl.io.record_log import sync_path
+from llamarl.model_spec import ModelShape, parameter_shapes
 
 # (name, full shape) -> the part of the tensor that this rank holds, one slice per dimension.
 Shard = Callable[[str, tuple[int, ...]], tuple[slice, ...]]

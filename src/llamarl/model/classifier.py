@@ -14,7 +14,7 @@ from llamarl.model.checkpoint import Checkpoint, checked_spans, empty_model
 from llamarl.model.hf_config import config_path, read_classifier_shape, read_json_object
 from llamarl.model.tensor_io import read_tensor
 from llamarl.model.transformer import Transformer, causal_attention
-from llamarl.shapes import parameter_shapes
+from llamarl.model_spec import parameter_shapes
 
 _SCORE = "score.weight"
 

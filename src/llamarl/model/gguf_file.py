@@ -1,7 +1,7 @@
 """One GGUF file: its key-value fields and where its tensors lie, read with every length checked against the file.
 
 The `gguf` package reads headers too, but trusts them: a damaged length makes it loop for ever. It is used only to turn
-quantised blocks into numbers.
+quantized blocks into numbers.
 """
 
 from __future__ import annotations

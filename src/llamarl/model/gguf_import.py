@@ -21,7 +21,7 @@ from llamarl.model.gguf_file import KINDS, GGUFFile, GGUFTensor, read_gguf
 from llamarl.model.gguf_tokenizer import write_tokenizer
 from llamarl.model.hf_config import write_config
 from llamarl.model.transformer import rope_frequencies
-from llamarl.shapes import SHAPES, ModelShape, parameter_shapes
+from llamarl.model_spec import SHAPES, ModelShape, parameter_shapes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -55,7 +55,7 @@ _FIELDS = frozenset(
     ]
 )
 _ROPE_FACTORS = "rope_freqs.weight"
-# Two quantisations of one matrix differ by a few percent; two different matrices by about 140%.
+# Two quantizations of one matrix differ by a few percent; two different matrices by about 140%.
 _TIED_DIFFERENCE = 0.3
 _TIED_ROWS = 1024
 

@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct, UnsetType
 from llamarl.errors import InputError, ModelError
 from llamarl.model.folders import no_config, no_folder
 from llamarl.model.hf_keys import HARMLESS, ONLY, ROPE_KEYS, is_off
-from llamarl.shapes import ModelShape, RopeScaling
+from llamarl.model_spec import ModelShape, RopeScaling
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -99,7 +99,7 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def add_projection(residual: Stream, linear: nn.Linear, x: Any) -> Stream:
     """residual + linear(x) in fp32; in inference on a GPU the sum overwrites the residual, now or with the next norm.
-    A parallel layer has more to do, and a quantised one (`quantise.QuantisedLinear`) its own way, also with x."""
+    A parallel layer has more to do, and a quantized one (`quantize.QuantizedLinear`) its own way, also with x."""
     total = residual.settled() if isinstance(residual, Residual) else residual
     in_place, terms_of = fused(total), getattr(linear, "terms", None)
     if in_place and terms_of:

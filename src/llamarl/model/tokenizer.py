@@ -17,7 +17,7 @@ _HERE = "(what the model said)"
 
 
 class Tokenizer:
-    """What the model produced is never tokenised again: prompts are encoded, completions are only decoded."""
+    """What the model produced is never tokenized again: prompts are encoded, completions are only decoded."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...], template: Template) -> None:
         self._backend = backend

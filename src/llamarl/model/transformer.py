@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from llamarl.model.ops import Rope, Stream, add_projection, gated, rms_norm, rotate, scores, silu_times
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 # attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads serving H query heads. Queries and keys have been
 # turned to their positions, unless `attend.rotates` says that it does so itself.

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from llamarl.append_file import AppendFile
+from llamarl.io.append_file import AppendFile
 from llamarl.controller.replay import LOG_FULL
 from llamarl.errors import InputError
 

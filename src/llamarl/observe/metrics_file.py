@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llamarl.append_file import AppendFile
+from llamarl.io.append_file import AppendFile
 from llamarl.observe.rows import cut_rows
 
 Metrics = Mapping[str, float]

@@ -1,4 +1,4 @@
-"""What is printed when a job has ended: what was learnt, and where the time went."""
+"""What is printed when a job has ended: what was learned, and where the time went."""
 
 from __future__ import annotations
 

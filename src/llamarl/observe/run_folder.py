@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from llamarl.append_file import AppendFile
+from llamarl.io.append_file import AppendFile
 from llamarl.controller.ledger_file import LedgerFile
 from llamarl.errors import InputError
 from llamarl.observe.event_log import EventLog, event_file, event_files

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 import llamarl
-from llamarl.append_file import AppendFile
+from llamarl.io.append_file import AppendFile
 from llamarl.config import Config
 from llamarl.errors import InputError
 from llamarl.observe.rows import Rows, cut_rows

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from llamarl.padding import padded_rows, padded_tokens
+from llamarl.shape_buckets import padded_rows, padded_tokens
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import (
@@ -19,7 +19,7 @@ from llamarl.plan.terms import (
     prefill_s,
     total_s,
 )
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 # By `padded_rows`, on average: (1 / 2 + 1 / 3) / ln 2. Few rows are rounded further up, and cost nothing.
 _ROUNDED_UP = 1.2
@@ -27,7 +27,7 @@ GPU_BURST = 8  # decode steps between two looks at the results, one burst late (
 
 
 def cached_on_cpu(slots: int, length: int, page_tokens: int = 16) -> int:
-    """A CPU reads all pages of all slots, whatever they hold (generate/cache.py)."""
+    """A CPU reads all pages of all slots, whatever they hold (generate/kv_cache.py)."""
     return slots * -(-length // page_tokens) * page_tokens
 
 

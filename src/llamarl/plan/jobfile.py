@@ -21,7 +21,7 @@ def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
             "replicas": int(plan.generators.replicas),
             "tensor": replica.tp,
             "dtype": DTYPES.get(replica.precision, "bfloat16"),
-            "quantise": "fp8" if replica.precision == "fp8" else "none",
+            "quantize": "fp8" if replica.precision == "fp8" else "none",
             "slots": replica.slots,
             "max_prompt_tokens": work.prompt,
             "max_new_tokens": work.answers.longest,

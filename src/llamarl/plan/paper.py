@@ -20,7 +20,7 @@ from llamarl.plan.lengths import Lengths
 from llamarl.plan.search import Space
 from llamarl.plan.terms import MEMORY_SHARE, copy_s, kv_bytes_per_token, sync_s, weight_bytes
 from llamarl.plan.workload import Question, Workload
-from llamarl.shapes import SHAPES, ModelShape
+from llamarl.model_spec import SHAPES, ModelShape
 
 _HALVINGS = 14
 _SPLITS = 16  # of the GPUs between trainer and generators

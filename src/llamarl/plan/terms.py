@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from math import log2
 
 from llamarl.plan.gpus import Factors, Gpu
-from llamarl.shapes import ModelShape, block_parameters
+from llamarl.model_spec import ModelShape, block_parameters
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}  # bytes of a weight
 CPU_PREFILL_ROWS = 16  # prompts that a CPU always reads at once (generate/device.py)
@@ -183,7 +183,7 @@ COLLECTIVE_S = 8e-6  # what any collective costs
 
 
 def link_gb_s(gpu: Gpu, ranks: int) -> float:
-    """Of the slowest link in a group of so many neighbours."""
+    """Of the slowest link in a group of so many neighbors."""
     return gpu.links.nvlink_gb_s if ranks <= gpu.gpus_per_host else gpu.nic_gb_s
 
 
@@ -248,7 +248,7 @@ def wire(precision: str) -> str:
 
 
 def held_bytes(shape: ModelShape, precision: str) -> float:
-    """Of a generator's weights: copies made on arrival stand beside what arrived (model/quantise.py)."""
+    """Of a generator's weights: copies made on arrival stand beside what arrived (model/quantize.py)."""
     narrow = block_parameters(shape) * WIDTH[precision] if wire(precision) != precision else 0
     return weight_bytes(shape, wire(precision)) + narrow
 

@@ -16,7 +16,7 @@ from llamarl.plan.terms import (
     train_terms,
     training_state_bytes,
 )
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 CPU_ROW = 64  # tokens; a CPU's rows are as short as the longest document allows, but not shorter (train/packing.py)
 ACCUMULATE_BYTES = 12  # per parameter and pass, where gradients of several passes are summed: read two, write one

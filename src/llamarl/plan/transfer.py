@@ -14,7 +14,7 @@ from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.terms import wire
 from llamarl.plan.trainer import TrainerRanks
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 
 def transfer_s(trainer: TrainerRanks, replica: Replica, replicas: int) -> float:

@@ -11,7 +11,7 @@ from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import MEMORY_SHARE
 from llamarl.plan.trainer import Batch, packed
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 
 class Workload(Struct, frozen=True, kw_only=True):

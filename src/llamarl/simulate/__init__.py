@@ -1,1 +1,1 @@
-"""A job rehearsed: the real controller under a virtual clock, with executors that take modelled time. No torch here."""
+"""A job rehearsed: the real controller under a virtual clock, with executors that take modeled time. No torch here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from llamarl.config import Config, Evaluate, Schedule, Snapshots
-from llamarl.configfile import parse_config
+from llamarl.config.file import parse_config
 from llamarl.plan.jobfile import job_settings
 from llamarl.plan.report import Rehearsed
 from llamarl.plan.search import Plan, with_one_more

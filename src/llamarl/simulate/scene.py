@@ -21,7 +21,7 @@ from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, weight_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.transfer import transfer_s
-from llamarl.shapes import SHAPES, ModelShape, shape_named
+from llamarl.model_spec import SHAPES, ModelShape, shape_named
 from llamarl.simulate.answers import Answers
 from llamarl.simulate.clock import Clock, Device
 from llamarl.simulate.decoding import Decoding
@@ -52,8 +52,8 @@ class Scene(Struct, frozen=True, kw_only=True):
     @property
     def generator_precision(self) -> str:
         settings, named = self.config.generator, {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
-        quantised = settings.quantise if settings.quantise != "none" else ""
-        return self.precision or quantised or named.get(settings.dtype, "fp32" if self.gpu.is_cpu else "bf16")
+        quantized = settings.quantize if settings.quantize != "none" else ""
+        return self.precision or quantized or named.get(settings.dtype, "fp32" if self.gpu.is_cpu else "bf16")
 
     @property
     def replica(self) -> Replica:

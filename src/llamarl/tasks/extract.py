@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from llamarl.tasks import prose
+from llamarl.tasks import numbers_in_text
 from llamarl.tasks.numbers import tidy
 
 _TAIL_CHARS = 4000  # a final answer stands at the end
@@ -104,7 +104,7 @@ def bare_formula(text: str) -> str | None:
 def last_formula_or_number(text: str) -> str | None:
     """Whichever ends the text."""
     tail = tidy(text[-_TAIL_CHARS:])
-    formula, number = _last_formula(tail), prose.last_number(tail)
+    formula, number = _last_formula(tail), numbers_in_text.last_number(tail)
     if formula and number:
         return formula[1] if formula[0] >= number[0] else number[1]
     found = formula or number
@@ -126,5 +126,5 @@ def _last_formula(tail: str) -> tuple[int, str] | None:
 
 def last_number(text: str) -> str | None:
     """The last number, whole and with its sign; None where it is part of something larger, or denied."""
-    found = prose.last_number(text[-_TAIL_CHARS:])
+    found = numbers_in_text.last_number(text[-_TAIL_CHARS:])
     return found[1] if found else None

@@ -28,8 +28,8 @@ from llamarl.tasks.mathematics import quick_verdict
 from llamarl.tasks.own_scorers import Function, Signature, Wanted, missing_column
 from llamarl.tasks.scorers import Scorer, make_safe_scorer
 from llamarl.tasks.trusted import Trusted
-from llamarl.tasks.workers.errands import Errands
-from llamarl.tasks.workers.wire import KILL_SHARE, Ask, Item, Setup, Status, Verdict, pack_text
+from llamarl.tasks.workers.retrying_pool import Errands
+from llamarl.tasks.workers.protocol import KILL_SHARE, Ask, Item, Setup, Status, Verdict, pack_text
 from llamarl.types import Problem
 
 NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "code", "llm_judge", "none")

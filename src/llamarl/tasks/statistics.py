@@ -17,10 +17,10 @@ def wilson(successes: float, trials: int) -> Interval:
     if not trials:
         return 0.0, 1.0
     share, z2 = successes / trials, _Z * _Z
-    centre = share + z2 / (2 * trials)
+    center = share + z2 / (2 * trials)
     spread = _Z * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials * trials))
     scale = 1 + z2 / trials
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

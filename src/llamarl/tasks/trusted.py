@@ -20,7 +20,7 @@ from llamarl.config import Reward
 from llamarl.plugins import describe_error, format_traceback
 from llamarl.tasks.failures import Counts
 from llamarl.tasks.own_scorers import BadReward, Function, Signature, call, rewards_in, signature_of
-from llamarl.tasks.workers.wire import Verdict
+from llamarl.tasks.workers.protocol import Verdict
 
 T = TypeVar("T")
 

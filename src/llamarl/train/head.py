@@ -65,7 +65,7 @@ class Head:
         return scores_nV if self.temperature == 1.0 else scores_nV.div_(self.temperature)
 
     def statistics(self, scores_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob of the targets, entropy, and the log of the normaliser."""
+        """Log-prob of the targets, entropy, and the log of the normalizer."""
         local_n = targets_n - self.vocabulary.first
         if self.vocabulary.group is None:
             measure = _compiled(_statistics) if self.compiled else _statistics
@@ -77,7 +77,7 @@ class Head:
         self,
         scores_nV: Tensor,
         targets_n: Tensor,
-        normaliser_n: Tensor,
+        normalizer_n: Tensor,
         entropy_n: Tensor,
         grads: tuple[Tensor, Tensor],
         dtype: torch.dtype,
@@ -86,7 +86,7 @@ class Head:
         differentiate = _compiled(_score_gradient) if self.compiled else _score_gradient
         local_n = targets_n - self.vocabulary.first
         of_logprob_n, of_entropy_n = (grad / self.temperature for grad in grads)
-        found: Tensor = differentiate(scores_nV, local_n, normaliser_n, entropy_n, of_logprob_n, of_entropy_n, dtype)
+        found: Tensor = differentiate(scores_nV, local_n, normalizer_n, entropy_n, of_logprob_n, of_entropy_n, dtype)
         return found
 
 
@@ -113,19 +113,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
             scores_nV = head.scores(hidden_NC[part], weight_VC)
             for row, values_n in zip(found, head.statistics(scores_nV, targets_N[part]), strict=True):
                 row[part] = values_n
-        logprobs_N, entropy_N, normaliser_N = found
-        ctx.save_for_backward(hidden_NC, weight_VC, targets_N, normaliser_N, entropy_N.clone())
+        logprobs_N, entropy_N, normalizer_N = found
+        ctx.save_for_backward(hidden_NC, weight_VC, targets_N, normalizer_N, entropy_N.clone())
         ctx.head = head
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NC, weight_VC, targets_N, normaliser_N, entropy_N = ctx.saved_tensors
+        hidden_NC, weight_VC, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
         gradient = _Gradient(hidden_NC, weight_VC)
         for part in ctx.head.parts(len(targets_N), len(weight_VC)):
             scores_nV = ctx.head.scores(hidden_NC[part], weight_VC)
             of_part = (grads[0][part], grads[1][part])
-            pieces = (targets_N[part], normaliser_N[part], entropy_N[part])
+            pieces = (targets_N[part], normalizer_N[part], entropy_N[part])
             gradient.add(part, ctx.head.score_gradient(scores_nV, *pieces, of_part, hidden_NC.dtype))
         return *gradient.finish(ctx.head.vocabulary), None, None
 
@@ -140,9 +140,9 @@ class _FusedLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden_NC.device)
         for part in head.parts(len(targets_N), len(weight_VC)):
             scores_nV = head.scores(hidden_NC[part], weight_VC)
-            logprobs_n, entropy_n, normaliser_n = head.statistics(scores_nV, targets_N[part])
+            logprobs_n, entropy_n, normalizer_n = head.statistics(scores_nV, targets_N[part])
             value, grads = _differentiate(part_loss, part, logprobs_n, entropy_n)
-            pieces = (targets_N[part], normaliser_n, entropy_n)
+            pieces = (targets_N[part], normalizer_n, entropy_n)
             gradient.add(part, head.score_gradient(scores_nV, *pieces, grads, hidden_NC.dtype))
             loss += value
             found[0][part], found[1][part] = logprobs_n, entropy_n
@@ -210,9 +210,9 @@ def _statistics(scores_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor, T
     mass_n = exp_nV.sum(-1)
     mean_n = (exp_nV * shifted_nV).sum(-1) / mass_n
     log_mass_n = mass_n.log()
-    normaliser_n = highest_n + log_mass_n
+    normalizer_n = highest_n + log_mass_n
     target_n = scores_nV.gather(1, targets_n[:, None])[:, 0]
-    return target_n - normaliser_n, log_mass_n - mean_n, normaliser_n
+    return target_n - normalizer_n, log_mass_n - mean_n, normalizer_n
 
 
 def _shared_statistics(scores_nV: Tensor, local_n: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,14 +230,14 @@ def _shared_statistics(scores_nV: Tensor, local_n: Tensor, vocabulary: Vocabular
 def _score_gradient(
     scores_nV: Tensor,
     targets_n: Tensor,
-    normaliser_n: Tensor,
+    normalizer_n: Tensor,
     entropy_n: Tensor,
     logprob_grad_n: Tensor,
     entropy_grad_n: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
     """d log p(y) / d score = [v = y] - p, and d entropy / d score = -p (log p + entropy)."""
-    logprobs_nV = scores_nV - normaliser_n[:, None]
+    logprobs_nV = scores_nV - normalizer_n[:, None]
     hit_nV = torch.arange(scores_nV.shape[1], device=scores_nV.device) == targets_n[:, None]
     pull_nV = logprob_grad_n[:, None] + entropy_grad_n[:, None] * (logprobs_nV + entropy_n[:, None])
     return (hit_nV * logprob_grad_n[:, None] - logprobs_nV.exp() * pull_nV).to(dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llamarl.errors import ConfigError
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ LONE_RANK = Mesh()
 
 
 def make_mesh(data: int, tensor: int, rank: int, device: torch.device) -> Mesh:
-    """Neighbouring ranks share products: they talk most, so they should sit closest."""
+    """Neighboring ranks share products: they talk most, so they should sit closest."""
     if data * tensor == 1:
         return LONE_RANK
     devices = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))

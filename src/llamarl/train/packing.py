@@ -40,7 +40,7 @@ class Pack:
     staleness_N: Tensor
     fresh_N: Tensor  # whether all of its document was sampled by the version being trained
     columns: dict[str, Tensor]
-    counts: bool = True  # False: it only keeps its rank in step with the others, and nothing is learnt from it
+    counts: bool = True  # False: it only keeps its rank in step with the others, and nothing is learned from it
 
     @property
     def num_targets(self) -> int:

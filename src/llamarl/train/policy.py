@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from llamarl.algo.batch import Document
 from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, random_model
 from llamarl.model.transformer import Transformer
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 from llamarl.train.attention import document_attention, uses_long_rows
 from llamarl.train.half import take_half_operands
 from llamarl.train.head import Head, Vocabulary, chunked_logprobs

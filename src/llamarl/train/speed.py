@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from llamarl.shapes import ModelShape, matrix_parameters
+from llamarl.model_spec import ModelShape, matrix_parameters
 
 # Dense bf16 rates from the vendors' datasheets, TFLOP/s, by a part of the device's name; the longest match counts.
 DATASHEET_TFLOPS = {

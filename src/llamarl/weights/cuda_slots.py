@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from llamarl.weights import mail
+from llamarl.weights import fd_mailbox
 from llamarl.weights.cuda_driver import Mapping, allocate
 from llamarl.weights.kernels import (
     BLOCK_BYTES,
@@ -20,13 +20,13 @@ from llamarl.weights.kernels import (
     Run,
     fits_rows,
     launch,
-    quantise_rows,
+    quantize_rows,
     row_addresses,
     tiles,
 )
 from llamarl.weights.memory import Manifest, Piece
-from llamarl.weights.slotfile import NUM_SLOTS, SlotFile
-from llamarl.weights.wire import LEAST_SCALE, MAX_FP8, Entry, Quantised, Staging
+from llamarl.weights.slot_file import NUM_SLOTS, SlotFile
+from llamarl.weights.wire import LEAST_SCALE, MAX_FP8, Entry, Quantized, Staging
 
 _ALIGNED = 16  # bytes; what the kernels read at once
 
@@ -53,13 +53,13 @@ class CudaMemory:
         mapping.tensor().zero_()
         torch.cuda.synchronize(manifest.device)
         mapping.close()
-        mail.post(file, rank, number, fd)
+        fd_mailbox.post(file, rank, number, fd)
         os.close(fd)
         return number
 
     @classmethod
     def find(cls, file: SlotFile, number: int, manifest: Manifest, user: int) -> CudaMemory:
-        fd, size = mail.find(file, number), NUM_SLOTS * cls._stride(manifest.num_bytes)
+        fd, size = fd_mailbox.find(file, number), NUM_SLOTS * cls._stride(manifest.num_bytes)
         try:
             mapping = Mapping(fd, manifest.device, size, sorted({manifest.device, user}))
         finally:
@@ -87,7 +87,7 @@ class CudaMemory:
         with torch.cuda.device(self._device):
             self._sums.zero_()
             tables.fill(self._sums)
-            staging.quantise(self.data(slot), tables.quantise_later)
+            staging.quantize(self.data(slot), tables.quantize_later)
             launch(tables.sum_later, self._sums, copy=False, add=True)
             return self._taken_sums()
 
@@ -145,25 +145,25 @@ class WriteTables:
             else:
                 self._others.append((view, tensor))
                 later.append(run)
-        later += [_run(entry, data) for part in staging.quantised for entry in (part.entry, part.scale)]
+        later += [_run(entry, data) for part in staging.quantized for entry in (part.entry, part.scale)]
         self._raw, self._narrow = tiles(raw).to(device), tiles(narrow, source_word_bytes=8).to(device)
-        self._rows, self.quantise_later = _row_tables(staging, data, device)
+        self._rows, self.quantize_later = _row_tables(staging, data, device)
         self.sum_later = tiles(run._replace(source=run.target) for run in later).to(device)
 
     def fill(self, sums: Tensor) -> None:
         launch(self._raw, sums, copy=True, add=True)
         launch(self._narrow, sums, copy=True, add=True, narrow=True)
         for table in self._rows:
-            quantise_rows(table, MAX_FP8, LEAST_SCALE)
+            quantize_rows(table, MAX_FP8, LEAST_SCALE)
         for view, tensor in self._others:
             view.copy_(tensor)
 
 
-def _row_tables(staging: Staging, data: Tensor, device: torch.device) -> tuple[list[RowTable], list[Quantised]]:
-    """What the kernel quantises, in few launches; and what is left to torch."""
+def _row_tables(staging: Staging, data: Tensor, device: torch.device) -> tuple[list[RowTable], list[Quantized]]:
+    """What the kernel quantizes, in few launches; and what is left to torch."""
     alike: dict[tuple[int, bool], list[Tensor]] = defaultdict(list)
-    later: list[Quantised] = []
-    for part in staging.quantised:
+    later: list[Quantized] = []
+    for part in staging.quantized:
         weight, (first, end) = part.shard.tensor, part.scale.box[1]
         if staging.shares_rows or end - first != 1 or not weight.is_cuda or not fits_rows(weight):
             later.append(part)

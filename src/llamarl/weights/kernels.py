@@ -122,7 +122,7 @@ def _tile_kernel(
 
 
 @triton.jit
-def _quantise_row(rows_ptr, columns, largest_fp8, inverse_fp8, least_scale, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_row(rows_ptr, columns, largest_fp8, inverse_fp8, least_scale, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     row = rows_ptr + tl.program_id(0).to(tl.int64) * 3
     dtype: tl.constexpr = tl.float32 if WIDE else tl.bfloat16
     weight_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(dtype)), 16)
@@ -146,7 +146,7 @@ class RowTable(NamedTuple):
 
 
 def fits_rows(weight: Tensor) -> bool:
-    """Whether `quantise_rows` can take a matrix: whole rows, each on a border of 16 bytes at both ends."""
+    """Whether `quantize_rows` can take a matrix: whole rows, each on a border of 16 bytes at both ends."""
     known = weight.dtype in (torch.float32, torch.bfloat16)
     return known and weight.is_contiguous() and weight.shape[1] % 16 == 0 and weight.data_ptr() % 16 == 0
 
@@ -157,11 +157,11 @@ def row_addresses(weight: Tensor, target: Tensor, scales: Tensor) -> Tensor:
     return torch.stack([start + rows * step for start, step in ends], dim=1)
 
 
-def quantise_rows(table: RowTable, largest_fp8: float, least_scale: float) -> None:
+def quantize_rows(table: RowTable, largest_fp8: float, least_scale: float) -> None:
     """fp8 and one scale per row, in one pass over memory; bit for bit what `wire` computes with torch."""
     block = triton.next_power_of_2(table.columns)
     if len(table.addresses):
-        _quantise_row[(len(table.addresses),)](
+        _quantize_row[(len(table.addresses),)](
             table.addresses,
             table.columns,
             largest_fp8,

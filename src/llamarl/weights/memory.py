@@ -26,7 +26,7 @@ from llamarl.weights.blocks import (
     digests_of,
     for_each,
 )
-from llamarl.weights.slotfile import NUM_SLOTS, PAGE
+from llamarl.weights.slot_file import NUM_SLOTS, PAGE
 from llamarl.weights.wire import Entry, Staging
 
 HOST = -1
@@ -143,7 +143,7 @@ class HostMemory:
         if slot not in self._writes:
             self._writes[slot] = _copies_in(staging, data)
         self._writes[slot].copy_others()
-        staging.quantise(data)
+        staging.quantize(data)
         return copy_in(data.numpy(), self._writes[slot].plain, torch.get_num_threads())
 
     def digests(self, slot: int, blocks: Sequence[int]) -> bytes:

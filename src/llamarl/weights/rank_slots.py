@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from llamarl.weights.memory import HOST, HostMemory, Manifest, Region, SlotMemory
-from llamarl.weights.slotfile import NUM_SLOTS, Header, RankRecord, SlotFile
+from llamarl.weights.slot_file import NUM_SLOTS, Header, RankRecord, SlotFile
 
 _decode_manifest = msgspec.msgpack.Decoder(Manifest).decode
 

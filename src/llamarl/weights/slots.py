@@ -18,9 +18,9 @@ from llamarl.errors import BrokenWeights, CorruptWeights, InputError, StaleWeigh
 from llamarl.failpoints import failpoint
 from llamarl.weights.memory import HOST, Manifest, Piece, blocks_of
 from llamarl.weights.rank_slots import RankSlots, device_of, find, read_manifest, settle
-from llamarl.weights.reading import Wanted
+from llamarl.weights.read_plan import Wanted
 from llamarl.weights.shards import Parameters
-from llamarl.weights.slotfile import NO_VERSION, NUM_SLOTS, Header, SlotFile
+from llamarl.weights.slot_file import NO_VERSION, NUM_SLOTS, Header, SlotFile
 from llamarl.weights.transport import Publication
 from llamarl.weights.wire import CombineMax, Staging, Wire
 

@@ -1,4 +1,4 @@
-"""What a trainer rank puts on the wire: its parameters as they are, cast, or quantised to fp8 with their scales.
+"""What a trainer rank puts on the wire: its parameters as they are, cast, or quantized to fp8 with their scales.
 
 fp8 is e4m3 with one fp32 scale per output row of each generator rank's part: weight = fp8 * scale. A row that several trainer
 ranks share gets its scale from the largest of all of them, for which `combine_max` is called once per publication.
@@ -18,7 +18,7 @@ from llamarl.layout.boxes import Box, shape_of
 from llamarl.layout.flat import FlatLayout, TensorSpec, flat_layout
 from llamarl.layout.model import FP8, SCALE, scale_box, segment_columns, wire_dtype
 from llamarl.layout.plan import Holding
-from llamarl.shapes import ModelShape, parameter_shapes
+from llamarl.model_spec import ModelShape, parameter_shapes
 from llamarl.weights.shards import Parameters, Shard, shards_of
 
 MAX_FP8 = 448.0
@@ -82,7 +82,7 @@ class Copied(NamedTuple):
     tensor: Tensor
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     entry: Entry
     scale: Entry
     shard: Shard
@@ -98,7 +98,7 @@ class Staging:
         self.layout: FlatLayout = flat_layout(_specs(shards, wire))
         offsets = {placed.spec.name: placed.offset for placed in self.layout.tensors}
         self.copied: list[Copied] = []
-        self.quantised: list[Quantised] = []
+        self.quantized: list[Quantized] = []
         for name, shard in shards.items():
             dtype = wire.dtype(name, shard.tensor.dtype)
             entry = Entry(name, shard.box, _name(dtype), offsets[name])
@@ -106,11 +106,11 @@ class Staging:
                 scale = Entry(
                     name + SCALE, scale_box(shard.box, wire.segments[name].width), "float32", offsets[name + SCALE]
                 )
-                self.quantised.append(Quantised(entry, scale, shard, wire.segments[name]))
+                self.quantized.append(Quantized(entry, scale, shard, wire.segments[name]))
             else:
                 self.copied.append(Copied(entry, shard.tensor))
         if combine_max is None:
-            _refuse_shared_rows(self.quantised)
+            _refuse_shared_rows(self.quantized)
 
     @property
     def shares_rows(self) -> bool:
@@ -119,12 +119,12 @@ class Staging:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        scales = (entry for part in self.quantised for entry in (part.entry, part.scale))
+        scales = (entry for part in self.quantized for entry in (part.entry, part.scale))
         return (*(part.entry for part in self.copied), *scales)
 
-    def quantise(self, data: Tensor, parts: Sequence[Quantised] | None = None) -> None:
-        """Fill the places of quantised parameters and their scales: of all, or of those that no kernel has filled."""
-        parts = self.quantised if parts is None else parts
+    def quantize(self, data: Tensor, parts: Sequence[Quantized] | None = None) -> None:
+        """Fill the places of quantized parameters and their scales: of all, or of those that no kernel has filled."""
+        parts = self.quantized if parts is None else parts
         if not parts:
             return
         largest = [row_maxima(part.shard, part.segments) for part in parts]
@@ -137,7 +137,7 @@ class Staging:
             first, end = part.scale.box[1]
             scales_RS = scales_of(maxima_RS[:, first:end])
             part.scale.view(data).copy_(scales_RS)
-            quantise_into(part.entry.view(data), part.shard, part.segments, scales_RS)
+            quantize_into(part.entry.view(data), part.shard, part.segments, scales_RS)
 
 
 def row_maxima(shard: Shard, segments: Segments) -> Tensor:
@@ -153,7 +153,7 @@ def scales_of(maxima: Tensor) -> Tensor:
     return torch.where(maxima > 0, (maxima * (1 / MAX_FP8)).clamp(min=LEAST_SCALE), torch.ones_like(maxima))
 
 
-def quantise_into(target: Tensor, shard: Shard, segments: Segments, scales_RS: Tensor) -> None:
+def quantize_into(target: Tensor, shard: Shard, segments: Segments, scales_RS: Tensor) -> None:
     first_segment = scale_box(shard.box, segments.width)[1][0]
     for segment, columns in _columns(shard.box, segments):
         scaled = shard.tensor[:, columns].float() * scales_RS[:, segment - first_segment, None].reciprocal()
@@ -170,7 +170,7 @@ def _columns(box: Box, segments: Segments) -> list[tuple[int, slice]]:
     return [(index, slice(a - first, b - first)) for index, (a, b) in zip(touched, edges, strict=True)]
 
 
-def _refuse_shared_rows(parts: list[Quantised]) -> None:
+def _refuse_shared_rows(parts: list[Quantized]) -> None:
     for part in parts:
         (first, end), width = part.shard.box[1], part.segments.width
         if first % width or (end % width and end < part.segments.columns):

@@ -99,12 +99,12 @@ def cut_off(group: RolloutGroup, index: int) -> RolloutGroup:
     return RolloutGroup(group.prompt, tuple(rollouts))
 
 
-def test_answers_that_were_cut_off_are_kept_masked_or_penalised() -> None:
+def test_answers_that_were_cut_off_are_kept_masked_or_penalized() -> None:
     group = cut_off(MIXED, 1)
     assert advantages([group], Algo(overlong="keep")) == [0.5, -0.5]
     assert advantages([group], Algo(overlong="mask")) == [0.5], "it counts in its group's mean, not in the loss"
-    assert advantages([group], Algo(overlong="penalise", overlong_penalty=1.0)) == [1.0, -1.0]
-    assert advantages([cut_off(EQUAL, 0)], Algo(overlong="penalise", overlong_penalty=1.0)) == [-0.5, 0.5]
+    assert advantages([group], Algo(overlong="penalize", overlong_penalty=1.0)) == [1.0, -1.0]
+    assert advantages([cut_off(EQUAL, 0)], Algo(overlong="penalize", overlong_penalty=1.0)) == [-0.5, 0.5]
 
 
 def test_an_answer_without_tokens_counts_in_its_groups_mean_and_nowhere_else() -> None:

@@ -11,7 +11,7 @@ from llamarl.algo.losses import aipo_loss, gspo_loss, is_tokenwise
 from llamarl.algo.own_loss import guarded, try_loss
 from llamarl.build import check_loss, make_loss
 from llamarl.config import Algo
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.errors import ConfigError, OwnCodeFailed
 
 BODIES = {

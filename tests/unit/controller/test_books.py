@@ -25,7 +25,7 @@ from llamarl.controller.ledger import (
 )
 from llamarl.controller.ledger_file import LedgerFile
 from llamarl.controller.recovery import resumption
-from llamarl.segments import segment_files
+from llamarl.io.record_log import segment_files
 
 
 def history(seed: int, staleness: int, groups: int, window: int, steps: int) -> World:

@@ -24,7 +24,7 @@ from llamarl.controller.ledger import (
     read_ledger,
 )
 from llamarl.errors import InputError
-from llamarl.segments import SegmentWriter
+from llamarl.io.record_log import SegmentWriter
 
 ordinals = st.integers(-(2**62), 2**62)
 records = st.one_of(

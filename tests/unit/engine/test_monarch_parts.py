@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from helpers.cli import llamarl
 
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.engine.monarch.addresses import certificate_variables, url_of
-from llamarl.engine.monarch.holding import Holding
+from llamarl.engine.monarch.deferred_loads import Holding
 from llamarl.engine.monarch.install import check_engine
-from llamarl.engine.monarch.meetings import Meetings
-from llamarl.engine.monarch.placing import Room, place
-from llamarl.engine.monarch.store import Asking
-from llamarl.engine.monarch.wire import Ask
+from llamarl.engine.monarch.rendezvous import Meetings
+from llamarl.engine.monarch.placement import Room, place
+from llamarl.engine.monarch.rendezvous_store import Asking
+from llamarl.engine.monarch.protocol import Ask
 from llamarl.errors import ConfigError, InputError
 from llamarl.messages import LoadWeights, Up, WeightsPublished
 

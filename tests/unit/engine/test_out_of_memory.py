@@ -11,7 +11,7 @@ from helpers.cli import llamarl
 
 from llamarl.build import Site
 from llamarl.config import Config
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.engine.engine import Death
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.out_of_memory import KILLED, explain_death

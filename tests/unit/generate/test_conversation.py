@@ -1,4 +1,4 @@
-"""Conversations: parked with their pages and without a slot, replied to token for token, and nothing is learnt from what a
+"""Conversations: parked with their pages and without a slot, replied to token for token, and nothing is learned from what a
 tool said."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llamarl.generate.scheduler import Sequence as Sample
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer, causal_attention
-from llamarl.tasks.tools.desk import Reply
+from llamarl.tasks.tools.client import Reply
 from llamarl.types import (
     Completion,
     CompletionGroup,

@@ -1,4 +1,4 @@
-"""Quantised weights and a quantised cache: the completions are those of the quantised model, and follow every new version."""
+"""Quantized weights and a quantized cache: the completions are those of the quantized model, and follow every new version."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from helpers.models import SHAPE, copy_weights, lively_model
 from msgspec.structs import replace
 from torch import Tensor
 
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
 from llamarl.generate import evaluate as evaluation
-from llamarl.generate.cache import PagedCache, page_bytes
+from llamarl.generate.kv_cache import PagedCache, page_bytes
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
-from llamarl.model.quantise import FP8, fp8_product, int8_product, quantise_rows
+from llamarl.model.quantize import FP8, fp8_product, int8_product, quantize_rows
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.tasks.registry import make_task
 from llamarl.types import CompletionGroup, bytes_to_floats, bytes_to_tokens
@@ -53,7 +53,7 @@ def narrow_attention(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor)
 
 
 def _through_fp8(x: Tensor) -> Tensor:
-    values, scales = quantise_rows(x, FP8)
+    values, scales = quantize_rows(x, FP8)
     return values.float() * scales[..., None]
 
 
@@ -77,8 +77,8 @@ def differences(done: CompletionGroup, model: Transformer, *, narrow_cache: bool
 
 
 @pytest.mark.parametrize("precision", EVERY_PRECISION, ids=str)
-def test_logprobs_are_those_of_the_quantised_model(precision: Precision) -> None:
-    """The decoder quantises its model in place, so that reading whole sequences with it is the plain twin."""
+def test_logprobs_are_those_of_the_quantized_model(precision: Precision) -> None:
+    """The decoder quantizes its model in place, so that reading whole sequences with it is the plain twin."""
     model = lively_model()
     done = decode_all(decoder_of(model, precision), [prompt_group(PROMPT, samples=8, max_new_tokens=12)])[0]
     gap = differences(done, model, narrow_cache=precision.kv_cache == "fp8")
@@ -87,7 +87,7 @@ def test_logprobs_are_those_of_the_quantised_model(precision: Precision) -> None
     assert gap.mean() < 2e-3
     plain = differences(done, lively_model(), narrow_cache=False)
     assert plain.median() > 30 * float(gap.median().clamp(min=1e-6)), (
-        "quantising changed nothing: the test would not see it missing"
+        "quantizing changed nothing: the test would not see it missing"
     )
 
 
@@ -108,7 +108,7 @@ def test_paging_refill_and_sharing_change_nothing(precision: Precision) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_a_new_version_is_quantised_when_it_arrives(kind: str) -> None:
+def test_a_new_version_is_quantized_when_it_arrives(kind: str) -> None:
     serving, new = lively_model(0), lively_model(1)
     precision = Precision(weights=kind)  # type: ignore[arg-type]
     decoder = decoder_of(serving, precision)
@@ -160,7 +160,7 @@ def test_an_evaluation_decodes_as_the_generators_settings_say(monkeypatch: pytes
             made.append(self)
 
     monkeypatch.setattr(evaluation, "ContinuousDecoder", Seen)
-    settings = ["generator.quantise=fp8", "generator.kv_cache=fp8", "generator.kv_pages=77", "generator.burst=3"]
+    settings = ["generator.quantize=fp8", "generator.kv_cache=fp8", "generator.kv_pages=77", "generator.burst=3"]
     config = load_config(None, settings)
     problems = make_task(config.task, config.seed).evaluation(4)
     found = evaluation.evaluate(
@@ -173,11 +173,11 @@ def test_an_evaluation_decodes_as_the_generators_settings_say(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.int8])
-def test_quantised_rows_are_as_near_as_their_format_allows(dtype: torch.dtype) -> None:
+def test_quantized_rows_are_as_near_as_their_format_allows(dtype: torch.dtype) -> None:
     x = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)) * torch.tensor(
         [[1e-4], [1.0], [1e4], [3.0], [0.0], [7.0], [1e-20]]
     )
-    values, scales = quantise_rows(x, dtype)
+    values, scales = quantize_rows(x, dtype)
     error = (values.float() * scales[:, None] - x).abs()
     largest = x.abs().amax(1, keepdim=True)
     allowed = x.abs() / 16 + largest * 2**-9 if dtype == FP8 else largest / 127 / 2
@@ -185,14 +185,14 @@ def test_quantised_rows_are_as_near_as_their_format_allows(dtype: torch.dtype) -
     assert torch.isfinite(values.float()).all()
 
 
-def test_products_of_quantised_rows_are_those_of_what_they_stand_for() -> None:
+def test_products_of_quantized_rows_are_those_of_what_they_stand_for() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(*size, generator=generator) for size in ((5, 48), (16, 48), (16,)))
-    narrow_x, narrow_weight = quantise_rows(x, FP8), quantise_rows(weight, FP8)
+    narrow_x, narrow_weight = quantize_rows(x, FP8), quantize_rows(weight, FP8)
     wide = [values.float() * scales[:, None] for values, scales in (narrow_x, narrow_weight)]
     found = fp8_product(narrow_x, narrow_weight, bias, torch.float32)
     torch.testing.assert_close(found, wide[0] @ wide[1].t() + bias, atol=1e-4, rtol=1e-5)
-    values, scales = quantise_rows(weight, torch.int8)
+    values, scales = quantize_rows(weight, torch.int8)
     expected = x @ (values.float() * scales[:, None]).t()
     torch.testing.assert_close(int8_product(x, (values, scales), None), expected, atol=1e-4, rtol=1e-5)
 

@@ -124,7 +124,7 @@ def test_draws_are_uniform_along_every_counter(counter: str) -> None:
     assert chi_square(counts, torch.full((cells,), 1 / cells, dtype=torch.float64)) < chi_square_limit(cells - 1)
 
 
-def test_neighbouring_draws_are_independent() -> None:
+def test_neighboring_draws_are_independent() -> None:
     """Pairs (position, position + 1), (ordinal, ordinal + 1), (sample, sample + 1) fill the unit square evenly."""
     base = torch.arange(300).repeat_interleave(300), torch.arange(300).repeat(300)
     zeros = torch.zeros_like(base[0])

@@ -6,7 +6,7 @@ from random import Random
 
 from helpers.groups import prompt_group
 
-from llamarl.generate.cutting import parts_of_long
+from llamarl.generate.kv_splits import parts_of_long
 from llamarl.generate.pages import PagePool
 from llamarl.generate.scheduler import Batch, Running, Sampled, Scheduler, make_batch
 

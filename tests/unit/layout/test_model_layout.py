@@ -12,7 +12,7 @@ from llamarl.layout.cost import Links, Prediction, predict
 from llamarl.layout.mesh import Mesh, box_on, parse_side
 from llamarl.layout.model import model_plan, placement_of
 from llamarl.layout.plan import TransferPlan
-from llamarl.shapes import parameter_shapes, shape_named
+from llamarl.model_spec import parameter_shapes, shape_named
 
 GB = 1e9
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_named(text: str) -> None:
         parse_side("--trainer", text, "fp32")
 
 
-def test_neighbours_in_tp_are_neighbours_on_a_host_whatever_the_order_of_writing() -> None:
+def test_neighbors_in_tp_are_neighbors_on_a_host_whatever_the_order_of_writing() -> None:
     side = parse_side("--generator", "tp=2,replicas=3,precision=fp8", "bf16")
     assert side.mesh == Mesh((("replicas", 3), ("tp", 2)))
     assert side.precision == "fp8"

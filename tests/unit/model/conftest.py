@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.generate.cache import DecodeAttention, PagedCache, PrefillAttention
+from llamarl.generate.kv_cache import DecodeAttention, PagedCache, PrefillAttention
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer, rope_up_to
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 ROOT = Path(__file__).parents[3]

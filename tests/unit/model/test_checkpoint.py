@@ -17,7 +17,7 @@ from torch import Tensor
 from llamarl.errors import ModelError
 from llamarl.model.checkpoint import Shard, load_model, meta_model, open_checkpoint, random_model, save_model
 from llamarl.model.transformer import Transformer
-from llamarl.shapes import SHAPES, ModelShape, parameter_shapes
+from llamarl.model_spec import SHAPES, ModelShape, parameter_shapes
 
 
 def assert_same(found: Transformer, expected: Transformer) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llamarl.errors import ModelError
 from llamarl.model.checkpoint import load_model, random_model, save_model
 from llamarl.model.transformer import Transformer
-from llamarl.shapes import ModelShape
+from llamarl.model_spec import ModelShape
 
 SHAPE = ModelShape(
     vocab_size=11, hidden_size=8, intermediate_size=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4,

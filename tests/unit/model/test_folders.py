@@ -68,7 +68,7 @@ def test_weights_that_are_cut_short_are_found_by_the_header_alone(model: Path) -
     assert "damaged" in refusal(model)
 
 
-def test_a_git_lfs_pointer_is_recognised(model: Path) -> None:
+def test_a_git_lfs_pointer_is_recognized(model: Path) -> None:
     (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     assert "git lfs pull" in refusal(model)
 

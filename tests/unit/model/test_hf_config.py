@@ -11,7 +11,7 @@ import pytest
 
 from llamarl.errors import ModelError
 from llamarl.model.hf_config import config_of, describe_ignored_keys, ignored_keys, read_shape
-from llamarl.shapes import SHAPES, RopeScaling
+from llamarl.model_spec import SHAPES, RopeScaling
 
 LLAMA_3_1: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

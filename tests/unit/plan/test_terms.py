@@ -18,7 +18,7 @@ from llamarl.plan.terms import (
     weight_bytes,
 )
 from llamarl.plan.trainer import TrainerRanks, packed
-from llamarl.shapes import block_parameters, shape_named
+from llamarl.model_spec import block_parameters, shape_named
 
 H200, H100 = GPUS["h200"], GPUS["h100"]
 ONE, EIGHT = shape_named("llama-3.2-1b"), shape_named("llama-3.1-8b")

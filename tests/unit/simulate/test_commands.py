@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.cli import llamarl
 
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 
 PLAN = [
     "plan",

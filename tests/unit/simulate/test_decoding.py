@@ -10,7 +10,7 @@ import pytest
 
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GPUS
-from llamarl.shapes import shape_named
+from llamarl.model_spec import shape_named
 from llamarl.simulate.decoding import Decoding
 
 REPLICA = Replica(shape_named("llama-3.2-1b"), GPUS["h100"], "bf16", 1, 64, 100, 1100)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from llamarl.configfile import load_config
+from llamarl.config.file import load_config
 from llamarl.controller import events as ev
 from llamarl.controller.books import audit
 from llamarl.controller.controller import Controller
@@ -15,7 +15,7 @@ from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import Issued, Record, Trained
 from llamarl.plan.gpus import GPUS
 from llamarl.plan.lengths import Lengths
-from llamarl.shapes import shape_named
+from llamarl.model_spec import shape_named
 from llamarl.simulate.scene import Scene, make_simulation
 from llamarl.simulate.simulation import Faults, Outcome
 

@@ -1,4 +1,4 @@
-"""A token sees its own document up to itself: nothing behind it, and nothing of its neighbours in the row."""
+"""A token sees its own document up to itself: nothing behind it, and nothing of its neighbors in the row."""
 
 from __future__ import annotations
 

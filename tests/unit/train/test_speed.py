@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.shapes import ModelShape, matrix_parameters, shape_named
+from llamarl.model_spec import ModelShape, matrix_parameters, shape_named
 from llamarl.train.speed import speed_of, training_flops
 
 SHAPE = ModelShape(

@@ -18,10 +18,10 @@ from llamarl.errors import CorruptWeights, InputError, StaleWeights
 from llamarl.layout.boxes import Box, volume
 from llamarl.layout.mesh import Mesh
 from llamarl.layout.model import SCALE, placement_of, scale_box
-from llamarl.shapes import ModelShape, parameter_shapes
+from llamarl.model_spec import ModelShape, parameter_shapes
 from llamarl.weights.memory import copy_tensor
 from llamarl.weights.rank_slots import find
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
 from llamarl.weights.wire import MAX_FP8, Wire
 
@@ -213,7 +213,7 @@ TINY = ModelShape(
 )  # fmt: skip
 
 
-def quantised(full: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def quantized(full: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The plain way: one scale per row and segment of columns, from the whole matrix."""
     parts, scales = [], []
     for segment in torch.split(full, width, dim=1):
@@ -244,7 +244,7 @@ def test_fp8_has_one_scale_per_row_of_each_generator_rank(trainer: Mesh, tp: int
                     assert same_bits(target[name][0], part(full[name].bfloat16(), box)), name
                     continue
                 width = wire.segments[name].width
-                weight, scale = quantised(full[name], width)
+                weight, scale = quantized(full[name], width)
                 assert same_bits(target[name][0], part(weight.view(torch.uint8), box).view(torch.float8_e4m3fn)), name
                 assert same_bits(target[name + SCALE][0], part(scale, scale_box(box, width))), name
 
@@ -283,7 +283,7 @@ def test_rows_that_trainers_share_get_the_scale_of_their_largest_value() -> None
             writer.publish(0)
         target = {name: torch.zeros(16, 24, dtype=torch.float8_e4m3fn), name + SCALE: torch.zeros(16, 1)}
         SlotReader(file, target).load(0)
-        weight, scale = quantised(full[name], 24)
+        weight, scale = quantized(full[name], 24)
         assert same_bits(target[name], weight)
         assert same_bits(target[name + SCALE], scale)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llamarl.errors import CorruptWeights, LeaseTimeout, StaleWeights
 from llamarl.weights.memory import HostMemory
-from llamarl.weights.slotfile import NUM_SLOTS, SlotFile
+from llamarl.weights.slot_file import NUM_SLOTS, SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
 from llamarl.weights.wire import Staging
 
@@ -196,7 +196,7 @@ def test_publishing_the_same_bytes_again_changes_nothing(file: SlotFile) -> None
 
 
 def test_another_writer_with_the_same_weights_gets_the_same_checksum(file: SlotFile) -> None:
-    """A trainer that died comes back as another process: what it redoes must be recognised."""
+    """A trainer that died comes back as another process: what it redoes must be recognized."""
     first = writer_of(file, random_weights()).publish(0)
     again = writer_of(SlotFile([os.dup(fd) for fd in file.fds]), random_weights()).publish(0)
     assert not again.changed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llamarl.errors import BrokenWeights, CorruptWeights
 from llamarl.weights.memory import HostMemory
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
 
 

@@ -14,16 +14,16 @@ import msgspec
 import torch
 
 from llamarl.build import Site, load_builder
-from llamarl.engine import life
+from llamarl.engine import rank_loop
 from llamarl.engine.envelope import Envelope, encode
-from llamarl.engine.heap import keep_freed_memory
-from llamarl.engine.life import Closed
-from llamarl.engine.local.wire import Birth
+from llamarl.engine.malloc import keep_freed_memory
+from llamarl.engine.rank_loop import Closed
+from llamarl.engine.local.protocol import Birth
 from llamarl.engine.ranks import LOOPBACK, Ranks, meeting_in
 from llamarl.executors.executor import Executor
-from llamarl.frames import BadFrame, FrameReader, encode_frame
+from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.messages import Failed, Message, decode_message
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 
 _READ_BYTES = 1 << 20
 
@@ -85,13 +85,13 @@ def live(birth: Birth, fds: list[int]) -> None:
         keep_freed_memory()
         torch.set_num_threads(birth.threads)
         ranks = Ranks.join(birth.rank, birth.num_ranks, lambda: meeting_in(meeting_fd, birth.num_ranks), LOOPBACK)
-        life.live(lambda: _build(birth, SlotFile.by_role(birth.slots, slot_fds), line), line, ranks)
+        rank_loop.live(lambda: _build(birth, SlotFile.by_role(birth.slots, slot_fds), line), line, ranks)
     except (Closed, BrokenPipeError, ConnectionResetError):
         pass  # the engine is gone, or does not want this executor any more
     except BadFrame as error:
-        life.tell(line, Failed(f"the engine sent {error}"))
+        rank_loop.tell(line, Failed(f"the engine sent {error}"))
     except (Exception, SystemExit) as error:  # the border to the executor's code
-        life.tell_failure(line, error)
+        rank_loop.tell_failure(line, error)
 
 
 def _build(birth: Birth, slots: dict[str, SlotFile], line: SocketLine) -> Executor:
@@ -103,6 +103,6 @@ def _build(birth: Birth, slots: dict[str, SlotFile], line: SocketLine) -> Execut
         Path(birth.snapshot) if birth.snapshot else None,
         birth.rank,
         birth.num_ranks,
-        tell_engine=lambda report: life.tell(line, report),
+        tell_engine=lambda report: rank_loop.tell(line, report),
     )
     return load_builder(birth.builder)(site)

@@ -22,14 +22,14 @@ from llamarl.controller.line import Line, role_of
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.envelope import decode_envelope, encode
 from llamarl.engine.forking import READY
-from llamarl.engine.local.nursery import start_nursery
-from llamarl.engine.local.wire import Birth, Born, Kill, Obituary, decode_news
+from llamarl.engine.local.fork_server import start_nursery
+from llamarl.engine.local.protocol import Birth, Born, Kill, Obituary, decode_news
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
-from llamarl.frames import BadFrame, FrameReader, encode_frame
+from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.messages import Message, Stop
 from llamarl.messages import encode as encode_message
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 
 _READ_BYTES = 1 << 20
 _WAIT_S = 0.05

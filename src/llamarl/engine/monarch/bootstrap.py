@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 
-from llamarl.engine.monarch.nursery import RANK
+from llamarl.engine.monarch.fork_server import RANK
 from llamarl.engine.monarch.worker import IN_ORDER, PYTHON, STUB
 
 

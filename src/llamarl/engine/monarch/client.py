@@ -22,7 +22,7 @@ from monarch.actor import Channel, MeshFailure, context, enable_transport
 
 from llamarl.config import Engine as EngineConfig
 from llamarl.engine.monarch.addresses import is_loopback, own_address, split_address
-from llamarl.engine.monarch.wire import Anything, Ask, decode_word
+from llamarl.engine.monarch.protocol import Anything, Ask, decode_word
 from llamarl.errors import ConfigError
 
 _END = "end"

@@ -25,19 +25,19 @@ from llamarl.engine.monarch import client
 from llamarl.engine.monarch.addresses import url_of
 from llamarl.engine.monarch.bootstrap import forked_command
 from llamarl.engine.monarch.client import Client, Fault, Pulse, Spoken
-from llamarl.engine.monarch.holding import Holding
+from llamarl.engine.monarch.deferred_loads import Holding
 from llamarl.engine.monarch.hosts import Elsewhere, Host, OwnWorker
-from llamarl.engine.monarch.meetings import Meetings
-from llamarl.engine.monarch.placing import place
+from llamarl.engine.monarch.rendezvous import Meetings
+from llamarl.engine.monarch.placement import place
 from llamarl.engine.monarch.rank import RankActor
-from llamarl.engine.monarch.wire import Ask, Birth, Born, Ended, Invite, Said, encode
+from llamarl.engine.monarch.protocol import Ask, Birth, Born, Ended, Invite, Said, encode
 from llamarl.engine.ranks import LOOPBACK
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
 from llamarl.messages import LoadWeights, Message, Stop
 from llamarl.messages import encode as encode_message
 from llamarl.weights.group import interface_for
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 
 _WAIT_S = 0.05
 _GRACE_S = 2.0

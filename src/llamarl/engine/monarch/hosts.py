@@ -24,11 +24,11 @@ from monarch.actor import attach_to_workers
 from llamarl.config import Host as HostConfig
 from llamarl.engine.forking import PYTHON, READY
 from llamarl.engine.monarch.bootstrap import bare_command
-from llamarl.engine.monarch.keeper import Keeper
-from llamarl.engine.monarch.nursery import SLOTS
-from llamarl.engine.monarch.placing import Room
+from llamarl.engine.monarch.host_agent import Keeper
+from llamarl.engine.monarch.fork_server import SLOTS
+from llamarl.engine.monarch.placement import Room
 from llamarl.errors import JobFailed
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 
 ANY_NUMBER = 1 << 30
 _TRY_AGAIN_S = 1.0

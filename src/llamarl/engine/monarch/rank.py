@@ -18,18 +18,18 @@ import torch
 from monarch.actor import Actor, current_rank, endpoint
 
 from llamarl.build import Site, load_builder
-from llamarl.engine import life
+from llamarl.engine import rank_loop
 from llamarl.engine.envelope import Envelope
-from llamarl.engine.heap import keep_freed_memory
-from llamarl.engine.life import Closed
-from llamarl.engine.monarch.nursery import SLOTS
-from llamarl.engine.monarch.store import Asking
-from llamarl.engine.monarch.weights import EngineMeets
-from llamarl.engine.monarch.wire import Anything, Birth, Born, Ended, Said, decode_birth, encode
+from llamarl.engine.malloc import keep_freed_memory
+from llamarl.engine.rank_loop import Closed
+from llamarl.engine.monarch.fork_server import SLOTS
+from llamarl.engine.monarch.rendezvous_store import Asking
+from llamarl.engine.monarch.weight_rendezvous import EngineMeets
+from llamarl.engine.monarch.protocol import Anything, Birth, Born, Ended, Said, decode_birth, encode
 from llamarl.engine.ranks import Ranks
 from llamarl.executors.executor import Executor
 from llamarl.messages import Failed, Message, decode_message
-from llamarl.weights.slotfile import SlotFile
+from llamarl.weights.slot_file import SlotFile
 
 _MEETING_S = 300.0
 
@@ -107,12 +107,12 @@ class RankActor(Actor):
             ranks = Ranks.join(
                 self._rank, birth.num_ranks, lambda: self._asking.store(meeting, _MEETING_S), birth.interface
             )
-            life.live(self._build, line, ranks)
+            rank_loop.live(self._build, line, ranks)
             line.say(Ended())
         except Closed:
             pass
         except (Exception, SystemExit) as error:  # the border to the executor's code
-            life.tell_failure(line, error)
+            rank_loop.tell_failure(line, error)
 
     def _build(self) -> Executor:
         birth = self._birth
@@ -124,7 +124,7 @@ class RankActor(Actor):
             Path(birth.snapshot) if birth.snapshot else None,
             self._rank,
             birth.num_ranks,
-            tell_engine=lambda report: life.tell(self._line, report),
+            tell_engine=lambda report: rank_loop.tell(self._line, report),
             gpu=self._gpu,
             meets=self._meets if birth.num_writers else None,
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llamarl.engine.forking import READY, die_with_parent, start_forking
 from llamarl.engine.monarch import stub
-from llamarl.engine.monarch.nursery import NURSERY
+from llamarl.engine.monarch.fork_server import NURSERY
 from llamarl.errors import JobFailed
 
 PYTHON, STUB = "LLAMARL_PYTHON", "LLAMARL_STUB"
@@ -42,7 +42,7 @@ class Nurseries:
         threading.Thread(target=self._replace, daemon=True).start()
 
     def _start(self) -> tuple[socket.socket, int]:
-        control, process = start_forking("llamarl.engine.monarch.nursery", inherited=self._inherited)
+        control, process = start_forking("llamarl.engine.monarch.fork_server", inherited=self._inherited)
         return control, process.pid
 
     def _wait_until_ready(self) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 
 from llamarl.errors import ConfigError, JobFailed
 from llamarl.tasks.own_scorers import Signature
-from llamarl.tasks.workers.wire import Ask, Inbox, NotReady, Ready, Setup, Verdict, decode_reply, send
+from llamarl.tasks.workers.protocol import Ask, Inbox, NotReady, Ready, Setup, Verdict, decode_reply, send
 
 # A worker kills its child itself; one that has not answered after so many times the limit, and this on top, is stuck.
 _PATIENCE = 5

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from llamarl.errors import LlamaRLError
-from llamarl.frames import BadFrame, FrameReader, encode_frame
+from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.plugins import is_reference, load_function
 from llamarl.tasks.own_scorers import Signature, call, rewards_in, signature_of
 from llamarl.tasks.programs import load_examiner
@@ -33,7 +33,7 @@ from llamarl.tasks.symbolic import load_equal
 from llamarl.tasks.tools.tools import Tool, load_tool
 from llamarl.tasks.trusted import failure, timed
 from llamarl.tasks.workers.confine import Refused, adopt_orphans, die_with_parent, limit, seal
-from llamarl.tasks.workers.wire import (
+from llamarl.tasks.workers.protocol import (
     KILL_SHARE,
     Ask,
     Call,

@@ -12,7 +12,7 @@ from helpers.sandboxes import BRIEF, skip_without_sandbox
 from llamarl.config import Conversation, Sandbox
 from llamarl.errors import ConfigError
 from llamarl.tasks.failures import Counts
-from llamarl.tasks.tools.desk import Desk, Reply
+from llamarl.tasks.tools.client import Desk, Reply
 from llamarl.types import Turn
 
 OWN = """

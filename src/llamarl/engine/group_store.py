@@ -1,0 +1,107 @@
+"""The GroupStore: payloads by ordinal, in memory and, once scored, in append-only segments on disk.
+
+Groups pass through it on their way; the controller sees only facts. A rollout stays until a snapshot covers it, so that a
+trainer, or the whole job, can be brought back and train on the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from llamarl.errors import InputError
+from llamarl.failpoints import failpoint
+from llamarl.io.record_log import SegmentWriter, read_records
+from llamarl.types import CompletionGroup, Group, RolloutGroup
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(RolloutGroup).decode
+
+
+class GroupStore:
+    """`on_damage` hears of records that cannot be read: their groups are missing, and can be made again. Without it, damage
+    is an InputError."""
+
+    def __init__(self, folder: Path, on_damage: Callable[[str], None] | None = None) -> None:
+        self._groups: dict[int, Group] = {}
+        self._segment_of: dict[int, int] = {}
+        self._in_segment: dict[int, set[int]] = {}
+        self._writer = SegmentWriter(folder)
+        self._recover(folder, on_damage)
+
+    def put(self, group: Group, *, passing: bool = False) -> None:
+        """`passing`: another role still has something to add, so it does not go to disk as it is."""
+        failpoint("store.put")
+        self._groups[group.ordinal] = group
+        if isinstance(group, RolloutGroup) and group.ordinal >= 0 and not passing:
+            self._note(group.ordinal, self._writer.append(_encode(group)))
+
+    def amend(self, groups: Iterable[RolloutGroup]) -> None:
+        """Columns that a role has added: they follow from what is stored, so they are kept in memory only."""
+        for group in groups:
+            if group.ordinal in self._groups:
+                self._groups[group.ordinal] = group
+
+    def get(self, ordinal: int) -> Group:
+        return self._groups[ordinal]
+
+    def rollouts(self, ordinals: Iterable[int]) -> tuple[RolloutGroup, ...]:
+        """Those of the groups that were scored; a dropped one has nothing to train on."""
+        found = (self._groups.get(ordinal) for ordinal in ordinals)
+        return tuple(group for group in found if isinstance(group, RolloutGroup))
+
+    def completion(self, ordinal: int) -> CompletionGroup | None:
+        group = self._groups.get(ordinal)
+        return group if isinstance(group, CompletionGroup) else None
+
+    def drop(self, ordinal: int) -> None:
+        failpoint("store.drop")
+        self._groups.pop(ordinal, None)
+        self._leave_segment(ordinal)
+
+    def keep_only(self, ordinals: Iterable[int]) -> None:
+        """After a resume: what an older snapshot already covers is not needed."""
+        for ordinal in self._groups.keys() - set(ordinals):
+            self.drop(ordinal)
+
+    @property
+    def scored(self) -> set[int]:
+        return {ordinal for ordinal, group in self._groups.items() if isinstance(group, RolloutGroup)}
+
+    def sync(self) -> None:
+        self._writer.sync()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def __contains__(self, ordinal: int) -> bool:
+        return ordinal in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def _recover(self, folder: Path, on_damage: Callable[[str], None] | None) -> None:
+        for segment, record in read_records(folder, on_damage):
+            try:
+                group = _decode(record)
+            except msgspec.MsgspecError as error:
+                raise InputError(f"{folder}: not a group: {error}") from None
+            self._groups[group.ordinal] = group
+            self._note(group.ordinal, segment)
+
+    def _note(self, ordinal: int, segment: int) -> None:
+        self._leave_segment(ordinal)
+        self._segment_of[ordinal] = segment
+        self._in_segment.setdefault(segment, set()).add(ordinal)
+
+    def _leave_segment(self, ordinal: int) -> None:
+        """A segment none of whose groups is needed any more goes."""
+        segment = self._segment_of.pop(ordinal, None)
+        if segment is None:
+            return
+        self._in_segment[segment].discard(ordinal)
+        if not self._in_segment[segment] and segment != self._writer.number:
+            del self._in_segment[segment]
+            self._writer.remove(segment)

@@ -1,0 +1,119 @@
+"""Append-only records on disk, in segments: what the ledger and the GroupStore are made of.
+
+A record is a header (length, checksum, and a checksum of these two) and its bytes. A crash can only tear the end of the
+segment that was being written; after a restart a new segment is begun, so that nothing is ever written behind a torn end.
+Damage anywhere else is an error that names the place.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from llamarl.io.append_file import AppendFile
+from llamarl.errors import InputError
+from llamarl.failpoints import failpoint
+
+_FACTS = struct.Struct("<II")  # length, crc32 of the record
+_HEADER = struct.Struct("<III")  # the same, and the crc32 of these eight bytes
+MAX_SEGMENT_BYTES = 64 << 20
+_BUFFER_BYTES = 1 << 16
+
+
+class SegmentWriter:
+    """Appends to the newest segment of a folder; begins another when it is full."""
+
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._max_bytes = folder, max_bytes or MAX_SEGMENT_BYTES
+        numbers = [int(path.name) for path in segment_files(folder)]
+        self.number = max(numbers, default=-1)
+        self._file: AppendFile | None = None
+
+    def append(self, record: bytes) -> int:
+        """Returns the number of the segment that holds the record. It is safe after the next `sync`."""
+        if self._file is None or self._file.num_bytes >= self._max_bytes:
+            self.begin_segment()
+        assert self._file is not None
+        facts = _FACTS.pack(len(record), zlib.crc32(record))
+        failpoint("segment.write")
+        self._file.append(facts + zlib.crc32(facts).to_bytes(4, "little") + record)
+        return self.number
+
+    def sync(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            failpoint("segment.sync")
+            self._file.sync()
+
+    def remove(self, number: int) -> None:
+        """Forget a whole segment; the one being written is left alone."""
+        if number != self.number:
+            failpoint("segment.remove")
+            (self._folder / f"{number:08}").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+
+    def begin_segment(self) -> None:
+        """Close the segment being written, if any, and begin the next."""
+        self.close()
+        self.number += 1
+        failpoint("segment.begin")
+        self._file = AppendFile(self._folder / f"{self.number:08}", buffer_bytes=_BUFFER_BYTES, exclusive=True)
+        sync_path(self._folder)
+
+
+def segment_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+
+
+def read_records(folder: Path, on_damage: Callable[[str], None] | None = None) -> Iterator[tuple[int, bytes]]:
+    """(segment, record) of everything that is whole, in the order it was written. Damage is an InputError; or, for records
+    that can be done without, `on_damage` is told, and what can still be read follows."""
+    for path in segment_files(folder):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        for record in _records(path, data, on_damage or _refuse):
+            yield int(path.name), record
+
+
+def _refuse(damage: str) -> None:
+    raise InputError(damage)
+
+
+def _records(path: Path, data: bytes, on_damage: Callable[[str], None]) -> Iterator[bytes]:
+    at = 0
+    while at + _HEADER.size <= len(data):
+        length, checksum, header_checksum = _HEADER.unpack_from(data, at)
+        start, end = at + _HEADER.size, at + _HEADER.size + length
+        if zlib.crc32(data[at : at + _FACTS.size]) != header_checksum:
+            if any(data[at:]):  # else torn: the file had grown, but nothing was in it yet
+                on_damage(f"{path}: damaged at byte {at} (a record's header is wrong)")
+            return  # without its length, nobody knows where the next one begins
+        if end > len(data):
+            return  # torn: the crash came before the record was whole
+        record = data[start:end]
+        if zlib.crc32(record) == checksum:
+            yield record
+        elif end == len(data):
+            return  # torn: the length reached the disk, not all of the bytes
+        else:
+            on_damage(f"{path}: damaged at byte {at} (the record's checksum does not match)")
+        at = end
+
+
+def sync_path(path: Path) -> None:
+    """Make a file's bytes, or the names in a folder, survive a crash."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

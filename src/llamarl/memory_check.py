@@ -1,0 +1,221 @@
+"""Whether a job fits into the memory of its machine: asked before anything starts.
+
+What is surely taken (weights, optimizer state, a cache of fixed size) is held against all the memory there is; more than that
+is refused. What may be taken besides (the activations of the longest pass) is held against what is free now; more than that
+is only said. The formulas are the planner's (`plan/terms.py`). Processes that share a device, or the host, count together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from msgspec import Struct
+
+from llamarl.build import (
+    device_of,
+    dtype_of,
+    first_gpu,
+    reward_model_folder,
+    weight_transport,
+    wire_precision,
+)
+from llamarl.config import Config
+from llamarl.errors import ConfigError
+from llamarl.generate.decoder import Limits
+from llamarl.machine import Room, host_memory
+from llamarl.model.hf_config import read_classifier_shape, read_shape
+from llamarl.plan.gpus import GIB
+from llamarl.plan.terms import (
+    WIDTH,
+    WORKSPACE_BYTES,
+    activation_bytes,
+    held_bytes,
+    kv_bytes_per_token,
+    training_state_bytes,
+    weight_bytes,
+)
+from llamarl.model_spec import ModelShape
+from llamarl.weights.cuda_driver import CudaRefused, total_memory
+from llamarl.weights.slot_file import NUM_SLOTS
+
+HOST = "cpu"
+_PROCESS_BYTES = 300 << 20  # what a process with torch in it takes by itself
+_MINOR_SHARE = 0.1  # of the whole; what is smaller is not worth naming
+_NARROW = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
+_LEAST = 14 / 16  # of the training state on a GPU: gradients of a single pass stay bf16
+_OFFLOADED = 10 / 14  # of that: moments, and the low halves of the masters
+
+
+class Part(Struct, frozen=True):
+    """Memory that one rank takes. `sure`: whatever the answers look like. `advice`: the settings that make it smaller."""
+
+    what: str
+    place: str
+    num_bytes: float
+    advice: str
+    sure: bool = True
+
+
+def check_memory(config: Config) -> list[str]:
+    """Refuse what cannot fit; return what to say about what may not. Hosts of a cluster are not looked at from here."""
+    if config.engine.hosts:
+        return []
+    return settle(list(job_parts(config)), config)
+
+
+def check_evaluation_memory(config: Config, device: str, sequences: int) -> list[str]:
+    """The same for a model that only answers."""
+    shape, place = read_shape(config.model_folder), str(torch.device(device))
+    limits = Limits.of(config, sequences=sequences)
+    return settle(list(_generator_parts(config, shape, torch.device(place), limits)), config)
+
+
+def settle(parts: Sequence[Part], config: Config) -> list[str]:
+    notes = []
+    for place in dict.fromkeys(part.place for part in parts):
+        here, room = [part for part in parts if part.place == place], room_at(place)
+        sure = sum(part.num_bytes for part in here if part.sure)
+        whole = sum(part.num_bytes for part in here)
+        name = "this machine" if place == HOST else place
+        if sure > room.total_bytes:
+            raise ConfigError(
+                f"memory: {name} has {_gib(room.total_bytes)}, and this takes at least {_gib(sure)}: "
+                f"{_largest([part for part in here if part.sure])}"
+            )
+        if whole > room.available_bytes:
+            notes.append(
+                f"{'memory is tight' if whole < 2 * room.total_bytes else 'MEMORY WILL VERY LIKELY NOT DO'}: {name} has "
+                f"{_gib(room.available_bytes)} free, and this may take {_gib(whole)}: {_largest(here)}"
+            )
+    return notes
+
+
+def room_at(place: str) -> Room:
+    """Of the host, or of a GPU, on which nothing is started to ask."""
+    if place == HOST:
+        return host_memory()
+    try:
+        total = float(total_memory(torch.device(place).index or 0))
+    except CudaRefused:
+        total = float("inf")
+    return Room(total, total)
+
+
+def job_parts(config: Config) -> Iterator[Part]:
+    shape = read_shape(config.model_folder)
+    settings = config.generator
+    for number in range(settings.replicas * settings.tensor):
+        device = device_of("generator.device", settings.device, first_gpu(config, "generator") + number)
+        yield from _generator_parts(config, shape, device, Limits.of(config))
+    for rank in range(config.trainer.ranks):
+        device = device_of("trainer.device", config.trainer.device, first_gpu(config, "trainer") + rank)
+        yield from _trainer_parts(config, shape, device)
+    if config.algo.reference_kl > 0:
+        yield from _reference_parts(config)
+    if config.reward_model.path:
+        yield _reward_model_part(config)
+
+
+def _generator_parts(config: Config, shape: ModelShape, device: torch.device, limits: Limits) -> Iterator[Part]:
+    settings, place = config.generator, _place(device)
+    wide = _NARROW[dtype_of(settings.dtype, device)]
+    precision = wide if settings.quantize == "none" else settings.quantize
+    # Without a number of pages, a GPU's cache takes what is left: only the least is sure.
+    pages = limits.num_pages or (limits.least_pages if device.type == "cuda" else limits.enough_pages)
+    each = kv_bytes_per_token(shape, wide, settings.tensor, settings.kv_cache)
+    yield Part(
+        "weights of the generator",
+        place,
+        held_bytes(shape, precision) / settings.tensor,
+        "set generator.dtype=bfloat16 or lower generator.replicas",
+    )
+    yield Part(
+        "KV cache",
+        place,
+        pages * limits.page_tokens * each,
+        "lower generator.slots, generator.max_new_tokens or generator.kv_pages",
+    )
+    yield _process(device)
+
+
+def _trainer_parts(config: Config, shape: ModelShape, device: torch.device) -> Iterator[Part]:
+    settings, place, on_gpu = config.trainer, _place(device), device.type == "cuda"
+    state = training_state_bytes(shape, settings.tensor, settings.data) * (_LEAST if on_gpu else 1.0)
+    away = _OFFLOADED * state if settings.offload and on_gpu else 0.0
+    more = "set trainer.offload=true, or share it over GPUs with trainer.data" if on_gpu else "take a smaller model"
+    yield Part("optimizer state and gradients", place, state - away, more)
+    if away:
+        yield Part("optimizer state in host memory", HOST, away, "take a smaller model")
+    schedule, longest = config.schedule, config.generator.max_prompt_tokens + config.generator.max_new_tokens
+    answers = schedule.groups_per_update * schedule.samples_per_group
+    tokens = max(longest, min(settings.tokens_per_pack, answers * longest / settings.data))
+    width = WIDTH["bf16" if on_gpu else "fp32"]
+    passing = activation_bytes(shape, tokens, settings.recompute, settings.tensor, width)
+    yield Part("activations", place, passing, "lower trainer.tokens_per_pack or set trainer.recompute=full", sure=False)
+    on_device = weight_transport(config, can_reach=lambda reader, writer: True) == "cuda"
+    published = NUM_SLOTS * weight_bytes(shape, wire_precision(config)) / settings.ranks
+    yield Part(
+        "published weights",
+        place if on_device else HOST,
+        published,
+        "set weights.transport=memfd" if on_device else "set generator.dtype=bfloat16",
+    )
+    if _saves_whole(config):
+        copied = 12 * shape.num_parameters / settings.ranks
+        yield Part("copy for snapshots", HOST, copied, "set snapshots.every=0 and snapshots.at_end=policy")
+    yield _process(device)
+
+
+def _saves_whole(config: Config) -> bool:
+    snapshots = config.snapshots
+    return snapshots.at_end == "whole" or 0 < snapshots.every <= config.schedule.updates
+
+
+def _reference_parts(config: Config) -> Iterator[Part]:
+    """Its weights: on ranks of its own, or in host memory until the trainer's ranks use them."""
+    shape, settings, advice = read_shape(config.reference_folder), config.reference, "take a smaller reference.model"
+    if not config.reference_alone:
+        device = device_of("trainer.device", config.trainer.device)
+        yield Part("weights of the reference", HOST, shape.num_parameters * _width(config, device), advice)
+        return
+    for rank in range(settings.ranks):
+        device = device_of("reference.device", settings.device, first_gpu(config, "reference") + rank)
+        each = shape.num_parameters * _width(config, device) / settings.ranks
+        yield Part("weights of the reference", _place(device), each, advice)
+        yield _process(device)
+
+
+def _width(config: Config, device: torch.device) -> int:
+    return dtype_of(config.trainer.dtype, device).itemsize
+
+
+def _reward_model_part(config: Config) -> Part:
+    device = device_of("reward_model.device", config.reward_model.device, first_gpu(config, "reward_model"))
+    shape = read_classifier_shape(reward_model_folder(config))
+    each = shape.num_parameters * dtype_of(config.reward_model.dtype, device).itemsize
+    return Part("weights of the reward model", _place(device), each, "take a smaller reward_model.path")
+
+
+def _process(device: torch.device) -> Part:
+    taken = WORKSPACE_BYTES if device.type == "cuda" else _PROCESS_BYTES
+    return Part("the processes themselves", _place(device), taken, "lower generator.replicas", sure=False)
+
+
+def _place(device: torch.device) -> str:
+    return f"cuda:{device.index or 0}" if device.type == "cuda" else HOST
+
+
+def _largest(parts: Sequence[Part]) -> str:
+    """Those that matter, each named once, and what would make the first ones smaller."""
+    sizes: dict[str, float] = {}
+    for part in parts:
+        sizes[part.what] = sizes.get(part.what, 0.0) + part.num_bytes
+    largest = sorted(sizes, key=lambda what: -sizes[what])[:3]
+    named = [what for what in largest if sizes[what] > _MINOR_SHARE * sum(sizes.values())]
+    advice = dict.fromkeys(next(part.advice for part in parts if part.what == what) for what in named[:2])
+    return f"{', '.join(f'{what} {_gib(sizes[what])}' for what in named)}; {'; '.join(advice)}"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

@@ -1,0 +1,217 @@
+"""Products with quantized weights, for inference: fp8 (weights and what they multiply) or int8 (weights alone).
+
+`quantize` makes a narrow copy of every matrix of the blocks. Where new weights arrive wide, the wide ones stay beside it, and
+`refresh` fills the copies again, in place, so that graphs captured over them stay valid. Where they arrive narrow, or never,
+the narrow ones become the parameters, with their scales as `..._scale`, and the wide ones are gone. Every output of a product
+has its own scale, and in fp8 every row of its input too. Embedding, norms and head are not quantized.
+
+What a GPU computes with `quantize_kernels.py` and `torch._scaled_mm` stands here in plain PyTorch as well: a CPU runs it, and
+a GPU test holds one against the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from llamarl.errors import ConfigError
+from llamarl.model.ops import Residual, Stream, fused, silu_times
+from llamarl.model.transformer import MLP, Attention, Joined, ProductLinear, RMSNorm, Transformer
+
+if TYPE_CHECKING:
+    from llamarl.model import kernels
+
+Quantization = Literal["none", "fp8", "int8"]
+
+FP8 = torch.float8_e4m3fn
+_LARGEST = {FP8: 448.0, torch.int8: 127.0}
+_SMALLEST_SCALE = 1e-12  # of a row of zeros
+_FP8_TILE = 16  # sizes of an fp8 product on a GPU are multiples of it
+
+
+Rows = tuple[Tensor, Tensor]  # quantized values, and a scale for every row
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> Rows:
+    """Each row divided by its scale, and the scales in fp32: the largest value of a row becomes the largest there is."""
+    if fused(x):
+        from llamarl.model import quantize_kernels
+
+        return quantize_kernels.quantize_rows(x, dtype)
+    wide = x.float()
+    scales = (wide.abs().amax(-1) / _LARGEST[dtype]).clamp(min=_SMALLEST_SCALE)
+    scaled = (wide / scales[..., None]).clamp(-_LARGEST[dtype], _LARGEST[dtype])
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
+
+
+def fp8_product(x: Rows, weight: Rows, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    """x @ weight.t() + bias of quantized rows, [M, K] and [N, K]."""
+    (x_MK, x_scales_M), (weight_NK, scales_N) = x, weight
+    if x_MK.is_cuda:
+        return torch._scaled_mm(
+            x_MK, weight_NK.t(), x_scales_M[:, None], scales_N[None], bias=bias, out_dtype=out, use_fast_accum=True
+        )
+    product_MN = (x_MK.float() @ weight_NK.float().t()) * x_scales_M[:, None] * scales_N
+    return (product_MN if bias is None else product_MN + bias).to(out)
+
+
+def int8_product(x_MK: Tensor, weight: Rows, bias: Tensor | None) -> Tensor:
+    """x @ weight.t() + bias in the precision of x; the weights are whole numbers, which bf16 holds exactly."""
+    if fused(x_MK):
+        from llamarl.model import quantize_kernels
+
+        return quantize_kernels.int8_product(x_MK, *weight, bias)
+    weight_NK, scales_N = weight
+    product_MN = (x_MK.float() @ weight_NK.float().t()) * scales_N
+    return (product_MN if bias is None else product_MN + bias).to(x_MK.dtype)
+
+
+class QuantizedWeight:
+    """A narrow copy of a weight, and products with it."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, kind: Quantization) -> None:
+        self._dtype, self._out_dtype = FP8 if kind == "fp8" else torch.int8, weight_NK.dtype
+        _check(weight_NK, kind)
+        self._wide_NK: Tensor | None = weight_NK
+        self._bias_N = bias_N
+        self._values_NK = torch.empty_like(weight_NK, dtype=self._dtype)
+        self._scales_N = torch.empty(len(weight_NK), dtype=torch.float32, device=weight_NK.device)
+        self._one = torch.ones((), dtype=torch.float32, device=weight_NK.device)
+        self.refresh()
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        assert self._wide_NK is not None, "it is what arrives"
+        values_NK, scales_N = quantize_rows(self._wide_NK, self._dtype)
+        self._values_NK.copy_(values_NK)
+        self._scales_N.copy_(scales_N)
+
+    def replace(self, layers: Sequence[nn.Linear]) -> None:
+        """From now on these layers, which it is the joined weight of, hold the narrow values and their scales alone."""
+        start = 0
+        for layer in layers:
+            end = start + len(layer.weight)
+            layer.weight = nn.Parameter(self._values_NK[start:end], requires_grad=False)
+            layer.register_buffer("weight_scale", self._scales_N[start:end, None])
+            start = end
+        self._wide_NK = None
+
+    def terms(self, x: Tensor | Rows) -> kernels.Terms:
+        """The product, on a GPU, as it is added to the residual stream: in fp8 the scales wait until then, since without them
+        products are faster."""
+        from llamarl.model.kernels import Terms
+
+        if self._dtype != FP8:
+            assert isinstance(x, Tensor)
+            return Terms(self(x.flatten(0, -2))[None])
+        values_MK, scales_M = _flat_rows(x)
+        out_MN = torch._scaled_mm(
+            values_MK, self._values_NK.t(), self._one, self._one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        return Terms(out_MN[None], (scales_M, self._scales_N))
+
+    def unscaled(self, x: Rows) -> Tensor | kernels.Terms:
+        """For whoever can apply the scales: on a GPU they wait for that."""
+        if not fused(x[0]):
+            return self(x)
+        from llamarl.model.kernels import Terms
+
+        terms = self.terms(x)
+        return Terms(terms.parts_PMN.view(1, *x[0].shape[:-1], -1), terms.scales)
+
+    def __call__(self, x: Tensor | Rows) -> Tensor:
+        weight = (self._values_NK, self._scales_N)
+        if self._dtype == FP8:
+            outer = (x[0] if isinstance(x, tuple) else x).shape[:-1]
+            return fp8_product(_flat_rows(x), weight, self._bias_N, self._out_dtype).view(*outer, -1)
+        assert isinstance(x, Tensor)
+        return int8_product(x.flatten(0, -2), weight, self._bias_N).view(*x.shape[:-1], -1)
+
+
+def _flat_rows(x: Tensor | Rows) -> Rows:
+    values, scales = x if isinstance(x, tuple) else quantize_rows(x, FP8)
+    return values.flatten(0, -2), scales.flatten()
+
+
+def _check(weight_NK: Tensor, kind: Quantization) -> None:
+    if not weight_NK.is_cuda:
+        return
+    if weight_NK.dtype != torch.bfloat16:
+        raise ConfigError(f"generator.quantize: {kind} on a GPU needs generator.dtype bfloat16")
+    if kind == "fp8" and any(size % _FP8_TILE for size in weight_NK.shape):
+        raise ConfigError(
+            f"generator.quantize: fp8 products on a GPU need sizes that are multiples of {_FP8_TILE}; "
+            f"this model has one of {tuple(weight_NK.shape)}"
+        )
+
+
+class NarrowNorm(RMSNorm):
+    """For products that take fp8: the norm and its quantizing are one pass on a GPU."""
+
+    def forward(self, x: Stream) -> Rows:  # type: ignore[override]
+        if isinstance(x, Residual) or fused(x):
+            from llamarl.model import quantize_kernels
+
+            total, terms = (x.sum, x.take_terms()) if isinstance(x, Residual) else (x, None)
+            return quantize_kernels.norm_rows(total, self.weight, self.eps, terms)
+        return quantize_rows(super().forward(x), FP8)
+
+
+def narrow_silu_times(gate_up: Tensor | kernels.Terms) -> Rows:
+    """For a product that takes fp8: the scales of the one before, `silu_times` and quantizing are one pass on a GPU."""
+    if isinstance(gate_up, Tensor):
+        return quantize_rows(silu_times(gate_up), FP8)
+    from llamarl.model import quantize_kernels
+
+    return quantize_kernels.silu_rows(gate_up)
+
+
+class QuantizedLinear(ProductLinear):
+    def __init__(self, layer: nn.Linear, narrow: QuantizedWeight) -> None:
+        super().__init__(layer)
+        self.product, self.terms = narrow, narrow.terms
+
+
+def quantize(model: Transformer, kind: Quantization, *, keep_wide: bool = True) -> list[QuantizedWeight]:
+    """Of a model that is already fused. Returns what must be refreshed whenever wide weights have arrived."""
+    if kind == "none":
+        return []
+    if kind == "fp8":
+        for block in model.model.layers:
+            for norm in (block.input_layernorm, block.post_attention_layernorm):
+                norm.__class__ = NarrowNorm
+    found = [narrow for part in list(model.modules()) for narrow in _quantize_part(part, kind, keep_wide)]
+    if not keep_wide and model.lm_head.weight.is_cuda:
+        torch.cuda.empty_cache()  # the memory of the wide ones, for the cache and for others
+    return found if keep_wide else []
+
+
+def _quantize_part(part: nn.Module, kind: Quantization, keep_wide: bool) -> Iterator[QuantizedWeight]:
+    if not isinstance(part, Attention | MLP):
+        return
+    inputs, output = _names(part)
+    assert isinstance(part.fused, Joined), "fuse the model first"
+    part.fused = joined = QuantizedWeight(part.fused.weight, part.fused.bias, kind)
+    if isinstance(part, MLP) and kind == "fp8":
+        part.fused, part.activate = joined.unscaled, narrow_silu_times
+    layer = getattr(part, output)
+    narrow = QuantizedWeight(layer.weight, None, kind)
+    if isinstance(layer, ProductLinear):  # it is split over ranks, and sums over them
+        layer.product = narrow
+    else:
+        setattr(part, output, QuantizedLinear(layer, narrow))
+    if not keep_wide:
+        joined.replace([getattr(part, name) for name in inputs])
+        narrow.replace([getattr(part, output)])
+    yield joined
+    yield narrow
+
+
+def _names(part: Attention | MLP) -> tuple[tuple[str, ...], str]:
+    """Layers whose weights are joined, and the one behind them."""
+    if isinstance(part, Attention):
+        return ("q_proj", "k_proj", "v_proj"), "o_proj"
+    return ("gate_proj", "up_proj"), "down_proj"

@@ -1,0 +1,82 @@
+"""Where turns are handed in and replies come out: from the tool on the spot, or from a pool of workers.
+
+A reply is text, or the end of the conversation, or a failure of the tool: a time-out or a crash, which is tried again, then
+reported as such, and never told to the model as if it had done something wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from msgspec import Struct
+
+from llamarl.config import Conversation, Sandbox
+from llamarl.tasks.failures import Counts
+from llamarl.tasks.tools.tools import IN_PROCESS, Tool, load_tool
+from llamarl.tasks.workers.retrying_pool import Errands
+from llamarl.tasks.workers.protocol import KILL_SHARE, Ask, Call, Setup, Status, Verdict, pack_text, pack_turns, unpack_text
+from llamarl.types import Turn
+
+
+class Reply(Struct, frozen=True):
+    """`text` counts only where the status is ok; None ends the conversation."""
+
+    status: Status
+    text: str | None = None
+    reason: str = ""
+    trace: str = ""  # of an exception in a user's own tool
+
+
+class Desk:
+    def __init__(self, settings: Conversation, sandbox: Sandbox) -> None:
+        self._settings, self._sandbox = settings, sandbox
+        self._tool: Tool | None = load_tool(settings, sandbox) if settings.tool in IN_PROCESS else None
+        self._errands: Errands[Hashable] = Errands(self._setup, settings.workers, settings.retries)
+        self._done: list[tuple[Hashable, Reply]] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._errands) + len(self._done)
+
+    def prepare(self) -> None:
+        """Start the workers, so that what cannot be loaded shows now."""
+        if self._tool is None:
+            self._errands.prepare()
+
+    def ask(self, key: Hashable, said: str, turns: Sequence[Turn]) -> None:
+        """The reply comes out of `collect` under this key."""
+        if self._tool is not None:
+            self._done.append((key, self._cut(self._tool(said, turns))))
+        else:
+            self._errands.send(key, Ask((), Call(pack_text(said), pack_turns(turns))))
+
+    def collect(self, wait_s: float = 0.0) -> list[tuple[Hashable, Reply]]:
+        """Replies so far, waiting at most this long for one."""
+        back = self._errands.collect(0.0 if self._done else wait_s)
+        done, self._done = self._done, []
+        return [*done, *((key, self._reply(verdict)) for key, _, verdict in back)]
+
+    def take_counts(self) -> Counts:
+        """Attempts that failed since the last time."""
+        counts, self._errands.counts = self._errands.counts, Counts()
+        return counts
+
+    def close(self) -> None:
+        self._errands.close()
+
+    def _setup(self) -> Setup:
+        settings, running_s = self._settings, self._sandbox.patience_s if self._settings.tool == "python" else 0.0
+        patience_s = settings.timeout_s + running_s / KILL_SHARE
+        return Setup((), "", patience_s, settings.memory_mb, sandbox=self._sandbox, conversation=settings)
+
+    def _reply(self, verdict: Verdict) -> Reply:
+        if verdict.status != "ok":
+            return Reply(verdict.status, None, verdict.reason, verdict.trace)
+        return self._cut(None if verdict.reply is None else unpack_text(verdict.reply))
+
+    def _cut(self, text: str | None) -> Reply:
+        """A reply that is too long says so; half characters, which have no tokens, become question marks."""
+        if text is None:
+            return Reply("ok", None)
+        whole, limit = text.encode("utf-8", "replace").decode(), self._settings.max_reply_chars
+        return Reply("ok", whole if len(whole) <= limit else f"{whole[:limit]} ... (cut off)")

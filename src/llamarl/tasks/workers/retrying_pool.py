@@ -1,0 +1,83 @@
+"""Errands to a pool of workers: each is tried again when it fails, and comes back once, with its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from msgspec.structs import replace
+
+from llamarl.tasks.failures import Counts
+from llamarl.tasks.own_scorers import Signature
+from llamarl.tasks.workers.pool import Pool
+from llamarl.tasks.workers.protocol import Ask, Setup, Verdict
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Errand(Generic[T]):
+    what: T
+    ask: Ask
+    tries_left: int
+    seconds: float = 0.0  # spent on it so far, without waiting for a worker
+
+
+class Errands(Generic[T]):
+    """`what` is the caller's own, and comes back with the verdict. The pool is opened when it is first needed."""
+
+    def __init__(self, setup: Callable[[], Setup], workers: int, retries: int) -> None:
+        self._setup, self._workers, self._retries = setup, workers, retries
+        self.counts = Counts()  # of attempts
+        self._pool: Pool | None = None
+        self._underway: dict[int, _Errand[T]] = {}
+        self._next_ticket = 0
+
+    def __len__(self) -> int:
+        return len(self._underway)
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        return self._pool.pids if self._pool else ()
+
+    def prepare(self) -> None:
+        """Start the workers, so that what they cannot load shows now; raises ConfigError."""
+        self._open_pool().wait_until_up()
+
+    @property
+    def signatures(self) -> dict[str, Signature]:
+        """Of the user's own scorers; known when the workers are up."""
+        return self._pool.signatures if self._pool else {}
+
+    def send(self, what: T, ask: Ask, retries: int | None = None) -> None:
+        """With as many retries as all have, or other ones."""
+        self._submit(_Errand(what, ask, self._retries if retries is None else retries))
+
+    def collect(self, wait_s: float) -> list[tuple[T, Ask, Verdict]]:
+        """What is back, waiting at most this long for something. A verdict's seconds are those of all attempts."""
+        back: list[tuple[T, Ask, Verdict]] = []
+        for ticket, verdict in self._pool.collect(wait_s) if self._underway and self._pool else ():
+            errand = self._underway.pop(ticket)
+            self.counts.add(verdict.status)
+            errand.seconds += verdict.seconds
+            if verdict.status != "ok" and errand.tries_left:
+                errand.tries_left -= 1
+                self._submit(errand)
+            else:
+                back.append((errand.what, errand.ask, replace(verdict, seconds=errand.seconds)))
+        return back
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.close()
+
+    def _open_pool(self) -> Pool:
+        if self._pool is None:
+            self._pool = Pool(self._setup(), self._workers)
+        return self._pool
+
+    def _submit(self, errand: _Errand[T]) -> None:
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        self._underway[ticket] = errand
+        self._open_pool().submit(ticket, errand.ask)

@@ -1,0 +1,249 @@
+"""Weights over a process group: every reader pulls its parts from the slots of the ranks that hold them.
+
+A writer keeps two slots in its own memory, as in shared memory, and one thread for each reader. A load asks all its sources
+for a version; when all hold the same edition of it, it says so, and the parts come in buckets, each with a digest. They are
+kept aside until the last one is sound: only then do the reader's weights change. While a source answers, its slot is not
+written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llamarl.errors import CorruptWeights, LeaseTimeout, LostWeights, StaleWeights
+from llamarl.layout.boxes import volume
+from llamarl.layout.cost import BUCKET_BYTES
+from llamarl.layout.plan import TransferPlan, kinds_of, plan_transfer
+from llamarl.weights.buckets import Bucket, Copies, Route, buckets_of, copies_in, copies_out, is_sound, pack
+from llamarl.weights.group import Deadline, Group, Holdings, PeerLost
+from llamarl.weights.memory import HOST, HostMemory, SlotMemory, copy_tensor, padded
+from llamarl.weights.rank_slots import device_of
+from llamarl.weights.read_plan import Wanted
+from llamarl.weights.shards import Parameters
+from llamarl.weights.slot_file import NUM_SLOTS, Header
+from llamarl.weights.slots import Agree, agreed, alone
+from llamarl.weights.transport import Publication
+from llamarl.weights.wire import CombineMax, Staging, Wire
+
+_ASK, _ANSWER, _GO, _BUCKET = 1, 2, 3, 4
+_MEET_S = 300.0
+
+
+class GroupWriter:
+    """One trainer rank's side. `serve` it to the readers of a group; a reader that comes back brings a new group."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        *,
+        lease_s: float,
+        wire: Wire | None = None,
+        agree: Agree = alone,
+        combine_max: CombineMax | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._staging = Staging(parameters, wire or Wire(), combine_max)
+        self._lease_s, self._agree, self._bucket_bytes = lease_s, agree, bucket_bytes
+        self._entries = {entry.name: entry for entry in self._staging.entries}
+        num_bytes = self._staging.layout.num_bytes
+        self._device = device_of([tensor for _, tensor in self._staging.copied])
+        self.device = torch.device("cpu" if self._device == HOST else f"cuda:{self._device}")
+        self._memory = _own_memory(num_bytes, self._device)
+        self._headers = [Header(), Header()]
+        self._leases: list[list[str]] = [[], []]  # by slot: who is being answered from it
+        self._changed = threading.Condition()
+
+    def serve(self, group: Group) -> None:
+        routes = _routes(group, group.exchange(Holdings(self._staging.entries), _MEET_S), self._bucket_bytes)
+        for target in range(group.num_readers):
+            if buckets := routes.get(Route(group.rank, target)):
+                threading.Thread(target=self._answer, args=(group, target, buckets), daemon=True).start()
+
+    @torch.no_grad()
+    def publish(self, version: int) -> Publication:
+        slot, edition = version % NUM_SLOTS, agreed(self._agree, time.monotonic_ns())
+        before = self._headers[slot]
+        self._close(slot)
+        digests = self._memory.write(slot, self._staging)
+        checksum = hashlib.blake2b(digests, digest_size=32).digest()
+        num_bytes = self._staging.layout.num_bytes
+        with self._changed:
+            self._headers[slot] = Header(version, num_bytes, edition, checksum)
+        changed = before.version != version or before.checksum != checksum
+        return Publication(version, checksum.hex(), num_bytes, bool(agreed(self._agree, int(changed))))
+
+    def _close(self, slot: int) -> None:
+        """From here on nobody begins to read the slot, and nobody reads it any more."""
+        with self._changed:
+            self._headers[slot] = Header()
+            # An answer ends within lease_s of its beginning, whatever its reader does; twice that is a fault of ours.
+            if not self._changed.wait_for(lambda: not self._leases[slot], timeout=2 * self._lease_s):
+                raise LeaseTimeout(
+                    f"{self._leases[slot][0]} keeps its lease on weight slot {slot} for over {self._lease_s} s"
+                )
+
+    @contextmanager
+    def _lease(self, slot: int, reader: str) -> Iterator[Header]:
+        with self._changed:
+            header = self._headers[slot]
+            self._leases[slot].append(reader)
+        try:
+            yield header
+        finally:
+            with self._changed:
+                self._leases[slot].remove(reader)
+                self._changed.notify_all()
+
+    def _answer(self, group: Group, target: int, buckets: Sequence[Bucket]) -> None:
+        """One reader's thread: until that reader, or this process, is gone."""
+        peer, outgoing = group.num_writers + target, dict[int, list[Outgoing]]()
+        largest = max(bucket.num_bytes for bucket in buckets)
+        rooms = [_room(largest, self._device) for _ in range(min(2, len(buckets)))]
+        with suppress(PeerLost):
+            while True:
+                (version,) = group.hear(peer, 1, _ASK)
+                slot, deadline = version % NUM_SLOTS, Deadline(self._lease_s)
+                with self._lease(slot, f"generator rank {target}") as header:
+                    group.say(peer, [header.version, header.edition], _ANSWER, deadline)
+                    if group.hear(peer, 1, _GO, deadline) == [1]:
+                        if slot not in outgoing:
+                            outgoing[slot] = self._outgoing(buckets, slot, rooms)
+                        _send(group, peer, outgoing[slot], deadline)
+
+    def _outgoing(self, buckets: Sequence[Bucket], slot: int, rooms: Sequence[Tensor]) -> list[Outgoing]:
+        found, data = [], self._memory.data(slot)
+        for index, bucket in enumerate(buckets):
+            message = rooms[index % 2][: bucket.num_bytes]
+            found.append(Outgoing(message, copies_in(bucket, self._entries, data, message)))
+        return found
+
+
+class Outgoing(NamedTuple):
+    """A bucket on its way out: two rooms are used in turn, so that one is packed while the other is sent."""
+
+    message: Tensor
+    copies: Copies
+
+
+def _send(group: Group, peer: int, buckets: Sequence[Outgoing], deadline: Deadline) -> None:
+    on_its_way = None
+    for message, copies in buckets:
+        pack(copies, message)
+        if on_its_way is not None:
+            group.finish(on_its_way, peer, deadline)
+        on_its_way = group.send(peer, message, _BUCKET)
+    if on_its_way is not None:
+        group.finish(on_its_way, peer, deadline)
+
+
+class Incoming(NamedTuple):
+    """What comes from one source: the rooms where its buckets are kept until all are there, and where they go then."""
+
+    source: int
+    messages: Sequence[Tensor]
+    copies: Copies
+
+
+class GroupReader:
+    """One generator rank's side. A group that has lost a rank is of no use any more: the reader needs a new one."""
+
+    def __init__(
+        self, group: Group, parameters: Parameters, *, deadline_s: float, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._group, self._deadline_s = group, deadline_s
+        wanted = Wanted(parameters)
+        self._shards, device = wanted.shards, device_of([shard.tensor for shard in wanted.shards.values()])
+        held = group.exchange(Holdings(wanted.entries), _MEET_S)
+        wanted.check([one.entries for one in held[: group.num_writers]], cast=False)
+        routes = _routes(group, held, bucket_bytes)
+        mine = group.rank - group.num_writers
+        self._incoming = [
+            self._expect(route.source, buckets, device)
+            for route, buckets in sorted(routes.items())
+            if route.target == mine
+        ]
+        self._num_bytes = sum(volume(shard.box) * shard.tensor.itemsize for shard in self._shards.values())
+        self._pool = ThreadPoolExecutor(max(1, len(self._incoming)))
+        self._lost = ""
+
+    @torch.no_grad()
+    def load(self, version: int) -> int:
+        if self._lost:
+            raise LostWeights(f"weights: version {version} cannot be had: {self._lost}")
+        deadline = Deadline(self._deadline_s)
+        try:
+            self._ask(version, deadline)
+            sound = list(self._pool.map(lambda incoming: self._receive(incoming, deadline), self._incoming))
+        except PeerLost as error:
+            self._lost = str(error)
+            self._group.close()  # so that the sources that live do not wait for this reader
+            raise LostWeights(f"weights: version {version} cannot be had: {error}") from None
+        if not all(sound):
+            raise CorruptWeights(f"weights: version {version} does not match its checksum")
+        for incoming in self._incoming:
+            for target, received in incoming.copies:
+                copy_tensor(target, received)
+        return self._num_bytes
+
+    def _expect(self, source: int, buckets: Sequence[Bucket], device: int) -> Incoming:
+        messages = [_room(bucket.num_bytes, device) for bucket in buckets]
+        pairs = zip(buckets, messages, strict=True)
+        return Incoming(
+            source, messages, [copy for one, message in pairs for copy in copies_out(one, self._shards, message)]
+        )
+
+    def _ask(self, version: int, deadline: Deadline) -> None:
+        """All sources must hold the same edition of the version; only then does any of them send."""
+        for incoming in self._incoming:
+            self._group.say(incoming.source, [version], _ASK, deadline)
+        answers = [self._group.hear(incoming.source, 2, _ANSWER, deadline) for incoming in self._incoming]
+        agreed = len({tuple(answer) for answer in answers}) <= 1 and all(found == version for found, _ in answers)
+        for incoming in self._incoming:
+            self._group.say(incoming.source, [int(agreed)], _GO, deadline)
+        if not agreed:
+            held = sorted({found for found, _ in answers} - {version})
+            again = "is being published again" if not held else "is not in its slot any more"
+            raise StaleWeights(f"weights: version {version} {again}")
+
+    def _receive(self, incoming: Incoming, deadline: Deadline) -> bool:
+        """Every bucket is taken, also after an unsound one, so that the connection stays in step."""
+        works = [self._group.receive(incoming.source, message, _BUCKET) for message in incoming.messages]
+        sound = True
+        for work, message in zip(works, incoming.messages, strict=True):
+            self._group.finish(work, incoming.source, deadline)
+            sound = is_sound(message) and sound
+        return sound
+
+
+def _own_memory(num_bytes: int, device: int) -> SlotMemory:
+    """Two slots that no other process sees."""
+    if device == HOST:
+        return HostMemory(mmap.mmap(-1, max(1, NUM_SLOTS * padded(num_bytes))), 0, num_bytes)
+    from llamarl.weights.cuda_slots import CudaMemory
+
+    return CudaMemory.private(num_bytes, device)
+
+
+def _room(num_bytes: int, device: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu" if device == HOST else torch.device("cuda", device))
+
+
+def plan_of(group: Group, held: Sequence[Holdings]) -> TransferPlan:
+    """The plan that every rank of a group computes for itself, from what all of them hold."""
+    ranks = [{entry.name: entry.holding for entry in one.entries} for one in held]
+    sources, targets = ranks[: group.num_writers], ranks[group.num_writers :]
+    return plan_transfer(kinds_of(sources, targets), len(sources), len(targets))
+
+
+def _routes(group: Group, held: Sequence[Holdings], bucket_bytes: int) -> dict[Route, list[Bucket]]:
+    return buckets_of(plan_of(group, held), bucket_bytes)

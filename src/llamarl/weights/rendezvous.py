@@ -1,0 +1,68 @@
+"""Weights between hosts: who publishes and who reads meet in a process group, anew whenever one of them is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from llamarl.errors import BrokenWeights, LlamaRLError, LostWeights
+from llamarl.weights.group import Group, PeerLost
+from llamarl.weights.group_transport import GroupReader, GroupWriter
+from llamarl.weights.shards import Parameters
+
+AllTrue = Callable[[bool], bool]  # over the ranks of one executor; every rank calls it
+
+
+class Meets(Protocol):
+    """What an engine on many hosts offers."""
+
+    def serve(self, writer: GroupWriter) -> None:
+        """From now on, readers that call are met."""
+
+    def call(self, number: int, num_readers: int, device: torch.device) -> Group:
+        """The reader's ranks call their meetings together, one after the other; the ranks that publish come too."""
+
+
+class MeetingReader:
+    """A reader that finds its way back: a lost group is replaced by a new one at the next load."""
+
+    def __init__(
+        self,
+        meets: Meets,
+        parameters: Parameters,
+        device: torch.device,
+        *,
+        num_readers: int,
+        limit_s: float,
+        all_true: AllTrue = lambda mine: mine,
+    ) -> None:
+        self._meets, self._parameters, self._device = meets, parameters, device
+        self._num_readers, self._limit_s, self._all_true = num_readers, limit_s, all_true
+        self._meetings = 0
+        self._reader: GroupReader | None = None
+
+    def load(self, version: int) -> int:
+        num_bytes, problem = 0, None
+        try:
+            num_bytes = (self._reader or self._meet(version)).load(version)
+        except LlamaRLError as error:
+            problem = error
+        if self._all_true(problem is None):
+            return num_bytes
+        if self._all_true(not isinstance(problem, LostWeights) and problem is not None):
+            raise problem or AssertionError  # all have kept what they had, and their group
+        self._reader = None
+        if self._all_true(problem is not None):
+            raise LostWeights(str(problem))
+        raise BrokenWeights(f"weights: version {version} reached only some of the ranks: {problem or 'not the others'}")
+
+    def _meet(self, version: int) -> GroupReader:
+        self._meetings += 1
+        try:
+            group = self._meets.call(self._meetings, self._num_readers, self._device)
+            self._reader = GroupReader(group, self._parameters, deadline_s=self._limit_s)
+        except (PeerLost, RuntimeError) as error:
+            raise LostWeights(f"weights: version {version} cannot be had: {error}") from None
+        return self._reader
