@@ -31,7 +31,7 @@ from llamarl.generate.kv_cache import PagedCache, Pages, Readings, attend_pages,
 from llamarl.model import ops
 from llamarl.model.quantize import FP8
 from llamarl.model.transformer import rope_up_to
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 
 LAYERS, REPLAYS, TIMES = 8, 4, 7
 CHECKED_ROWS = 20
@@ -157,7 +157,7 @@ def scene_of(case: Case, page: int, layers: int, rows: int, device: torch.device
     generator = torch.Generator(device=device).manual_seed(0)
     contexts = contexts_of(case, rows)
     width = max(contexts) // page + 1
-    shape = ModelShape(
+    shape = ModelSpec(
         vocab_size=16,
         hidden_size=16,
         intermediate_size=16,

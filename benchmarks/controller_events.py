@@ -22,7 +22,7 @@ from random import Random
 
 import msgspec
 
-from llamarl.config import Evaluate, Schedule, Snapshots
+from llamarl.config import EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import encode_record
@@ -53,10 +53,10 @@ def job_line(replicas: int) -> Line:
     )
 
 
-def job_schedule(replicas: int, num_events: int, window: int) -> Schedule:
+def job_schedule(replicas: int, num_events: int, window: int) -> ScheduleConfig:
     """One version ahead (S = 1), with as many places as all slots together, so that every replica is kept full."""
     groups = replicas * SLOTS // SAMPLES // 2
-    return Schedule(
+    return ScheduleConfig(
         updates=max(2, num_events // (EVENTS_PER_GROUP * groups)),
         groups_per_update=groups,
         samples_per_group=SAMPLES,
@@ -116,7 +116,7 @@ def measure(replicas: int, num_events: int, window: int, repeats: int) -> dict[s
     for repeat in range(repeats):
         for name, rates in found.items():
             schedule = job_schedule(replicas, num_events, window)
-            controller = Controller(job_line(replicas), schedule, Evaluate(), Snapshots())
+            controller = Controller(job_line(replicas), schedule, EvaluateConfig(), SnapshotsConfig())
             started_s = time.process_time()
             handled[name] = drive(controller, Random(repeat), recorded=name == "recorded")
             rates.append(handled[name] / (time.process_time() - started_s))

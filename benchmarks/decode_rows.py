@@ -27,14 +27,14 @@ import torch
 from attention_variants import graph_s, plain_s  # beside this script
 from msgspec import structs
 
-from llamarl.bench.decode import Case, DecodeBench
+from llamarl.bench.decode import DecodeBench, DecodeCase
 from llamarl.bench.machine import process_age_s
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import Opening, SlotState
-from llamarl.model_spec import ModelShape, shape_named
+from llamarl.model_spec import ModelSpec, shape_named
 
 RUNS, SAMPLES = 3, 8
-TINY = ModelShape(
+TINY = ModelSpec(
     vocab_size=64,
     hidden_size=32,
     intermediate_size=64,
@@ -105,7 +105,7 @@ def rate_rows(rates: Iterable[Rate], device: str, tiny: bool, page: int) -> Iter
             torch.cuda.empty_cache()
 
 
-def rows_of(rate: Rate, case: Case, tiny: bool, found: dict[str, float]) -> Iterable[Row]:
+def rows_of(rate: Rate, case: DecodeCase, tiny: bool, found: dict[str, float]) -> Iterable[Row]:
     # Slots as long as the heavy tail needs, or as the answers are.
     bench = DecodeBench(TINY if tiny else shape_named(rate.model), case, 0 if rate.tails else case.new)
     found[rate.name] = bench.steady(RUNS)
@@ -117,10 +117,10 @@ def rows_of(rate: Rate, case: Case, tiny: bool, found: dict[str, float]) -> Iter
         yield Row(f"{rate.name}, heavy-tailed", f"{share:.1%}", *bounds, verdict, share)
 
 
-def case_of(rate: Rate, device: str, tiny: bool) -> Case:
+def case_of(rate: Rate, device: str, tiny: bool) -> DecodeCase:
     precision = "fp32" if tiny and rate.precision == "bf16" else rate.precision
     batch, prompt, new = (8, 16, 16) if tiny else (rate.batch, rate.prompt, 256)
-    return Case(rate.model, batch, prompt, new, SAMPLES, precision, device, rate.kv_cache, rate.burst)
+    return DecodeCase(rate.model, batch, prompt, new, SAMPLES, precision, device, rate.kv_cache, rate.burst)
 
 
 def judged(rate: Rate, found: dict[str, float]) -> Row:

@@ -28,7 +28,7 @@ from pretending import PretendedTrainer, update_times  # beside this script
 from watched import KERNELS, WATCH_FILE, shares, watched_generator  # too
 
 from llamarl import Job
-from llamarl.bench.decode import Case, DecodeBench
+from llamarl.bench.decode import DecodeBench, DecodeCase
 from llamarl.build import Site, build_trainer
 from llamarl.config import Config
 from llamarl.config.file import load_config
@@ -99,7 +99,7 @@ def tell(found: dict[str, float]) -> None:
 def steady_rate(config: Config, answer_tokens: float, device: str) -> float:
     tokenizer, task = Tokenizer.load(config.model_folder), make_task(config.task, config.seed)
     prompts = [prompt_tokens(tokenizer, problem) for problem in task.evaluation(PROBLEMS, "held_out")]
-    case = Case(
+    case = DecodeCase(
         model=str(config.model_folder),
         batch=config.generator.slots,
         prompt=round(mean(map(len, prompts))),

@@ -12,11 +12,11 @@ import argparse
 import json
 from pathlib import Path
 
+from llamarl.model_spec import shape_named
 from llamarl.plan.gpus import gpu_named
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.search import best_async
 from llamarl.plan.workload import Question, Workload
-from llamarl.model_spec import shape_named
 from llamarl.simulate.rehearse import scene_of
 from llamarl.simulate.scene import make_simulation
 

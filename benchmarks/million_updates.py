@@ -19,13 +19,13 @@ from pathlib import Path
 
 import msgspec
 
-from llamarl.io.append_file import AppendFile
-from llamarl.config import Config, Schedule
+from llamarl.config import Config, ScheduleConfig
 from llamarl.config.file import config_to_yaml
 from llamarl.controller.ledger import Issued, Opened, Passed, Trained, Visible
 from llamarl.controller.ledger_file import LedgerFile
-from llamarl.model.training_state import MANIFEST, Manifest
+from llamarl.io.append_file import AppendFile
 from llamarl.io.record_log import segment_files
+from llamarl.model.training_state import MANIFEST, SnapshotManifest
 
 EVERY, KEEP = 25, 2
 # A row of metrics as long as the default job's.
@@ -59,7 +59,7 @@ print(time.monotonic() - started_s, int(peak_kb) / 1024)
 
 def make_run(folder: Path, updates: int, groups: int) -> int:
     """Returns the largest size that the ledger had on the way."""
-    config = Config(schedule=Schedule(updates=updates + 1000, groups_per_update=groups))
+    config = Config(schedule=ScheduleConfig(updates=updates + 1000, groups_per_update=groups))
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(config_to_yaml(config))
     ledger, metrics = LedgerFile(folder / "ledger"), AppendFile(folder / "metrics.jsonl", buffer_bytes=1 << 20)
@@ -86,7 +86,7 @@ def make_run(folder: Path, updates: int, groups: int) -> int:
     metrics.close()
     newest = folder / "snapshots" / str(updates - updates % EVERY)
     newest.mkdir(parents=True)
-    (newest / MANIFEST).write_bytes(msgspec.json.encode(Manifest(int(newest.name), {})))
+    (newest / MANIFEST).write_bytes(msgspec.json.encode(SnapshotManifest(int(newest.name), {})))
     return largest
 
 

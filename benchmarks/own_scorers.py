@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from llamarl.config import Reward
+from llamarl.config import RewardConfig
 from llamarl.tasks.judge import Judge
 from llamarl.types import Problem
 
@@ -57,7 +57,7 @@ CASES = (
 
 def measure(case: Case, file: Path) -> float:
     """Seconds for all answers, asked in groups as a job asks them."""
-    judge = Judge(Reward(scorer=f"{file}:{case.function}", trusted=case.trusted, workers=2, concurrency=128))
+    judge = Judge(RewardConfig(scorer=f"{file}:{case.function}", trusted=case.trusted, workers=2, concurrency=128))
     judge.score("2", PROBLEM)
     start_s, judged = time.perf_counter(), 0
     for group in range(case.answers // GROUP):

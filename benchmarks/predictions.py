@@ -31,7 +31,7 @@ from rehearsed import compare, print_table
 
 from llamarl.config import Config
 from llamarl.model.hf_config import read_shape
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 
 PROMISED = 0.15
 COMMON = [
@@ -77,7 +77,7 @@ def make_model(folder: Path, hidden: int, layers: int) -> None:
 
     tiny = Config().model_folder
     before = read_shape(tiny)
-    shape = ModelShape(
+    shape = ModelSpec(
         vocab_size=before.vocab_size,
         hidden_size=hidden,
         intermediate_size=hidden * 13 // 4,

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from llamarl.config.file import load_config
+from llamarl.io.record_log import read_records
 from llamarl.observe.rows import read_rows
 from llamarl.observe.run_folder import CONFIG, GROUPS, METRICS, TIMINGS
 from llamarl.plan.gpus import gpu_named
 from llamarl.plan.lengths import Lengths, lognormal_with
 from llamarl.plan.search import best_sync
 from llamarl.plan.workload import Question, Workload
-from llamarl.io.record_log import read_records
 from llamarl.simulate.scene import Scene, make_simulation, shape_of_job
 from llamarl.types import RolloutGroup
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from llamarl.config import Reward, Sandbox
+from llamarl.config import RewardConfig, SandboxConfig
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.sandbox.interpreter import find_interpreter
 from llamarl.types import Problem
@@ -34,7 +34,7 @@ class Rate(NamedTuple):
 
 
 def measure(what: str, tests: str, runs: int) -> Rate:
-    judge = Judge(Reward(scorer="code", workers=1, retries=0), sandbox=Sandbox())
+    judge = Judge(RewardConfig(scorer="code", workers=1, retries=0), sandbox=SandboxConfig())
     judge.prepare()
     (worker,) = judge.worker_pids
     spent_s, start_s = time.process_time() + _process_time_s(worker), time.monotonic()

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from llamarl.config import Reward, Source
+from llamarl.config import DatasetConfig, RewardConfig
 from llamarl.tasks.datasets import KINDS, Example
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.rows import read_rows
@@ -66,7 +66,7 @@ def symbolic_answers(examples: Sequence[Example]) -> list[Answer]:
     return [Answer(f"$\\boxed{{({gold}) + {n % 2} x}}$", gold) for n, gold in enumerate(golds)]
 
 
-def measure(what: str, settings: Reward, answers: Sequence[Answer]) -> Rate:
+def measure(what: str, settings: RewardConfig, answers: Sequence[Answer]) -> Rate:
     judge = Judge(settings)
     judge.prepare()
     to_workers = failed = 0
@@ -93,15 +93,18 @@ def _process_time_s(pid: int) -> float:
 
 def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else EXTRACT
-    examples = read_rows(path, lambda row: KINDS["math"].read(Source(kind="math"), row))
+    examples = read_rows(path, lambda row: KINDS["math"].read(DatasetConfig(kind="math"), row))
     own = ROOT / "examples" / "custom_reward.py"
     simple = simple_answers(20_000)
     rates = [
-        *[measure(name, Reward(scorer=name), simple) for name in ("exact", "numeric", "choice", "format", "length")],
-        measure("math, as answers come", Reward(scorer="math", workers=1), math_answers(examples)),
-        measure("math, algebra only", Reward(scorer="math", workers=1), symbolic_answers(examples)),
-        measure("regex", Reward(scorer="regex", pattern=r"#### (\d+)", workers=1), simple[:300]),
-        measure("FILE.py:FUNCTION", Reward(scorer=f"{own}:score", workers=1), simple[:300]),
+        *[
+            measure(name, RewardConfig(scorer=name), simple)
+            for name in ("exact", "numeric", "choice", "format", "length")
+        ],
+        measure("math, as answers come", RewardConfig(scorer="math", workers=1), math_answers(examples)),
+        measure("math, algebra only", RewardConfig(scorer="math", workers=1), symbolic_answers(examples)),
+        measure("regex", RewardConfig(scorer="regex", pattern=r"#### (\d+)", workers=1), simple[:300]),
+        measure("FILE.py:FUNCTION", RewardConfig(scorer=f"{own}:score", workers=1), simple[:300]),
     ]
     print(
         "| scorer | answers | per second of one core | went to a worker | failed |\n| --- | ---: | ---: | ---: | ---: |"

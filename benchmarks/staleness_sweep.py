@@ -16,7 +16,7 @@ import argparse
 import json
 from pathlib import Path
 
-from llamarl.config import Evaluate, Schedule, Snapshots
+from llamarl.config import EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
 from llamarl.controller.line import SOURCE, Channel, Line, Role
@@ -27,7 +27,7 @@ from llamarl.simulate.answers import Answers
 from llamarl.simulate.clock import Clock, Device
 from llamarl.simulate.decoding import Decoding
 from llamarl.simulate.simulation import Simulation
-from llamarl.simulate.workers import GeneratorWorker, Piece, QueueWorker
+from llamarl.simulate.workers import GeneratorWorker, QueueWorker, WorkItem
 
 PUBLISHED = {0: 6235.0, 1: 4360.0, 2: 3544.0, 3: 3142.0, 4: 2942.0}
 UPDATES, GROUPS, SAMPLES, LIMIT = 100, 32, 4, 2048
@@ -67,21 +67,21 @@ def line() -> Line:
     )
 
 
-def trainer_plan(command: ev.ToExecutor) -> Piece:
+def trainer_plan(command: ev.ExecutorCommand) -> WorkItem:
     match command:
         case ev.RunBatch():
-            return Piece(TRAIN_S, "update", ev.BatchDone(command.executor, command.incarnation, command.update))
+            return WorkItem(TRAIN_S, "update", ev.BatchDone(command.executor, command.incarnation, command.update))
         case ev.Publish():
             done = ev.Published(command.executor, command.incarnation, command.version)
-            return Piece(WEIGHTS_S if command.version else 0.0, "publish", done)
+            return WorkItem(WEIGHTS_S if command.version else 0.0, "publish", done)
         case _:
-            return Piece(0.0, "save")
+            return WorkItem(0.0, "save")
 
 
 def total_s(a: float, b: float, staleness: int) -> float:
     """Seconds of the whole run."""
     places = (staleness + 1) * GROUPS
-    schedule = Schedule(
+    schedule = ScheduleConfig(
         updates=UPDATES,
         groups_per_update=GROUPS,
         samples_per_group=SAMPLES,
@@ -94,7 +94,7 @@ def total_s(a: float, b: float, staleness: int) -> float:
     clock = Clock(timeline)
     clock.seat(GeneratorWorker("generator/0", Decoding(Pace(a, b)), answers, FREE, load_s=0.0), Device())
     clock.seat(QueueWorker("trainer/0", trainer_plan), Device())
-    controller = Controller(line(), schedule, Evaluate(prompts=0), Snapshots(every=0))
+    controller = Controller(line(), schedule, EvaluateConfig(prompts=0), SnapshotsConfig(every=0))
     return Simulation(controller, clock, timeline, answers, ranks={}).run().wall_s
 
 

@@ -20,7 +20,7 @@ import torch
 
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import aipo_loss
-from llamarl.config import Algo, Trainer
+from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.config.file import load_config
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
@@ -113,7 +113,7 @@ def padded_update(documents: list[Document]) -> Callable[[], None]:
 
 def packed_update(documents: list[Document]) -> Callable[[], None]:
     policy = Policy(load_model(load_config(None, []).model_folder), Computing(torch.device("cpu"), torch.float32))
-    learner = Learner(policy, aipo_loss, settings=Trainer(lr=1e-6), algo=Algo(), updates=1000)
+    learner = Learner(policy, aipo_loss, settings=TrainerConfig(lr=1e-6), algo=AlgoConfig(), updates=1000)
 
     def update() -> None:
         seen = learner.accumulate(documents)

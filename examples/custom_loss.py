@@ -17,13 +17,13 @@ from torch import Tensor
 from llamarl import Job
 from llamarl.algo.batch import TokenBatch
 from llamarl.algo.losses import tokenwise
-from llamarl.config import Algo
+from llamarl.config import AlgoConfig
 
 EPSILON = 0.2
 
 
 @tokenwise
-def ppo_clip(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor | float]]:
+def ppo_clip(tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor | float]]:
     """`tokens` has one entry per completion token: how likely it is under the policy being trained
     (`policy_logprobs_N`, which carries the gradient), how likely it was when it was sampled (`behavior_logprobs_N`), and
     how much better than its group its completion was (`advantages_N`). `algo` is that section of the config.

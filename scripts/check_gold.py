@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from llamarl.config import Reward
-from llamarl.config import Source as SourceConfig
+from llamarl.config import DatasetConfig as SourceConfig
+from llamarl.config import RewardConfig
 from llamarl.tasks.datasets import KINDS, Example
 from llamarl.tasks.extract import final_answer
 from llamarl.tasks.judge import Judge
@@ -56,7 +56,7 @@ def ways(example: Example) -> dict[str, str]:
 def data_files(folder: Path) -> Iterator[tuple[str, str, list[Example], Judge]]:
     """Kind, name and rows of each file that is there, and a judge of such answers."""
     for kind, files in FILES.items():
-        judge = Judge(Reward(scorer=KINDS[kind].scorer))
+        judge = Judge(RewardConfig(scorer=KINDS[kind].scorer))
         judge.prepare()
         for file in files:
             if (folder / file).is_file():

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from llamarl.config import Config
 from llamarl.model.checkpoint import random_model, save_model
 from llamarl.model.transformer import Transformer, causal_attention
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 from llamarl.tasks.registry import make_single_task
 from llamarl.types import Problem
 
@@ -39,7 +39,7 @@ CHECK_EVERY = 2
 ALPHABET = "0123456789+-*=. "
 EOS = "<eos>"
 
-SHAPE = ModelShape(
+SHAPE = ModelSpec(
     vocab_size=len(ALPHABET) + 1,
     hidden_size=128,
     intermediate_size=416,

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from plot import bars
 from watch import gpu_name, memory_used
 
-from llamarl.model_spec import ModelShape, shape_named
+from llamarl.model_spec import ModelSpec, shape_named
 
 UPDATES, WARM_UP = 5, 2  # the first update compiles
 GIB = 1 << 30
@@ -56,7 +56,7 @@ SETTINGS = (
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic.yaml"
 
 
-def make_folder(shape: ModelShape, folder: Path, tokenizer: Path) -> None:
+def make_folder(shape: ModelSpec, folder: Path, tokenizer: Path) -> None:
     """In a process of its own, so that no memory of it is left on the GPU."""
     if (folder / "config.json").exists():
         return
@@ -97,7 +97,7 @@ def host_memory_used() -> int:
     return (total - available) * 1024
 
 
-def figures_of(shape: ModelShape, record: Record, watch: MemoryWatch) -> dict[str, Any]:
+def figures_of(shape: ModelSpec, record: Record, watch: MemoryWatch) -> dict[str, Any]:
     rows = [row for number, row in sorted(record.updates.items()) if number >= WARM_UP]
     return {
         "parameters": shape.num_parameters,

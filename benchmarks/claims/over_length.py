@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rehearsed import seen
 
 from llamarl.config.file import load_config
+from llamarl.model_spec import shape_named
 from llamarl.plan.gpus import gpu_named
 from llamarl.plan.lengths import Lengths
-from llamarl.model_spec import shape_named
 from llamarl.simulate.scene import Scene, make_simulation
-from llamarl.simulate.simulation import Outcome
+from llamarl.simulate.simulation import SimulationResult
 
 LIMITS = (512, 1024, 2048, 4096)
 UPDATES = 60  # enough for the steady state
@@ -59,7 +59,7 @@ def lengths_seen(run: Path) -> tuple[int, list[int], float]:
     return prompt, [int(line) for line in Path(file).read_text().split()], skipped
 
 
-def rehearsed(arm: Arm, limit: int, lengths: Sequence[int], prompt: int, skipped: float, args: Any) -> Outcome:
+def rehearsed(arm: Arm, limit: int, lengths: Sequence[int], prompt: int, skipped: float, args: Any) -> SimulationResult:
     file = args.runs / f"lengths-{limit}"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(str(min(limit, length)) for length in lengths))

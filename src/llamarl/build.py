@@ -13,9 +13,7 @@ import torch.distributed as dist
 
 from llamarl.algo.losses import LOSSES, Loss
 from llamarl.algo.own_loss import guarded, try_loss
-from llamarl.config import Config
-from llamarl.config import Reference as ReferenceConfig
-from llamarl.config import Trainer as TrainerConfig
+from llamarl.config import Config, ReferenceConfig, TrainerConfig
 from llamarl.controller.line import index_of, role_of
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.executor import Executor
@@ -35,27 +33,27 @@ from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.model.transformer import Transformer
+from llamarl.model_spec import ModelSpec, parameter_shapes
 from llamarl.plugins import check_call, is_reference, load_function
-from llamarl.model_spec import ModelShape, parameter_shapes
 from llamarl.tasks.failures import to_stderr
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
 from llamarl.train.learner import Learner
-from llamarl.train.mesh import Mesh, check_tensor_parallel, make_mesh
+from llamarl.train.mesh import TrainerMesh, check_tensor_parallel, make_mesh
 from llamarl.train.parts import owned_parts
 from llamarl.train.policy import Computing, Policy, load_policy
 from llamarl.train.reference import HostedReference
 from llamarl.train.state import load_masters, restore
-from llamarl.weights.select_transport import Place, Transport, choose_transport, settle_transport
 from llamarl.weights.group import interface_for
-from llamarl.weights.rendezvous import MeetingReader, Meets
-from llamarl.weights.memory import HOST
 from llamarl.weights.group_transport import GroupWriter
+from llamarl.weights.memory import HOST
+from llamarl.weights.rendezvous import Rendezvous, RendezvousReader
+from llamarl.weights.select_transport import Place, Transport, select_transport, settle_transport
 from llamarl.weights.shards import Parameters
 from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter, alone
 from llamarl.weights.transport import WeightReader, WeightWriter
-from llamarl.weights.wire import Wire
+from llamarl.weights.wire import WireFormat
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Site:
     given: Mapping[str, Callable[..., Any]] = field(
         default_factory=dict
     )  # scorers, where they live in this very process
-    meets: Meets | None = None  # how weights cross hosts; None: they stay on this one, in slots
+    meets: Rendezvous | None = None  # how weights cross hosts; None: they stay on this one, in slots
 
 
 Builder = Callable[[Site], Executor]
@@ -125,7 +123,7 @@ def held_parts(model: Transformer, part: TensorRank) -> Parameters:
 def weight_reader(site: Site, held: Parameters, device: torch.device) -> WeightReader:
     if site.meets is None:
         return SlotReader(site.slots[site.weights_source[role_of(site.executor)]], held)
-    return MeetingReader(
+    return RendezvousReader(
         site.meets,
         held,
         device,
@@ -207,7 +205,7 @@ def weight_writer(site: Site, policy: Policy) -> WeightWriter:
     """This rank's part of every publication: in device memory where all readers reach it, else in host memory; or in
     memory of its own, from which readers on other hosts pull."""
     parts = {name: (part.tensor, part.box) for name, part in owned_parts(policy.model).items()}
-    wire = Wire.for_generator(wire_precision(site.config), policy.model.shape, site.config.generator.tensor)
+    wire = WireFormat.for_generator(wire_precision(site.config), policy.model.shape, site.config.generator.tensor)
     agree, lease_s = largest_of_all if site.num_ranks > 1 else alone, site.config.weights.lease_s
     if site.meets is not None:
         writer = GroupWriter(parts, lease_s=lease_s, wire=wire, agree=agree)
@@ -261,7 +259,7 @@ def weight_transport(
     numbers = range(first, first + config.generator.replicas * config.generator.tensor)
     generator = [device_of("generator.device", config.generator.device, number) for number in numbers]
     writers, readers = ([Place("this host", str(device)) for device in side] for side in (trainer, generator))
-    possible = choose_transport(writers, readers, config.engine.trusted_network, can_reach)
+    possible = select_transport(writers, readers, config.engine.trusted_network, can_reach)
     return settle_transport(config.weights.transport, possible)
 
 
@@ -272,7 +270,7 @@ def build_reference(site: Site) -> Executor:
     return Reference(load_policy(config.reference_folder, computing_of(config, device, mesh)))
 
 
-def computing_of(config: Config, device: torch.device, mesh: Mesh) -> Computing:
+def computing_of(config: Config, device: torch.device, mesh: TrainerMesh) -> Computing:
     """`auto` means bf16 and compiled blocks on a GPU, fp32 and plain ones elsewhere."""
     settings, on_gpu = config.trainer, device.type == "cuda"
     return Computing(
@@ -310,7 +308,7 @@ def check_training(config: Config) -> None:
         _check_ranks("reference", config.reference, reference)
 
 
-def _check_ranks(section: str, settings: TrainerConfig | ReferenceConfig, shape: ModelShape) -> None:
+def _check_ranks(section: str, settings: TrainerConfig | ReferenceConfig, shape: ModelSpec) -> None:
     check_tensor_parallel(shape, settings.tensor, f"{section}.tensor")
     device = device_of(f"{section}.device", settings.device)
     if device.type == "cuda" and settings.ranks > torch.cuda.device_count():

@@ -25,8 +25,8 @@ from llamarl.build import (
     weight_transport,
 )
 from llamarl.config import Config
-from llamarl.config.paths import with_absolute_paths
 from llamarl.config.file import check_config, config_to_yaml, load_config, parse_config
+from llamarl.config.paths import with_absolute_paths
 from llamarl.controller.controller import Controller
 from llamarl.controller.default_line import default_line
 from llamarl.controller.events import Began, Resumed
@@ -34,18 +34,18 @@ from llamarl.controller.ledger import FINISHED
 from llamarl.controller.line import Line, role_of
 from llamarl.engine.driver import INTERRUPTED, STOPPED, Driver
 from llamarl.engine.engine import Engine
+from llamarl.engine.group_store import GroupStore
 from llamarl.engine.inline import InlineEngine
 from llamarl.engine.local.engine import LocalEngine
 from llamarl.engine.monarch.install import check_engine
 from llamarl.engine.prompts import Prompts, check_lengths
 from llamarl.engine.snapshots import Snapshots
-from llamarl.engine.group_store import GroupStore
 from llamarl.errors import ConfigError, InputError, JobFailed, LlamaRLError, ModelError, OwnCodeFailed
 from llamarl.executors.executor import Executor
-from llamarl.memory_check import check_memory
 from llamarl.generate.decoder import Limits
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.prompting import reply_tokens
+from llamarl.memory_check import check_memory
 from llamarl.model.checkpoint import check_headers
 from llamarl.model.hf_config import describe_ignored_keys
 from llamarl.model.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ from llamarl.tasks.from_python import with_scorer, with_task
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import make_task, own_scorers
 from llamarl.tasks.task import Prompter
-from llamarl.tasks.tools.client import Desk
+from llamarl.tasks.tools.client import ToolClient
 from llamarl.types import Problem
 from llamarl.weights.slot_file import SlotFile
 
@@ -343,7 +343,7 @@ def _try_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:
         reply_tokens(tokenizer, problem, settings, "a reply")
     except ModelError as error:
         raise ConfigError(f"conversation.role: {settings.role} cannot reply in this model's chats: {error}") from None
-    desk = Desk(replace(settings, workers=1), config.sandbox)
+    desk = ToolClient(replace(settings, workers=1), config.sandbox)
     try:
         desk.prepare()
     finally:

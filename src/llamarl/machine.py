@@ -12,27 +12,27 @@ _ROOT = Path("/")
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about this size for "none"
 
 
-class Room(Struct, frozen=True):
+class FreeMemory(Struct, frozen=True):
     """Bytes of memory: all that there is, swap included, and what is free at the moment."""
 
     total_bytes: float
     available_bytes: float
 
 
-def host_memory(root: Path = _ROOT) -> Room:
+def host_memory(root: Path = _ROOT) -> FreeMemory:
     """What the machine has, or the tightest cgroup of this process allows."""
     found = _numbers(root / "proc/meminfo")
     total = 1024 * (found.get("MemTotal:", _NO_LIMIT) + found.get("SwapTotal:", 0))
-    room = Room(total, 1024 * found.get("MemAvailable:", _NO_LIMIT))
+    room = FreeMemory(total, 1024 * found.get("MemAvailable:", _NO_LIMIT))
     for folder in _cgroups(root):
         limit = _limit(folder)
         if limit < _NO_LIMIT:
             used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
             kept = _numbers(folder / "memory.stat").get("inactive_file", 0)  # given back when it is needed
-            room = Room(min(room.total_bytes, limit), min(room.available_bytes, limit - used + kept))
+            room = FreeMemory(min(room.total_bytes, limit), min(room.available_bytes, limit - used + kept))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`, for each process
     if limit != resource.RLIM_INFINITY:
-        room = Room(min(room.total_bytes, limit), min(room.available_bytes, limit))
+        room = FreeMemory(min(room.total_bytes, limit), min(room.available_bytes, limit))
     return room
 
 

@@ -23,8 +23,9 @@ from llamarl.build import (
 from llamarl.config import Config
 from llamarl.errors import ConfigError
 from llamarl.generate.decoder import Limits
-from llamarl.machine import Room, host_memory
+from llamarl.machine import FreeMemory, host_memory
 from llamarl.model.hf_config import read_classifier_shape, read_shape
+from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import GIB
 from llamarl.plan.terms import (
     WIDTH,
@@ -35,7 +36,6 @@ from llamarl.plan.terms import (
     training_state_bytes,
     weight_bytes,
 )
-from llamarl.model_spec import ModelShape
 from llamarl.weights.cuda_driver import CudaRefused, total_memory
 from llamarl.weights.slot_file import NUM_SLOTS
 
@@ -47,7 +47,7 @@ _LEAST = 14 / 16  # of the training state on a GPU: gradients of a single pass s
 _OFFLOADED = 10 / 14  # of that: moments, and the low halves of the masters
 
 
-class Part(Struct, frozen=True):
+class MemoryItem(Struct, frozen=True):
     """Memory that one rank takes. `sure`: whatever the answers look like. `advice`: the settings that make it smaller."""
 
     what: str
@@ -71,7 +71,7 @@ def check_evaluation_memory(config: Config, device: str, sequences: int) -> list
     return settle(list(_generator_parts(config, shape, torch.device(place), limits)), config)
 
 
-def settle(parts: Sequence[Part], config: Config) -> list[str]:
+def settle(parts: Sequence[MemoryItem], config: Config) -> list[str]:
     notes = []
     for place in dict.fromkeys(part.place for part in parts):
         here, room = [part for part in parts if part.place == place], room_at(place)
@@ -91,7 +91,7 @@ def settle(parts: Sequence[Part], config: Config) -> list[str]:
     return notes
 
 
-def room_at(place: str) -> Room:
+def room_at(place: str) -> FreeMemory:
     """Of the host, or of a GPU, on which nothing is started to ask."""
     if place == HOST:
         return host_memory()
@@ -99,10 +99,10 @@ def room_at(place: str) -> Room:
         total = float(total_memory(torch.device(place).index or 0))
     except CudaRefused:
         total = float("inf")
-    return Room(total, total)
+    return FreeMemory(total, total)
 
 
-def job_parts(config: Config) -> Iterator[Part]:
+def job_parts(config: Config) -> Iterator[MemoryItem]:
     shape = read_shape(config.model_folder)
     settings = config.generator
     for number in range(settings.replicas * settings.tensor):
@@ -117,20 +117,20 @@ def job_parts(config: Config) -> Iterator[Part]:
         yield _reward_model_part(config)
 
 
-def _generator_parts(config: Config, shape: ModelShape, device: torch.device, limits: Limits) -> Iterator[Part]:
+def _generator_parts(config: Config, shape: ModelSpec, device: torch.device, limits: Limits) -> Iterator[MemoryItem]:
     settings, place = config.generator, _place(device)
     wide = _NARROW[dtype_of(settings.dtype, device)]
     precision = wide if settings.quantize == "none" else settings.quantize
     # Without a number of pages, a GPU's cache takes what is left: only the least is sure.
     pages = limits.num_pages or (limits.least_pages if device.type == "cuda" else limits.enough_pages)
     each = kv_bytes_per_token(shape, wide, settings.tensor, settings.kv_cache)
-    yield Part(
+    yield MemoryItem(
         "weights of the generator",
         place,
         held_bytes(shape, precision) / settings.tensor,
         "set generator.dtype=bfloat16 or lower generator.replicas",
     )
-    yield Part(
+    yield MemoryItem(
         "KV cache",
         place,
         pages * limits.page_tokens * each,
@@ -139,23 +139,25 @@ def _generator_parts(config: Config, shape: ModelShape, device: torch.device, li
     yield _process(device)
 
 
-def _trainer_parts(config: Config, shape: ModelShape, device: torch.device) -> Iterator[Part]:
+def _trainer_parts(config: Config, shape: ModelSpec, device: torch.device) -> Iterator[MemoryItem]:
     settings, place, on_gpu = config.trainer, _place(device), device.type == "cuda"
     state = training_state_bytes(shape, settings.tensor, settings.data) * (_LEAST if on_gpu else 1.0)
     away = _OFFLOADED * state if settings.offload and on_gpu else 0.0
     more = "set trainer.offload=true, or share it over GPUs with trainer.data" if on_gpu else "take a smaller model"
-    yield Part("optimizer state and gradients", place, state - away, more)
+    yield MemoryItem("optimizer state and gradients", place, state - away, more)
     if away:
-        yield Part("optimizer state in host memory", HOST, away, "take a smaller model")
+        yield MemoryItem("optimizer state in host memory", HOST, away, "take a smaller model")
     schedule, longest = config.schedule, config.generator.max_prompt_tokens + config.generator.max_new_tokens
     answers = schedule.groups_per_update * schedule.samples_per_group
     tokens = max(longest, min(settings.tokens_per_pack, answers * longest / settings.data))
     width = WIDTH["bf16" if on_gpu else "fp32"]
     passing = activation_bytes(shape, tokens, settings.recompute, settings.tensor, width)
-    yield Part("activations", place, passing, "lower trainer.tokens_per_pack or set trainer.recompute=full", sure=False)
+    yield MemoryItem(
+        "activations", place, passing, "lower trainer.tokens_per_pack or set trainer.recompute=full", sure=False
+    )
     on_device = weight_transport(config, can_reach=lambda reader, writer: True) == "cuda"
     published = NUM_SLOTS * weight_bytes(shape, wire_precision(config)) / settings.ranks
-    yield Part(
+    yield MemoryItem(
         "published weights",
         place if on_device else HOST,
         published,
@@ -163,7 +165,7 @@ def _trainer_parts(config: Config, shape: ModelShape, device: torch.device) -> I
     )
     if _saves_whole(config):
         copied = 12 * shape.num_parameters / settings.ranks
-        yield Part("copy for snapshots", HOST, copied, "set snapshots.every=0 and snapshots.at_end=policy")
+        yield MemoryItem("copy for snapshots", HOST, copied, "set snapshots.every=0 and snapshots.at_end=policy")
     yield _process(device)
 
 
@@ -172,17 +174,17 @@ def _saves_whole(config: Config) -> bool:
     return snapshots.at_end == "whole" or 0 < snapshots.every <= config.schedule.updates
 
 
-def _reference_parts(config: Config) -> Iterator[Part]:
+def _reference_parts(config: Config) -> Iterator[MemoryItem]:
     """Its weights: on ranks of its own, or in host memory until the trainer's ranks use them."""
     shape, settings, advice = read_shape(config.reference_folder), config.reference, "take a smaller reference.model"
     if not config.reference_alone:
         device = device_of("trainer.device", config.trainer.device)
-        yield Part("weights of the reference", HOST, shape.num_parameters * _width(config, device), advice)
+        yield MemoryItem("weights of the reference", HOST, shape.num_parameters * _width(config, device), advice)
         return
     for rank in range(settings.ranks):
         device = device_of("reference.device", settings.device, first_gpu(config, "reference") + rank)
         each = shape.num_parameters * _width(config, device) / settings.ranks
-        yield Part("weights of the reference", _place(device), each, advice)
+        yield MemoryItem("weights of the reference", _place(device), each, advice)
         yield _process(device)
 
 
@@ -190,23 +192,23 @@ def _width(config: Config, device: torch.device) -> int:
     return dtype_of(config.trainer.dtype, device).itemsize
 
 
-def _reward_model_part(config: Config) -> Part:
+def _reward_model_part(config: Config) -> MemoryItem:
     device = device_of("reward_model.device", config.reward_model.device, first_gpu(config, "reward_model"))
     shape = read_classifier_shape(reward_model_folder(config))
     each = shape.num_parameters * dtype_of(config.reward_model.dtype, device).itemsize
-    return Part("weights of the reward model", _place(device), each, "take a smaller reward_model.path")
+    return MemoryItem("weights of the reward model", _place(device), each, "take a smaller reward_model.path")
 
 
-def _process(device: torch.device) -> Part:
+def _process(device: torch.device) -> MemoryItem:
     taken = WORKSPACE_BYTES if device.type == "cuda" else _PROCESS_BYTES
-    return Part("the processes themselves", _place(device), taken, "lower generator.replicas", sure=False)
+    return MemoryItem("the processes themselves", _place(device), taken, "lower generator.replicas", sure=False)
 
 
 def _place(device: torch.device) -> str:
     return f"cuda:{device.index or 0}" if device.type == "cuda" else HOST
 
 
-def _largest(parts: Sequence[Part]) -> str:
+def _largest(parts: Sequence[MemoryItem]) -> str:
     """Those that matter, each named once, and what would make the first ones smaller."""
     sizes: dict[str, float] = {}
     for part in parts:

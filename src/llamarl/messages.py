@@ -97,7 +97,7 @@ class Noted(FromExecutor, frozen=True):
     text: str
 
 
-class GaveUp(FromExecutor, frozen=True):
+class MustStop(FromExecutor, frozen=True):
     """Going on would be wrong, and starting the executor anew would not help: the job must stop, for this reason."""
 
     reason: str
@@ -152,7 +152,7 @@ Report = (
     | ScoresFailed
     | ToolsFailed
     | Noted
-    | GaveUp
+    | MustStop
     | BatchResult
     | WeightsPublished
     | StateSaved

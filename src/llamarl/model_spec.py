@@ -23,7 +23,7 @@ class RopeScaling(Struct, frozen=True, kw_only=True):
     original_max_positions: int
 
 
-class ModelShape(Struct, frozen=True, kw_only=True):
+class ModelSpec(Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -70,18 +70,18 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return self.num_layers * layer + self.hidden_size + embedding * (1 if self.tied_head else 2)
 
 
-def block_parameters(shape: ModelShape) -> int:
+def block_parameters(shape: ModelSpec) -> int:
     """Weights of all layers' matrices."""
     attention = shape.hidden_size * (2 * shape.q_size + 2 * shape.kv_size)
     return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
 
 
-def matrix_parameters(shape: ModelShape) -> int:
+def matrix_parameters(shape: ModelSpec) -> int:
     """Weights that every token is multiplied with: all matrices, the head among them, but not the embedding's lookup."""
     return block_parameters(shape) + shape.vocab_size * shape.hidden_size
 
 
-def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(shape: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every parameter under its Hugging Face name, in the model's order. A tied head appears once, as the embedding."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size)}
     layer = _layer_parameter_shapes(shape)
@@ -93,7 +93,7 @@ def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _layer_parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def _layer_parameter_shapes(shape: ModelSpec) -> dict[str, tuple[int, ...]]:
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
     for name, size in (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size)):
@@ -113,8 +113,8 @@ _LLAMA_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, 
 _LLAMA_3_2 = replace(_LLAMA_3_1, factor=32.0)
 
 
-def _llama3(hidden: int, ffn: int, layers: int, heads: int, *, head_dim: int = 128, small: bool = False) -> ModelShape:
-    return ModelShape(
+def _llama3(hidden: int, ffn: int, layers: int, heads: int, *, head_dim: int = 128, small: bool = False) -> ModelSpec:
+    return ModelSpec(
         vocab_size=128_256,
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -129,8 +129,8 @@ def _llama3(hidden: int, ffn: int, layers: int, heads: int, *, head_dim: int = 1
     )
 
 
-def _qwen2(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, vocab: int, tied: bool) -> ModelShape:
-    return ModelShape(
+def _qwen2(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, vocab: int, tied: bool) -> ModelSpec:
+    return ModelSpec(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -146,8 +146,8 @@ def _qwen2(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, voc
     )
 
 
-def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> ModelShape:
-    return ModelShape(
+def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> ModelSpec:
+    return ModelSpec(
         vocab_size=151_936,
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -163,8 +163,8 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> Mod
     )
 
 
-SHAPES: dict[str, ModelShape] = {
-    "smollm2-135m": ModelShape(
+SHAPES: dict[str, ModelSpec] = {
+    "smollm2-135m": ModelSpec(
         vocab_size=49_152,
         hidden_size=576,
         intermediate_size=1536,
@@ -190,7 +190,7 @@ SHAPES: dict[str, ModelShape] = {
 }
 
 
-def shape_named(name: str) -> ModelShape:
+def shape_named(name: str) -> ModelSpec:
     try:
         return SHAPES[name]
     except KeyError:

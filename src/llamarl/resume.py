@@ -9,20 +9,20 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from llamarl.config import Config, Schedule
+from llamarl.config import Config, ScheduleConfig
 from llamarl.config.paths import with_absolute_paths
 from llamarl.controller.books import Books
 from llamarl.controller.events import Began, Resumed
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.recovery import resumption
-from llamarl.engine.snapshots import Snapshots
 from llamarl.engine.group_store import GroupStore
+from llamarl.engine.snapshots import Snapshots
 from llamarl.errors import ConfigError, InputError
+from llamarl.io.record_log import segment_files
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.observe.rows import Rows, read_rows
 from llamarl.observe.run_folder import EVALUATIONS, GROUPS, LEDGER, METRICS, SNAPSHOTS
 from llamarl.observe.summary import Counted, Tally
-from llamarl.io.record_log import segment_files
 
 # These change where and how fast a run goes on, how it is watched, or how it learns from here on; docs/durability.md has
 # the same list for people.
@@ -194,7 +194,7 @@ def changes(before: Config, now: Config) -> list[str]:
     return told
 
 
-def refuse_other_length(before: int, schedule: Schedule, version: int) -> None:
+def refuse_other_length(before: int, schedule: ScheduleConfig, version: int) -> None:
     """More updates than `before` may follow, as long as the versions that must sample their groups are still there."""
     if schedule.updates < version:
         raise ConfigError(f"--resume: schedule.updates={schedule.updates}, but {version} updates are already made")

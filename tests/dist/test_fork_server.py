@@ -15,7 +15,7 @@ from helpers import hostile
 from helpers.processes import is_alive, num_descriptors, wait_until
 
 from llamarl.build import builder_reference
-from llamarl.config import Reward
+from llamarl.config import RewardConfig
 from llamarl.config.file import load_config
 from llamarl.controller.default_line import default_line
 from llamarl.engine import supervision
@@ -26,7 +26,7 @@ from llamarl.engine.local import engine as engine_module
 from llamarl.engine.local import fork_server
 from llamarl.engine.local.engine import LocalEngine
 from llamarl.engine.local.fork_server import nursery_ahead
-from llamarl.engine.local.protocol import Obituary
+from llamarl.engine.local.protocol import RankExited
 from llamarl.engine.supervision import Backoff
 from llamarl.errors import JobFailed
 from llamarl.io.frames import encode_frame
@@ -148,9 +148,9 @@ def test_the_engine_ignores_news_that_are_none(tmp_path: Path, monkeypatch: pyte
     bench = Bench(tmp_path)
     try:
         bench.engine.spawn("reward/0", 7, None)
-        for news in (READY, b"garbage", b"\xc1", encode([1, 2]), encode(Obituary("nobody/9", 7, 0, "a stranger"))):
+        for news in (READY, b"garbage", b"\xc1", encode([1, 2]), encode(RankExited("nobody/9", 7, 0, "a stranger"))):
             theirs.send(news)
-        theirs.send(encode(Obituary("reward/0", 7, 0, "the truth")))
+        theirs.send(encode(RankExited("reward/0", 7, 0, "the truth")))
         assert bench.until(lambda: bool(bench.heard), 2)
         assert bench.heard == [Death("reward/0", 7, "the truth")]
     finally:
@@ -266,7 +266,7 @@ def test_files_of_the_working_folder_do_not_hide_pythons_own(tmp_path: Path, mon
         bench.raise_child()
     finally:
         bench.engine.stop()
-    judge = Judge(Reward(scorer="regex", pattern="x", workers=1))
+    judge = Judge(RewardConfig(scorer="regex", pattern="x", workers=1))
     try:
         judge.prepare()
     finally:

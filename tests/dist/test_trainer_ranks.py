@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llamarl.errors import InputError
 from llamarl.model.checkpoint import save_model
-from llamarl.train.mesh import LONE_RANK, Mesh
+from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.state import refuse_other_mesh
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "trainer_rank.py"
@@ -139,4 +139,4 @@ def test_another_mesh_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "trainer" / "mesh.json").write_text('{"data":4,"tensor":1}')
     refuse_other_mesh(tmp_path, 4, 1)
     with pytest.raises(InputError, match=r"was made with trainer\.data=4 and trainer\.tensor=1; .* with 2 and 2"):
-        refuse_other_mesh(tmp_path, Mesh(2, 2).data, 2)
+        refuse_other_mesh(tmp_path, TrainerMesh(2, 2).data, 2)

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 from helpers.cli import llamarl
 
-from llamarl.bench.sync import Case, bench_sync
+from llamarl.bench.sync import SyncCase, bench_sync
 from llamarl.errors import InputError
 from llamarl.layout.mesh import parse_side
-from llamarl.model_spec import SHAPES, ModelShape
+from llamarl.model_spec import SHAPES, ModelSpec
 from llamarl.weights.select_transport import Transport
 
-SMALL = ModelShape(
+SMALL = ModelSpec(
     vocab_size=256, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
     max_positions=64, tied_head=True,
 )  # fmt: skip
@@ -29,7 +29,7 @@ SMALL = ModelShape(
 )
 def test_every_transport_is_measured(trainer: str, generator: str, transport: Transport) -> None:
     sides = parse_side("--trainer", trainer, "bf16"), parse_side("--generator", generator, "bf16")
-    found = bench_sync(SMALL, *sides, Case("small", trainer, generator, 3, transport))
+    found = bench_sync(SMALL, *sides, SyncCase("small", trainer, generator, 3, transport))
     assert found.transport == transport
     bytes_each = {"fp8": 1.0, "bf16": 2.0}[sides[1].precision]
     assert found.bytes >= bytes_each * SMALL.num_parameters * sides[1].mesh.size("replicas")
@@ -51,10 +51,10 @@ def test_nccl_is_refused_where_ranks_would_share_a_gpu(monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     sides = parse_side("--trainer", "fsdp=2", "bf16"), parse_side("--generator", "", "bf16")
     with pytest.raises(InputError, match="NCCL needs a GPU for each of 3 ranks; there are 1"):
-        bench_sync(SMALL, *sides, Case("small", "", "", 1, "group"))
+        bench_sync(SMALL, *sides, SyncCase("small", "", "", 1, "group"))
 
 
 def test_a_trainer_does_not_hold_fp8() -> None:
     sides = parse_side("--trainer", "precision=fp8", "bf16"), parse_side("--generator", "", "bf16")
     with pytest.raises(InputError, match="fp8 is what a generator may hold"):
-        bench_sync(SMALL, *sides, Case("small", "", "", 1))
+        bench_sync(SMALL, *sides, SyncCase("small", "", "", 1))

@@ -14,7 +14,7 @@ from helpers.sandboxes import skip_without_sandbox
 from llamarl import Job
 from llamarl.algo.batch import TokenBatch
 from llamarl.algo.losses import Loss
-from llamarl.config import Algo, Reward
+from llamarl.config import AlgoConfig, RewardConfig
 from llamarl.config.file import load_config
 from llamarl.plugins import load_function
 from llamarl.tasks.judge import Judge
@@ -71,7 +71,7 @@ def test_every_example_is_a_valid_job(path: Path) -> None:
 def test_the_programs_that_come_with_the_example_solve_its_problems() -> None:
     skip_without_sandbox()
     rows = [json.loads(line) for line in (ROOT / "examples/data/programs.jsonl").read_text().splitlines()]
-    judge = Judge(Reward(scorer="code", workers=2, retries=0))
+    judge = Judge(RewardConfig(scorer="code", workers=2, retries=0))
     for number, row in enumerate(rows):
         for kind, text in (("right", row["solution"]), ("wrong", "print(0)")):
             judge.ask((number, kind), f"Here it is:\n```python\n{text}\n```", Problem("", json.dumps(row["tests"])))
@@ -117,7 +117,7 @@ def test_the_other_forms_of_the_custom_reward_judge_a_job(tmp_path: Path, functi
 
 def test_the_other_forms_of_the_custom_reward_do_what_they_say() -> None:
     def judged(function: str, problem: Problem) -> list[float]:
-        judge = Judge(Reward(scorer=f"examples/custom_reward.py:{function}", trusted=True))
+        judge = Judge(RewardConfig(scorer=f"examples/custom_reward.py:{function}", trusted=True))
         judge.ask_all(range(3), ["123", "124", "9"], problem)
         found: dict[object, float] = {}
         while judge.num_pending:
@@ -144,7 +144,7 @@ def test_the_custom_loss_is_ppos_clip(ppo_clip: Loss) -> None:
     tokens = TokenBatch(
         policy, -ratio.log(), advantages, torch.arange(4), entropy_N=torch.zeros(4), num_tokens=4, num_sequences=4
     )
-    loss, metrics = ppo_clip(tokens, Algo())
+    loss, metrics = ppo_clip(tokens, AlgoConfig())
     (gradient,) = torch.autograd.grad(loss, policy)
     assert gradient.tolist() == pytest.approx([0.0, 1.5 / 4, -0.5 / 4, 0.0])
     assert metrics == pytest.approx({"moved_share": 1.0})

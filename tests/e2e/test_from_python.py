@@ -17,7 +17,7 @@ from helpers.brief import BRIEF
 from helpers.own_scorer import nearness
 
 from llamarl import Job
-from llamarl.config import Config, Evaluate, Reward, Schedule, Trainer
+from llamarl.config import Config, EvaluateConfig, RewardConfig, ScheduleConfig, TrainerConfig
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError, JobFailed
 from llamarl.types import Problem
@@ -173,11 +173,11 @@ def test_what_is_no_task_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "setting"),
     [
-        (Config(schedule=Schedule(updates=-3)), "schedule.updates=-3"),
-        (Config(reward=Reward(workers=0)), "reward.workers=0"),
-        (Config(trainer=Trainer(lr=float("nan"))), "trainer.lr=.nan"),
-        (Config(trainer=Trainer(lr="fast")), "trainer.lr=fast"),  # type: ignore[arg-type]
-        (Config(evaluate=Evaluate(split="both")), "evaluate.split=both"),  # type: ignore[arg-type]
+        (Config(schedule=ScheduleConfig(updates=-3)), "schedule.updates=-3"),
+        (Config(reward=RewardConfig(workers=0)), "reward.workers=0"),
+        (Config(trainer=TrainerConfig(lr=float("nan"))), "trainer.lr=.nan"),
+        (Config(trainer=TrainerConfig(lr="fast")), "trainer.lr=fast"),  # type: ignore[arg-type]
+        (Config(evaluate=EvaluateConfig(split="both")), "evaluate.split=both"),  # type: ignore[arg-type]
         (Config(seed=-1), "seed=-1"),
     ],
 )

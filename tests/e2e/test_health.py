@@ -16,7 +16,7 @@ from helpers.world import World, standard_line
 
 from llamarl import Job
 from llamarl.build import Site, build_trainer
-from llamarl.config import Schedule
+from llamarl.config import ScheduleConfig
 from llamarl.config.file import load_config
 from llamarl.controller import events as ev
 from llamarl.controller.books import audit
@@ -107,7 +107,7 @@ def test_too_many_in_a_row_stop_the_job_with_the_reason(tmp_path: Path) -> None:
 
 
 def world(*, max_restarts: int, max_skipped: int = 5) -> World:
-    schedule = Schedule(
+    schedule = ScheduleConfig(
         updates=12, groups_per_update=1, samples_per_group=2, max_restarts=max_restarts, max_skipped=max_skipped
     )
     return World(standard_line(capacity=100), schedule, save_every=4)

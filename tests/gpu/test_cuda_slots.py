@@ -20,16 +20,16 @@ from torch import Tensor
 
 from llamarl.bench.actors import Actor, Actors
 from llamarl.layout.model import SCALE
-from llamarl.model_spec import ModelShape, parameter_shapes
+from llamarl.model_spec import ModelSpec, parameter_shapes
 from llamarl.weights.memory import HOST
 from llamarl.weights.overlapped_writer import OverlappedWriter
 from llamarl.weights.rank_slots import find
 from llamarl.weights.slot_file import NUM_SLOTS, SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
-from llamarl.weights.wire import MAX_FP8, Wire, scales_of
+from llamarl.weights.wire import MAX_FP8, WireFormat, scales_of
 
 DEVICE = 0
-SHAPE = ModelShape(
+SHAPE = ModelSpec(
     vocab_size=4096, hidden_size=512, intermediate_size=1536, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=64,
     max_positions=64, qk_norm=True, qkv_bias=True,
 )  # fmt: skip
@@ -47,7 +47,7 @@ class Writer:
     def __init__(self, file: SlotFile, dtype: str = "bfloat16", precision: str = "", overlapped: bool = False) -> None:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._weights = weights(0, self._dtype)
-        wire = Wire.for_generator("fp8", SHAPE) if precision == "fp8" else Wire(precision)
+        wire = WireFormat.for_generator("fp8", SHAPE) if precision == "fp8" else WireFormat(precision)
         self._writer = SlotWriter(file, self._weights, lease_s=5, device=DEVICE, wire=wire)
         self._overlapped = OverlappedWriter(self._writer, DEVICE) if overlapped else None
 
@@ -78,7 +78,10 @@ class Writer:
 
 class Reader:
     def __init__(self, file: SlotFile, dtype: str = "bfloat16", precision: str = "") -> None:
-        self._file, self._quantized = file, Wire.for_generator("fp8", SHAPE).segments if precision == "fp8" else {}
+        self._file, self._quantized = (
+            file,
+            WireFormat.for_generator("fp8", SHAPE).segments if precision == "fp8" else {},
+        )
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._target = {name: torch.full_like(tensor, 9.0) for name, tensor in weights(0, self._dtype).items()}
         for name in self._quantized:

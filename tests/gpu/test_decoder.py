@@ -17,12 +17,12 @@ from llamarl.generate.sampling import Knobs, least_kept, sample_tokens, uniform_
 from llamarl.model import ops
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer, causal_attention
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 from llamarl.types import Completion, CompletionGroup, PromptGroup, bytes_to_floats, bytes_to_tokens
 
 pytestmark = pytest.mark.gpu
 SEED = 7
-SHAPE = ModelShape(
+SHAPE = ModelSpec(
     vocab_size=300,
     hidden_size=128,
     intermediate_size=192,
@@ -244,7 +244,7 @@ def logprobs_under(model: Transformer, prompt: list[int], answer: list[int], tem
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.01), (torch.float16, 0.002)])
 def test_narrow_logprobs_agree_with_a_recomputation(dtype: torch.dtype, most: float, device: torch.device) -> None:
-    shape = ModelShape(
+    shape = ModelSpec(
         vocab_size=4000,
         hidden_size=1024,
         intermediate_size=2816,

@@ -12,7 +12,7 @@ from llamarl.generate.slots import Opening, SlotState
 from llamarl.model import ops
 from llamarl.model.quantize import FP8
 from llamarl.model.transformer import rope_up_to
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 
 pytestmark = pytest.mark.gpu
 SEED = 3
@@ -147,8 +147,8 @@ def _wide(pages: Pages) -> Pages:
     return pages if pages.narrow else Pages(pages.values_KPTD.float(), None)
 
 
-def shape_of(heads: int, kv_heads: int, size: int) -> ModelShape:
-    return ModelShape(
+def shape_of(heads: int, kv_heads: int, size: int) -> ModelSpec:
+    return ModelSpec(
         vocab_size=16,
         hidden_size=16,
         intermediate_size=16,

@@ -12,11 +12,11 @@ from llamarl.model.checkpoint import random_model
 from llamarl.model.ops import rms_norm, silu_times
 from llamarl.model.quantize import FP8, fp8_product, int8_product, quantize_rows
 from llamarl.model.transformer import Transformer, causal_attention
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 from llamarl.types import CompletionGroup, bytes_to_floats, bytes_to_tokens
 
 pytestmark = pytest.mark.gpu
-SHAPE = ModelShape(
+SHAPE = ModelSpec(
     vocab_size=1000,
     hidden_size=512,
     intermediate_size=1408,

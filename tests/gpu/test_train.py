@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from llamarl.algo.losses import aipo_loss
-from llamarl.config import Algo
-from llamarl.config import Trainer as TrainerConfig
+from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 from llamarl.train.head import Head, fused_loss
 from llamarl.train.learner import Learner
 from llamarl.train.optimizer import AdamW
@@ -22,7 +21,7 @@ from llamarl.train.policy import Computing, Policy, parallelize_for
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 GPU = torch.device("cuda")
-SHAPE = ModelShape(
+SHAPE = ModelSpec(
     vocab_size=23,
     hidden_size=128,
     intermediate_size=256,
@@ -51,7 +50,7 @@ def gpu_learner(dtype: torch.dtype = torch.bfloat16, *, offload: bool = False, *
     model = calm_model().to(GPU, computing.weight_dtype)
     parallelize_for(model, computing)
     settings = TrainerConfig(lr=1e-3, warmup_updates=0, offload=offload)
-    return Learner(Policy(model, computing), aipo_loss, settings=settings, algo=Algo(), updates=10)
+    return Learner(Policy(model, computing), aipo_loss, settings=settings, algo=AlgoConfig(), updates=10)
 
 
 @pytest.fixture(scope="module")

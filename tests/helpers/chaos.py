@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from helpers.world import World, standard_line
-from llamarl.config import Schedule
+from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller.line import Line
 from llamarl.controller.probe import is_probe
@@ -21,7 +21,7 @@ class Scene:
     """What one seed plays: a line, a schedule, and how much goes wrong."""
 
     line: Line
-    schedule: Schedule
+    schedule: ScheduleConfig
     prompts: int
     evaluate_every: int
     save_every: int
@@ -33,7 +33,7 @@ def scene_of(seed: int) -> Scene:
     groups, staleness = chance.randint(1, 5), chance.randint(0, 3)
     deterministic = chance.random() < 0.4
     window = 1 if deterministic else min(chance.randint(1, 4), (staleness + 1) * groups)
-    schedule = Schedule(
+    schedule = ScheduleConfig(
         updates=int(MIN_EVENTS / (2.8 * groups)) + chance.randint(1, 3),
         groups_per_update=groups,
         samples_per_group=2,
@@ -116,7 +116,7 @@ class Chaos(World):
 
 
 def _speaker(event: ev.AnyEvent) -> tuple[str, int] | None:
-    return (event.executor, event.incarnation) if isinstance(event, ev.FromExecutor) else None
+    return (event.executor, event.incarnation) if isinstance(event, ev.ExecutorEvent) else None
 
 
 def _word_of(command: ev.AnyCommand) -> ev.AnyEvent | None:

@@ -6,10 +6,10 @@ import torch
 
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 
 VOCABULARY, EOS = 23, 0
-SHAPE = ModelShape(
+SHAPE = ModelSpec(
     vocab_size=VOCABULARY,
     hidden_size=32,
     intermediate_size=48,
@@ -21,7 +21,7 @@ SHAPE = ModelShape(
 )
 
 
-def lively_model(seed: int = 0, shape: ModelShape = SHAPE) -> Transformer:
+def lively_model(seed: int = 0, shape: ModelSpec = SHAPE) -> Transformer:
     """Untrained weights, blown up until attention is sharp and the next token is far from a coin toss."""
     model = random_model(shape, seed=seed)
     with torch.no_grad():

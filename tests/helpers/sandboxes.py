@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import Sandbox as Limits
+from llamarl.config import SandboxConfig as Limits
 from llamarl.tasks.programs import Examiner
 from llamarl.tasks.sandbox.interpreter import find_interpreter
 from llamarl.tasks.sandbox.probe import features

@@ -13,7 +13,7 @@ from torch import Tensor
 from llamarl.weights.rank_slots import find
 from llamarl.weights.slot_file import MAX_RANKS, SlotFile
 from llamarl.weights.slots import SlotWriter
-from llamarl.weights.wire import Entry
+from llamarl.weights.wire import SlotShard
 
 LEASE_S = 0.2
 
@@ -49,7 +49,7 @@ def bytes_of_slot(file: SlotFile, slot: int) -> Tensor:
     return find(file, rank=0, device=-1).memory.data(slot)
 
 
-def entries_of(file: SlotFile) -> dict[str, Entry]:
+def entries_of(file: SlotFile) -> dict[str, SlotShard]:
     return {entry.name: entry for entry in find(file, rank=0, device=-1).manifest.entries}
 
 

@@ -19,12 +19,11 @@ from torch._C._distributed_c10d import FileStore
 from helpers.ranks import leave_group
 from helpers.training import CPU, make_test_documents
 from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
-from llamarl.config import Algo
-from llamarl.config import Trainer as TrainerConfig
+from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.model.training_state import POLICY
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
-from llamarl.train.mesh import Mesh, make_mesh
+from llamarl.train.mesh import TrainerMesh, make_mesh
 from llamarl.train.parts import owned_parts
 from llamarl.train.policy import Computing, load_policy
 from llamarl.train.state import TrainingState, gather, load_masters, restore
@@ -33,10 +32,10 @@ DOCUMENTS = 13
 UPDATES = 3
 
 
-def make_learner(folder: Path, mesh: Mesh, dtype: torch.dtype = torch.float32, **how: object) -> Learner:
+def make_learner(folder: Path, mesh: TrainerMesh, dtype: torch.dtype = torch.float32, **how: object) -> Learner:
     policy = load_policy(folder, Computing(CPU, dtype, mesh, **how))  # type: ignore[arg-type]
     settings = TrainerConfig(lr=1e-2, warmup_updates=0, max_grad_norm=0.5)
-    learner = Learner(policy, aipo_loss, settings=settings, algo=Algo(), updates=10)
+    learner = Learner(policy, aipo_loss, settings=settings, algo=AlgoConfig(), updates=10)
     load_masters(policy.model, learner.optimizer, folder)
     return learner
 
@@ -61,7 +60,7 @@ def train(learner: Learner, first: int = 0, last: int = UPDATES) -> dict[str, fl
     return metrics
 
 
-def gradients(mesh: Mesh, folder: Path) -> dict[str, Tensor]:
+def gradients(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """Of one update: in one pass, in several, with recompute, with few documents; and the metrics beside them."""
     documents, found = make_test_documents(DOCUMENTS), dict[str, Tensor]()
     cases: dict[str, dict[str, object]] = {"one": {}, "several": {"tokens_per_pack": 24}, "full": {"recompute": "full"}}
@@ -77,10 +76,10 @@ def gradients(mesh: Mesh, folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def sequence_loss(mesh: Mesh, folder: Path) -> dict[str, Tensor]:
+def sequence_loss(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """A loss that cannot be cut, with all terms that can be added to it."""
     policy = load_policy(folder / "model", Computing(CPU, torch.float32, mesh, temperature=0.7))
-    algo = Algo(loss="gspo", gspo_low=0.5, gspo_high=0.5, entropy=0.1, reference_kl=0.2)
+    algo = AlgoConfig(loss="gspo", gspo_low=0.5, gspo_high=0.5, entropy=0.1, reference_kl=0.2)
     learner = Learner(policy, gspo_loss, settings=TrainerConfig(), algo=algo, updates=10)
     documents = [
         replace(document, columns={REFERENCE_LOGPROBS: document.behavior_logprobs})
@@ -90,7 +89,7 @@ def sequence_loss(mesh: Mesh, folder: Path) -> dict[str, Tensor]:
     return {**whole_gradients(learner), "loss": torch.tensor([seen.loss()])}
 
 
-def updates(mesh: Mesh, folder: Path) -> dict[str, Tensor]:
+def updates(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """Masters after some updates; and again, with a snapshot in between that another learner goes on from."""
     straight = make_learner(folder / "model", mesh)
     metrics = train(straight)
@@ -120,7 +119,7 @@ def updates(mesh: Mesh, folder: Path) -> dict[str, Tensor]:
     }
 
 
-def narrow(mesh: Mesh, folder: Path) -> dict[str, Tensor]:
+def narrow(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """bf16 passes: masters after some updates."""
     learner = make_learner(folder / "model", mesh, torch.bfloat16)
     train(learner)

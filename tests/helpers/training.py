@@ -11,8 +11,7 @@ from torch import Tensor
 from helpers.models import VOCABULARY, lively_model
 from llamarl.algo.batch import Document, TokenBatch
 from llamarl.algo.losses import Loss, aipo_loss, objective
-from llamarl.config import Algo
-from llamarl.config import Trainer as TrainerConfig
+from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.train.learner import Learner
 from llamarl.train.policy import Computing, Policy, parallelize_for
@@ -37,16 +36,16 @@ def make_test_documents(count: int, seed: int = 0) -> list[Document]:
 
 
 def cpu_learner(
-    model: Transformer | None = None, loss: Loss = aipo_loss, algo: Algo | None = None, **computing: object
+    model: Transformer | None = None, loss: Loss = aipo_loss, algo: AlgoConfig | None = None, **computing: object
 ) -> Learner:
     how = Computing(CPU, torch.float32, **computing)  # type: ignore[arg-type]
     policy = Policy(model or lively_model(), how)
     parallelize_for(policy.model, how)
-    return Learner(policy, loss, settings=TrainerConfig(lr=1e-3), algo=algo or Algo(), updates=10)
+    return Learner(policy, loss, settings=TrainerConfig(lr=1e-3), algo=algo or AlgoConfig(), updates=10)
 
 
 def one_by_one(
-    model: Transformer, documents: Sequence[Document], loss: Loss = aipo_loss, algo: Algo | None = None
+    model: Transformer, documents: Sequence[Document], loss: Loss = aipo_loss, algo: AlgoConfig | None = None
 ) -> Tensor:
     """The loss of an update, each document through the model on its own, scores over the whole vocabulary at once."""
     num_tokens, parts = sum(document.num_answer_tokens for document in documents), []
@@ -66,12 +65,12 @@ def one_by_one(
             num_sequences=len(documents),
             columns={name: torch.from_numpy(column) for name, column in document.columns.items()},
         )
-        parts.append(objective(loss, tokens, algo or Algo())[0])
+        parts.append(objective(loss, tokens, algo or AlgoConfig())[0])
     return torch.stack(parts).sum()
 
 
 def naive_gradients(
-    model: Transformer, documents: Sequence[Document], loss: Loss = aipo_loss, algo: Algo | None = None
+    model: Transformer, documents: Sequence[Document], loss: Loss = aipo_loss, algo: AlgoConfig | None = None
 ) -> tuple[float, dict[str, Tensor]]:
     value = one_by_one(model, documents, loss, algo)
     value.backward()  # type: ignore[no-untyped-call]

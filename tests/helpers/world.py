@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from llamarl.config import Evaluate, Schedule, Snapshots
+from llamarl.config import EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.controller import events as ev
 from llamarl.controller.books import audit
 from llamarl.controller.controller import Controller
@@ -40,7 +40,7 @@ class World:
     def __init__(
         self,
         line: Line,
-        schedule: Schedule,
+        schedule: ScheduleConfig,
         prompts: int = 0,
         every: int = 0,
         save_every: int = 0,
@@ -48,8 +48,8 @@ class World:
         at_end: Literal["whole", "policy", "none"] = "whole",
     ) -> None:
         self.schedule = schedule
-        snapshots = Snapshots(every=save_every, at_end=at_end)
-        self.controller = Controller(line, schedule, Evaluate(prompts=prompts, every=every), snapshots)
+        snapshots = SnapshotsConfig(every=save_every, at_end=at_end)
+        self.controller = Controller(line, schedule, EvaluateConfig(prompts=prompts, every=every), snapshots)
         self.line = line
         self.capacity = {role.name: role.capacity for role in line.roles}
         self.outstanding: list[ev.AnyCommand] = []

@@ -6,13 +6,13 @@ import pytest
 from helpers.cli import llamarl
 from helpers.models import SHAPE
 
-from llamarl.bench.decode import Case, bench_decode, describe_decode, floor_s
+from llamarl.bench.decode import DecodeCase, bench_decode, describe_decode, floor_s
 from llamarl.bench.machine import Ceilings
 from llamarl.model_spec import shape_named
 
 
 def test_decoding_is_measured_in_every_way_that_it_names() -> None:
-    case = Case("small", 8, 16, 16, 4, "fp32", "cpu")
+    case = DecodeCase("small", 8, 16, 16, 4, "fp32", "cpu")
     result = bench_decode(SHAPE, case)
     assert result.tokens_per_s > 0 < result.heavy_tailed_tokens_per_s
     assert 0 < result.share_of_floor < 1, "quicker than the machine allows: the floor or the rate is wrong"
@@ -22,14 +22,14 @@ def test_decoding_is_measured_in_every_way_that_it_names() -> None:
 
 def test_the_floor_of_a_step_is_its_bytes_when_few_sequences_run() -> None:
     """One sequence: every weight is read once, so a machine twice as quick in memory halves the time."""
-    shape, case = shape_named("llama-3.2-1b"), Case("1b", 1, 128, 256, 1, "bf16", "cpu")
+    shape, case = shape_named("llama-3.2-1b"), DecodeCase("1b", 1, 128, 256, 1, "bf16", "cpu")
     slow = floor_s(shape, case, Ceilings(flops=1e15, bytes=1e12))
     assert slow == pytest.approx(2 * floor_s(shape, case, Ceilings(flops=1e15, bytes=2e12)), rel=1e-6)
     assert slow * 1e12 == pytest.approx(2 * shape.num_parameters, rel=0.03)
 
 
 def test_the_floor_of_a_step_is_its_work_when_many_run() -> None:
-    shape, case = shape_named("llama-3.2-1b"), Case("1b", 100_000, 1, 16, 1, "bf16", "cpu")
+    shape, case = shape_named("llama-3.2-1b"), DecodeCase("1b", 100_000, 1, 16, 1, "bf16", "cpu")
     work = 2 * shape.num_parameters * case.batch
     assert floor_s(shape, case, Ceilings(flops=1e12, bytes=1e18)) * 1e12 == pytest.approx(work, rel=0.01)
 

@@ -15,8 +15,8 @@ from llamarl import __version__
 from llamarl.config import Config
 from llamarl.config.file import load_config, parse_config
 from llamarl.controller import ledger
-from llamarl.observe.run_folder import LEDGER
 from llamarl.io.record_log import SegmentWriter, segment_files
+from llamarl.observe.run_folder import LEDGER
 
 SHORT = [
     "engine=inline",

@@ -11,9 +11,9 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import Config, Model, Reward, Schedule, Trainer
-from llamarl.config.other_names import OTHER_NAMES
+from llamarl.config import Config, ModelConfig, RewardConfig, ScheduleConfig, TrainerConfig, renamed
 from llamarl.config.file import config_to_yaml, describe, load_config, parse_config
+from llamarl.config.other_names import OTHER_NAMES
 from llamarl.errors import ConfigError
 
 
@@ -239,7 +239,7 @@ def test_an_override_below_a_shorthand_keeps_the_kind(job: Path) -> None:
 
 
 def test_an_override_may_hold_a_whole_section_and_text_with_an_equals_sign() -> None:
-    assert load_config(None, ["trainer={lr: 1e-3}"]).trainer == Trainer(lr=1e-3)
+    assert load_config(None, ["trainer={lr: 1e-3}"]).trainer == TrainerConfig(lr=1e-3)
     assert load_config(None, ["model.path=a=b"]).model.path == "a=b"
 
 
@@ -343,10 +343,10 @@ def test_a_config_written_as_yaml_is_read_back_equal(
 ) -> None:
     config = Config(
         seed=seed,
-        model=Model(path=path),
-        reward=Reward(scorer=scorer),
-        trainer=Trainer(lr=lr),
-        schedule=Schedule(max_staleness=staleness),
+        model=ModelConfig(path=path),
+        reward=RewardConfig(scorer=scorer),
+        trainer=TrainerConfig(lr=lr),
+        schedule=ScheduleConfig(max_staleness=staleness),
     )
     file = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     assert load_text(file, config_to_yaml(config)) == config
@@ -371,11 +371,11 @@ def test_every_setting_has_a_meaning_and_its_true_default() -> None:
 
 def test_the_staleness_bound_is_that_of_the_design() -> None:
     """((S+1)*P + W - 2) // P; S when batches are in order."""
-    assert [Schedule(max_staleness=s, groups_per_update=4).staleness_bound for s in range(4)] == [0, 1, 2, 3]
-    assert Schedule(max_staleness=0, groups_per_update=4, window=2).staleness_bound == 1
-    assert Schedule(max_staleness=1, groups_per_update=4, window=5).staleness_bound == 2
-    assert Schedule(max_staleness=1, groups_per_update=4, window=6).staleness_bound == 3
-    assert Schedule(max_staleness=2, groups_per_update=1, window=3).staleness_bound == 4
+    assert [ScheduleConfig(max_staleness=s, groups_per_update=4).staleness_bound for s in range(4)] == [0, 1, 2, 3]
+    assert ScheduleConfig(max_staleness=0, groups_per_update=4, window=2).staleness_bound == 1
+    assert ScheduleConfig(max_staleness=1, groups_per_update=4, window=5).staleness_bound == 2
+    assert ScheduleConfig(max_staleness=1, groups_per_update=4, window=6).staleness_bound == 3
+    assert ScheduleConfig(max_staleness=2, groups_per_update=1, window=3).staleness_bound == 4
 
 
 def test_deterministic_conversations_need_pages_for_all() -> None:
@@ -402,3 +402,25 @@ def test_deterministic_conversations_need_pages_for_all() -> None:
 )
 def test_an_evaluation_is_an_accuracy_only_where_answers_are_right_or_wrong(settings: list[str], name: str) -> None:
     assert load_config(None, settings).score_name == name
+
+
+@pytest.mark.parametrize("where", ["file", "override", "file and override"])
+def test_old_spellings_are_read_for_one_release_and_said_once(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    renamed._tell.cache_clear()
+    old, file = ["generator.quantise=fp8", "algo.overlong=penalise"], tmp_path / "job.yaml"
+    file.write_text("generator: {quantise: fp8}\nalgo: {overlong: penalise}\n" if "file" in where else "")
+    config = load_config(file, {"file": [], "override": old, "file and override": ["generator.quantize=int8"]}[where])
+    load_config(file)
+    assert config.generator.quantize == ("int8" if "and" in where else "fp8") and config.algo.overlong == "penalize"
+    assert capsys.readouterr().err.splitlines() == [
+        "generator.quantise is now generator.quantize; the old name is read for one more release",
+        "algo.overlong=penalise is now algo.overlong=penalize; the old spelling is read for one more release",
+    ]
+
+
+def test_a_setting_under_both_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("generator: {quantise: fp8, quantize: int8}\n")
+    with pytest.raises(ConfigError, match=r"generator\.quantise: unknown key; did you mean 'generator\.quantize'"):
+        load_config(tmp_path / "job.yaml")

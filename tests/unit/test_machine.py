@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.machine import KilledForMemory, Room, host_memory
+from llamarl.machine import FreeMemory, KilledForMemory, host_memory
 
 GIB = 1 << 30
 
@@ -25,7 +25,7 @@ def write(root: Path, name: str, text: str) -> None:
 
 
 def test_without_limits_it_is_all_the_machine_has(root: Path) -> None:
-    assert host_memory(root) == Room(72 * GIB, 48 * GIB)
+    assert host_memory(root) == FreeMemory(72 * GIB, 48 * GIB)
 
 
 def test_a_cgroup_v2_limits_also_from_further_up(root: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_cgroup_v2_limits_also_from_further_up(root: Path) -> None:
     write(root, "sys/fs/cgroup/pod/memory.max", f"{16 * GIB}\n")
     write(root, "sys/fs/cgroup/pod/memory.current", f"{10 * GIB}\n")
     write(root, "sys/fs/cgroup/pod/memory.stat", f"anon 5\ninactive_file {4 * GIB}\n")
-    assert host_memory(root) == Room(16 * GIB, 10 * GIB)
+    assert host_memory(root) == FreeMemory(16 * GIB, 10 * GIB)
 
 
 def test_a_cgroup_v1_limits_and_a_huge_number_is_none(root: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_cgroup_v1_limits_and_a_huge_number_is_none(root: Path) -> None:
     write(root, "sys/fs/cgroup/memory/box/memory.limit_in_bytes", f"{8 * GIB}\n")
     write(root, "sys/fs/cgroup/memory/box/memory.usage_in_bytes", f"{2 * GIB}\n")
     write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
-    assert host_memory(root) == Room(8 * GIB, 6 * GIB)
+    assert host_memory(root) == FreeMemory(8 * GIB, 6 * GIB)
 
 
 def test_a_machine_that_tells_nothing_limits_nothing(tmp_path: Path) -> None:

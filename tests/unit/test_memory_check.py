@@ -14,10 +14,10 @@ from llamarl.config.file import load_config
 from llamarl.controller.default_line import default_line
 from llamarl.errors import ConfigError
 from llamarl.executors.trainer import Trainer
-from llamarl.memory_check import HOST, Part, check_memory, job_parts
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.job import Job
-from llamarl.machine import Room
+from llamarl.machine import FreeMemory
+from llamarl.memory_check import HOST, MemoryItem, check_memory, job_parts
 from llamarl.model.checkpoint import load_model
 from llamarl.observe.display import Quiet
 from llamarl.weights.slot_file import SlotFile
@@ -26,12 +26,12 @@ GIB = 1 << 30
 SHORT = ["engine=inline", "schedule.updates=1", "schedule.groups_per_update=2", "schedule.samples_per_group=2"]
 
 
-def size(parts: list[Part], what: str, place: str = HOST) -> float:
+def size(parts: list[MemoryItem], what: str, place: str = HOST) -> float:
     return sum(part.num_bytes for part in parts if (part.what, part.place) == (what, place))
 
 
-def room(total: float, available: float | None = None) -> Room:
-    return Room(total, total if available is None else available)
+def room(total: float, available: float | None = None) -> FreeMemory:
+    return FreeMemory(total, total if available is None else available)
 
 
 @pytest.mark.parametrize("setting", ["generator.kv_pages=0", "generator.kv_pages=50", "generator.kv_cache=fp8"])

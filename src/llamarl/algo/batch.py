@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llamarl.algo.advantages import advantages_for
-from llamarl.config import Algo
+from llamarl.config import AlgoConfig
 from llamarl.types import (
     Completion,
     Given,
@@ -70,7 +70,7 @@ class Document:
         return self.tokens[self.places]
 
 
-def make_documents(groups: Sequence[RolloutGroup], *, version: int, algo: Algo) -> list[Document]:
+def make_documents(groups: Sequence[RolloutGroup], *, version: int, algo: AlgoConfig) -> list[Document]:
     """What update `version` learns from, in the order of the batch; empty when no tokens are left."""
     advantages_of = advantages_for(algo.advantage, algo.loss)
     documents: list[Document] = []
@@ -90,7 +90,7 @@ def document_of(prompt: PromptGroup, completion: Completion, *, version: int) ->
     return _document_of(prompt, Rollout(completion, 0.0), version, 0.0)
 
 
-def _worth(rollout: Rollout, algo: Algo) -> float:
+def _worth(rollout: Rollout, algo: AlgoConfig) -> float:
     cut_off = algo.overlong == "penalize" and rollout.completion.truncated
     return rollout.reward - algo.overlong_penalty if cut_off else rollout.reward
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from llamarl.algo.batch import TokenBatch
-from llamarl.config import Algo
+from llamarl.config import AlgoConfig
 
-Loss = Callable[[TokenBatch, Algo], tuple[Tensor, Mapping[str, Tensor | float]]]
+Loss = Callable[[TokenBatch, AlgoConfig], tuple[Tensor, Mapping[str, Tensor | float]]]
 
 REFERENCE_LOGPROBS = "reference_logprobs"  # the column that a reference policy adds to every rollout
 _TOKENWISE = "llamarl_tokenwise"
@@ -35,7 +35,7 @@ def is_tokenwise(loss: Loss) -> bool:
 
 
 @tokenwise
-def aipo_loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor | float]]:
+def aipo_loss(tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor | float]]:
     """AIPO: each token's gradient is min(pi / mu, rho) * A * grad log pi, clipped from above only.
 
     The weight is a constant for the gradient: a token above rho keeps the weight rho and is not dropped, as it would be
@@ -48,14 +48,14 @@ def aipo_loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor 
 
 
 @tokenwise
-def reinforce_loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor | float]]:
+def reinforce_loss(tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor | float]]:
     """REINFORCE: A * grad log pi, as if every token had been sampled by the policy being trained. RLOO is this loss with
     leave-one-out advantages."""
     return -(tokens.advantages_N * tokens.policy_logprobs_N).sum() / tokens.num_tokens, {}
 
 
 @tokenwise
-def ppo_loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor | float]]:
+def ppo_loss(tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor | float]]:
     """PPO's clip, two-sided: min(ratio * A, clip(ratio, 1 - low, 1 + high) * A). A token that has moved far enough in the
     direction it was pulled stops pulling. GRPO is this loss with mean/std advantages."""
     ratio_N = tokens.ratio_N
@@ -65,7 +65,7 @@ def ppo_loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor |
 
 
 @tokenwise
-def cispo_loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor | float]]:
+def cispo_loss(tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor | float]]:
     """CISPO: min(ratio, 1 + high) * A * grad log pi, the weight a constant for the gradient; as in its authors' runs,
     there is no lower bound."""
     ratio_N = tokens.ratio_N.detach()
@@ -74,7 +74,7 @@ def cispo_loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor
     return loss, {"clipped_share": (ratio_N > 1 + algo.cispo_high).float().mean()}
 
 
-def gspo_loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor | float]]:
+def gspo_loss(tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor | float]]:
     """GSPO: PPO's clip on whole answers. An answer's ratio is the geometric mean of its tokens' ratios; the loss is the
     mean over answers, so long ones weigh no more than short ones."""
     of_sequence_N, lengths_S = _number_sequences(tokens.sequence_N)
@@ -110,7 +110,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def objective(loss: Loss, tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor | float]]:
+def objective(loss: Loss, tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor | float]]:
     """What is descended: the loss, plus the KL to the reference, minus the entropy bonus, each where it has a weight."""
     value, metrics = loss(tokens, algo)
     if algo.reference_kl:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llamarl.algo.batch import TokenBatch
 from llamarl.algo.losses import Loss
-from llamarl.config import Algo
+from llamarl.config import AlgoConfig
 from llamarl.errors import ConfigError, OwnCodeFailed
 from llamarl.plugins import describe_error
 
@@ -29,7 +29,7 @@ class _AnyColumn(dict[str, Tensor]):
         return torch.full((sum(_LENGTHS),), -0.5)
 
 
-def try_loss(loss: Loss, algo: Algo) -> None:
+def try_loss(loss: Loss, algo: AlgoConfig) -> None:
     """Raises ConfigError for a loss that cannot work on a small batch like any other."""
     try:
         guarded(loss)(_made_up_batch(), algo)
@@ -41,7 +41,7 @@ def guarded(loss: Loss) -> Loss:
     """The same loss, whose every failure is an OwnCodeFailed."""
 
     @functools.wraps(loss)
-    def guarded_loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+    def guarded_loss(tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         try:
             returned = loss(tokens, algo)
         except OwnCodeFailed:

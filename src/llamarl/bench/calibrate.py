@@ -16,35 +16,35 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llamarl.bench.decode import PRECISIONS, Case, DecodeBench
+from llamarl.bench.decode import PRECISIONS, DecodeBench, DecodeCase
 from llamarl.bench.machine import Ceilings, Clock, measure_ceilings
 from llamarl.bench.train import TrainBench, prepare, time_update
-from llamarl.config import Generator
+from llamarl.config import GeneratorConfig
 from llamarl.engine.malloc import keep_freed_memory
+from llamarl.model_spec import ModelSpec, shape_named
 from llamarl.plan.fit import Measured, fit_factors
 from llamarl.plan.generator import Replica, cached_on_cpu
 from llamarl.plan.gpus import GIB, GPUS, DecodeFactors, EngineFactors, Gpu, TrainFactors
 from llamarl.plan.terms import decode_terms, total_s, train_terms
 from llamarl.plan.trainer import packed
-from llamarl.model_spec import ModelShape, shape_named
 
 _REPEATS = 3  # the median counts: jobs are disturbed as much as measurements
 
 
 class DecodePoint(Struct, frozen=True):
-    shape: ModelShape
+    shape: ModelSpec
     rows: int
     prompt: int
     new: int
 
 
 class TrainPoint(Struct, frozen=True):
-    shape: ModelShape
+    shape: ModelSpec
     documents: int
     length: int
 
 
-class Row(Struct, frozen=True):
+class CalibrationRow(Struct, frozen=True):
     """One measurement, and what the fitted description says of it."""
 
     what: str
@@ -58,12 +58,12 @@ class Row(Struct, frozen=True):
 
 class Calibration(Struct, frozen=True):
     gpu: Gpu
-    rows: tuple[Row, ...]
+    rows: tuple[CalibrationRow, ...]
 
 
-def _small(hidden: int, layers: int, vocab: int) -> ModelShape:
+def _small(hidden: int, layers: int, vocab: int) -> ModelSpec:
     """Shapes that a CPU trains in a blink."""
-    return ModelShape(
+    return ModelSpec(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=hidden * 13 // 4,
@@ -138,8 +138,8 @@ def calibrate(device: torch.device, threads: int) -> Calibration:
     return Calibration(replace(gpu, decode=replace(fitted[0], prefill=prefill)), tuple(rows))
 
 
-def _row(one: Measured, factors: DecodeFactors | TrainFactors) -> Row:
-    return Row(one.what, one.seconds, total_s(factors, one.terms))
+def _row(one: Measured, factors: DecodeFactors | TrainFactors) -> CalibrationRow:
+    return CalibrationRow(one.what, one.seconds, total_s(factors, one.terms))
 
 
 def _bare(device: torch.device, threads: int, precision: str, found: Ceilings) -> Gpu:
@@ -169,7 +169,7 @@ def _measure_decode(
     gpu: Gpu, precision: str, device: torch.device, point: DecodePoint, clock: Clock
 ) -> tuple[Measured, float]:
     """One step with all slots busy and the cache half full of what it will hold; and the reading of all prompts."""
-    case = Case("", point.rows, point.prompt, point.new, _samples(not gpu.is_cpu), precision, str(device))
+    case = DecodeCase("", point.rows, point.prompt, point.new, _samples(not gpu.is_cpu), precision, str(device))
     bench = DecodeBench(point.shape, case, longest=point.new, clock=clock)
     steady = [point.new] * point.rows
     bench.run(steady)  # captures graphs, compiles kernels
@@ -179,7 +179,7 @@ def _measure_decode(
     read_s = median(whole_s - busy_s for whole_s, busy_s in runs) - burst * step_s  # till the first burst is over
     cached = point.rows * (point.prompt + point.new / 2)
     if gpu.is_cpu:
-        cached = cached_on_cpu(point.rows, point.prompt + point.new, Generator().page_tokens)
+        cached = cached_on_cpu(point.rows, point.prompt + point.new, GeneratorConfig().page_tokens)
     terms = decode_terms(point.shape, gpu, precision, point.rows, cached)
     what = f"decode step, {_name(point.shape)}, {point.rows} x ({point.prompt} + {point.new})"
     return Measured(what, step_s, terms), read_s
@@ -213,7 +213,7 @@ def _measure_train(gpu: Gpu, precision: str, device: torch.device, point: TrainP
     return Measured(f"update, {_name(point.shape)}, {point.documents} x {point.length}", median(times), terms)
 
 
-def _name(shape: ModelShape) -> str:
+def _name(shape: ModelSpec) -> str:
     return f"{shape.num_layers} layers of {shape.hidden_size}"
 
 

@@ -23,8 +23,8 @@ from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.model.checkpoint import random_model
 from llamarl.model.quantize import FP8, Quantization
 from llamarl.model.transformer import Transformer
+from llamarl.model_spec import ModelSpec
 from llamarl.plan.terms import layer_products
-from llamarl.model_spec import ModelShape
 from llamarl.train.speed import synchronize
 from llamarl.types import Problem, PromptGroup, Sampling, tokens_to_bytes
 
@@ -36,7 +36,7 @@ _ROUNDS = 6  # heavy tail: sequences per slot
 _PROFILED_STEPS = 24
 
 
-class Case(Struct, frozen=True):
+class DecodeCase(Struct, frozen=True):
     model: str
     batch: int
     prompt: int
@@ -65,7 +65,7 @@ class Case(Struct, frozen=True):
 
 
 class DecodeResult(Struct, frozen=True):
-    case: Case
+    case: DecodeCase
     first_token_s: float  # since the process was started
     tokens_per_s: float  # all slots busy, from the first burst to the last
     tokens_per_s_with_prefill: float
@@ -79,7 +79,7 @@ class DecodeResult(Struct, frozen=True):
     ceilings: Ceilings
 
 
-def profile_decode(shape: ModelShape, case: Case) -> str:
+def profile_decode(shape: ModelSpec, case: DecodeCase) -> str:
     """Where the time of a few bursts goes, and of a run with heavy-tailed lengths."""
     bench = DecodeBench(shape, case)
     bench.run([case.new] * case.batch)
@@ -91,7 +91,7 @@ def profile_decode(shape: ModelShape, case: Case) -> str:
     return f"{steady}\n\nheavy-tailed lengths:\n{heavy}"
 
 
-def _decoder_of(shape: ModelShape, case: Case, longest: int) -> ContinuousDecoder:
+def _decoder_of(shape: ModelSpec, case: DecodeCase, longest: int) -> ContinuousDecoder:
     model = random_model(shape, dtype=case.dtype, device=torch.device(case.device))
     limits = Limits(
         slots=case.batch,
@@ -105,7 +105,7 @@ def _decoder_of(shape: ModelShape, case: Case, longest: int) -> ContinuousDecode
     return decoder
 
 
-def bench_decode(shape: ModelShape, case: Case) -> DecodeResult:
+def bench_decode(shape: ModelSpec, case: DecodeCase) -> DecodeResult:
     device, bench = torch.device(case.device), DecodeBench(shape, case)
     decoder = bench.decoder
     bench.run([1] * case.samples)
@@ -137,7 +137,7 @@ def bench_decode(shape: ModelShape, case: Case) -> DecodeResult:
 class DecodeBench:
     """A decoder with random weights that is given work of known length. `longest`: of its slots; 0: of the heavy tail."""
 
-    def __init__(self, shape: ModelShape, case: Case, longest: int = 0, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, shape: ModelSpec, case: DecodeCase, longest: int = 0, clock: Clock = time.perf_counter) -> None:
         self._shape, self._case, self._device, self._clock = shape, case, torch.device(case.device), clock
         self.decoder = _decoder_of(shape, case, longest or max(case.new, _LONGEST * case.median))
         self._ordinal, self._chance = 0, random.Random(0)
@@ -220,7 +220,7 @@ def _clone(model: Transformer) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def floor_s(shape: ModelShape, case: Case, ceilings: Ceilings) -> float:
+def floor_s(shape: ModelSpec, case: DecodeCase, ceilings: Ceilings) -> float:
     """One decode step can take no less: every product by its work or its bytes, then keys and values, then scores."""
     width, operand = PRECISIONS[case.precision].itemsize, _OPERANDS[case.precision].itemsize
     plain = case.dtype.itemsize
@@ -235,7 +235,7 @@ def floor_s(shape: ModelShape, case: Case, ceilings: Ceilings) -> float:
     return shape.num_layers * layer_s + _head_s(shape, case, ceilings) + cache_bytes / ceilings.bytes
 
 
-def _head_s(shape: ModelShape, case: Case, ceilings: Ceilings) -> float:
+def _head_s(shape: ModelSpec, case: DecodeCase, ceilings: Ceilings) -> float:
     """Never quantized; its scores are written by the product in fp32 and read by the sampling."""
     weight_bytes = (shape.vocab_size + case.batch) * shape.hidden_size * case.dtype.itemsize
     scores_bytes = case.batch * shape.vocab_size * 4

@@ -24,16 +24,16 @@ from llamarl.errors import InputError, JobFailed
 from llamarl.layout.boxes import Box, shape_of
 from llamarl.layout.mesh import PRECISIONS, Side, box_on
 from llamarl.layout.model import FP8, SCALE, placement_of, scale_box, wire_dtype
-from llamarl.model_spec import ModelShape, parameter_shapes
-from llamarl.weights.select_transport import Place, Transport, choose_transport
+from llamarl.model_spec import ModelSpec, parameter_shapes
 from llamarl.weights.group import Group
-from llamarl.weights.memory import HOST
 from llamarl.weights.group_transport import GroupReader, GroupWriter
+from llamarl.weights.memory import HOST
+from llamarl.weights.select_transport import Place, Transport, select_transport
 from llamarl.weights.shards import Parameters
 from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
 from llamarl.weights.transport import WeightReader, WeightWriter
-from llamarl.weights.wire import Wire
+from llamarl.weights.wire import WireFormat
 
 _LEASE_S = 120.0
 _WARM_UP = 3
@@ -41,7 +41,7 @@ _PATTERN = (1 << 20) - 3  # random numbers that fill the parameters, over and ov
 _PROBES = 64
 
 
-class Case(Struct, frozen=True):
+class SyncCase(Struct, frozen=True):
     model: str
     trainer: str
     generator: str
@@ -50,7 +50,7 @@ class Case(Struct, frozen=True):
 
 
 class SyncResult(Struct, frozen=True):
-    case: Case
+    case: SyncCase
     transport: Transport
     device: str
     bytes: int  # that all generator ranks together received, once each
@@ -62,10 +62,10 @@ class SyncResult(Struct, frozen=True):
     copy_ms: float  # a plain copy of the same bytes in the same memory
 
 
-class Rank:
+class BenchRank:
     """What a trainer's and a generator's process have in common: random parameters of their own."""
 
-    def __init__(self, shape: ModelShape, side: Side, rank: int, device: str) -> None:
+    def __init__(self, shape: ModelSpec, side: Side, rank: int, device: str) -> None:
         self.device, self.held = torch.device(device), dict[str, tuple[Tensor, tuple[slice, ...]]]()
         for name, size in parameter_shapes(shape).items():
             self.add(name, box_on(rank, size, placement_of(name, shape), side.mesh))
@@ -95,8 +95,8 @@ class Rank:
         return best_s(lambda: target.copy_(source), self.device)
 
 
-class TrainerRank(Rank):
-    def __init__(self, shape: ModelShape, side: Side, rank: int, device: str) -> None:
+class TrainerRank(BenchRank):
+    def __init__(self, shape: ModelSpec, side: Side, rank: int, device: str) -> None:
         self._dtype: torch.dtype = getattr(torch, PRECISIONS[side.precision])
         super().__init__(shape, side, rank, device)
         numbers = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(rank)).to(self.device, self._dtype)
@@ -121,8 +121,8 @@ class TrainerRank(Rank):
         return start_s, time.monotonic()
 
 
-class GeneratorRank(Rank):
-    def __init__(self, shape: ModelShape, side: Side, rank: int, device: str, wire: Wire) -> None:
+class GeneratorRank(BenchRank):
+    def __init__(self, shape: ModelSpec, side: Side, rank: int, device: str, wire: WireFormat) -> None:
         self._precision = side.precision
         super().__init__(shape, side, rank, device)
         for name, segments in wire.segments.items():
@@ -154,10 +154,10 @@ class Ends:
     """All ranks of both ends, each in its process, connected by one transport."""
 
     def __init__(
-        self, shape: ModelShape, trainer: Side, generator: Side, transport: Transport | Literal["auto"]
+        self, shape: ModelSpec, trainer: Side, generator: Side, transport: Transport | Literal["auto"]
     ) -> None:
         self._shape, self._sides = shape, (trainer, generator)
-        self._wire = Wire.for_generator(generator.precision, shape, generator.mesh.size("tp"))
+        self._wire = WireFormat.for_generator(generator.precision, shape, generator.mesh.size("tp"))
         sizes = (trainer.mesh.num_ranks, generator.mesh.num_ranks)
         self._sizes = sizes
         self.devices = [[_device(rank) for rank in range(size)] for size in sizes]
@@ -220,7 +220,7 @@ def _device(rank: int) -> str:
 def _settled(transport: Transport | Literal["auto"], devices: Sequence[Sequence[str]]) -> Transport:
     writers, readers = ([Place("this host", device) for device in side] for side in devices)
     if transport == "auto":
-        return choose_transport(writers, readers, can_reach=torch.cuda.can_device_access_peer)
+        return select_transport(writers, readers, can_reach=torch.cuda.can_device_access_peer)
     ranks = [*devices[0], *devices[1]]
     if transport == "cuda" and "cpu" in ranks:
         raise InputError("--transport cuda: there is no CUDA device here")
@@ -235,7 +235,7 @@ def default_model() -> str:
     return "llama-3.2-1b" if torch.cuda.device_count() else "smollm2-135m"
 
 
-def bench_sync(shape: ModelShape, trainer: Side, generator: Side, case: Case) -> SyncResult:
+def bench_sync(shape: ModelSpec, trainer: Side, generator: Side, case: SyncCase) -> SyncResult:
     if PRECISIONS[trainer.precision] == FP8:
         raise InputError("--trainer: a trainer holds fp32, bf16 or fp16; fp8 is what a generator may hold")
     ends = Ends(shape, trainer, generator, case.transport)
@@ -263,18 +263,18 @@ def bench_sync(shape: ModelShape, trainer: Side, generator: Side, case: Case) ->
     )
 
 
-class Round(Struct, frozen=True):
+class SyncRound(Struct, frozen=True):
     end_to_end_s: float
     publish_s: float
     load_s: float
     num_bytes: int
 
 
-def _round(ends: Ends, version: int) -> Round:
+def _round(ends: Ends, version: int) -> SyncRound:
     published = ends.trainers.call_all("publish", version)
     loaded = ends.generators.call_all("load", version)
     begin_s = min(start_s for start_s, _ in published)
-    return Round(
+    return SyncRound(
         end_to_end_s=max(end_s for _, end_s, _ in loaded) - begin_s,
         publish_s=max(end_s for _, end_s in published) - begin_s,
         load_s=max(end_s for _, end_s, _ in loaded) - min(start_s for start_s, _, _ in loaded),
@@ -282,7 +282,7 @@ def _round(ends: Ends, version: int) -> Round:
     )
 
 
-def _compare(ends: Ends, shape: ModelShape, dtype: torch.dtype) -> None:
+def _compare(ends: Ends, shape: ModelSpec, dtype: torch.dtype) -> None:
     """What lies at some places of the parameters must be the same at both ends."""
     random = Random(0)
     names = random.choices(list(parameter_shapes(shape).items()), k=_PROBES)

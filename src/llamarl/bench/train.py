@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import aipo_loss
 from llamarl.bench.machine import kernel_times
-from llamarl.config import Algo, Trainer
+from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.errors import InputError
-from llamarl.model_spec import ModelShape, shape_named
+from llamarl.model_spec import ModelSpec, shape_named
 from llamarl.train.learner import Learner
 from llamarl.train.policy import Computing, random_policy
 from llamarl.train.speed import datasheet_tflops, measured_tflops, synchronize, training_flops
@@ -74,7 +74,7 @@ def measure(bench: TrainBench, learner: Learner, documents: Sequence[Document]) 
     return _figures(bench, learner, documents, times)
 
 
-def prepare(bench: TrainBench, shape: ModelShape | None = None) -> tuple[Learner, list[Document]]:
+def prepare(bench: TrainBench, shape: ModelSpec | None = None) -> tuple[Learner, list[Document]]:
     """Of a shape by name, unless one is given."""
     shape, device = shape or shape_named(bench.model), torch.device(bench.device)
     documents = make_documents(shape, bench)
@@ -85,12 +85,12 @@ def prepare(bench: TrainBench, shape: ModelShape | None = None) -> tuple[Learner
         compiled=bench.compile,
         tokens_per_pack=bench.tokens_per_pack or sum(len(document.tokens) for document in documents),
     )
-    settings = Trainer(offload=bench.offload, lr=1e-6)
-    learner = Learner(random_policy(shape, computing), aipo_loss, settings=settings, algo=Algo(), updates=1000)
+    settings = TrainerConfig(offload=bench.offload, lr=1e-6)
+    learner = Learner(random_policy(shape, computing), aipo_loss, settings=settings, algo=AlgoConfig(), updates=1000)
     return learner, documents
 
 
-def make_documents(shape: ModelShape, bench: TrainBench) -> list[Document]:
+def make_documents(shape: ModelSpec, bench: TrainBench) -> list[Document]:
     rng = np.random.default_rng(0)
     lengths = _draw_lengths(bench, rng)
     width = max(lengths)
@@ -109,7 +109,7 @@ def _draw_lengths(bench: TrainBench, rng: np.random.Generator) -> list[int]:
     return lengths
 
 
-def _document(shape: ModelShape, length: int, width: int, rng: np.random.Generator) -> Document:
+def _document(shape: ModelSpec, length: int, width: int, rng: np.random.Generator) -> Document:
     """Padding lies in front, as part of the prompt, where it costs what it costs elsewhere and nothing is learned from it."""
     tokens: NDArray[np.int32] = rng.integers(0, shape.vocab_size, width).astype(np.int32)
     return Document(

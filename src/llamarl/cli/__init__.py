@@ -25,10 +25,10 @@ from llamarl.controller.replay import replay
 from llamarl.engine.local.fork_server import nursery_ahead
 from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
+from llamarl.io.record_log import segment_files
 from llamarl.observe.event_log import event_files, read_events
 from llamarl.observe.report import resume_command
 from llamarl.observe.run_folder import CONFIG, LEDGER, dated_run_folder
-from llamarl.io.record_log import segment_files
 
 _UNFINISHED = 4  # exit code of `audit`
 

@@ -37,7 +37,7 @@ class TransportChoice(StrEnum):
     group = "group"
 
 
-class Precision(StrEnum):
+class PrecisionOption(StrEnum):
     bf16 = "bf16"
     fp32 = "fp32"
     fp8 = "fp8"
@@ -143,7 +143,9 @@ def bench_decode_command(
     prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 128,
     new: Annotated[int, typer.Option(min=16, help="tokens to sample for each")] = 256,
     samples: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 8,
-    precision: Annotated[Precision, typer.Option(help="of the weights; fp8 and int8 quantize bf16")] = Precision.bf16,
+    precision: Annotated[
+        PrecisionOption, typer.Option(help="of the weights; fp8 and int8 quantize bf16")
+    ] = PrecisionOption.bf16,
     kv_cache: Annotated[
         KVCache, typer.Option(help="precision of keys and values; auto: the weights', or bf16")
     ] = KVCache.auto,
@@ -158,9 +160,11 @@ def bench_decode_command(
     shape = shape_named(model)
     if prompt + new > shape.max_positions:
         raise InputError(f"--new: {prompt} + {new} tokens exceed the {shape.max_positions} positions of {model}")
-    from llamarl.bench.decode import Case, bench_decode, describe_decode, profile_decode
+    from llamarl.bench.decode import DecodeCase, bench_decode, describe_decode, profile_decode
 
-    case = Case(model, batch, prompt, new, samples, precision.value, device_or_refuse(device), kv_cache.value, burst)
+    case = DecodeCase(
+        model, batch, prompt, new, samples, precision.value, device_or_refuse(device), kv_cache.value, burst
+    )
     if profile:
         print(profile_decode(shape, case))
         return
@@ -186,9 +190,9 @@ def bench_sync_command(
     sides = parse_side("--trainer", trainer, "bf16"), parse_side("--generator", generator, "bf16")
     named = shape_named(model) if model else None
 
-    from llamarl.bench.sync import Case, bench_sync, default_model, describe_sync
+    from llamarl.bench.sync import SyncCase, bench_sync, default_model, describe_sync
 
     model = model or default_model()
-    case = Case(model, trainer, generator, rounds, transport.value)
+    case = SyncCase(model, trainer, generator, rounds, transport.value)
     result = bench_sync(named or shape_named(model), *sides, case)
     print(msgspec.json.encode(result).decode() if as_json else describe_sync(result))

@@ -52,13 +52,13 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Split GPUs between trainer and generators: the best synchronous and the best asynchronous plan, side by side."""
+    from llamarl.model_spec import shape_named
     from llamarl.plan.advice import why_nothing_fits
     from llamarl.plan.gpus import gpu_named
     from llamarl.plan.lengths import Lengths
     from llamarl.plan.report import figures, table
     from llamarl.plan.search import best_async, best_sync
     from llamarl.plan.workload import Question, Workload
-    from llamarl.model_spec import shape_named
     from llamarl.simulate.rehearse import rehearse
 
     settled = gpu_named(gpu)

@@ -5,35 +5,48 @@
 
 from __future__ import annotations
 
-from llamarl.config.asking import Conversation, Model, Part, Source, Task
-from llamarl.config.judging import LLMJudge, Reward, RewardModel, Sandbox
-from llamarl.config.learning import Algo, Generator, Reference, Trainer
-from llamarl.config.running import Engine, Evaluate, Host, Observe, Schedule, Snapshots, Weights
+from llamarl.config.algo import AlgoConfig
+from llamarl.config.conversation import ConversationConfig
+from llamarl.config.engine import EngineConfig, HostConfig
+from llamarl.config.evaluate import EvaluateConfig
+from llamarl.config.generator import GeneratorConfig
+from llamarl.config.job import Config, model_folder
+from llamarl.config.llm_judge import LLMJudgeConfig
+from llamarl.config.model import ModelConfig
+from llamarl.config.observe import ObserveConfig
+from llamarl.config.reference import ReferenceConfig
+from llamarl.config.reward import RewardConfig
+from llamarl.config.reward_model import RewardModelConfig
+from llamarl.config.sandbox import SandboxConfig
+from llamarl.config.schedule import ScheduleConfig
 from llamarl.config.section import Section
-from llamarl.config.whole import Config, model_folder
+from llamarl.config.snapshots import SnapshotsConfig
+from llamarl.config.task import DatasetConfig, MixturePart, TaskConfig
+from llamarl.config.trainer import TrainerConfig
+from llamarl.config.weights import WeightsConfig
 
 __all__ = [
-    "Algo",
+    "AlgoConfig",
     "Config",
-    "Conversation",
-    "Engine",
-    "Evaluate",
-    "Generator",
-    "Host",
-    "LLMJudge",
-    "Model",
-    "Observe",
-    "Part",
-    "Reference",
-    "Reward",
-    "RewardModel",
-    "Sandbox",
-    "Schedule",
+    "ConversationConfig",
+    "DatasetConfig",
+    "EngineConfig",
+    "EvaluateConfig",
+    "GeneratorConfig",
+    "HostConfig",
+    "LLMJudgeConfig",
+    "MixturePart",
+    "ModelConfig",
+    "ObserveConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "SandboxConfig",
+    "ScheduleConfig",
     "Section",
-    "Snapshots",
-    "Source",
-    "Task",
-    "Trainer",
-    "Weights",
+    "SnapshotsConfig",
+    "TaskConfig",
+    "TrainerConfig",
+    "WeightsConfig",
     "model_folder",
 ]

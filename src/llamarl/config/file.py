@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from llamarl.config import Config, Section
 from llamarl.config.other_names import OTHER_NAMES
+from llamarl.config.renamed import new_name, with_new_names
 from llamarl.errors import ConfigError
 
 # A section written as one plain word sets its kind: `engine: inline` is `engine: {kind: inline}`.
@@ -65,7 +66,7 @@ COMMAND_LINE = "command line"
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The settings of a job: defaults, then the file, then the overrides."""
     written = read_settings(path) if path else {}
-    raw = dict(written)
+    raw = with_new_names(written)
     for override in overrides:
         _apply_override(raw, override)
     try:
@@ -90,7 +91,7 @@ def _to_blame(error: ConfigError, path: Path | None, written: Mapping[str, Any],
 
 def parse_config(raw: Mapping[str, Any]) -> Config:
     try:
-        checked = _check(dict(raw), Config, prefix="")
+        checked = _check(with_new_names(raw), Config, prefix="")
         return msgspec.convert(checked, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), raw)) from None
@@ -167,7 +168,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"{COMMAND_LINE}: '{override}': overrides are written key=value, such as trainer.lr=1e-4")
-    *sections, last = key.split(".")
+    *sections, last = new_name(key).split(".")
     node = raw
     for name in sections:
         child = node.get(name)

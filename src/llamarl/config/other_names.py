@@ -35,7 +35,7 @@ _OURS: dict[str, tuple[str, ...]] = {
     "generator.kv_pages": ("gpu_memory_utilization", "vllm_gpu_memory_utilization", "num_gpu_blocks"),
     "generator.replicas": ("vllm_num_engines", "num_engines", "num_replicas", "rollout_workers"),
     "generator.tensor": ("tensor_parallel_size", "tensor_model_parallel_size", "tp", "tp_size"),
-    "generator.quantize": ("quantization", "quantize", "quantize_weights"),
+    "generator.quantize": ("quantization", "quantize_weights"),
     "generator.kv_cache": ("kv_cache_dtype",),
     "trainer.lr": ("learning_rate", "actor_learning_rate", "lr_rate", "rate"),
     "trainer.warmup_updates": ("warmup_steps", "lr_warmup_steps", "num_warmup_steps", "warmup", "warmup_ratio"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from llamarl.config.whole import SHIPPED_MODEL, Config
+from llamarl.config.job import SHIPPED_MODEL, Config
 from llamarl.plugins import split_reference
 
 _MODELS = (("model", "path"), ("reference", "model"), ("reward_model", "path"))

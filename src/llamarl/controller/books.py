@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import astuple, replace
 
 from llamarl.controller import ledger
-from llamarl.controller.ledger import Checkpoint, Folded, Record, RunRecords
+from llamarl.controller.ledger import Folded, LedgerTotals, Record, RunRecords
 
 _MAX_LISTED = 1000  # ordinals that an audit names; the rest it counts
 _MAX_REASONS = 100  # reasons for drops that a fold tells apart
@@ -77,7 +77,7 @@ class Books:
         return books
 
     def add(self, record: Record) -> None:
-        if isinstance(record, Checkpoint):
+        if isinstance(record, LedgerTotals):
             self._restore(record)
             return
         self._count_record(record)
@@ -212,8 +212,8 @@ class Books:
         self._issued.difference_update(batch)
         self._updates.discard(update)
 
-    def checkpoint(self) -> Checkpoint:
-        return Checkpoint(
+    def checkpoint(self) -> LedgerTotals:
+        return LedgerTotals(
             num_groups=self.num_groups,
             groups_per_update=self.groups_per_update,
             rewinds=self.rewinds,
@@ -228,7 +228,7 @@ class Books:
             trained=tuple((ordinal, tuple(made_in)) for ordinal, made_in in sorted(self._trained_in.items())),
         )
 
-    def _restore(self, record: Checkpoint) -> None:
+    def _restore(self, record: LedgerTotals) -> None:
         self.num_groups, self.groups_per_update = record.num_groups, record.groups_per_update
         self.rewinds, self.closed, self.folded = record.rewinds, record.closed, record.folded
         self.runs = list(record.runs)

@@ -14,33 +14,37 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from llamarl.config import Evaluate, Schedule, Snapshots
+from llamarl.config import EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
 from llamarl.controller.evaluation import Evaluation, is_evaluation
 from llamarl.controller.line import Line, role_of
 from llamarl.controller.order import ExactOrder, NewestOrder, Order
-from llamarl.controller.pool import Executor, Pool
+from llamarl.controller.pool import ExecutorPool, ExecutorState
 from llamarl.controller.probe import Probes, is_probe
 from llamarl.controller.training import Training
 from llamarl.controller.window import Window
 from llamarl.types import GroupFacts
 
 MAX_FAILED_LOADS = 3
-NO_SNAPSHOTS = Snapshots(every=0)
+NO_SNAPSHOTS = SnapshotsConfig(every=0)
 
 
 class Controller:
-    def __init__(self, line: Line, schedule: Schedule, evaluate: Evaluate, snapshots: Snapshots = NO_SNAPSHOTS) -> None:
+    def __init__(
+        self, line: Line, schedule: ScheduleConfig, evaluate: EvaluateConfig, snapshots: SnapshotsConfig = NO_SNAPSHOTS
+    ) -> None:
         self.line, self.schedule, self.snapshots = line, schedule, snapshots
-        self.pools = [Pool(role, at, role.name in line.weights_source) for at, role in enumerate(line.group_roles)]
+        self.pools = [
+            ExecutorPool(role, at, role.name in line.weights_source) for at, role in enumerate(line.group_roles)
+        ]
         self.probes = Probes(schedule)
         self.training = Training(line, schedule.updates, snapshots.every, self.probes, self._say)
         self.order: Order = ExactOrder(self) if schedule.deterministic else NewestOrder(self)
         self.training.may_publish, self.training.may_commit = self.order.may_publish, self.order.may_commit
         self.window = Window(schedule.groups_per_update, schedule.window)
         self.evaluation = Evaluation(evaluate, schedule.updates)
-        self.executors: dict[str, Executor] = {
+        self.executors: dict[str, ExecutorState] = {
             executor.name: executor
             for executor in [one for pool in self.pools for one in pool.executors]
             + [stage.executor for stage in self.training.stages]
@@ -140,7 +144,7 @@ class Controller:
     def _on_group_done(self, event: ev.GroupDone) -> None:
         if (executor := self._holder(event)) is None:
             return
-        executor.give(event.ordinal)
+        executor.release(event.ordinal)
         if is_evaluation(event.ordinal):
             self.evaluation.passed(event.ordinal, executor)
         elif not is_probe(event.ordinal):
@@ -154,7 +158,7 @@ class Controller:
     def _on_group_failed(self, event: ev.GroupFailed) -> None:
         if (executor := self._holder(event)) is None:
             return
-        executor.give(event.ordinal)
+        executor.release(event.ordinal)
         if is_evaluation(event.ordinal):
             self.evaluation.passed(event.ordinal, executor)
             self._move_on(event.ordinal, len(self.pools))
@@ -194,7 +198,7 @@ class Controller:
     def _on_died(self, event: ev.Died) -> None:
         executor = self.executors[event.executor]
         executor.dead = True
-        ordinals = executor.fall()
+        ordinals = executor.reset()
         executor.failures += 1
         if not executor.role.restartable or executor.failures > self.schedule.max_restarts:
             self._end(ev.Abort(_why_stopped(executor, event.reason)), closed=f"stopped: {event.reason}")
@@ -288,7 +292,7 @@ class Controller:
         for executor, ordinal in self.evaluation.assign(pool, self.newest, exact=self.schedule.deterministic):
             self._assign(executor, ordinal, num_completions=1)
         samples = self.schedule.samples_per_group
-        while self.may_admit and not (returned and returned[0][0] <= self.order.rank(self.next_ordinal)):
+        while self.may_admit and not (returned and returned[0][0] <= self.order.priority(self.next_ordinal)):
             if self._skip_known():
                 continue
             chosen = pool.least_busy(samples, self.order.version_for(self.next_ordinal))
@@ -325,10 +329,10 @@ class Controller:
             self._assign(executor, ordinal, num_completions)
 
     def _wait(self, position: int, ordinal: int) -> None:
-        heapq.heappush(self.waiting[position], (self.order.rank(ordinal), ordinal))
+        heapq.heappush(self.waiting[position], (self.order.priority(ordinal), ordinal))
 
-    def _assign(self, executor: Executor, ordinal: int, num_completions: int) -> None:
-        executor.take(ordinal, num_completions)
+    def _assign(self, executor: ExecutorState, ordinal: int, num_completions: int) -> None:
+        executor.assign(ordinal, num_completions)
         self.pools[executor.position].touch(executor)
         if executor.position == 0 and ordinal >= 0:
             self._write(ledger.Issued(ordinal, executor.name, executor.version))
@@ -370,11 +374,11 @@ class Controller:
         else:
             self._wait(position, ordinal)
 
-    def _make_available(self, executor: Executor) -> None:
+    def _make_available(self, executor: ExecutorState) -> None:
         self._offer_weights(executor)
         self.pools[executor.position].touch(executor)
 
-    def _offer_weights(self, executor: Executor) -> None:
+    def _offer_weights(self, executor: ExecutorState) -> None:
         """An executor takes the weights that it should have, unless it is answering an evaluation."""
         if not executor.reads_weights or not executor.up or executor.loading is not None:
             return
@@ -405,7 +409,7 @@ class Controller:
             for update in covered:
                 self._forget(update)
 
-    def _rewind(self, executor: Executor) -> None:
+    def _rewind(self, executor: ExecutorState) -> None:
         trained = self.training.trained
         self.training.rewind(self.training.stage_of(executor))
         if void := self.probes.rewind():
@@ -442,13 +446,13 @@ class Controller:
 
     def _is_void(self, event: ev.AnyEvent) -> bool:
         """A word of the dead, or one that this executor has no business to say."""
-        if not isinstance(event, ev.FromExecutor):
+        if not isinstance(event, ev.ExecutorEvent):
             return False
         executor = self.executors[event.executor]
         of_training = isinstance(event, ev.BatchDone | ev.Published | ev.Saved)
         return event.incarnation != executor.incarnation or (of_training and executor.role.unit != "batch")
 
-    def _holder(self, event: ev.GroupDone | ev.GroupFailed) -> Executor | None:
+    def _holder(self, event: ev.GroupDone | ev.GroupFailed) -> ExecutorState | None:
         """Who reports, if it really holds the group: otherwise the report is a duplicate."""
         executor = self.executors[event.executor]
         return executor if event.ordinal in executor.groups else None
@@ -470,7 +474,7 @@ def _passed(ordinal: int, state: str, facts: GroupFacts) -> ledger.Passed:
     return ledger.Passed(ordinal, state, facts.num_tokens, facts.first_version, facts.last_version, facts.reward)
 
 
-def _why_stopped(executor: Executor, reason: str) -> str:
+def _why_stopped(executor: ExecutorState, reason: str) -> str:
     if not executor.role.restartable:
         return f"{executor.name} died: {reason}; a {role_of(executor.name)} of this line cannot be restarted"
     return f"{executor.name} died {executor.failures} times in a row, the last time: {reason}"

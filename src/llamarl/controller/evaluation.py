@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from llamarl.config import Evaluate
-from llamarl.controller.pool import Executor, Pool
+from llamarl.config import EvaluateConfig
+from llamarl.controller.pool import ExecutorPool, ExecutorState
 from llamarl.controller.probe import is_probe
 
 
@@ -19,10 +19,10 @@ def is_evaluation(ordinal: int) -> bool:
 
 
 @dataclass(eq=False)
-class Round:
+class EvaluationRound:
     version: int
     ordinals: tuple[int, ...]
-    replica: Executor | None = None
+    replica: ExecutorState | None = None
     unassigned: list[int] = field(init=False)
     ungenerated: set[int] = field(init=False)
     unsettled: set[int] = field(init=False)
@@ -34,9 +34,9 @@ class Round:
 
 
 class Evaluation:
-    def __init__(self, settings: Evaluate, updates: int) -> None:
+    def __init__(self, settings: EvaluateConfig, updates: int) -> None:
         self.settings, self.updates = settings, updates
-        self._rounds: list[Round] = []
+        self._rounds: list[EvaluationRound] = []
         self._next_ordinal = -1
         self._done_before: frozenset[int] = frozenset()
         self._last_began = not settings.prompts
@@ -55,13 +55,13 @@ class Evaluation:
         """Called once for every version, in order."""
         if self.is_due(version):
             if version not in self._done_before:
-                self._rounds.append(Round(version, self._new_ordinals()))
+                self._rounds.append(EvaluationRound(version, self._new_ordinals()))
             self._last_began = version == self.updates
 
     def resume(self, evaluated: Iterable[int]) -> None:
         self._done_before = frozenset(evaluated)
 
-    def assign(self, pool: Pool, newest: int, *, exact: bool = False) -> Iterator[tuple[Executor, int]]:
+    def assign(self, pool: ExecutorPool, newest: int, *, exact: bool = False) -> Iterator[tuple[ExecutorState, int]]:
         """Hand unanswered problems of the oldest round to its replica, as far as there is room. `exact`: the version that
         is due answers them; otherwise the newest."""
         if not self._rounds:
@@ -75,15 +75,15 @@ class Evaluation:
         while replica is not None and current.unassigned and replica.occupied < pool.role.capacity:
             yield replica, current.unassigned.pop()
 
-    def pins(self, executor: Executor) -> bool:
+    def pins(self, executor: ExecutorState) -> bool:
         return any(one.replica is executor and bool(one.ungenerated) for one in self._rounds)
 
-    def passed(self, ordinal: int, executor: Executor) -> None:
+    def passed(self, ordinal: int, executor: ExecutorState) -> None:
         for one in self._rounds:
             if one.replica is executor:
                 one.ungenerated.discard(ordinal)
 
-    def settled(self, ordinal: int) -> Round | None:
+    def settled(self, ordinal: int) -> EvaluationRound | None:
         """The round that this group finishes, if it does."""
         for one in self._rounds:
             if ordinal in one.unsettled:
@@ -93,11 +93,11 @@ class Evaluation:
                     return one
         return None
 
-    def lost(self, executor: Executor) -> None:
+    def lost(self, executor: ExecutorState) -> None:
         """A round's replica died: the round begins anew, under other ordinals, so that one version answers all of it."""
         for index, one in enumerate(self._rounds):
             if one.replica is executor and one.ungenerated:
-                self._rounds[index] = Round(one.version, self._new_ordinals())
+                self._rounds[index] = EvaluationRound(one.version, self._new_ordinals())
 
     @property
     def oldest_unassigned(self) -> int | None:

@@ -15,7 +15,7 @@ class Event(Struct, frozen=True, tag=True, tag_field="event"):
     pass
 
 
-class FromExecutor(Event, frozen=True):
+class ExecutorEvent(Event, frozen=True):
     executor: str
     incarnation: int
 
@@ -24,54 +24,54 @@ class Began(Event, frozen=True):
     """The first event: start the executors."""
 
 
-class Started(FromExecutor, frozen=True):
+class Started(ExecutorEvent, frozen=True):
     """The executor is up; it has no weights yet, unless it trains them."""
 
 
-class Loaded(FromExecutor, frozen=True):
+class Loaded(ExecutorEvent, frozen=True):
     version: int
 
 
-class LoadFailed(FromExecutor, frozen=True):
+class LoadFailed(ExecutorEvent, frozen=True):
     """The version was not there any more, or its bytes were wrong; the executor keeps what it had."""
 
     version: int
     reason: str
 
 
-class GroupDone(FromExecutor, frozen=True):
+class GroupDone(ExecutorEvent, frozen=True):
     ordinal: int
     facts: GroupFacts
 
 
-class GroupFailed(FromExecutor, frozen=True):
+class GroupFailed(ExecutorEvent, frozen=True):
     """The group can never pass this role; the reason goes into the ledger."""
 
     ordinal: int
     reason: str
 
 
-class GaveUp(FromExecutor, frozen=True):
+class GaveUp(ExecutorEvent, frozen=True):
     """The executor says that the job cannot go on."""
 
     reason: str
 
 
-class BatchDone(FromExecutor, frozen=True):
+class BatchDone(ExecutorEvent, frozen=True):
     update: int
     skipped: bool = False  # a loss or gradient was no number, so the weights stayed as they were
 
 
-class Published(FromExecutor, frozen=True):
+class Published(ExecutorEvent, frozen=True):
     version: int
     changed: bool = True  # False: a redone version with the same bytes as before
 
 
-class Died(FromExecutor, frozen=True):
+class Died(ExecutorEvent, frozen=True):
     reason: str
 
 
-class Saved(FromExecutor, frozen=True):
+class Saved(ExecutorEvent, frozen=True):
     """The executor has written its part of the snapshot of `version`."""
 
     version: int
@@ -130,36 +130,36 @@ class Command(Struct, frozen=True, tag=True, tag_field="command"):
     pass
 
 
-class ToExecutor(Command, frozen=True):
+class ExecutorCommand(Command, frozen=True):
     executor: str
     incarnation: int
 
 
-class Start(ToExecutor, frozen=True):
+class Start(ExecutorCommand, frozen=True):
     """Bring the executor up; one that trains continues from the snapshot of `version`."""
 
     version: int
 
 
-class Load(ToExecutor, frozen=True):
+class Load(ExecutorCommand, frozen=True):
     version: int
 
 
-class RunGroup(ToExecutor, frozen=True):
+class RunGroup(ExecutorCommand, frozen=True):
     ordinal: int
 
 
-class RunBatch(ToExecutor, frozen=True):
+class RunBatch(ExecutorCommand, frozen=True):
     update: int
     ordinals: tuple[int, ...]
     probe: int | None = None  # a group to be measured beside the batch
 
 
-class Publish(ToExecutor, frozen=True):
+class Publish(ExecutorCommand, frozen=True):
     version: int
 
 
-class Save(ToExecutor, frozen=True):
+class Save(ExecutorCommand, frozen=True):
     """Write your part of the snapshot of `version`; `Saved` says that it is done."""
 
     version: int

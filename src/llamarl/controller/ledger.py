@@ -105,7 +105,7 @@ class RunRecords(Struct, frozen=True, array_like=True):
     digest: str
 
 
-class Checkpoint(LedgerRecord, frozen=True, omit_defaults=True):
+class LedgerTotals(LedgerRecord, frozen=True, omit_defaults=True, tag="Checkpoint"):
     """Everything that the records before it amount to: it takes their place. Old updates are folded into totals, the groups
     of the others are listed."""
 
@@ -123,7 +123,7 @@ class Checkpoint(LedgerRecord, frozen=True, omit_defaults=True):
     trained: tuple[tuple[int, tuple[int, ...]], ...]  # ordinal and the updates that count
 
 
-Record = Opened | Issued | Passed | Dropped | Trained | Visible | Rewound | Closed | Checkpoint
+Record = Opened | Issued | Passed | Dropped | Trained | Visible | Rewound | Closed | LedgerTotals
 
 _decoder = msgspec.json.Decoder(Record)
 

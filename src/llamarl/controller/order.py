@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from llamarl.controller.evaluation import is_evaluation
-from llamarl.controller.pool import Executor
+from llamarl.controller.pool import ExecutorState
 from llamarl.controller.probe import is_probe, probed_version
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ class Order(Protocol):
     def version_for(self, ordinal: int) -> int:
         """The version that is to sample a group."""
 
-    def rank(self, ordinal: int) -> int:
-        """Groups that wait are handed out lowest rank first, then lowest ordinal."""
+    def priority(self, ordinal: int) -> int:
+        """Groups that wait are handed out lowest priority number first, then lowest ordinal."""
 
-    def target(self, executor: Executor) -> int:
+    def target(self, executor: ExecutorState) -> int:
         """The version that an executor should hold now."""
 
     def has_moved(self) -> bool:
@@ -52,10 +52,10 @@ class NewestOrder:
     def version_for(self, ordinal: int) -> int:
         return self._controller.newest
 
-    def rank(self, ordinal: int) -> int:
+    def priority(self, ordinal: int) -> int:
         return 0
 
-    def target(self, executor: Executor) -> int:
+    def target(self, executor: ExecutorState) -> int:
         return self._controller.newest
 
     def has_moved(self) -> bool:
@@ -80,11 +80,11 @@ class ExactOrder:
             return self._controller.evaluation.version_of(ordinal)
         return self._schedule.sampling_version(ordinal)
 
-    def rank(self, ordinal: int) -> int:
+    def priority(self, ordinal: int) -> int:
         """By version: replicas go on to a younger one only when the older has nothing left."""
         return self.version_for(ordinal)
 
-    def target(self, executor: Executor) -> int:
+    def target(self, executor: ExecutorState) -> int:
         return executor.version if executor.groups else self._idle_target()
 
     def has_moved(self) -> bool:

@@ -21,7 +21,7 @@ class Life(Enum):
 
 
 @dataclass(eq=False)
-class Executor:
+class ExecutorState:
     name: str
     role: Role
     index: int
@@ -46,15 +46,15 @@ class Executor:
             return Life.STALE
         return Life.BUSY if self.groups else Life.READY
 
-    def take(self, ordinal: int, num_completions: int) -> None:
+    def assign(self, ordinal: int, num_completions: int) -> None:
         self.groups[ordinal] = num_completions
         self.occupied += num_completions
 
-    def give(self, ordinal: int) -> None:
+    def release(self, ordinal: int) -> None:
         self.failures = 0
         self.occupied -= self.groups.pop(ordinal)
 
-    def fall(self) -> list[int]:
+    def reset(self) -> list[int]:
         """Death: returns the groups it held, in order."""
         held = sorted(self.groups)
         self.groups.clear()
@@ -62,7 +62,7 @@ class Executor:
         return held
 
 
-class Pool:
+class ExecutorPool:
     """Finds the executor with the fewest groups among those that may be given one; cheap with thousands of them.
 
     What would only wait at an executor is given to it if nobody has fewer groups, not even one that cannot be given any just
@@ -75,13 +75,13 @@ class Pool:
     def __init__(self, role: Role, position: int, reads_weights: bool) -> None:
         self.role, self._reads_weights = role, reads_weights
         self.executors = [
-            Executor(name, role, index, position, reads_weights) for index, name in enumerate(executor_names(role))
+            ExecutorState(name, role, index, position, reads_weights) for index, name in enumerate(executor_names(role))
         ]
         self._at_once = role.at_once or role.capacity
         self._heaps: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self._up: list[tuple[int, int]] = []
 
-    def touch(self, executor: Executor) -> None:
+    def touch(self, executor: ExecutorState) -> None:
         """Call whenever the executor may have become available, or what it holds has changed."""
         if not executor.up:
             return
@@ -96,7 +96,7 @@ class Pool:
             heap[:] = self._entries()
         heapq.heappush(heap, entry)
 
-    def least_busy(self, num_completions: int, version: int) -> Executor | None:
+    def least_busy(self, num_completions: int, version: int) -> ExecutorState | None:
         """Who gets the next group of `num_completions` completions; None when all are full, at another version, or down."""
         heap = self._heap_of(num_completions, version)
         while heap:
@@ -133,5 +133,5 @@ class Pool:
         return sorted((len(executor.groups), executor.index) for executor in self.executors if executor.up)
 
     @staticmethod
-    def _available(executor: Executor, version: int) -> bool:
+    def _available(executor: ExecutorState, version: int) -> bool:
         return executor.up and (not executor.reads_weights or (executor.version == version and version >= 0))

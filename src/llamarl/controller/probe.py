@@ -6,7 +6,7 @@ S = 0 every group is such a one; otherwise, every `probe_every` updates, the upd
 
 from __future__ import annotations
 
-from llamarl.config import Schedule
+from llamarl.config import ScheduleConfig
 
 _FIRST = -(1 << 40)  # far below the ordinals of evaluations
 
@@ -20,7 +20,7 @@ def probed_version(ordinal: int) -> int:
 
 
 class Probes:
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: ScheduleConfig) -> None:
         self._every = schedule.probe_every if schedule.max_staleness else 0
         self._exact = schedule.deterministic
         self._issued: int | None = None

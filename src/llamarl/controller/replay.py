@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 from msgspec import Struct
 
-from llamarl.config import Evaluate, Schedule, Snapshots
+from llamarl.config import EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.controller import events as ev
 from llamarl.controller.books import Books, add_to_run
 from llamarl.controller.controller import Controller
-from llamarl.controller.ledger import Checkpoint, Record, RunRecords
+from llamarl.controller.ledger import LedgerTotals, Record, RunRecords
 from llamarl.controller.line import Channel, Line, Role
 
 
@@ -24,9 +24,9 @@ class Setting(Struct, frozen=True, tag=True, tag_field="event"):
 
     roles: tuple[Role, ...]
     channels: tuple[Channel, ...]
-    schedule: Schedule
-    evaluate: Evaluate
-    snapshots: Snapshots
+    schedule: ScheduleConfig
+    evaluate: EvaluateConfig
+    snapshots: SnapshotsConfig
 
     def make_controller(self) -> Controller:
         return Controller(Line(self.roles, self.channels), self.schedule, self.evaluate, self.snapshots)
@@ -80,7 +80,7 @@ def replay(logs: Mapping[int, Iterable[bytes]], ledger: Iterable[Record]) -> Rep
 
 
 def _assign(parts: dict[int, _Part], books: Books, record: Record) -> None:
-    if isinstance(record, Checkpoint):
+    if isinstance(record, LedgerTotals):
         parts.clear()
         parts.update({folded.run: _Part(folded, []) for folded in record.runs})
     else:

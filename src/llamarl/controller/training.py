@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from llamarl.controller.events import AnyCommand, Commit, Publish, RunBatch, Save
 from llamarl.controller.line import Line, Role
-from llamarl.controller.pool import Executor
+from llamarl.controller.pool import ExecutorState
 from llamarl.controller.probe import Probes
 
 
@@ -19,7 +19,7 @@ from llamarl.controller.probe import Probes
 class Stage:
     """One role that trains."""
 
-    executor: Executor
+    executor: ExecutorState
     publishes: bool
     next_update: int = 0  # also the version that its weights are at
     running: int | None = None
@@ -53,7 +53,7 @@ class Training:
         self, line: Line, updates: int, save_every: int, probes: Probes, tell: Callable[[AnyCommand], None]
     ) -> None:
         self.stages = [
-            Stage(Executor(f"{role.name}/0", role, 0, position, False), role.name in line.publishers)
+            Stage(ExecutorState(f"{role.name}/0", role, 0, position, False), role.name in line.publishers)
             for position, role in enumerate(line.batch_roles)
         ]
         self.batches: dict[int, tuple[int, ...]] = {}  # by update, until they are forgotten
@@ -77,7 +77,7 @@ class Training:
         """The newest version that every stage has made and every publisher has published; -1 before the first."""
         return min(stage.published if stage.publishes else stage.next_update for stage in self.stages)
 
-    def stage_of(self, executor: Executor) -> Stage:
+    def stage_of(self, executor: ExecutorState) -> Stage:
         return self.stages[executor.position]
 
     def add_batch(self, ordinals: tuple[int, ...]) -> None:

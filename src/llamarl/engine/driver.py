@@ -14,9 +14,9 @@ from llamarl.controller.ledger import FINISHED, Dropped, Rewound
 from llamarl.controller.line import role_of
 from llamarl.controller.replay import setting_of
 from llamarl.engine.engine import Arrival, Death, Engine
+from llamarl.engine.group_store import GroupStore
 from llamarl.engine.prompts import Prompts
 from llamarl.engine.snapshots import Snapshots
-from llamarl.engine.group_store import GroupStore
 from llamarl.errors import JobFailed
 from llamarl.failpoints import failpoint
 from llamarl.observe.run_folder import RunFolder, log_file
@@ -133,7 +133,7 @@ class Driver:
             case msg.Noted():
                 self._watcher.note(f"{arrival.executor}: {report.text}{self._log_of(arrival.executor)}")
                 return None
-            case msg.GaveUp():
+            case msg.MustStop():
                 return ev.GaveUp(*who, f"{arrival.executor}: {report.reason}{self._log_of(arrival.executor)}")
             case msg.BatchResult():
                 return self._batch_result(arrival, report)

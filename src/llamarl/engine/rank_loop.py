@@ -14,13 +14,13 @@ from llamarl.engine.ranks import Ranks
 from llamarl.engine.runner import Runner
 from llamarl.errors import ConfigError, OwnCodeFailed
 from llamarl.executors.executor import Executor
-from llamarl.messages import Failed, GaveUp, Message, Report, Stop, Up, WorkOnGroup
+from llamarl.messages import Failed, Message, MustStop, Report, Stop, Up, WorkOnGroup
 
 _SIGN_OF_LIFE_S = 1.0
 _QUICK_S = 0.001  # for a group: whoever takes longer has said what it did before it takes the next
 
 
-class Line(Protocol):
+class Connection(Protocol):
     """This rank's end of its connection to the engine."""
 
     last_sent_s: float
@@ -32,15 +32,15 @@ class Line(Protocol):
         """May be called by several threads."""
 
 
-class Closed(Exception):
+class ConnectionClosed(Exception):
     """The engine hung up."""
 
 
-def tell(line: Line, report: Report) -> None:
+def tell(line: Connection, report: Report) -> None:
     line.send(Envelope((report,), ()))
 
 
-def live(build: Callable[[], Executor], line: Line, ranks: Ranks) -> None:
+def run_rank(build: Callable[[], Executor], line: Connection, ranks: Ranks) -> None:
     runner = Runner(build())
     if ranks.rank == 0:
         _serve(runner, line, ranks)
@@ -48,16 +48,16 @@ def live(build: Callable[[], Executor], line: Line, ranks: Ranks) -> None:
         _follow(runner, line, ranks)
 
 
-def tell_failure(line: Line, error: BaseException) -> None:
+def tell_failure(line: Connection, error: BaseException) -> None:
     """The border to the executor's code: what happened there becomes one report, and a traceback in its log."""
     traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, OwnCodeFailed | ConfigError):
-        tell(line, GaveUp(str(error)))  # started anew, it would fail again
+        tell(line, MustStop(str(error)))  # started anew, it would fail again
         return
     tell(line, Failed(" ".join(f"{type(error).__name__}: {error}".split())))
 
 
-def _serve(runner: Runner, line: Line, ranks: Ranks) -> None:
+def _serve(runner: Runner, line: Connection, ranks: Ranks) -> None:
     """Rank 0: the only one the engine talks to. It tells the others what to do, and it alone reports. What is said of groups
     that were quickly done waits for the next group, if that has already come: an envelope costs as much as a small group."""
     tell(line, Up())
@@ -85,7 +85,7 @@ def _serve(runner: Runner, line: Line, ranks: Ranks) -> None:
             line.send(Envelope((), runner.take_spans()))
 
 
-def _follow(runner: Runner, line: Line, ranks: Ranks) -> None:
+def _follow(runner: Runner, line: Connection, ranks: Ranks) -> None:
     """Any other rank: does what rank 0 says, when it says so."""
     tell(line, Up())
     while not isinstance(message := ranks.listen(), Stop):

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from llamarl.failpoints import failpoint
-from llamarl.model.training_state import MANIFEST, Manifest, hash_file, read_manifest
 from llamarl.io.record_log import sync_path
+from llamarl.model.training_state import MANIFEST, SnapshotManifest, hash_file, read_manifest
 
 
 class Snapshots:
@@ -35,7 +35,7 @@ class Snapshots:
         manifest = partial / MANIFEST
         failpoint("snapshot.manifest")
         with manifest.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(Manifest(version, dict(files))), indent=1))
+            file.write(msgspec.json.format(msgspec.json.encode(SnapshotManifest(version, dict(files))), indent=1))
             file.flush()
             os.fsync(file.fileno())
         for folder in {partial / Path(name).parent for name in files} | {partial}:

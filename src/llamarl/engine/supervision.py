@@ -12,7 +12,7 @@ from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.out_of_memory import explain_death
 from llamarl.machine import KilledForMemory
-from llamarl.messages import Failed, GaveUp, ReaderStuck, Up
+from llamarl.messages import Failed, MustStop, ReaderStuck, Up
 
 _SOON_S = 3.0  # a death so soon after the start makes the next start wait
 _MIN_BACKOFF_S = 0.1
@@ -103,7 +103,7 @@ class Supervision(ABC, Generic[AnyRank]):
                     self._kill_reader(report.pid)
                 case Up():
                     self._hear_up(state)
-                case GaveUp():  # of any rank: the job ends
+                case MustStop():  # of any rank: the job ends
                     self._arrivals.append(Arrival(state.executor, state.incarnation, report))
                 case _ if state.rank == 0:
                     state.owes = max(0, state.owes - 1)

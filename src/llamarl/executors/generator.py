@@ -9,11 +9,11 @@ from llamarl.executors.executor import UnexpectedMessage
 from llamarl.generate.conversation import Conversations
 from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.messages import (
-    GaveUp,
     GroupRefused,
     GroupResult,
     LoadWeights,
     Message,
+    MustStop,
     Noted,
     Report,
     ToolsFailed,
@@ -86,13 +86,13 @@ class Generator:
                 yield Noted(reason)
             yield GroupRefused(failure.ordinal, reason)
             if self._deterministic and late:
-                yield GaveUp(
+                yield MustStop(
                     f"the tool of group {failure.ordinal} {failure.reason}; schedule.deterministic allows none"
                 )
         if counts := conversations.take_counts():
             yield ToolsFailed(counts.failures, counts.timeouts)
         if failures and (excess := self._failures.excess):
-            yield GaveUp(
+            yield MustStop(
                 f"{excess[0]} of the last {excess[1]} calls of the tool failed; more than "
                 f"conversation.max_failure_share={self._max_failure_share:g}; the last: {self._log.last}"
             )

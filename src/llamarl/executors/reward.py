@@ -7,10 +7,10 @@ from typing import cast
 
 from llamarl.executors.executor import UnexpectedMessage
 from llamarl.generate.prompting import judged_text
-from llamarl.messages import GaveUp, GroupRefused, GroupResult, Message, Noted, Report, ScoresFailed, WorkOnGroup
+from llamarl.messages import GroupRefused, GroupResult, Message, MustStop, Noted, Report, ScoresFailed, WorkOnGroup
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.failures import FailureLog, FailureShare, to_stderr
-from llamarl.tasks.judge import Judge, Outcome
+from llamarl.tasks.judge import Judge, Judgment
 from llamarl.types import CompletionGroup, Rollout, RolloutGroup
 
 _SLICE_S = 0.02  # so long may a new message wait
@@ -33,7 +33,7 @@ class Reward:
         self._tokenizer, self._judge, self._judged = tokenizer, judge, judged
         self._max_failure_share, self._deterministic = max_failure_share, deterministic
         self._failures, self._log = FailureShare(max_failure_share), FailureLog(log)
-        self._underway: dict[int, tuple[CompletionGroup, list[Outcome | None]]] = {}
+        self._underway: dict[int, tuple[CompletionGroup, list[Judgment | None]]] = {}
 
     @property
     def idle(self) -> bool:
@@ -69,20 +69,22 @@ class Reward:
                 del self._underway[ordinal]
                 reports.append(_report(group, [one for one in outcomes if one is not None]))
             if self._deterministic and outcome.status == "timeout":
-                reports.append(GaveUp(f"judging group {ordinal} {outcome.reason}; schedule.deterministic allows none"))
+                reports.append(
+                    MustStop(f"judging group {ordinal} {outcome.reason}; schedule.deterministic allows none")
+                )
         return [*reports, *self._tell_failures()]
 
     def _tell_failures(self) -> Iterable[Report]:
         if counts := self._judge.take_counts():
             yield ScoresFailed(counts.failures, counts.timeouts)
             if excess := self._failures.excess:
-                yield GaveUp(
+                yield MustStop(
                     f"{excess[0]} of the last {excess[1]} answers could not be judged; more than "
                     f"reward.max_failure_share={self._max_failure_share:g}; the last: {self._log.last}"
                 )
 
 
-def _report(group: CompletionGroup, outcomes: list[Outcome]) -> Report:
+def _report(group: CompletionGroup, outcomes: list[Judgment]) -> Report:
     """A group is judged whole or dropped: a reward that is missing cannot be made up."""
     for outcome in outcomes:
         if outcome.status != "ok":
@@ -91,5 +93,5 @@ def _report(group: CompletionGroup, outcomes: list[Outcome]) -> Report:
     return GroupResult(RolloutGroup(group.prompt, tuple(Rollout(c, outcome.reward) for c, outcome in pairs)))
 
 
-def _in_words(outcome: Outcome) -> str:
+def _in_words(outcome: Judgment) -> str:
     return f"scorer {outcome.reason}" if outcome.status == "timeout" else outcome.reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from llamarl.config import RewardModel as Settings
+from llamarl.config import RewardModelConfig as Settings
 from llamarl.errors import ModelError
 from llamarl.executors.executor import UnexpectedMessage
 from llamarl.generate.prompting import asked_turns, judged_text

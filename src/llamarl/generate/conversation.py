@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 from msgspec import Struct
 
-from llamarl.config import Config, Conversation
+from llamarl.config import Config, ConversationConfig
 from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.parallel import TensorRank, tell_all_ranks
 from llamarl.generate.prompting import asked_turns, reply_tokens
@@ -21,7 +21,7 @@ from llamarl.generate.scheduler import Key
 from llamarl.generate.scheduler import Sequence as Sample
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.failures import Counts
-from llamarl.tasks.tools.client import Desk, Reply
+from llamarl.tasks.tools.client import Reply, ToolClient
 from llamarl.types import CompletionGroup, Problem, Turn
 
 _PATIENCE_S = 0.02  # so long may a new message wait while nothing but tools is at work
@@ -43,8 +43,8 @@ class Conversations:
         self,
         decoder: ContinuousDecoder,
         tokenizer: Tokenizer,
-        settings: Conversation,
-        open_desk: Callable[[], Desk],
+        settings: ConversationConfig,
+        open_desk: Callable[[], ToolClient],
         part: TensorRank | None = None,
     ) -> None:
         self._decoder, self._tokenizer, self._settings = decoder, tokenizer, settings
@@ -140,8 +140,8 @@ def make_conversations(
 ) -> Conversations:
     """As the job says; its tool is up when this returns."""
 
-    def open_desk() -> Desk:
-        desk = Desk(config.conversation, config.sandbox)
+    def open_desk() -> ToolClient:
+        desk = ToolClient(config.conversation, config.sandbox)
         desk.prepare()
         return desk
 

@@ -17,18 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llamarl.generate.graphs import Body, Graphs
 from llamarl.generate.kv_cache import Readings
 from llamarl.generate.kv_splits import enough_programs
-from llamarl.generate.graphs import Body, Graphs
 from llamarl.generate.pages import NO_PAGE
-from llamarl.generate.scheduler import Batch, Extension, Fill, Sampled
+from llamarl.generate.scheduler import DecodeBatch, Extension, Fill, Sampled
 from llamarl.generate.slots import Opening, upload
 from llamarl.generate.step import Steps
 from llamarl.shape_buckets import padded_rows, padded_tokens
 
 _SHARING_PROGRAMS = 512  # fewer cannot keep a GPU busy without cutting sequences into parts
 _SHARING_BYTES = 256 << 20  # of a layer; measured on an H200: 58 and 176 MB are a loss, 350 MB a gain
-EMPTY_BATCH = Batch([], [], [], [])
+EMPTY_BATCH = DecodeBatch([], [], [], [])
 PREFILL_ROWS = 16  # on a CPU always so many: products of fewer rows may round differently
 
 
@@ -131,7 +131,7 @@ class DeviceSide:
 
     # The burst
 
-    def launch(self, batch: Batch, steps: int, *, filtered: bool) -> Burst:
+    def launch(self, batch: DecodeBatch, steps: int, *, filtered: bool) -> Burst:
         if self._table_changed:
             self._steps.table_SP.copy_(upload(torch.from_numpy(self._table.copy()), self._device), non_blocking=True)
             self._table_changed = False
@@ -139,7 +139,7 @@ class DeviceSide:
         self.num_bursts += 1
         return self._look()
 
-    def _decode_of(self, batch: Batch, steps: int, filtered: bool) -> Body:
+    def _decode_of(self, batch: DecodeBatch, steps: int, filtered: bool) -> Body:
         """On a CPU all slots take part, always: a row's rounding must not depend on how many there are. On a GPU until a
         graph of fewer rows is worth its capture."""
         if not self._on_gpu:
@@ -162,18 +162,18 @@ class DeviceSide:
         kept_4B.copy_(upload(self._rows(batch, width), self._device), non_blocking=True)
         return run
 
-    def _pays(self, batch: Batch, width: int) -> bool:
+    def _pays(self, batch: DecodeBatch, width: int) -> bool:
         """Whether reading shared pages once saves more than one more kernel costs: enough rows, and enough to save."""
         cache = self._steps.cache
         enough_rows = width * cache.num_kv_heads >= _SHARING_PROGRAMS
         return enough_rows and batch.saved_tokens * cache.token_bytes >= _SHARING_BYTES
 
-    def _parts(self, batch: Batch, width: int, shared: bool) -> int:
+    def _parts(self, batch: DecodeBatch, width: int, shared: bool) -> int:
         """0 wherever attention would not cut by length, so that what computes the same is one graph."""
         alike = shared or not enough_programs(width * self._steps.cache.num_kv_heads)
         return 0 if alike else batch.parts
 
-    def _rows(self, batch: Batch, width: int) -> Tensor:
+    def _rows(self, batch: DecodeBatch, width: int) -> Tensor:
         """Rows without a sequence point to nobody's slot."""
         rows = np.zeros((4, width), dtype=np.int64)
         rows[0] = self._state.nobody

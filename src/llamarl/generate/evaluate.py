@@ -31,7 +31,7 @@ class PassAtK(Struct, frozen=True):
     interval: Interval
 
 
-class Evaluation(Struct, frozen=True):
+class EvaluationResult(Struct, frozen=True):
     """Shares are of the answers that could be judged; the others are counted in `failed`."""
 
     problems: int
@@ -62,7 +62,7 @@ class Answer(Struct, frozen=True):
 Tell = Callable[[Answer], None]
 
 
-class Run:
+class EvaluationRun:
     """One evaluation: every problem is asked `sampling.samples` times; answers are judged while others are written."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Run:
         self._rewards: dict[int, list[float]] = {}
         self._asked = self._judged = self._failed = self._truncated = self._too_long = self._tokens = 0
 
-    def run(self, problems: Sequence[Problem], progress: Progress) -> Evaluation:
+    def run(self, problems: Sequence[Problem], progress: Progress) -> EvaluationResult:
         start_s = time.monotonic()
         for number, problem in enumerate(problems):
             self._add(number, problem)
@@ -136,12 +136,12 @@ class Run:
                 self._tell(replace(answer, reason=outcome.reason))
             progress(self._judged, self._asked)
 
-    def _result(self, seconds: float) -> Evaluation:
+    def _result(self, seconds: float) -> EvaluationResult:
         rewards = [self._rewards[number] for number in sorted(self._rewards)]
         means = [sum(row) / len(row) for row in rewards]
         shares = all(0.0 <= mean <= 1.0 for mean in means)
         alone = self._sampling.samples == 1 and shares
-        return Evaluation(
+        return EvaluationResult(
             problems=len(rewards),
             samples=self._sampling.samples,
             accuracy=sum(means) / len(means) if means else 0.0,
@@ -175,7 +175,7 @@ def evaluate(
     progress: Progress,
     tell: Tell = lambda answer: None,
     starting: Callable[[], None] = lambda: None,
-) -> Evaluation:
+) -> EvaluationResult:
     """`tell` is given every answer as soon as it is judged; `starting` is called when nothing was found to be wrong."""
     folder, settings = config.model_folder, config.generator
     shape = check_headers(folder)
@@ -211,7 +211,9 @@ def evaluate(
     )
     conversations = make_conversations(config, decoder, tokenizer) if talk.tool else None
     try:
-        return Run(decoder, tokenizer, judge, sampling, tell, conversations, talk.judge).run(problems, progress)
+        return EvaluationRun(decoder, tokenizer, judge, sampling, tell, conversations, talk.judge).run(
+            problems, progress
+        )
     finally:
         judge.close()
         if conversations is not None:
@@ -226,7 +228,7 @@ def dtype_on(setting: str, device: str) -> torch.dtype:
     return dtype
 
 
-def describe_evaluation(found: Evaluation, score_name: str = "accuracy") -> str:
+def describe_evaluation(found: EvaluationResult, score_name: str = "accuracy") -> str:
     width = max(10, len(score_name))
 
     def line(name: str, value: float, interval: Interval) -> str:

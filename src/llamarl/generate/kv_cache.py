@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from llamarl.model.ops import Rope, rotate
 from llamarl.model.quantize import FP8, quantize_rows
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 
 _SCALE_BYTES = 4
 
@@ -61,7 +61,7 @@ class Pages:
 class PagedCache:
     def __init__(
         self,
-        shape: ModelShape,
+        shape: ModelSpec,
         num_pages: int,
         page_tokens: int,
         *,
@@ -97,7 +97,7 @@ class PagedCache:
             tensor[:, :, targets_P] = tensor[:, :, sources_P]
 
 
-def page_bytes(shape: ModelShape, page_tokens: int, dtype: torch.dtype, tensor_ranks: int = 1) -> int:
+def page_bytes(shape: ModelSpec, page_tokens: int, dtype: torch.dtype, tensor_ranks: int = 1) -> int:
     each = shape.head_dim * dtype.itemsize + (_SCALE_BYTES if dtype == FP8 else 0)
     return 2 * shape.num_layers * (shape.num_kv_heads // tensor_ranks) * page_tokens * each
 

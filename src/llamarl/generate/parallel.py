@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from llamarl.errors import ConfigError
 from llamarl.model.transformer import MLP, Attention, ProductLinear, Transformer
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _BY_COLUMNS = ("o_proj", "down_proj")
@@ -28,7 +28,7 @@ class TensorRank:
     rank: int = 0
     count: int = 1
 
-    def check(self, shape: ModelShape) -> None:
+    def check(self, shape: ModelSpec) -> None:
         for name, size in (("key-value heads", shape.num_kv_heads), ("inner width", shape.intermediate_size)):
             if size % self.count:
                 raise ConfigError(

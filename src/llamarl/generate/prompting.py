@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamarl.config import Conversation
+from llamarl.config import ConversationConfig
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.types import Completion, Problem, Turn, bytes_to_tokens
 
@@ -13,7 +13,7 @@ def prompt_tokens(tokenizer: Tokenizer, problem: Problem) -> list[int]:
     return tokenizer.chat(_messages(problem.turns)) if problem.turns else tokenizer.encode(problem.prompt)
 
 
-def reply_tokens(tokenizer: Tokenizer, problem: Problem, settings: Conversation, text: str) -> list[int]:
+def reply_tokens(tokenizer: Tokenizer, problem: Problem, settings: ConversationConfig, text: str) -> list[int]:
     """A tool's reply as the model is told it."""
     if problem.turns:
         return tokenizer.chat_reply(_messages(problem.turns), settings.role, text)

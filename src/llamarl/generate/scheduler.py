@@ -128,7 +128,7 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class Batch:
+class DecodeBatch:
     """Slots in the order of their rows, those that share pages side by side: reading i serves `counts[i]` rows from
     `firsts[i]` on, and row b has its first `skips[b]` tokens from there. Long sequences come first, and if some are far
     longer than most, attention cuts them into `parts`."""
@@ -145,13 +145,13 @@ class Batch:
         return sum((count - 1) * self.skips[first] for first, count in zip(self.firsts, self.counts, strict=True))
 
 
-def make_batch(running: Collection[Running], members: int, page_tokens: int) -> Batch:
+def make_batch(running: Collection[Running], members: int, page_tokens: int) -> DecodeBatch:
     """At most `members` rows for one reading."""
     together: dict[int, list[Running]] = defaultdict(list)
     lengths = {one.slot: one.tokens_after(0) for one in running}
     for one in running:
         together[one.pages[0] if one.shared_pages else -1 - one.slot].append(one)
-    batch = Batch([], [], [], [], parts=parts_of_long(lengths.values()))
+    batch = DecodeBatch([], [], [], [], parts=parts_of_long(lengths.values()))
     for alike in sorted(together.values(), key=lambda alike: max(lengths[one.slot] for one in alike), reverse=True):
         for start in range(0, len(alike), members):
             some = alike[start : start + members]

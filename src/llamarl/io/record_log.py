@@ -13,9 +13,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llamarl.io.append_file import AppendFile
 from llamarl.errors import InputError
 from llamarl.failpoints import failpoint
+from llamarl.io.append_file import AppendFile
 
 _FACTS = struct.Struct("<II")  # length, crc32 of the record
 _HEADER = struct.Struct("<III")  # the same, and the crc32 of these eight bytes

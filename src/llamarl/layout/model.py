@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from llamarl.layout.boxes import Box, chunk
 from llamarl.layout.flat import DTYPE_BYTES
 from llamarl.layout.mesh import PRECISIONS, Cut, Placement, Side, box_on
-from llamarl.layout.plan import Kind, TransferPlan, plan_transfer
-from llamarl.model_spec import ModelShape, parameter_shapes
+from llamarl.layout.plan import ShardPattern, TransferPlan, plan_transfer
+from llamarl.model_spec import ModelSpec, parameter_shapes
 
 SCALE = "_scale"
 FP8 = PRECISIONS["fp8"]
@@ -29,13 +29,13 @@ def tensor_parallel_dim(name: str) -> int | None:
     return None if "norm" in name else 0
 
 
-def placement_of(name: str, shape: ModelShape) -> Placement:
+def placement_of(name: str, shape: ModelSpec) -> Placement:
     dim = tensor_parallel_dim(name)
     tensor_parallel = () if dim is None else (Cut("tp", dim, _unit(name, shape)),)
     return (*tensor_parallel, Cut("fsdp", 0))
 
 
-def _unit(name: str, shape: ModelShape) -> int:
+def _unit(name: str, shape: ModelSpec) -> int:
     """Heads stay whole, and with the key-value head that they share."""
     if "k_proj" in name or "v_proj" in name:
         return shape.head_dim
@@ -48,7 +48,7 @@ def wire_dtype(name: str, precision: str) -> str:
     return "bfloat16" if dtype == FP8 and not name.endswith("_proj.weight") else dtype
 
 
-def segment_columns(name: str, columns: int, shape: ModelShape, generator_tp: int) -> int:
+def segment_columns(name: str, columns: int, shape: ModelSpec, generator_tp: int) -> int:
     """How many columns of a row one scale is for: as many as one generator rank holds."""
     if tensor_parallel_dim(name) != 1:
         return columns
@@ -62,7 +62,7 @@ def scale_box(box: Box, width: int) -> Box:
     return rows, (first // width, max(first // width, -(-end // width)))
 
 
-def model_plan(shape: ModelShape, trainer: Side, generator: Side) -> TransferPlan:
+def model_plan(shape: ModelSpec, trainer: Side, generator: Side) -> TransferPlan:
     """The transfer of a whole model. Only kinds of parameters are looked at, so 405B on 1,024 GPUs takes seconds."""
     kinds: dict[tuple[int, tuple[Box, ...], tuple[Box, ...]], list[str]] = defaultdict(list)
     cache: dict[tuple[Placement, tuple[int, ...]], tuple[tuple[Box, ...], tuple[Box, ...]]] = {}
@@ -72,7 +72,9 @@ def model_plan(shape: ModelShape, trainer: Side, generator: Side) -> TransferPla
             cache[key] = _boxes(*key, trainer), _boxes(*key, generator)
         for part, dtype, boxes in _on_the_wire(name, size, shape, cache[key], generator):
             kinds[DTYPE_BYTES[dtype], *boxes].append(part)
-    found = [Kind(tuple((name, name) for name in names), width, *boxes) for (width, *boxes), names in kinds.items()]
+    found = [
+        ShardPattern(tuple((name, name) for name in names), width, *boxes) for (width, *boxes), names in kinds.items()
+    ]
     return plan_transfer(found, trainer.mesh.num_ranks, generator.mesh.num_ranks)
 
 
@@ -84,7 +86,7 @@ Boxes = tuple[tuple[Box, ...], tuple[Box, ...]]
 
 
 def _on_the_wire(
-    name: str, size: tuple[int, ...], shape: ModelShape, boxes: Boxes, generator: Side
+    name: str, size: tuple[int, ...], shape: ModelSpec, boxes: Boxes, generator: Side
 ) -> Iterator[tuple[str, str, Boxes]]:
     dtype = wire_dtype(name, generator.precision)
     yield name, dtype, boxes

@@ -21,14 +21,14 @@ ALIASES = {"lm_head.weight": "model.embed_tokens.weight"}  # a tied head is the 
 MIN_SHARED_BYTES = 1 << 20  # smaller pieces are not cut only to spread them over those that hold them
 
 
-class Holding(Struct, frozen=True):
+class ShardSpec(Struct, frozen=True):
     """What one rank holds of one parameter, and how wide its elements are on the wire."""
 
     box: Box
     item_bytes: int
 
 
-class Kind(Struct, frozen=True):
+class ShardPattern(Struct, frozen=True):
     """Parameters that are held alike: by each source rank in the same box, and by each target rank too. None: not held."""
 
     names: tuple[tuple[str, str], ...]  # at the source, at the target; they differ for a tied head only
@@ -54,7 +54,9 @@ class NamedMove(Struct, frozen=True, array_like=True):
 
 
 class TransferPlan:
-    def __init__(self, kinds: Sequence[Kind], moves: Sequence[Sequence[Move]], sources: int, targets: int) -> None:
+    def __init__(
+        self, kinds: Sequence[ShardPattern], moves: Sequence[Sequence[Move]], sources: int, targets: int
+    ) -> None:
         self.kinds, self.moves = tuple(kinds), tuple(map(tuple, moves))
         self.num_sources, self.num_targets = sources, targets
 
@@ -104,14 +106,16 @@ class TransferPlan:
         )
 
 
-def plan_transfer(kinds: Iterable[Kind], num_sources: int, num_targets: int) -> TransferPlan:
+def plan_transfer(kinds: Iterable[ShardPattern], num_sources: int, num_targets: int) -> TransferPlan:
     """Large kinds first, so that the small ones even out what is left."""
     ordered = sorted(kinds, key=lambda kind: -_kind_bytes(kind))
     load = [0] * num_sources
     return TransferPlan(ordered, [_moves_of(kind, load) for kind in ordered], num_sources, num_targets)
 
 
-def kinds_of(sources: Sequence[Mapping[str, Holding]], targets: Sequence[Mapping[str, Holding]]) -> list[Kind]:
+def shard_patterns(
+    sources: Sequence[Mapping[str, ShardSpec]], targets: Sequence[Mapping[str, ShardSpec]]
+) -> list[ShardPattern]:
     """Group what the ranks really hold. What no target asks for is left out."""
     alike: dict[tuple[int, tuple[Box | None, ...], tuple[Box | None, ...]], list[tuple[str, str]]] = defaultdict(list)
     held = {name for source in sources for name in source}
@@ -128,14 +132,14 @@ def kinds_of(sources: Sequence[Mapping[str, Holding]], targets: Sequence[Mapping
             raise InputError(f"weights: '{name}' {reason}")
         boxes = (_boxes(sources, at_source), _boxes(targets, name))
         alike[widths.pop(), *boxes].append((at_source, name))
-    return [Kind(tuple(names), width, *boxes) for (width, *boxes), names in alike.items()]
+    return [ShardPattern(tuple(names), width, *boxes) for (width, *boxes), names in alike.items()]
 
 
-def _boxes(ranks: Sequence[Mapping[str, Holding]], name: str) -> tuple[Box | None, ...]:
+def _boxes(ranks: Sequence[Mapping[str, ShardSpec]], name: str) -> tuple[Box | None, ...]:
     return tuple(rank[name].box if name in rank else None for rank in ranks)
 
 
-def _kind_bytes(kind: Kind) -> int:
+def _kind_bytes(kind: ShardPattern) -> int:
     return max((volume(box) for box in kind.targets if box is not None), default=0) * kind.item_bytes * len(kind.names)
 
 
@@ -147,7 +151,7 @@ def _ranks_by_box(boxes: Iterable[Box | None]) -> dict[Box, list[int]]:
     return found
 
 
-def _moves_of(kind: Kind, load: list[int]) -> list[Move]:
+def _moves_of(kind: ShardPattern, load: list[int]) -> list[Move]:
     holders = _ranks_by_box(kind.sources)
     moves = []
     for wanted, targets in _ranks_by_box(kind.targets).items():
@@ -161,7 +165,7 @@ def _moves_of(kind: Kind, load: list[int]) -> list[Move]:
 
 
 def _cover(
-    kind: Kind, wanted: Box, holders: Mapping[Box, list[int]], num_targets: int
+    kind: ShardPattern, wanted: Box, holders: Mapping[Box, list[int]], num_targets: int
 ) -> Iterator[tuple[Box, list[int]]]:
     """The wanted box in pieces that do not overlap, each with the ranks that hold it. Where several hold a
     piece, it is cut so that all can give equally much."""

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from llamarl.errors import ModelError
+from llamarl.io.record_log import sync_path
 from llamarl.model.folders import no_weights
 from llamarl.model.hf_config import carried_config, read_json_object, read_shape
-from llamarl.model.safetensors_file import Span, read_spans
+from llamarl.model.safetensors_file import TensorSpan, read_spans
 from llamarl.model.tensor_io import DTYPES, read_tensor, same_bytes, write_tensors
 from llamarl.model.transformer import Transformer
-from llamarl.io.record_log import sync_path
-from llamarl.model_spec import ModelShape, parameter_shapes
+from llamarl.model_spec import ModelSpec, parameter_shapes
 
 # (name, full shape) -> the part of the tensor that this rank holds, one slice per dimension.
 Shard = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
@@ -63,8 +63,8 @@ class Checkpoint(Struct, frozen=True):
     """A verified folder: every parameter of the shape is there, once, at its size; nothing else is."""
 
     folder: Path
-    shape: ModelShape
-    spans: Mapping[str, Span]
+    shape: ModelSpec
+    spans: Mapping[str, TensorSpan]
 
     def fill(self, parameters: Mapping[str, Tensor], shard: Shard = whole) -> None:
         """Reads the shard of each named parameter into the given memory, whatever its dtype and device."""
@@ -95,7 +95,7 @@ def load_model(
 
 
 def random_model(
-    shape: ModelShape,
+    shape: ModelSpec,
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -114,7 +114,7 @@ def random_model(
 
 
 def empty_model(
-    shape: ModelShape, *, dtype: torch.dtype, device: str | torch.device, shard: Shard = whole
+    shape: ModelSpec, *, dtype: torch.dtype, device: str | torch.device, shard: Shard = whole
 ) -> Transformer:
     """The model with memory for its shard of each parameter, not yet written."""
     model = meta_model(shape)
@@ -128,7 +128,7 @@ def empty_model(
     return model
 
 
-def meta_model(shape: ModelShape) -> Transformer:
+def meta_model(shape: ModelSpec) -> Transformer:
     """The model without memory, as parallelism wants it before it is applied."""
     with torch.device("meta"), _SkipInit():
         return Transformer(shape)
@@ -151,7 +151,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, shape, checked_spans(folder, parameter_shapes(shape)))
 
 
-def check_headers(folder: Path) -> ModelShape:
+def check_headers(folder: Path) -> ModelSpec:
     """Refuse a folder whose weights are missing, cut short or of another shape, before anything starts. Reads no weights."""
     shape = read_shape(folder)
     checked_spans(folder, parameter_shapes(shape), compare_tied=False)
@@ -160,7 +160,7 @@ def check_headers(folder: Path) -> ModelShape:
 
 def checked_spans(
     folder: Path, expected: Mapping[str, tuple[int, ...]], *, compare_tied: bool = True
-) -> dict[str, Span]:
+) -> dict[str, TensorSpan]:
     """Where each tensor lies: all that are expected, at their size, and nothing else."""
     spans = _all_spans(folder)
     for name, size in expected.items():
@@ -178,7 +178,7 @@ def checked_spans(
     return {name: spans[name] for name in expected}
 
 
-def _check_tied_copy(folder: Path, spans: Mapping[str, Span]) -> None:
+def _check_tied_copy(folder: Path, spans: Mapping[str, TensorSpan]) -> None:
     """A tied model may carry its matrix twice, if both say the same."""
     head, embedding = spans[_HEAD], spans[_EMBEDDING]
     same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
@@ -186,7 +186,7 @@ def _check_tied_copy(folder: Path, spans: Mapping[str, Span]) -> None:
         raise ModelError(f"{folder}: {_HEAD} differs from {_EMBEDDING}, but config.json says tie_word_embeddings")
 
 
-def _all_spans(folder: Path) -> dict[str, Span]:
+def _all_spans(folder: Path) -> dict[str, TensorSpan]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file() and index.is_file():
         raise ModelError(f"{folder}: has both model.safetensors and an index of several; remove one")
@@ -207,8 +207,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _indexed_spans(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Span]:
-    spans: dict[str, Span] = {}
+def _indexed_spans(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorSpan]:
+    spans: dict[str, TensorSpan] = {}
     for file in sorted(set(weight_map.values())):
         if not (folder / file).is_file():
             raise ModelError(f"{folder}: the index names {json.dumps(file)}, which is not there")

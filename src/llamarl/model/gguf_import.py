@@ -21,7 +21,7 @@ from llamarl.model.gguf_file import KINDS, GGUFFile, GGUFTensor, read_gguf
 from llamarl.model.gguf_tokenizer import write_tokenizer
 from llamarl.model.hf_config import write_config
 from llamarl.model.transformer import rope_frequencies
-from llamarl.model_spec import SHAPES, ModelShape, parameter_shapes
+from llamarl.model_spec import SHAPES, ModelSpec, parameter_shapes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -104,7 +104,7 @@ class _Weights:
     def __init__(self, gguf: GGUFFile, dequantize: Callable[[NDArray[np.uint8], int], NDArray[np.float32]]) -> None:
         self._gguf, self._dequantize = gguf, dequantize
 
-    def parameter(self, name: str, shape: ModelShape) -> Tensor:
+    def parameter(self, name: str, shape: ModelSpec) -> Tensor:
         theirs = _their_name(name)
         if name == "model.embed_tokens.weight" and shape.tied_head and "output.weight" in self._gguf.tensors:
             theirs = "output.weight"  # the finer of the two copies
@@ -142,7 +142,7 @@ def _their_name(name: str) -> str:
     return f"blk.{layer}.{_LAYER[inner]}.{leaf}"
 
 
-def _shape(gguf: GGUFFile, weights: _Weights) -> ModelShape:
+def _shape(gguf: GGUFFile, weights: _Weights) -> ModelSpec:
     architecture = gguf.fields.get("general.architecture")
     if architecture not in ("llama", "qwen2"):
         raise ModelError(f"{gguf.path}: architecture {architecture!r} is not supported; supported: llama, qwen2")
@@ -159,7 +159,7 @@ def _shape(gguf: GGUFFile, weights: _Weights) -> ModelShape:
         if fields.get(other, head_dim) != head_dim:
             raise ModelError(f"{gguf.path}: {prefix}{other} {fields[other]} differs from the head size {head_dim}")
     try:
-        shape = ModelShape(
+        shape = ModelSpec(
             vocab_size=gguf.tensors["token_embd.weight"].shape[0],
             hidden_size=hidden,
             intermediate_size=_whole(gguf, fields, "feed_forward_length"),
@@ -205,7 +205,7 @@ def _is_tied(gguf: GGUFFile, weights: _Weights) -> bool:
     return bool((embedding - output).norm() < _TIED_DIFFERENCE * output.norm())
 
 
-def _with_rope_factors(gguf: GGUFFile, weights: _Weights, shape: ModelShape) -> ModelShape:
+def _with_rope_factors(gguf: GGUFFile, weights: _Weights, shape: ModelSpec) -> ModelSpec:
     """Llama 3.1 and later carry the outcome of their scaling, not its parameters; the published ones are tried."""
     if _ROPE_FACTORS not in gguf.tensors:
         return shape
@@ -218,7 +218,7 @@ def _with_rope_factors(gguf: GGUFFile, weights: _Weights, shape: ModelShape) -> 
     raise ModelError(f"{gguf.path}: {_ROPE_FACTORS} is neither Llama 3.1's nor 3.2's scaling")
 
 
-def _check_names(gguf: GGUFFile, shape: ModelShape) -> None:
+def _check_names(gguf: GGUFFile, shape: ModelSpec) -> None:
     expected = {_their_name(name): size for name, size in parameter_shapes(shape).items()}
     for name, size in expected.items():
         if name not in gguf.tensors:

@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct, UnsetType
 from llamarl.errors import InputError, ModelError
 from llamarl.model.folders import no_config, no_folder
 from llamarl.model.hf_keys import HARMLESS, ONLY, ROPE_KEYS, is_off
-from llamarl.model_spec import ModelShape, RopeScaling
+from llamarl.model_spec import ModelSpec, RopeScaling
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -71,7 +71,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_shape(folder: Path) -> ModelShape:
+def read_shape(folder: Path) -> ModelSpec:
     """The shape that `folder/config.json` describes, or a `ModelError` naming what is not supported."""
     path = config_path(folder)
     raw = read_json_object(path)
@@ -81,7 +81,7 @@ def read_shape(folder: Path) -> ModelShape:
         raise ModelError(f"{path}: {error}") from None
 
 
-def read_classifier_shape(folder: Path) -> ModelShape:
+def read_classifier_shape(folder: Path) -> ModelSpec:
     """The same of a sequence-classification folder: a model of one of our families with one score instead of a head."""
     path = config_path(folder)
     raw = read_json_object(path)
@@ -110,7 +110,7 @@ def config_path(folder: Path) -> Path:
     return path
 
 
-def _shape_of(raw: Mapping[str, Any]) -> ModelShape:
+def _shape_of(raw: Mapping[str, Any]) -> ModelSpec:
     _refuse_unsupported(raw)
     try:
         config = msgspec.convert(raw, HFConfig)
@@ -120,7 +120,7 @@ def _shape_of(raw: Mapping[str, Any]) -> ModelShape:
     _check_sizes(config)
     _check_sliding_window(config)
     theta, scaling = _rope_of(config)
-    return ModelShape(
+    return ModelSpec(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -276,14 +276,14 @@ def _number(value: Any, name: str) -> float:
     return float(value)
 
 
-def family_of(shape: ModelShape) -> str:
+def family_of(shape: ModelSpec) -> str:
     """The Hugging Face family whose maths the shape has. Mistral without a window is Llama under another name."""
     if shape.qk_norm and shape.qkv_bias:
         raise ModelError("no Hugging Face family has both QKV biases and QK norms")
     return "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
 
 
-def config_of(shape: ModelShape, *, dtype: str = "float32") -> dict[str, Any]:
+def config_of(shape: ModelSpec, *, dtype: str = "float32") -> dict[str, Any]:
     """`config.json` in the form that both transformers 4 and 5 read."""
     family = family_of(shape)
     config: dict[str, Any] = {
@@ -324,14 +324,14 @@ def _rope_scaling_config(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def write_config(
-    shape: ModelShape, folder: Path, *, dtype: str = "float32", extra: Mapping[str, Any] | None = None
+    shape: ModelSpec, folder: Path, *, dtype: str = "float32", extra: Mapping[str, Any] | None = None
 ) -> None:
     """Writes `config.json`; `extra` adds keys such as `eos_token_id` that do not touch the maths."""
     config = config_of(shape, dtype=dtype) | dict(extra or {})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def carried_config(shape: ModelShape, source: Path | None, *, dtype: str) -> dict[str, Any]:
+def carried_config(shape: ModelSpec, source: Path | None, *, dtype: str) -> dict[str, Any]:
     """The source's own config with the new dtype where it describes the same shape; else one made from the shape."""
     if source is None or not (source / "config.json").is_file() or read_shape(source) != shape:
         return config_of(shape, dtype=dtype)

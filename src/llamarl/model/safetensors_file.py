@@ -23,7 +23,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_NAME_CHARS = 200
 
 
-class Span(Struct, frozen=True):
+class TensorSpan(Struct, frozen=True):
     """Where a tensor lies in its file, in bytes from the start of the file."""
 
     path: Path
@@ -33,7 +33,7 @@ class Span(Struct, frozen=True):
     num_bytes: int
 
 
-def read_spans(path: Path) -> dict[str, Span]:
+def read_spans(path: Path) -> dict[str, TensorSpan]:
     """Every tensor of the file, after checking that the header tells the truth about the file's length and layout."""
     header, data_start, num_data_bytes = _read_header(path)
     spans = {name: _span(path, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"}
@@ -86,7 +86,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _span(path: Path, name: str, entry: object, data_start: int) -> Span:
+def _span(path: Path, name: str, entry: object, data_start: int) -> TensorSpan:
     if not name.isprintable() or len(name) > _MAX_NAME_CHARS:
         raise ModelError(f"{path}: header: a tensor's name is not printable or too long; the file is damaged")
     where = f"{path}: header: tensor {name}"
@@ -100,14 +100,14 @@ def _span(path: Path, name: str, entry: object, data_start: int) -> Span:
     num_bytes = offsets[1] - offsets[0]
     if math.prod(shape) * ITEM_BYTES[dtype] != num_bytes:
         raise ModelError(f"{where}: its shape in {dtype} does not fill its {num_bytes} bytes")
-    return Span(path, dtype, tuple(shape), data_start + offsets[0], num_bytes)
+    return TensorSpan(path, dtype, tuple(shape), data_start + offsets[0], num_bytes)
 
 
 def _is_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
 
 
-def segments(span: Span, slices: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
+def segments(span: TensorSpan, slices: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
     """The (offset, length) runs of the file that hold `tensor[slices]`, in row-major order."""
     bounds = [part.indices(size) for part, size in zip(slices, span.shape, strict=True)]
     if any(step != 1 for _, _, step in bounds):
@@ -135,7 +135,7 @@ def _runs(
 class SegmentReader:
     """Reads runs of one file, one after another, into buffers of any size."""
 
-    def __init__(self, span: Span, slices: tuple[slice, ...]) -> None:
+    def __init__(self, span: TensorSpan, slices: tuple[slice, ...]) -> None:
         self._path = span.path
         self._segments = segments(span, slices)
         self._offset, self._left = 0, 0

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.model.safetensors_file import SegmentReader, Span, header_bytes
+from llamarl.model.safetensors_file import SegmentReader, TensorSpan, header_bytes
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -18,7 +18,7 @@ _CACHED_BYTES = 256 << 10  # on a CPU: stays in its cache between reading and co
 _ONE_THREAD = 32_768  # so many numbers torch converts on the calling thread
 
 
-def read_tensor(span: Span, out: Tensor, slices: tuple[slice, ...]) -> None:
+def read_tensor(span: TensorSpan, out: Tensor, slices: tuple[slice, ...]) -> None:
     """Reads `tensor[slices]` into `out`: in place where the bytes are right already, else through a small buffer."""
     if not out.is_contiguous():
         raise ValueError("parameters are read into contiguous memory")
@@ -66,7 +66,7 @@ def _pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         yield bytes_of(flat[start : start + step].to(device="cpu", dtype=dtype))
 
 
-def same_bytes(a: Span, b: Span) -> bool:
+def same_bytes(a: TensorSpan, b: TensorSpan) -> bool:
     """Whether two tensors of equal dtype and shape are equal bit for bit."""
     left, right = bytearray(_STAGING_BYTES), bytearray(_STAGING_BYTES)
     everything = tuple(slice(0, size) for size in a.shape)

@@ -18,16 +18,16 @@ _HASH_BYTES = 1 << 20
 _MAX_HASHED_AT_ONCE = 8
 
 
-class Manifest(Struct, frozen=True):
+class SnapshotManifest(Struct, frozen=True):
     """What a whole snapshot holds."""
 
     version: int
     files: dict[str, str]  # path inside the snapshot -> sha256
 
 
-def read_manifest(snapshot: Path) -> Manifest:
+def read_manifest(snapshot: Path) -> SnapshotManifest:
     """Raises OSError or MsgspecError where there is none."""
-    return msgspec.json.decode((snapshot / MANIFEST).read_bytes(), type=Manifest)
+    return msgspec.json.decode((snapshot / MANIFEST).read_bytes(), type=SnapshotManifest)
 
 
 def keeps_policy_only(snapshot: Path) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from llamarl.model.ops import Rope, Stream, add_projection, gated, rms_norm, rotate, scores, silu_times
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 
 # attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads serving H query heads. Queries and keys have been
 # turned to their positions, unless `attend.rotates` says that it does so itself.
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: ModelShape, layer: int) -> None:
+    def __init__(self, shape: ModelSpec, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, shape.head_dim
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelSpec) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
@@ -103,7 +103,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: ModelShape, layer: int) -> None:
+    def __init__(self, shape: ModelSpec, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.self_attn = Attention(shape, layer)
@@ -119,7 +119,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks and final norm: what Hugging Face calls `model`."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelSpec) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelSpec) -> None:
         super().__init__()
         self.shape = shape
         self.model = Decoder(shape)
@@ -182,7 +182,7 @@ def _join_named(name: str, layers: list[nn.Linear]) -> Tensor:
     return whole
 
 
-def rope_frequencies(shape: ModelShape, device: torch.device | None = None) -> Tensor:
+def rope_frequencies(shape: ModelSpec, device: torch.device | None = None) -> Tensor:
     """Rotary frequencies [D/2] in fp32, with Llama 3.1's stretch of the low ones where the shape asks for it."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device=device).float() / shape.head_dim
     frequencies = 1.0 / (shape.rope_theta**steps)
@@ -196,14 +196,14 @@ def rope_frequencies(shape: ModelShape, device: torch.device | None = None) -> T
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
-def rope_table(shape: ModelShape, positions_BT: Tensor) -> Rope:
+def rope_table(shape: ModelSpec, positions_BT: Tensor) -> Rope:
     """cos and sin for every position, [B, T, 1, D], in fp32."""
     angles = positions_BT[..., None].float() * rope_frequencies(shape, positions_BT.device)
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]
     return angles.cos(), angles.sin()
 
 
-def rope_up_to(shape: ModelShape, length: int, device: torch.device | str) -> Rope:
+def rope_up_to(shape: ModelSpec, length: int, device: torch.device | str) -> Rope:
     """Of all positions below `length`, [T, 1, D]: for those who look up what they need."""
     cos_1T1D, sin_1T1D = rope_table(shape, torch.arange(length, device=device)[None])
     return cos_1T1D[0], sin_1T1D[0]

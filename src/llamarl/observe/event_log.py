@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from llamarl.io.append_file import AppendFile
 from llamarl.controller.replay import LOG_FULL
 from llamarl.errors import InputError
+from llamarl.io.append_file import AppendFile
 
 EVENTS = "events"
 _SUFFIX = ".jsonl.gz"

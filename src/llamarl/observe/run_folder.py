@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from llamarl.io.append_file import AppendFile
 from llamarl.controller.ledger_file import LedgerFile
 from llamarl.errors import InputError
+from llamarl.io.append_file import AppendFile
 from llamarl.observe.event_log import EventLog, event_file, event_files
 from llamarl.observe.metrics_file import MetricsFile
 from llamarl.observe.rows import Row, cut_rows, read_rows

@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Struct
 
 import llamarl
-from llamarl.io.append_file import AppendFile
 from llamarl.config import Config
 from llamarl.errors import InputError
+from llamarl.io.append_file import AppendFile
 from llamarl.observe.rows import Rows, cut_rows
 from llamarl.plugins import split_reference
 
@@ -25,7 +25,7 @@ STARTS = "starts.jsonl"
 CODE = "code"
 
 
-class Start(Struct, frozen=True):
+class StartRecord(Struct, frozen=True):
     """One start of the job."""
 
     run: int  # 0 is the first
@@ -42,9 +42,9 @@ class Starts:
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / STARTS
 
-    def last(self) -> Start | None:
+    def last(self) -> StartRecord | None:
         found = None
-        for found in Rows(self._path, Start):  # noqa: B007, only the last is wanted
+        for found in Rows(self._path, StartRecord):  # noqa: B007, only the last is wanted
             pass
         return found
 
@@ -52,7 +52,7 @@ class Starts:
         cut_rows(self._path, lambda row: True)  # a torn line
         file = AppendFile(self._path)
         code = {str(path): self._copy(path) for path in own_files(config)}
-        file.append_json(Start(run, version, at, llamarl.__version__, msgspec.to_builtins(config), code))
+        file.append_json(StartRecord(run, version, at, llamarl.__version__, msgspec.to_builtins(config), code))
         file.close()
 
     def changed_files(self, config: Config) -> Iterator[str]:

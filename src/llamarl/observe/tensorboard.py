@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from llamarl.config import Observe
+from llamarl.config import ObserveConfig
 from llamarl.errors import ConfigError
 
 
@@ -39,10 +39,10 @@ class TensorBoard:
         self._writer.close()
 
 
-def make_board(settings: Observe, run_folder: Path) -> Board:
+def make_board(settings: ObserveConfig, run_folder: Path) -> Board:
     return TensorBoard(run_folder / "tensorboard") if settings.tensorboard else NoBoard()
 
 
-def check_board(settings: Observe) -> None:
+def check_board(settings: ObserveConfig) -> None:
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("observe.tensorboard: the package is missing; pip install 'llamarl[tensorboard]'")

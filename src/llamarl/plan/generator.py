@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from llamarl.shape_buckets import padded_rows, padded_tokens
+from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import (
@@ -19,7 +19,7 @@ from llamarl.plan.terms import (
     prefill_s,
     total_s,
 )
-from llamarl.model_spec import ModelShape
+from llamarl.shape_buckets import padded_rows, padded_tokens
 
 # By `padded_rows`, on average: (1 / 2 + 1 / 3) / ln 2. Few rows are rounded further up, and cost nothing.
 _ROUNDED_UP = 1.2
@@ -34,7 +34,7 @@ def cached_on_cpu(slots: int, length: int, page_tokens: int = 16) -> int:
 class Replica(Struct, frozen=True, dict=True):
     """One copy of the policy that generates: `tp` ranks, `slots` answers at once."""
 
-    shape: ModelShape
+    shape: ModelSpec
     gpu: Gpu
     precision: str
     tp: int

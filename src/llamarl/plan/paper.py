@@ -14,20 +14,20 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from llamarl.errors import InputError
+from llamarl.model_spec import SHAPES, ModelSpec
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GPUS, DecodeFactors, Gpu, TrainFactors
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.search import Space
 from llamarl.plan.terms import MEMORY_SHARE, copy_s, kv_bytes_per_token, sync_s, weight_bytes
 from llamarl.plan.workload import Question, Workload
-from llamarl.model_spec import SHAPES, ModelShape
 
 _HALVINGS = 14
 _SPLITS = 16  # of the GPUs between trainer and generators
 _MEDIANS, _SIGMAS = (20.0, 20_000.0), (0.05, 2.0)
 
 
-class Row(Struct, frozen=True):
+class PaperRow(Struct, frozen=True):
     model: str
     gpus: int
     sync_s: float
@@ -35,7 +35,7 @@ class Row(Struct, frozen=True):
     weights_s: float
 
     @property
-    def shape(self) -> ModelShape:
+    def shape(self) -> ModelSpec:
         return SHAPES[self.model]
 
     @property
@@ -44,9 +44,9 @@ class Row(Struct, frozen=True):
 
 
 PUBLISHED = (
-    Row("llama-3.1-8b", 256, 22.45, 8.90, 0.04),
-    Row("llama-3.1-70b", 256, 82.32, 20.67, 1.15),
-    Row("llama-3.1-405b", 1024, 635.8, 59.5, 2.31),
+    PaperRow("llama-3.1-8b", 256, 22.45, 8.90, 0.04),
+    PaperRow("llama-3.1-70b", 256, 82.32, 20.67, 1.15),
+    PaperRow("llama-3.1-405b", 1024, 635.8, 59.5, 2.31),
 )
 
 
@@ -67,7 +67,7 @@ class Assumed(Struct, frozen=True, kw_only=True):
 
 
 class Predicted(Struct, frozen=True):
-    row: Row
+    row: PaperRow
     sync_s: float
     async_s: float
     m: int  # GPUs of the baseline's copy
@@ -79,13 +79,13 @@ class Predicted(Struct, frozen=True):
         return self.sync_s / self.async_s
 
 
-def predict_row(row: Row, answers: Lengths, assumed: Assumed) -> Predicted:
+def predict_row(row: PaperRow, answers: Lengths, assumed: Assumed) -> Predicted:
     sync, m = min(_sync_options(row, answers, assumed))
     split_s, theta, generator = min(_async_options(row, answers, assumed))
     return Predicted(row, sync, split_s, m, theta, generator)
 
 
-def _question(row: Row, answers: Lengths, assumed: Assumed) -> Question:
+def _question(row: PaperRow, answers: Lengths, assumed: Assumed) -> Question:
     groups = assumed.answers // assumed.samples
     shape = replace(row.shape, max_positions=1 << 20)
     train = assumed.gpu.train
@@ -94,7 +94,7 @@ def _question(row: Row, answers: Lengths, assumed: Assumed) -> Question:
     return Question(shape=shape, gpu=replace(assumed.gpu, train=slower), gpus=row.gpus, work=work)
 
 
-def _sync_options(row: Row, answers: Lengths, assumed: Assumed) -> Iterator[tuple[float, int]]:
+def _sync_options(row: PaperRow, answers: Lengths, assumed: Assumed) -> Iterator[tuple[float, int]]:
     """(seconds, m) for every m that fits. Training is as fast as our own trainer on all GPUs would be."""
     question = _question(row, answers, assumed)
     train_s = _train_s(question, row.gpus)
@@ -117,7 +117,7 @@ def _baseline_gpu(assumed: Assumed) -> Gpu:
     return replace(assumed.gpu, decode=slower, host_hops=assumed.host_factor)
 
 
-def _async_options(row: Row, answers: Lengths, assumed: Assumed) -> Iterator[tuple[float, float, str]]:
+def _async_options(row: PaperRow, answers: Lengths, assumed: Assumed) -> Iterator[tuple[float, float, str]]:
     """(seconds, theta, how generators are laid out) for every split of the GPUs."""
     question = _question(row, answers, assumed)
     for train_gpus in range(row.gpus // _SPLITS, row.gpus, row.gpus // _SPLITS):
@@ -162,7 +162,7 @@ def fit_answers(assumed: Assumed) -> Lengths:
     return answers
 
 
-def _with_async_s(row: Row, sigma: float, assumed: Assumed) -> Lengths:
+def _with_async_s(row: PaperRow, sigma: float, assumed: Assumed) -> Lengths:
     low, high = _MEDIANS
     for _ in range(_HALVINGS):
         median = (low * high) ** 0.5

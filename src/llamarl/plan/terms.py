@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import log2
 
+from llamarl.model_spec import ModelSpec, block_parameters
 from llamarl.plan.gpus import Factors, Gpu
-from llamarl.model_spec import ModelShape, block_parameters
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}  # bytes of a weight
 CPU_PREFILL_ROWS = 16  # prompts that a CPU always reads at once (generate/device.py)
@@ -31,7 +31,7 @@ def activation_width(precision: str) -> int:
 # Products
 
 
-def layer_products(shape: ModelShape, tp: int) -> Iterator[tuple[float, float]]:
+def layer_products(shape: ModelSpec, tp: int) -> Iterator[tuple[float, float]]:
     """(outputs, inputs) of a layer's four products on one rank. Key-value heads are held twice rather than cut."""
     q, kv = shape.q_size / tp, shape.kv_size / min(tp, shape.num_kv_heads)
     ffn, hidden = shape.intermediate_size / tp, shape.hidden_size
@@ -46,13 +46,13 @@ def product_s(gpu: Gpu, precision: str, rows: float, outputs: float, inputs: flo
     return max(2 * rows * outputs * inputs / rate, moved / gpu.bytes_per_s)
 
 
-def block_products_s(shape: ModelShape, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
+def block_products_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
     """All products of all layers, forward."""
     each = (product_s(gpu, precision, rows, *sizes) for sizes in layer_products(shape, tp))
     return shape.num_layers * sum(each)
 
 
-def head_s(shape: ModelShape, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
+def head_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
     """The head's product, whose fp32 scores are written; the head stays bf16 where the rest is narrower."""
     return product_s(gpu, _products_in(precision), rows, shape.vocab_size / tp, shape.hidden_size, out_width=4)
 
@@ -60,7 +60,7 @@ def head_s(shape: ModelShape, gpu: Gpu, precision: str, rows: float, tp: int) ->
 # Generating
 
 
-def kv_bytes_per_token(shape: ModelShape, precision: str, tp: int = 1, cache: str = "auto") -> float:
+def kv_bytes_per_token(shape: ModelSpec, precision: str, tp: int = 1, cache: str = "auto") -> float:
     """On one rank. An fp8 cache has a scale of 4 bytes for every vector."""
     heads = shape.num_kv_heads / min(tp, shape.num_kv_heads)
     each = shape.head_dim + 4 if cache == "fp8" else shape.head_dim * activation_width(precision)
@@ -68,7 +68,7 @@ def kv_bytes_per_token(shape: ModelShape, precision: str, tp: int = 1, cache: st
 
 
 def decode_terms(
-    shape: ModelShape, gpu: Gpu, precision: str, rows: float, cached_tokens: float, tp: int = 1
+    shape: ModelSpec, gpu: Gpu, precision: str, rows: float, cached_tokens: float, tp: int = 1
 ) -> dict[str, float]:
     """One decode step: `rows` sequences with `cached_tokens` tokens in all of them together."""
     return {
@@ -82,20 +82,20 @@ def decode_terms(
     }
 
 
-def forward_traffic(shape: ModelShape, precision: str, tp: int) -> float:
+def forward_traffic(shape: ModelSpec, precision: str, tp: int) -> float:
     """Bytes per token that norms, rotations, residuals and silu read and write in a forward pass."""
     each = 13 * shape.hidden_size + 4 * shape.intermediate_size / tp
     return shape.num_layers * each * activation_width(precision)
 
 
-def decode_exchange_s(shape: ModelShape, gpu: Gpu, rows: float, tp: int, width: int = 2) -> float:
+def decode_exchange_s(shape: ModelSpec, gpu: Gpu, rows: float, tp: int, width: int = 2) -> float:
     """Two sums over the ranks in every layer, one for the embedding, and the scores' maxima."""
     if tp == 1:
         return 0.0
     return (2 * shape.num_layers + 2) * all_reduce_s(gpu, rows * shape.hidden_size * width, tp)
 
 
-def prefill_s(shape: ModelShape, gpu: Gpu, precision: str, prompts: int, tokens: float, tp: int = 1) -> float:
+def prefill_s(shape: ModelSpec, gpu: Gpu, precision: str, prompts: int, tokens: float, tp: int = 1) -> float:
     """Reading prompts of `tokens` tokens: products, causal attention, launches. No head: nothing is sampled yet."""
     rows = prompts * tokens
     attention_s = 2 * shape.num_layers * shape.q_size / tp * prompts * tokens**2 / gpu.flops(_products_in(precision))
@@ -117,14 +117,14 @@ def _products_in(precision: str) -> str:
 # Training
 
 
-def recomputed_parameters(shape: ModelShape, recompute: str) -> int:
+def recomputed_parameters(shape: ModelSpec, recompute: str) -> int:
     """Weights whose product is made once more in the backward pass."""
     mlps = shape.num_layers * 3 * shape.hidden_size * shape.intermediate_size
     return {"none": 0, "selective": mlps, "full": block_parameters(shape)}[recompute]
 
 
 def train_terms(
-    shape: ModelShape,
+    shape: ModelSpec,
     gpu: Gpu,
     precision: str,
     *,
@@ -153,13 +153,13 @@ def train_terms(
     }
 
 
-def activation_traffic(shape: ModelShape, precision: str) -> float:
+def activation_traffic(shape: ModelSpec, precision: str) -> float:
     """Bytes per token that norms, rotations, residuals and silu read and write, forward and backward."""
     each = 40 * shape.hidden_size + 8 * shape.intermediate_size
     return shape.num_layers * each * activation_width(precision)
 
 
-def shard_exchange_s(shape: ModelShape, gpu: Gpu, tp: int, data: int, passes: float) -> float:
+def shard_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, passes: float) -> float:
     """FSDP: every pass gathers the weights twice (forward, backward) and reduces the gradients once, all in bf16."""
     if data == 1:
         return 0.0
@@ -167,7 +167,7 @@ def shard_exchange_s(shape: ModelShape, gpu: Gpu, tp: int, data: int, passes: fl
     return passes * 3 * each / (link_gb_s(gpu, tp * data) * 1e9)
 
 
-def tensor_exchange_s(shape: ModelShape, gpu: Gpu, tp: int, tokens_per_rank: float, passes: float) -> float:
+def tensor_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, tokens_per_rank: float, passes: float) -> float:
     """Tensor parallelism: four sums over the ranks in every layer, two forward and two backward."""
     if tp == 1 or not passes:
         return 0.0
@@ -198,7 +198,7 @@ def all_reduce_s(gpu: Gpu, num_bytes: float, ranks: int) -> float:
     return COLLECTIVE_S + inside_s + between_s + hops_s if ranks > 1 else 0.0
 
 
-def sync_s(shape: ModelShape, gpu: Gpu, precision: str, sources: int, targets: int, tp: int) -> float:
+def sync_s(shape: ModelSpec, gpu: Gpu, precision: str, sources: int, targets: int, tp: int) -> float:
     """Weights from `sources` ranks to `targets`, each of which takes 1/tp of them, by the slower of both ends' links. A
     TransferPlan says the same more exactly."""
     wanted = weight_bytes(shape, precision) / tp
@@ -217,13 +217,13 @@ WORKSPACE_BYTES = 3 << 30  # CUDA's context, graphs, fragmentation
 MEMORY_SHARE = 0.94  # of a GPU that may be planned with
 
 
-def weight_bytes(shape: ModelShape, precision: str) -> float:
+def weight_bytes(shape: ModelSpec, precision: str) -> float:
     """Of all weights as a generator holds them: embedding, head and norms are bf16 at least."""
     blocks = block_parameters(shape)
     return blocks * WIDTH[precision] + (shape.num_parameters - blocks) * activation_width(precision)
 
 
-def training_state_bytes(shape: ModelShape, tp: int, data: int) -> float:
+def training_state_bytes(shape: ModelSpec, tp: int, data: int) -> float:
     """Masters, moments and gradients, 16 bytes per parameter, sharded over all ranks; with FSDP also two gathered layers
     and the embedding. On one data rank: 12 bytes and a bf16 gradient (fp32, where an update has several passes)."""
     if data == 1:
@@ -232,7 +232,7 @@ def training_state_bytes(shape: ModelShape, tp: int, data: int) -> float:
     return 16 * shape.num_parameters / (tp * data) + 2 * gathered / tp
 
 
-def activation_bytes(shape: ModelShape, tokens: float, recompute: str, tp: int, width: int = 2) -> float:
+def activation_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int = 2) -> float:
     """That one pass of `tokens` tokens keeps for its backward pass, in numbers of `width` bytes."""
     block_input = shape.hidden_size
     attention = shape.hidden_size + (2 * shape.q_size + 2 * shape.kv_size) / tp
@@ -247,12 +247,12 @@ def wire(precision: str) -> str:
     return "bf16" if precision == "int8" else precision
 
 
-def held_bytes(shape: ModelShape, precision: str) -> float:
+def held_bytes(shape: ModelSpec, precision: str) -> float:
     """Of a generator's weights: copies made on arrival stand beside what arrived (model/quantize.py)."""
     narrow = block_parameters(shape) * WIDTH[precision] if wire(precision) != precision else 0
     return weight_bytes(shape, wire(precision)) + narrow
 
 
-def generator_bytes(shape: ModelShape, precision: str, tp: int, cached_tokens: float) -> float:
+def generator_bytes(shape: ModelSpec, precision: str, tp: int, cached_tokens: float) -> float:
     """Weights and cache of one rank."""
     return held_bytes(shape, precision) / tp + cached_tokens * kv_bytes_per_token(shape, precision, tp)

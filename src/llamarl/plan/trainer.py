@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.terms import (
     WORKSPACE_BYTES,
@@ -16,13 +17,12 @@ from llamarl.plan.terms import (
     train_terms,
     training_state_bytes,
 )
-from llamarl.model_spec import ModelShape
 
 CPU_ROW = 64  # tokens; a CPU's rows are as short as the longest document allows, but not shorter (train/packing.py)
 ACCUMULATE_BYTES = 12  # per parameter and pass, where gradients of several passes are summed: read two, write one
 
 
-class Batch(Struct, frozen=True):
+class UpdateLoad(Struct, frozen=True):
     """What one update is trained on, as the passes see it: with padding, where there is any."""
 
     tokens: float
@@ -30,21 +30,21 @@ class Batch(Struct, frozen=True):
     squares: float
 
 
-def packed(gpu: Gpu, lengths: Sequence[float], answer_share: float) -> Batch:
+def packed(gpu: Gpu, lengths: Sequence[float], answer_share: float) -> UpdateLoad:
     """Documents of these lengths, answer and prompt. On a GPU attention skips what is outside of a document, and half of
     the rest, since it is causal; on a CPU it computes whole rows."""
     tokens = sum(lengths)
     if not gpu.is_cpu:
-        return Batch(tokens, tokens * answer_share, sum(length * length for length in lengths))
+        return UpdateLoad(tokens, tokens * answer_share, sum(length * length for length in lengths))
     width = max(CPU_ROW, max(lengths, default=1))
     rows = -(-len(lengths) // max(1, int(width * len(lengths) / max(1, tokens))))
-    return Batch(rows * width, tokens * answer_share, 2 * rows * width * width)
+    return UpdateLoad(rows * width, tokens * answer_share, 2 * rows * width * width)
 
 
 class TrainerRanks(Struct, frozen=True):
     """data * tp ranks: FSDP over `data`, tensor parallel over `tp`."""
 
-    shape: ModelShape
+    shape: ModelSpec
     gpu: Gpu
     precision: str
     data: int
@@ -59,7 +59,7 @@ class TrainerRanks(Struct, frozen=True):
     def passes(self, tokens: float) -> float:
         return max(1.0, -(-tokens // (self.tokens_per_pack * self.data)))
 
-    def update_s(self, batch: Batch) -> float:
+    def update_s(self, batch: UpdateLoad) -> float:
         """Passes, with what FSDP sends hidden behind them as far as it fits; sums of tensor parallelism are not hidden."""
         passes = self.passes(batch.tokens)
         terms = train_terms(

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from llamarl.layout.cost import Links, predict
 from llamarl.layout.mesh import Mesh, Side
 from llamarl.layout.model import model_plan
+from llamarl.model_spec import ModelSpec
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.terms import wire
 from llamarl.plan.trainer import TrainerRanks
-from llamarl.model_spec import ModelShape
 
 
 def transfer_s(trainer: TrainerRanks, replica: Replica, replicas: int) -> float:
@@ -30,7 +30,7 @@ def _links(gpu: Gpu, total: int) -> Links:
 
 @lru_cache(maxsize=64)
 def _transfer_s(
-    shape: ModelShape, data: int, trainer_tp: int, generator_tp: int, replicas: int, precision: str, links: Links
+    shape: ModelSpec, data: int, trainer_tp: int, generator_tp: int, replicas: int, precision: str, links: Links
 ) -> float:
     """Of a cluster that is smaller by a common divisor: every rank sends and receives as many bytes there."""
     smaller = gcd(data, replicas)

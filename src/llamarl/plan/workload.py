@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from llamarl.errors import InputError
+from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import MEMORY_SHARE
-from llamarl.plan.trainer import Batch, packed
-from llamarl.model_spec import ModelShape
+from llamarl.plan.trainer import UpdateLoad, packed
 
 
 class Workload(Struct, frozen=True, kw_only=True):
@@ -29,22 +29,22 @@ class Workload(Struct, frozen=True, kw_only=True):
     def longest_document(self) -> int:
         return self.prompt + self.answers.longest
 
-    def batch(self, gpu: Gpu) -> Batch:
+    def batch(self, gpu: Gpu) -> UpdateLoad:
         """A typical update, as far as it is trained on."""
         count, answers = self.answers_per_update * (1 - self.skipped), self.answers
         if gpu.is_cpu:
             typical = [self.prompt + answers.quantile((at + 0.5) / 64) for at in range(64)]
             one = packed(gpu, typical, answers.mean / (self.prompt + answers.mean))
-            return Batch(*(getattr(one, name) * count / 64 for name in Batch.__struct_fields__))
+            return UpdateLoad(*(getattr(one, name) * count / 64 for name in UpdateLoad.__struct_fields__))
         tokens = count * (self.prompt + answers.mean)
         squares = count * (self.prompt**2 + 2 * self.prompt * answers.mean + answers.mean_square)
-        return Batch(tokens, count * answers.mean, squares)
+        return UpdateLoad(tokens, count * answers.mean, squares)
 
 
 class Question(Struct, frozen=True, kw_only=True):
     """`precisions` may generators hold their weights in."""
 
-    shape: ModelShape
+    shape: ModelSpec
     gpu: Gpu
     gpus: int
     work: Workload

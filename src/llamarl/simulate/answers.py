@@ -8,7 +8,7 @@ import numpy as np
 
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
-from llamarl.plan.trainer import Batch, packed
+from llamarl.plan.trainer import UpdateLoad, packed
 
 _BLOCK = 256  # groups that are drawn together
 _KEPT = 64  # blocks
@@ -33,7 +33,7 @@ class Answers:
     def tokens(self, ordinal: int) -> int:
         return sum(self.of(ordinal))
 
-    def batch(self, gpu: Gpu, ordinals: tuple[int, ...]) -> Batch:
+    def batch(self, gpu: Gpu, ordinals: tuple[int, ...]) -> UpdateLoad:
         """What is trained of these groups."""
         kept = [ordinal for ordinal in ordinals if not self._is_skipped(ordinal)]
         answers = [length for ordinal in kept for length in self.of(ordinal)]

@@ -15,7 +15,7 @@ from itertools import count
 from llamarl.controller import events as ev
 from llamarl.controller.line import role_of
 from llamarl.observe.timeline import Span, SpanKind, Timeline
-from llamarl.simulate.workers import Worker
+from llamarl.simulate.workers import SimulatedExecutor
 
 _KINDS: dict[str, SpanKind] = {"load": "weights", "publish": "weights", "save": "save"}
 
@@ -39,7 +39,7 @@ class Device:
 class Seat:
     """A worker on its device, and since when it has been doing what it does."""
 
-    worker: Worker
+    worker: SimulatedExecutor
     device: Device
     role: str
     threads: int = 1
@@ -58,7 +58,7 @@ class Clock:
         self.seats: dict[str, Seat] = {}
         self._said: list[ev.AnyEvent] = []  # and not yet heard
 
-    def seat(self, worker: Worker, device: Device, threads: int = 1) -> None:
+    def seat(self, worker: SimulatedExecutor, device: Device, threads: int = 1) -> None:
         seat = Seat(worker, device, role_of(worker.name), threads)
         device.seats.append(seat)
         self.seats[worker.name] = seat
@@ -66,7 +66,7 @@ class Clock:
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._due, (self.now_s + delay_s, next(self._number), None, 0, action))
 
-    def send(self, executor: str, command: ev.ToExecutor) -> Seat:
+    def send(self, executor: str, command: ev.ExecutorCommand) -> Seat:
         """`look` must follow, once all that happens at this moment has been sent."""
         seat = self.seats[executor]
         self._settle(seat)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from llamarl.config import Config, Evaluate, Schedule, Snapshots
+from llamarl.config import Config, EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.config.file import parse_config
 from llamarl.plan.jobfile import job_settings
 from llamarl.plan.report import Rehearsed
@@ -42,5 +42,5 @@ def _without_extras(plan: Plan, question: Question, updates: int) -> Config:
     if question.gpu.is_cpu:
         settings["generator"]["threads"] = settings["trainer"]["threads"] = question.gpu.threads
     config = parse_config(settings)
-    schedule: Schedule = replace(config.schedule, updates=updates, probe_every=0)
-    return replace(config, schedule=schedule, evaluate=Evaluate(prompts=0), snapshots=Snapshots(every=0))
+    schedule: ScheduleConfig = replace(config.schedule, updates=updates, probe_every=0)
+    return replace(config, schedule=schedule, evaluate=EvaluateConfig(prompts=0), snapshots=SnapshotsConfig(every=0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llamarl.simulate.simulation import Outcome
+from llamarl.simulate.simulation import SimulationResult
 
 
 def describe_memory(memory_gib: dict[str, float], room_gib: float) -> str:
@@ -13,7 +13,7 @@ def describe_memory(memory_gib: dict[str, float], room_gib: float) -> str:
     return f"memory         {needed} of {room_gib:.0f} on a GPU{fits}"
 
 
-def describe_outcome(found: Outcome, useful_share: float | None) -> Iterator[str]:
+def describe_outcome(found: SimulationResult, useful_share: float | None) -> Iterator[str]:
     yield f"update         {found.update_s:,.3f} s (mean of {found.updates}, once the line is full)"
     yield f"whole run      {_long(found.wall_s)}"
     idle = ", ".join(f"{role} {share:.0%}" for role, share in sorted(found.idle_share.items()))

@@ -14,6 +14,7 @@ from llamarl.controller.ledger import Record
 from llamarl.controller.line import Line, executor_names
 from llamarl.errors import InputError
 from llamarl.model.hf_config import read_shape
+from llamarl.model_spec import SHAPES, ModelSpec, shape_named
 from llamarl.observe.timeline import Timeline
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GIB, Gpu
@@ -21,12 +22,11 @@ from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, weight_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.transfer import transfer_s
-from llamarl.model_spec import SHAPES, ModelShape, shape_named
 from llamarl.simulate.answers import Answers
 from llamarl.simulate.clock import Clock, Device
 from llamarl.simulate.decoding import Decoding
 from llamarl.simulate.simulation import Faults, Simulation
-from llamarl.simulate.workers import GeneratorWorker, Piece, QueueWorker
+from llamarl.simulate.workers import GeneratorWorker, QueueWorker, WorkItem
 from llamarl.types import GroupFacts
 
 _NOTHING = GroupFacts()
@@ -39,7 +39,7 @@ class Scene(Struct, frozen=True, kw_only=True):
     """`gpus`: devices that there are; 0: one for each rank. `skipped`: share of groups whose rewards are all equal."""
 
     config: Config
-    shape: ModelShape
+    shape: ModelSpec
     gpu: Gpu
     answers: Lengths
     prompt: int
@@ -197,53 +197,53 @@ def _threads(scene: Scene, setting: int, section: str) -> int:
     return threads
 
 
-def _trainer_plan(scene: Scene, answers: Answers) -> Callable[[ev.ToExecutor], Piece]:
+def _trainer_plan(scene: Scene, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
     engine, trainer = scene.gpu.engine, scene.trainer
     publish_s = copy_s(scene.gpu, weight_bytes(scene.shape, wire(scene.generator_precision)) / trainer.ranks)
     save_s = copy_s(scene.gpu, STATE_BYTES * scene.shape.num_parameters / trainer.ranks)
 
-    def plan(command: ev.ToExecutor) -> Piece:
+    def plan(command: ev.ExecutorCommand) -> WorkItem:
         match command:
             case ev.RunBatch():
                 batch = answers.batch(scene.gpu, command.ordinals)
                 spent_s = trainer.update_s(batch) if batch.tokens else 0.0
                 done = ev.BatchDone(command.executor, command.incarnation, command.update)
-                return Piece(spent_s + engine.message_s + engine.update_s, "update", done)
+                return WorkItem(spent_s + engine.message_s + engine.update_s, "update", done)
             case ev.Publish():
                 published = ev.Published(command.executor, command.incarnation, command.version)
-                return Piece(publish_s + engine.message_s, "publish", published)
+                return WorkItem(publish_s + engine.message_s, "publish", published)
             case ev.Save():
-                return Piece(save_s, "save")
+                return WorkItem(save_s, "save")
             case _:
                 raise AssertionError(f"a trainer is not told {command}")
 
     return plan
 
 
-def _reference_plan(scene: Scene, answers: Answers) -> Callable[[ev.ToExecutor], Piece]:
+def _reference_plan(scene: Scene, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
     """A forward pass over the batch: a third of an update."""
     update = _trainer_plan(scene, answers)
 
-    def plan(command: ev.ToExecutor) -> Piece:
+    def plan(command: ev.ExecutorCommand) -> WorkItem:
         piece = update(command)
         return piece._replace(left_s=piece.left_s / 3, name="reference") if isinstance(command, ev.RunBatch) else piece
 
     return plan
 
 
-def _reward_plan(scene: Scene) -> Callable[[ev.ToExecutor], Piece]:
+def _reward_plan(scene: Scene) -> Callable[[ev.ExecutorCommand], WorkItem]:
     engine, samples = scene.gpu.engine, scene.config.schedule.samples_per_group
 
-    def plan(command: ev.ToExecutor) -> Piece:
+    def plan(command: ev.ExecutorCommand) -> WorkItem:
         if not isinstance(command, ev.RunGroup):
             raise AssertionError(f"a reward is not told {command}")
         done = ev.GroupDone(command.executor, command.incarnation, command.ordinal, _NOTHING)
-        return Piece(samples * engine.score_s, "score", done)
+        return WorkItem(samples * engine.score_s, "score", done)
 
     return plan
 
 
-def shape_of_job(config: Config, name: str) -> ModelShape:
+def shape_of_job(config: Config, name: str) -> ModelSpec:
     """Of the shape that was named, else of the job's model folder, else of a known shape that the folder is named after."""
     folder = config.model_folder
     if name:

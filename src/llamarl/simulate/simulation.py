@@ -31,7 +31,7 @@ class Faults(Struct, frozen=True):
 NO_FAULTS = Faults()
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
+class SimulationResult(Struct, frozen=True, kw_only=True):
     """What the rehearsal showed. Times are virtual, but for `controller_s`."""
 
     updates: int
@@ -76,7 +76,7 @@ class Simulation:
         self._deaths = self._redone = self._events = 0
         self._controller_s = 0.0
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         self._tell([ev.Began()])
         for executor in self._ranks:
             self._expect_death(executor)
@@ -111,9 +111,9 @@ class Simulation:
                 delay_s = self._faults.restart_s if command.incarnation else self._start_s
                 started = ev.Started(command.executor, command.incarnation)
                 self.clock.later(delay_s, lambda: self._start(started))
-            case ev.ToExecutor() if command.executor in self._dead:
+            case ev.ExecutorCommand() if command.executor in self._dead:
                 pass
-            case ev.ToExecutor():
+            case ev.ExecutorCommand():
                 if isinstance(command, ev.RunBatch):
                     self._count_staleness(command)
                 if isinstance(command, ev.Save):
@@ -165,12 +165,12 @@ class Simulation:
 
     # The count
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationResult:
         times = [self._trained_s[update] for update in sorted(self._trained_s)]
         first = min(len(times) - 1, max(1, len(times) // 10)) if len(times) > 1 else 0
         start_s, end_s = times[first] if times else 0.0, times[-1] if times else 0.0
         counted = sum(self._staleness.values())
-        return Outcome(
+        return SimulationResult(
             updates=len(times),
             update_s=(end_s - start_s) / max(1, len(times) - 1 - first),
             wall_s=self.clock.now_s,

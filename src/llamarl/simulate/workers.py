@@ -21,7 +21,7 @@ from llamarl.types import GroupFacts
 _SOON_S = 1e-9  # less than this before its end, a piece of work is done
 
 
-class Piece(NamedTuple):
+class WorkItem(NamedTuple):
     """Work of a known length, and what is said at its end."""
 
     left_s: float
@@ -29,14 +29,14 @@ class Piece(NamedTuple):
     event: ev.AnyEvent | None = None
 
 
-class Worker(Protocol):
+class SimulatedExecutor(Protocol):
     name: str
 
     @property
     def doing(self) -> str:
         """What it is busy with, in a word; empty when it waits."""
 
-    def handle(self, command: ev.ToExecutor) -> None: ...
+    def handle(self, command: ev.ExecutorCommand) -> None: ...
 
     def due_s(self) -> float:
         """Seconds of work until the next report; infinite when it waits."""
@@ -52,16 +52,16 @@ class Pieces:
     """Work on one piece after the other."""
 
     def __init__(self) -> None:
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[WorkItem] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._pieces)
 
     @property
-    def first(self) -> Piece:
+    def first(self) -> WorkItem:
         return self._pieces[0]
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: WorkItem) -> None:
         self._pieces.append(piece)
 
     def advance(self, worked_s: float) -> tuple[float, list[ev.AnyEvent]]:
@@ -85,14 +85,14 @@ class Pieces:
 class QueueWorker:
     """The trainer and the reward: `plan` says what a command means in work."""
 
-    def __init__(self, name: str, plan: Callable[[ev.ToExecutor], Piece]) -> None:
+    def __init__(self, name: str, plan: Callable[[ev.ExecutorCommand], WorkItem]) -> None:
         self.name, self._plan, self._pieces = name, plan, Pieces()
 
     @property
     def doing(self) -> str:
         return self._pieces.first.name if self._pieces else ""
 
-    def handle(self, command: ev.ToExecutor) -> None:
+    def handle(self, command: ev.ExecutorCommand) -> None:
         self._pieces.add(self._plan(command))
 
     def due_s(self) -> float:
@@ -121,13 +121,13 @@ class GeneratorWorker:
             return self._pieces.first.name
         return "decode" if self._under_way or self._arrived else ""
 
-    def handle(self, command: ev.ToExecutor) -> None:
+    def handle(self, command: ev.ExecutorCommand) -> None:
         match command:
             case ev.RunGroup():
                 self._arrived.append(command)
             case ev.Load():
                 done = ev.Loaded(command.executor, command.incarnation, command.version)
-                self._pieces.add(Piece(self._load_s + self._engine.message_s, "load", done))
+                self._pieces.add(WorkItem(self._load_s + self._engine.message_s, "load", done))
             case _:
                 raise AssertionError(f"a generator is not told {command}")
 
@@ -157,7 +157,7 @@ class GeneratorWorker:
         if not self._arrived:
             return
         count = len(self._arrived)
-        self._pieces.add(Piece(self._decoding.replica.prefill_s(count) + count * self._engine.group_s, "prefill"))
+        self._pieces.add(WorkItem(self._decoding.replica.prefill_s(count) + count * self._engine.group_s, "prefill"))
         for command in self._arrived:
             lengths = self._answers.of(command.ordinal)
             self._decoding.start(command.ordinal, lengths[:1] if is_evaluation(command.ordinal) else lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from llamarl.config import Source
+from llamarl.config import DatasetConfig
 from llamarl.tasks.datasets import Example
 from llamarl.tasks.task import Lazily, is_held_out
 
@@ -17,7 +17,7 @@ def addition(a: int, b: int) -> Example:
     return Example(f"{a}+{b}=", str(a + b), str(a + b))
 
 
-def additions(settings: Source) -> tuple[Lazily[Example], Lazily[Example]]:
+def additions(settings: DatasetConfig) -> tuple[Lazily[Example], Lazily[Example]]:
     """(training, held out), in the order 0+0, 0+1, ..."""
     count = settings.max_operand + 1
     held_out = _held_out_pairs(count, settings.held_out)

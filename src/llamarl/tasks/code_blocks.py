@@ -19,7 +19,7 @@ _MAX_CHARS = 200_000
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-class Block(NamedTuple):
+class CodeBlock(NamedTuple):
     """A fenced block; its language in lower case, empty where it says none."""
 
     language: str
@@ -42,7 +42,7 @@ def fenced_program(said: str) -> str | None:
     return python[-1] if python else None
 
 
-def _blocks(text: str) -> Iterator[Block]:
+def _blocks(text: str) -> Iterator[CodeBlock]:
     """A fence is closed by one of the same kind, at least as long, with nothing behind it; or it runs to the end."""
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
@@ -55,14 +55,14 @@ def _blocks(text: str) -> Iterator[Block]:
         yield _block(opened, text[opened.end() + 1 :])
 
 
-def _block(fence: re.Match[str], code: str) -> Block:
+def _block(fence: re.Match[str], code: str) -> CodeBlock:
     """Code that is indented as its fence is, as below an item of a list, loses that much."""
     found = _LANGUAGE.match(fence.group(3))
     language = found.group(1).lower() if found else ""
     indent = fence.group(1).expandtabs(4)
     if indent:
         code = "".join(_dedented(line, len(indent)) for line in code.splitlines(keepends=True))
-    return Block(language, code)
+    return CodeBlock(language, code)
 
 
 def _dedented(line: str, width: int) -> str:

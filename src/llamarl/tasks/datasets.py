@@ -12,14 +12,14 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llamarl.config import Source
+from llamarl.config import DatasetConfig
 from llamarl.errors import ConfigError, InputError
-from llamarl.tasks.own_scorers import Wanted
+from llamarl.tasks.own_scorers import ScorerRequirements
 from llamarl.tasks.programs import check_tests
 from llamarl.tasks.rows import BadRow, Row, as_text, read_rows, text_field
 from llamarl.types import Turn
 
-_NOTHING = Wanted()
+_NOTHING = ScorerRequirements()
 _CALCULATOR = re.compile(r"<<[^<>\n]{0,200}>>")  # GSM8K's own marks in its solutions
 _ROLES = ("system", "user", "assistant")
 
@@ -34,7 +34,7 @@ class Example(Struct, frozen=True):
     columns: dict[str, Any] = {}  # that scorers of the user's ask for
 
 
-class Kind(Struct, frozen=True):
+class DatasetKind(Struct, frozen=True):
     """What a kind of data brings along: how rows are read, as read(settings, row, needs_answer), how a prompt looks, who
     judges."""
 
@@ -43,7 +43,7 @@ class Kind(Struct, frozen=True):
     scorer: str
 
 
-def _gsm8k(settings: Source, row: Row, needs_answer: bool = True) -> Example:
+def _gsm8k(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example:
     solution = text_field(row, "answer")
     _, found, answer = solution.rpartition("####")
     if not found or not answer.strip():
@@ -51,33 +51,33 @@ def _gsm8k(settings: Source, row: Row, needs_answer: bool = True) -> Example:
     return Example(text_field(row, "question"), answer.strip().replace(",", ""), _CALCULATOR.sub("", solution))
 
 
-def _math(settings: Source, row: Row, needs_answer: bool = True) -> Example | None:
+def _math(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example | None:
     """Two problems of MATH have an empty box for an answer: they cannot be asked."""
     if row.get("answer") == "":
         return None
     return Example(text_field(row, "problem"), text_field(row, "answer"), text_field(row, "solution"))
 
 
-def _svamp(settings: Source, row: Row, needs_answer: bool = True) -> Example:
+def _svamp(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example:
     answer = text_field(row, "answer")
     return Example(text_field(row, "question"), answer, f"#### {answer}")
 
 
-def _jsonl(settings: Source, row: Row, needs_answer: bool = True) -> Example:
+def _jsonl(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example:
     shown = bool(settings.few_shot) and not settings.solution_field
     optional = not needs_answer and not shown and row.get(settings.answer_field) in (None, "")
     answer = "" if optional else text_field(row, settings.answer_field)
     return _asked(settings, row, answer, answer)
 
 
-def _code(settings: Source, row: Row, needs_answer: bool = True) -> Example:
+def _code(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example:
     """`tests` instead of an answer; a solution is needed only where examples are shown."""
     if "tests" not in row:
         raise BadRow(f"no field 'tests'; there are: {', '.join(map(repr, row)) or 'none'}")
     return _asked(settings, row, check_tests(row["tests"]), "")
 
 
-def _asked(settings: Source, row: Row, answer: str, solution: str) -> Example:
+def _asked(settings: DatasetConfig, row: Row, answer: str, solution: str) -> Example:
     """`solution`: what is shown where no field holds a worked one."""
     solution = text_field(row, settings.solution_field) if settings.solution_field else solution
     prompt = row.get(settings.prompt_field)
@@ -98,16 +98,18 @@ def _turn(message: Any, field: str) -> Turn:
 _WORD_PROBLEM = "Question: {prompt}\nWork it out step by step and end with a line #### and the number.\nAnswer:"
 _PROGRAM = "{prompt}\nAnswer with one Python program in a ```python block.\n"
 _COMPETITION = "Problem: {prompt}\nWork it out step by step and put the final answer in \\boxed{}.\nSolution:"
-KINDS: dict[str, Kind] = {
-    "gsm8k": Kind(_gsm8k, _WORD_PROBLEM, "numeric"),
-    "math": Kind(_math, _COMPETITION, "math"),
-    "svamp": Kind(_svamp, _WORD_PROBLEM, "numeric"),
-    "jsonl": Kind(_jsonl, "{prompt}", "exact"),
-    "code": Kind(_code, _PROGRAM, "code"),
+KINDS: dict[str, DatasetKind] = {
+    "gsm8k": DatasetKind(_gsm8k, _WORD_PROBLEM, "numeric"),
+    "math": DatasetKind(_math, _COMPETITION, "math"),
+    "svamp": DatasetKind(_svamp, _WORD_PROBLEM, "numeric"),
+    "jsonl": DatasetKind(_jsonl, "{prompt}", "exact"),
+    "code": DatasetKind(_code, _PROGRAM, "code"),
 }
 
 
-def read_examples(settings: Source, wanted: Wanted = _NOTHING) -> tuple[list[Example], list[Example]]:
+def read_examples(
+    settings: DatasetConfig, wanted: ScorerRequirements = _NOTHING
+) -> tuple[list[Example], list[Example]]:
     """(training, test): problems of the fixed test file are never trained on, even if the other file holds them too."""
     if settings.kind == "code" and settings.few_shot and not settings.solution_field:
         raise ConfigError("task.solution_field: name the field whose programs task.few_shot is to show")
@@ -119,7 +121,7 @@ def read_examples(settings: Source, wanted: Wanted = _NOTHING) -> tuple[list[Exa
     return [row for row in rows if row.question not in tested], test
 
 
-def _read(settings: Source, wanted: Wanted, row: Row) -> Example | None:
+def _read(settings: DatasetConfig, wanted: ScorerRequirements, row: Row) -> Example | None:
     """With the columns that are wanted; what the prompt and the answer are made of comes along only if asked for by name."""
     example = KINDS[settings.kind].read(settings, row, wanted.answer)
     columns = wanted.of(row, beside=(settings.prompt_field, settings.answer_field, "tests"))
@@ -132,7 +134,7 @@ def _read(settings: Source, wanted: Wanted, row: Row) -> Example | None:
     return replace(example, columns=columns)
 
 
-def _files(settings: Source) -> tuple[Path | None, Path | None]:
+def _files(settings: DatasetConfig) -> tuple[Path | None, Path | None]:
     if not settings.path:
         raise ConfigError(
             f"task.path: name the file, or the folder with train.jsonl, that {settings.kind} is read from; "

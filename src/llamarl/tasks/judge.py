@@ -19,29 +19,29 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llamarl.config import Config, LLMJudge, Reward, Sandbox
+from llamarl.config import Config, LLMJudgeConfig, RewardConfig, SandboxConfig
 from llamarl.errors import ConfigError
 from llamarl.plugins import is_reference, load_function
 from llamarl.tasks.extract import final_answer, gold_answer
 from llamarl.tasks.failures import Counts
 from llamarl.tasks.mathematics import quick_verdict
-from llamarl.tasks.own_scorers import Function, Signature, Wanted, missing_column
+from llamarl.tasks.own_scorers import Function, ScorerRequirements, Signature, missing_column
 from llamarl.tasks.scorers import Scorer, make_safe_scorer
 from llamarl.tasks.trusted import Trusted
-from llamarl.tasks.workers.retrying_pool import Errands
-from llamarl.tasks.workers.protocol import KILL_SHARE, Ask, Item, Setup, Status, Verdict, pack_text
+from llamarl.tasks.workers.protocol import KILL_SHARE, Item, Setup, Status, Verdict, WorkRequest, pack_text
+from llamarl.tasks.workers.retrying_pool import RetryingPool
 from llamarl.types import Problem
 
 NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "code", "llm_judge", "none")
 _IN_WORKERS = ("regex", "math", "code", "llm_judge")
 _MAX_REMEMBERED = 10_000
 FALLBACK = "exact"  # for a task that names none
-_USUAL, _NOBODY = Sandbox(), LLMJudge()
+_USUAL, _NOBODY = SandboxConfig(), LLMJudgeConfig()
 _NONE_GIVEN: Mapping[str, Function] = {}
 _WITHOUT_ANSWER = {"none", "format", "length", "llm_judge"}  # scorers that can do without one
 
 
-class Outcome(Struct, frozen=True):
+class Judgment(Struct, frozen=True):
     """What became of one answer. `reward` counts only where the status is ok."""
 
     status: Status
@@ -72,11 +72,11 @@ class Judge:
 
     def __init__(
         self,
-        settings: Reward,
+        settings: RewardConfig,
         own: Sequence[str] = (FALLBACK,),
         *,
-        sandbox: Sandbox = _USUAL,
-        llm: LLMJudge = _NOBODY,
+        sandbox: SandboxConfig = _USUAL,
+        llm: LLMJudgeConfig = _NOBODY,
         given: Mapping[str, Function] = _NONE_GIVEN,
         raises: bool = False,
     ) -> None:
@@ -84,11 +84,11 @@ class Judge:
         self.peak_mb = 0.0  # the most that judging one answer has taken in a worker
         self._safe: dict[str, Scorer] = {}
         self._pooled: tuple[str, ...] = ()
-        self._errands: Errands[tuple[_Part, ...]] = Errands(self._setup, settings.workers, settings.retries)
+        self._errands: RetryingPool[tuple[_Part, ...]] = RetryingPool(self._setup, settings.workers, settings.retries)
         self._gathered: deque[tuple[_Part, Item]] = deque()  # for coroutines in workers, until one of these is free
         self._num_gathered = 0  # bundles of them that are with workers
         self._equal: dict[tuple[bytes, bytes], float] = {}  # what algebra has found out about (answer, completion)
-        self._done: list[tuple[Hashable, Outcome]] = []
+        self._done: list[tuple[Hashable, Judgment]] = []
         alone = own if settings.scorer == "auto" else [settings.scorer]
         self._names = tuple(settings.combine or dict.fromkeys(alone))
         trusted: dict[str, Function] = {}
@@ -149,11 +149,11 @@ class Judge:
         return {**self._errands.signatures, **self._trusted.signatures}
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> ScorerRequirements:
         """What the scorers want of the data."""
         signatures = self.signatures
         others = set(self._names) - signatures.keys()
-        return Wanted.by(signatures, answer=not others <= _WITHOUT_ANSWER)
+        return ScorerRequirements.by(signatures, answer=not others <= _WITHOUT_ANSWER)
 
     def ask(self, key: Hashable, completion: str, problem: Problem) -> None:
         """The outcome comes out of `collect` under this key."""
@@ -171,7 +171,7 @@ class Judge:
                 self._ask_one(case, completion, problem, others)
             self._part_done(case)
 
-    def collect(self, wait_s: float = 0.0) -> list[tuple[Hashable, Outcome]]:
+    def collect(self, wait_s: float = 0.0) -> list[tuple[Hashable, Judgment]]:
         """Outcomes so far, waiting at most this long for one."""
         self._send_gathered()
         for part, verdict in self._trusted.collect(0.0 if self._done or self._errands else wait_s):
@@ -188,7 +188,7 @@ class Judge:
         done, self._done = self._done, []
         return done
 
-    def score(self, completion: str, problem: Problem) -> Outcome:
+    def score(self, completion: str, problem: Problem) -> Judgment:
         """One answer, waited for. Not to be mixed with answers under way."""
         self.ask(None, completion, problem)
         while not (done := self.collect(1.0)):
@@ -229,7 +229,7 @@ class Judge:
             elif signature.is_async:
                 self._gathered.append((part, _item(name, texts, problem, columns)))
             else:
-                self._errands.send((part,), Ask((_item(name, texts, problem, columns),)))
+                self._errands.send((part,), WorkRequest((_item(name, texts, problem, columns),)))
 
     def _send_gathered(self) -> None:
         """Whenever a worker is free, what has gathered by then, up to reward.concurrency; the rest waits for the next."""
@@ -237,10 +237,10 @@ class Judge:
             count = min(self._settings.concurrency, math.ceil(len(self._gathered) / free))
             bundle = [self._gathered.popleft() for _ in range(count)]
             self._num_gathered += 1
-            ask = Ask(tuple(item for _, item in bundle), gathered=True)
+            ask = WorkRequest(tuple(item for _, item in bundle), gathered=True)
             self._errands.send(tuple(part for part, _ in bundle), ask, retries=0)
 
-    def _take_gathered(self, parts: tuple[_Part, ...], ask: Ask, verdict: Verdict) -> None:
+    def _take_gathered(self, parts: tuple[_Part, ...], ask: WorkRequest, verdict: Verdict) -> None:
         """One that failed is tried again by itself; where all came to nothing, one of them may have taken the others
         along."""
         self._num_gathered -= 1
@@ -252,7 +252,7 @@ class Judge:
             if one.status == "ok" or not (self._settings.retries or (together and len(parts) > 1)):
                 self._take(part, one)
             else:
-                self._errands.send((part,), Ask((item,)), retries=max(0, self._settings.retries - 1))
+                self._errands.send((part,), WorkRequest((item,)), retries=max(0, self._settings.retries - 1))
 
     # Verdicts
 
@@ -287,7 +287,7 @@ class Judge:
         case.seconds += time.monotonic() - start_s
         if items:
             case.waiting += 1
-            self._errands.send((tuple(part),), Ask(tuple(items)))
+            self._errands.send((tuple(part),), WorkRequest(tuple(items)))
 
     def _settle(self, name: str, completion: str, problem: Problem) -> float | Item:
         if name in self._safe:
@@ -352,11 +352,11 @@ class Judge:
             return
         verdict = case.failed
         if verdict is not None:
-            outcome = Outcome(verdict.status, 0.0, verdict.reason, case.seconds, verdict.trace)
+            outcome = Judgment(verdict.status, 0.0, verdict.reason, case.seconds, verdict.trace)
         elif math.isfinite(case.reward):
-            outcome = Outcome("ok", case.reward, "", case.seconds)
+            outcome = Judgment("ok", case.reward, "", case.seconds)
         else:
-            outcome = Outcome("error", 0.0, f"scorer gave {case.reward}", case.seconds)
+            outcome = Judgment("error", 0.0, f"scorer gave {case.reward}", case.seconds)
         self._done.append((case.key, outcome))
 
 

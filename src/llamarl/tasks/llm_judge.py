@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from llamarl.config import LLMJudge
+from llamarl.config import LLMJudgeConfig
 from llamarl.errors import ConfigError
 
 _MAX_REPLY_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class _Passing(JudgeFailed):
     """One that another attempt may not meet."""
 
 
-def load_llm_judge(settings: LLMJudge) -> Scorer:
+def load_llm_judge(settings: LLMJudgeConfig) -> Scorer:
     """Raises ConfigError for what cannot work; the endpoint itself is not asked yet."""
     place, key, rubric = _endpoint(settings), _key(settings), _rubric(settings)
 
@@ -74,7 +74,7 @@ def verdict_in(reply: str, nonce: str, top: float) -> float:
     return float(said)
 
 
-def _request(settings: LLMJudge, rubric: str, nonce: str, completion: str, answer: str, prompt: str) -> bytes:
+def _request(settings: LLMJudgeConfig, rubric: str, nonce: str, completion: str, answer: str, prompt: str) -> bytes:
     reference = _REFERENCE.format(nonce=nonce, answer=answer) if answer else ""
     shown = _SHOWN.format(nonce=nonce, prompt=prompt, reference=reference, completion=completion[: settings.max_chars])
     asked = {
@@ -89,7 +89,7 @@ def _request(settings: LLMJudge, rubric: str, nonce: str, completion: str, answe
     return json.dumps(asked).encode()
 
 
-def _ask_patiently(settings: LLMJudge, place: SplitResult, key: str, asked: bytes) -> str:
+def _ask_patiently(settings: LLMJudgeConfig, place: SplitResult, key: str, asked: bytes) -> str:
     pause_s = _FIRST_PAUSE_S
     for attempt in range(settings.retries + 1):
         try:
@@ -102,7 +102,7 @@ def _ask_patiently(settings: LLMJudge, place: SplitResult, key: str, asked: byte
     raise AssertionError("unreachable")
 
 
-def _ask(settings: LLMJudge, place: SplitResult, key: str, asked: bytes) -> str:
+def _ask(settings: LLMJudgeConfig, place: SplitResult, key: str, asked: bytes) -> str:
     """One request. Redirects are not followed: the key is for this place alone."""
     connection = _connect(place, settings.timeout_s)
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
@@ -138,7 +138,7 @@ def _content(body: bytes) -> str:
     return content
 
 
-def _endpoint(settings: LLMJudge) -> SplitResult:
+def _endpoint(settings: LLMJudgeConfig) -> SplitResult:
     place = urlsplit(settings.url)
     if place.scheme not in ("http", "https") or not place.hostname or place.username or place.query:
         raise ConfigError(
@@ -158,14 +158,14 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _key(settings: LLMJudge) -> str:
+def _key(settings: LLMJudgeConfig) -> str:
     """From the environment alone: it is in no file, no message and no log."""
     if settings.key_env and not os.environ.get(settings.key_env):
         raise ConfigError(f"llm_judge.key_env: there is no environment variable {settings.key_env}")
     return os.environ.get(settings.key_env, "") if settings.key_env else ""
 
 
-def _rubric(settings: LLMJudge) -> str:
+def _rubric(settings: LLMJudgeConfig) -> str:
     path = Path(settings.rubric).expanduser()
     try:
         text = path.read_bytes()[: _MAX_RUBRIC_BYTES + 1].decode()

@@ -127,7 +127,7 @@ def _shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-class Wanted(Struct, frozen=True):
+class ScorerRequirements(Struct, frozen=True):
     """What scorers want of the data besides prompts: columns by who asks for them, and whether answers are needed."""
 
     required: dict[str, str] = {}
@@ -136,7 +136,7 @@ class Wanted(Struct, frozen=True):
     answer: bool = True
 
     @classmethod
-    def by(cls, signatures: Mapping[str, Signature], *, answer: bool) -> Wanted:
+    def by(cls, signatures: Mapping[str, Signature], *, answer: bool) -> ScorerRequirements:
         """`answer`: some other scorer needs it anyway."""
         return cls(
             {column: name for name, signature in signatures.items() for column in signature.columns},

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from llamarl.config import Sandbox as Limits
+from llamarl.config import SandboxConfig as Limits
 from llamarl.tasks.code_blocks import program_in
 from llamarl.tasks.rows import BadRow
 from llamarl.tasks.sandbox.probe import open_sandbox

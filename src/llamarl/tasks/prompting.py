@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llamarl.config import Source
+from llamarl.config import DatasetConfig
 from llamarl.errors import ConfigError
 from llamarl.tasks.datasets import Example
 from llamarl.tasks.task import Lazily
@@ -46,7 +46,7 @@ class Prompting:
         return self._template.replace(_MARK, question)
 
 
-def choose_shots(settings: Source, train: Sequence[Example]) -> tuple[list[Example], Sequence[Example]]:
+def choose_shots(settings: DatasetConfig, train: Sequence[Example]) -> tuple[list[Example], Sequence[Example]]:
     """(shots, the rest): always the same ones, and never asked as problems."""
     if not settings.few_shot:
         return [], train

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamarl.config import Config, Source
-from llamarl.config import Task as TaskConfig
+from llamarl.config import Config, DatasetConfig, TaskConfig
 from llamarl.errors import ConfigError
 from llamarl.plugins import is_reference
 from llamarl.tasks import arithmetic
 from llamarl.tasks.datasets import KINDS, Example, read_examples
 from llamarl.tasks.judge import FALLBACK, Judge
 from llamarl.tasks.mixture import Mixture
-from llamarl.tasks.own_scorers import Wanted
+from llamarl.tasks.own_scorers import ScorerRequirements
 from llamarl.tasks.prompting import Prompting, choose_shots
 from llamarl.tasks.task import Lazily, Prompter, Task, is_held_out
 
-_NOTHING = Wanted()
+_NOTHING = ScorerRequirements()
 
 
-def make_task(settings: TaskConfig, seed: int, wanted: Wanted = _NOTHING) -> Prompter:
+def make_task(settings: TaskConfig, seed: int, wanted: ScorerRequirements = _NOTHING) -> Prompter:
     """`wanted`: what scorers want of the data besides prompts."""
     if settings.kind == "given":
         raise ConfigError(
@@ -46,7 +45,7 @@ def open_task(config: Config) -> Prompter:
 
 
 def make_single_task(
-    settings: Source, seed: int, wanted: Wanted = _NOTHING, *, chat: bool = False, system: str = ""
+    settings: DatasetConfig, seed: int, wanted: ScorerRequirements = _NOTHING, *, chat: bool = False, system: str = ""
 ) -> Task:
     train, held_out, test = _examples(settings, wanted)
     shots, train = choose_shots(settings, train)
@@ -72,7 +71,9 @@ def _habits(kind: str) -> tuple[str, str]:
     return KINDS[kind].template, KINDS[kind].scorer
 
 
-def _examples(settings: Source, wanted: Wanted) -> tuple[Sequence[Example], Sequence[Example], Sequence[Example]]:
+def _examples(
+    settings: DatasetConfig, wanted: ScorerRequirements
+) -> tuple[Sequence[Example], Sequence[Example], Sequence[Example]]:
     """(training, held out, the fixed test examples)"""
     if settings.kind == "arithmetic":
         wanted.of({})  # there are no columns

@@ -10,18 +10,18 @@ from contextlib import suppress
 from typing import BinaryIO, TextIO, cast
 
 from llamarl.errors import ConfigError
-from llamarl.tasks.judge import Judge, Outcome
-from llamarl.tasks.own_scorers import Wanted
+from llamarl.tasks.judge import Judge, Judgment
+from llamarl.tasks.own_scorers import ScorerRequirements
 from llamarl.tasks.programs import check_tests
 from llamarl.tasks.rows import BadRow
 from llamarl.types import Problem
 
 _LINES_AHEAD = 16  # each may be 10 MB
 _PATIENCE_S = 0.05
-_NOTHING = Wanted()
+_NOTHING = ScorerRequirements()
 
 # What is told of one line: an outcome, or why the line could not be judged.
-Told = Outcome | str
+Told = Judgment | str
 
 
 def score_lines(source: BinaryIO, target: TextIO, notes: TextIO, judge: Judge, scorer: str) -> None:
@@ -90,7 +90,7 @@ def _arrived(lines: queue.Queue[bytes | None], *, wait: bool) -> Iterator[bytes 
             yield lines.get_nowait()
 
 
-def read_line(line: bytes, scorer: str, wanted: Wanted = _NOTHING) -> tuple[str, Problem]:
+def read_line(line: bytes, scorer: str, wanted: ScorerRequirements = _NOTHING) -> tuple[str, Problem]:
     """Raises ValueError for what is no question. Lone surrogates are let through: models write them."""
     try:
         row = json.loads(line.decode("utf-8", "surrogatepass"))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 
-from llamarl.config import Reward
+from llamarl.config import RewardConfig
 from llamarl.tasks.choices import choice
 from llamarl.tasks.extract import after_hashes, boxed, final_answer, gold_answer
 from llamarl.tasks.numbers import read_number, tidy
@@ -69,12 +69,12 @@ def has_thought(text: str) -> bool:
 FORMATS: dict[str, Callable[[str], bool]] = {"boxed": has_boxed, "hashes": has_hashes, "think": has_thought}
 
 
-def make_safe_scorer(name: str, settings: Reward) -> Scorer | None:
+def make_safe_scorer(name: str, settings: RewardConfig) -> Scorer | None:
     """One of those that may run here; None for a name that is not among them."""
     return _MAKERS[name](settings) if name in _MAKERS else None
 
 
-def _make_numeric(settings: Reward) -> Scorer:
+def _make_numeric(settings: RewardConfig) -> Scorer:
     def score(completion: str, answer: str, prompt: str) -> float:
         given = final_answer(completion, settings.answer_from)
         return float(given is not None and same_number(given, gold_answer(answer)))
@@ -82,18 +82,18 @@ def _make_numeric(settings: Reward) -> Scorer:
     return numeric if settings.answer_from == "whole" else score
 
 
-def _make_format(settings: Reward) -> Scorer:
+def _make_format(settings: RewardConfig) -> Scorer:
     shape = FORMATS[settings.format]
     return lambda completion, answer, prompt: float(shape(completion))
 
 
-def _make_length(settings: Reward) -> Scorer:
+def _make_length(settings: RewardConfig) -> Scorer:
     """1 for up to half of `max_chars`, then falling to 0."""
     half = settings.max_chars / 2
     return lambda completion, answer, prompt: min(1.0, max(0.0, 2.0 - len(completion) / half))
 
 
-_MAKERS: dict[str, Callable[[Reward], Scorer]] = {
+_MAKERS: dict[str, Callable[[RewardConfig], Scorer]] = {
     "none": lambda settings: lambda completion, answer, prompt: 0.0,
     "exact": lambda settings: exact,
     "numeric": _make_numeric,

@@ -14,9 +14,9 @@ from typing import Any
 
 from llamarl.tasks.comparison import is_multiple, same_value
 from llamarl.tasks.latex import members_of, plain_latex
+from llamarl.tasks.latex_reader import mend_reader
 from llamarl.tasks.magnitude import is_small
 from llamarl.tasks.numbers import read_number
-from llamarl.tasks.latex_reader import mend_reader
 from llamarl.tasks.without_eval import take_out_eval
 from llamarl.tasks.work_limit import MAX_COMPARING_CALLS, MAX_READING_CALLS, within_bounds
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from msgspec.structs import replace
 
-from llamarl.config import Reward
+from llamarl.config import RewardConfig
 from llamarl.plugins import describe_error, format_traceback
 from llamarl.tasks.failures import Counts
 from llamarl.tasks.own_scorers import BadReward, Function, Signature, call, rewards_in, signature_of
@@ -29,7 +29,7 @@ class Trusted(Generic[T]):
     """`what` is the caller's own, and comes back with the verdict. With `raises`, what a plain function raises in its last
     attempt goes on to the caller, traceback and all."""
 
-    def __init__(self, functions: Mapping[str, Function], settings: Reward, *, raises: bool = False) -> None:
+    def __init__(self, functions: Mapping[str, Function], settings: RewardConfig, *, raises: bool = False) -> None:
         self._functions, self._settings, self._raises = dict(functions), settings, raises
         self.signatures = {name: signature_of(name, function) for name, function in functions.items()}
         self.counts = Counts()  # of attempts

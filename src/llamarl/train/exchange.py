@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
-from llamarl.train.mesh import Mesh
+from llamarl.train.mesh import TrainerMesh
 
 
 class Written(Struct, frozen=True):
@@ -18,7 +18,7 @@ class Written(Struct, frozen=True):
 class Exchange:
     """Every method is called by all ranks at the same time; one rank alone talks to itself."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: TrainerMesh) -> None:
         self._count = mesh.size
 
     def all_true(self, flag: bool) -> bool:

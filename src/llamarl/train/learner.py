@@ -14,8 +14,7 @@ from torch import Tensor
 from llamarl.algo.batch import Document, document_of, make_documents
 from llamarl.algo.losses import Loss, is_tokenwise, objective
 from llamarl.algo.metrics import TokenMeasures, describe_groups, token_metrics, token_totals
-from llamarl.config import Algo
-from llamarl.config import Trainer as TrainerConfig
+from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train.head import chunked_logprobs, fused_loss
 from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import Pack
@@ -26,13 +25,13 @@ from llamarl.types import CompletionGroup, RolloutGroup
 
 
 @dataclass(frozen=True)
-class Outcome:
+class UpdateResult:
     metrics: dict[str, float]  # what a seed determines
     timings: dict[str, float]  # what the machine determines
 
 
 class Learner:
-    def __init__(self, policy: Policy, loss: Loss, *, settings: TrainerConfig, algo: Algo, updates: int) -> None:
+    def __init__(self, policy: Policy, loss: Loss, *, settings: TrainerConfig, algo: AlgoConfig, updates: int) -> None:
         self.policy, self._loss = policy, loss
         self._settings, self._algo, self._updates = settings, algo, updates
         compiled = policy.computing.compiled
@@ -41,14 +40,14 @@ class Learner:
         self.hold: Callable[[], float] | None = None  # waits until the weights may change; returns the seconds it took
         self._held_s = 0.0
 
-    def update(self, number: int, groups: Sequence[RolloutGroup], probe: CompletionGroup | None = None) -> Outcome:
+    def update(self, number: int, groups: Sequence[RolloutGroup], probe: CompletionGroup | None = None) -> UpdateResult:
         """Turn version `number` into the next. Without tokens to learn from, the weights stay as they are."""
         metrics = describe_groups(groups)
         if probe is not None:
             metrics["logprob_gap"] = self._logprob_gap(probe, number)
         documents = make_documents(groups, version=number, algo=self._algo)
         if not documents:
-            return Outcome({**metrics, "trained_tokens": 0.0}, {})
+            return UpdateResult({**metrics, "trained_tokens": 0.0}, {})
         start_s = time.perf_counter()
         seen = self.accumulate(documents)
         totals = seen.totals(documents, self._algo.rho)
@@ -56,7 +55,7 @@ class Learner:
         timings = self._speed(documents, start_s)
         if self.hold is not None:
             timings["sync_trainer_s"] = self._held_s
-        return Outcome({**totals.metrics(), **metrics, **stepped}, timings)
+        return UpdateResult({**totals.metrics(), **metrics, **stepped}, timings)
 
     def accumulate(self, documents: Sequence[Document]) -> Seen:
         """Gradients of the whole update, in the optimizer; afterwards only the step is missing."""

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llamarl.errors import ConfigError
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Mesh:
+class TrainerMesh:
     data: int = 1
     tensor: int = 1
     rank: int = 0
@@ -65,18 +65,18 @@ class Mesh:
         return tensor
 
 
-LONE_RANK = Mesh()
+LONE_RANK = TrainerMesh()
 
 
-def make_mesh(data: int, tensor: int, rank: int, device: torch.device) -> Mesh:
+def make_mesh(data: int, tensor: int, rank: int, device: torch.device) -> TrainerMesh:
     """Neighboring ranks share products: they talk most, so they should sit closest."""
     if data * tensor == 1:
         return LONE_RANK
     devices = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
-    return Mesh(data, tensor, rank, devices)
+    return TrainerMesh(data, tensor, rank, devices)
 
 
-def check_tensor_parallel(shape: ModelShape, tensor: int, key: str) -> None:
+def check_tensor_parallel(shape: ModelSpec, tensor: int, key: str) -> None:
     """Heads and the MLP's width must come out even."""
     for name in ("num_kv_heads", "num_heads", "intermediate_size"):
         if (size := getattr(shape, name)) % tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from llamarl.config import Trainer as TrainerConfig
+from llamarl.config import TrainerConfig
 from llamarl.errors import ConfigError
 
 _EPSILON = 1e-8

@@ -24,13 +24,18 @@ from torch.utils.checkpoint import checkpoint
 
 from llamarl.model.ops import Rope
 from llamarl.model.transformer import Transformer
-from llamarl.train.mesh import Mesh
+from llamarl.train.mesh import TrainerMesh
 
 _MAX_GRAPHS = 64
 
 
 def parallelize(
-    model: Transformer, mesh: Mesh, *, recompute: str = "none", compiled: bool = False, compute_dtype: torch.dtype
+    model: Transformer,
+    mesh: TrainerMesh,
+    *,
+    recompute: str = "none",
+    compiled: bool = False,
+    compute_dtype: torch.dtype,
 ) -> None:
     """Make `model` this rank's part of the mesh. Its parameters may still be without memory (on the meta device)."""
     if mesh.tensor > 1:
@@ -43,7 +48,7 @@ def parallelize(
         _shard(model, mesh, compute_dtype)
 
 
-def _share_products(model: Transformer, mesh: Mesh) -> None:
+def _share_products(model: Transformer, mesh: TrainerMesh) -> None:
     block_plan = {
         "self_attn": PrepareModuleInput(
             input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
@@ -106,7 +111,7 @@ def _for_any_length(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _shard(model: Transformer, mesh: Mesh, compute_dtype: torch.dtype) -> None:
+def _shard(model: Transformer, mesh: TrainerMesh, compute_dtype: torch.dtype) -> None:
     """Master weights and reductions stay fp32; passes see `compute_dtype`. Gradients are summed, not averaged, since the
     loss is divided by the tokens of the whole update."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -123,7 +128,7 @@ def is_shared_out(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def complete_gradients(grads: Mapping[str, Tensor], mesh: Mesh) -> None:
+def complete_gradients(grads: Mapping[str, Tensor], mesh: TrainerMesh) -> None:
     """Norms of query and key heads are whole on every tensor rank, which sees only its own heads' share of their
     gradients. All other whole parameters work on whole states, and their gradients are whole."""
     if mesh.tensor > 1:

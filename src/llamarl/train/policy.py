@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from llamarl.algo.batch import Document
 from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, random_model
 from llamarl.model.transformer import Transformer
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 from llamarl.train.attention import document_attention, uses_long_rows
 from llamarl.train.half import take_half_operands
 from llamarl.train.head import Head, Vocabulary, chunked_logprobs
-from llamarl.train.mesh import LONE_RANK, Mesh
+from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.packing import Pack, make_packs
 from llamarl.train.parallel import parallelize, tie_head
 from llamarl.train.parts import owned_parts
@@ -30,7 +30,7 @@ class Computing:
 
     device: torch.device
     dtype: torch.dtype  # of what enters products; with float16, weights and gradients are bfloat16 (see `half.py`)
-    mesh: Mesh = LONE_RANK
+    mesh: TrainerMesh = LONE_RANK
     recompute: str = "none"
     compiled: bool = False
     tokens_per_pack: int = 16_384
@@ -78,7 +78,7 @@ class Policy:
         return logprobs_N
 
 
-def _vocabulary_of(model: Transformer, mesh: Mesh) -> Vocabulary:
+def _vocabulary_of(model: Transformer, mesh: TrainerMesh) -> Vocabulary:
     if mesh.tensor == 1:
         return Vocabulary()
     rows = -(-model.shape.vocab_size // mesh.tensor)  # how DTensor cuts: equal parts, the last ones shorter or empty
@@ -98,14 +98,14 @@ def load_policy(folder: Path, computing: Computing) -> Policy:
     return Policy(model, computing)
 
 
-def random_policy(shape: ModelShape, computing: Computing, *, seed: int = 0) -> Policy:
+def random_policy(shape: ModelSpec, computing: Computing, *, seed: int = 0) -> Policy:
     """Untrained weights, made where they will stay."""
     model = random_model(shape, seed=seed, dtype=parameter_dtype(computing), device=computing.device)
     parallelize_for(model, computing)
     return Policy(model, computing)
 
 
-def sharded_model(shape: ModelShape, computing: Computing) -> Transformer:
+def sharded_model(shape: ModelSpec, computing: Computing) -> Transformer:
     """This rank's part of the model, with memory that is not yet written."""
     model = meta_model(shape).to(parameter_dtype(computing))
     parallelize_for(model, computing)

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from llamarl.model_spec import ModelShape, matrix_parameters
+from llamarl.model_spec import ModelSpec, matrix_parameters
 
 # Dense bf16 rates from the vendors' datasheets, TFLOP/s, by a part of the device's name; the longest match counts.
 DATASHEET_TFLOPS = {
@@ -25,7 +25,7 @@ DATASHEET_TFLOPS = {
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
 
 
-def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
+def training_flops(shape: ModelSpec, lengths: Iterable[int]) -> float:
     """6 per matrix weight and token (forward 2, backward 4), and 6 per layer, query feature and pair of tokens that
     attend to each other in causal attention (12 without the causal half). Recomputed work does not count."""
     tokens = pairs = 0
@@ -66,7 +66,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def speed_of(
-    shape: ModelShape, lengths: Iterable[int], elapsed_s: float, device: torch.device, dtype: torch.dtype, ranks: int
+    shape: ModelSpec, lengths: Iterable[int], elapsed_s: float, device: torch.device, dtype: torch.dtype, ranks: int
 ) -> dict[str, float]:
     """Of one update, for the record of wall times."""
     sizes = list(lengths)

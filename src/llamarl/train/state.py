@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from llamarl.errors import InputError, ModelError
 from llamarl.failpoints import failpoint
 from llamarl.model.checkpoint import empty_model, open_checkpoint, save_model
-from llamarl.model.safetensors_file import Span, read_spans
+from llamarl.model.safetensors_file import TensorSpan, read_spans
 from llamarl.model.tensor_io import DTYPES, read_tensor, write_tensors
 from llamarl.model.training_state import OPTIMIZER, POLICY, hash_files
 from llamarl.model.transformer import Transformer
-from llamarl.train.mesh import LONE_RANK, Mesh
+from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.optimizer import AdamW
 from llamarl.train.parts import owned_parts
 
@@ -41,7 +41,7 @@ class MeshOnDisk(msgspec.Struct, frozen=True):
 class TrainingState:
     """A copy of model and optimizer in host memory, made anew with `take` and written with `write`."""
 
-    def __init__(self, model: Transformer, optimizer: AdamW, carry_from: Path, mesh: Mesh = LONE_RANK) -> None:
+    def __init__(self, model: Transformer, optimizer: AdamW, carry_from: Path, mesh: TrainerMesh = LONE_RANK) -> None:
         self._model, self._optimizer, self._carry_from = model, optimizer, carry_from
         self._mesh = mesh
         self._policy_copy: Transformer | None = None
@@ -121,10 +121,10 @@ def gather(master: Tensor, parameter: Tensor) -> Tensor:
     return spread.full_tensor()
 
 
-def restore(optimizer: AdamW, folder: Path, mesh: Mesh = LONE_RANK) -> None:
+def restore(optimizer: AdamW, folder: Path, mesh: TrainerMesh = LONE_RANK) -> None:
     """Bring back what `write` saved of the optimizer; the model itself is loaded from the policy folder like any other."""
     refuse_other_mesh(folder, mesh.data, mesh.tensor)
-    spans: dict[str, Span] = {}
+    spans: dict[str, TensorSpan] = {}
     for path in sorted((folder / OPTIMIZER).glob(f"{_prefix(mesh)}*.safetensors")):
         spans.update(read_spans(path))
     optimizer.num_steps = int(_read(spans.pop(_STEPS))) if _STEPS in spans else 0
@@ -160,7 +160,7 @@ def refuse_other_mesh(folder: Path, data: int, tensor: int) -> None:
         )
 
 
-def _write_mesh(folder: Path, mesh: Mesh) -> Path:
+def _write_mesh(folder: Path, mesh: TrainerMesh) -> Path:
     path = folder / _MESH_FILE
     path.write_bytes(msgspec.json.encode(MeshOnDisk(mesh.data, mesh.tensor)))
     _sync(path)
@@ -172,11 +172,11 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _prefix(mesh: Mesh) -> str:
+def _prefix(mesh: TrainerMesh) -> str:
     return "optimizer-" if mesh.size == 1 else f"optimizer-rank{mesh.rank:05}-"
 
 
-def _read(span: Span) -> float:
+def _read(span: TensorSpan) -> float:
     value = torch.empty(span.shape)
     read_tensor(span, value, tuple(slice(0, size) for size in span.shape))
     return value.item()

@@ -18,7 +18,7 @@ from llamarl.layout.plan import TransferPlan
 from llamarl.weights.blocks import DIGEST, digest
 from llamarl.weights.memory import copy_tensor
 from llamarl.weights.shards import Shard
-from llamarl.weights.wire import Entry
+from llamarl.weights.wire import SlotShard
 
 
 class Packed(Struct, frozen=True):
@@ -79,7 +79,7 @@ def _packed(pieces: Iterable[tuple[int, str, str, Box]], bucket_bytes: int) -> I
 Copies = Sequence[tuple[Tensor, Tensor]]  # target and source
 
 
-def copies_in(bucket: Bucket, entries: Mapping[str, Entry], slot: Tensor, message: Tensor) -> Copies:
+def copies_in(bucket: Bucket, entries: Mapping[str, SlotShard], slot: Tensor, message: Tensor) -> Copies:
     """From a slot into a message."""
     copies = []
     for part in bucket.parts:

@@ -16,17 +16,17 @@ from llamarl.weights.cuda_driver import Mapping, allocate
 from llamarl.weights.kernels import (
     BLOCK_BYTES,
     BLOCK_WORDS,
+    CopyRun,
     RowTable,
-    Run,
     fits_rows,
     launch,
     quantize_rows,
     row_addresses,
     tiles,
 )
-from llamarl.weights.memory import Manifest, Piece
+from llamarl.weights.memory import ShardRead, SlotManifest
 from llamarl.weights.slot_file import NUM_SLOTS, SlotFile
-from llamarl.weights.wire import LEAST_SCALE, MAX_FP8, Entry, Quantized, Staging
+from llamarl.weights.wire import LEAST_SCALE, MAX_FP8, Quantized, SlotShard, Staging
 
 _ALIGNED = 16  # bytes; what the kernels read at once
 
@@ -45,7 +45,7 @@ class CudaMemory:
         self._checks: dict[int, Tensor] = {}
 
     @classmethod
-    def create(cls, file: SlotFile, rank: int, manifest: Manifest) -> int:
+    def create(cls, file: SlotFile, rank: int, manifest: SlotManifest) -> int:
         """New memory for both slots of a rank, zeroed (what lies between parameters is summed too). Returns its number."""
         size, number = NUM_SLOTS * cls._stride(manifest.num_bytes), secrets.randbits(62) | 1
         fd = allocate(manifest.device, size)
@@ -58,7 +58,7 @@ class CudaMemory:
         return number
 
     @classmethod
-    def find(cls, file: SlotFile, number: int, manifest: Manifest, user: int) -> CudaMemory:
+    def find(cls, file: SlotFile, number: int, manifest: SlotManifest, user: int) -> CudaMemory:
         fd, size = fd_mailbox.find(file, number), NUM_SLOTS * cls._stride(manifest.num_bytes)
         try:
             mapping = Mapping(fd, manifest.device, size, sorted({manifest.device, user}))
@@ -104,14 +104,14 @@ class CudaMemory:
         size = self.digest_bytes
         return b"".join(sums[block * size : (block + 1) * size] for block in blocks)
 
-    def read(self, slot: int, pieces: Sequence[Piece]) -> None:
+    def read(self, slot: int, pieces: Sequence[ShardRead]) -> None:
         if slot not in self._reads:
             self._reads[slot] = ReadTables(pieces, self.data(slot), self._device)
         with torch.cuda.device(self._device):
             self._reads[slot].fill(self._sums)
             torch.cuda.current_stream().synchronize()  # the lease ends when this returns
 
-    def take(self, slot: int, pieces: Sequence[Piece], blocks: Sequence[int]) -> bytes:
+    def take(self, slot: int, pieces: Sequence[ShardRead], blocks: Sequence[int]) -> bytes:
         if slot not in self._takes:
             self._takes[slot] = TakeTables(pieces, blocks, self.data(slot), self._device)
         with torch.cuda.device(self._device):
@@ -131,7 +131,7 @@ class WriteTables:
     """How a rank's parameters go into one slot: raw, narrowed from fp32 to bf16, or by torch and summed afterwards."""
 
     def __init__(self, staging: Staging, data: Tensor, device: torch.device) -> None:
-        raw, narrow, later = list[Run](), list[Run](), list[Run]()
+        raw, narrow, later = list[CopyRun](), list[CopyRun](), list[CopyRun]()
         self._others: list[tuple[Tensor, Tensor]] = []
         for entry, tensor in staging.copied:
             view, run = entry.view(data), _run(entry, data, tensor)
@@ -177,13 +177,15 @@ def _row_tables(staging: Staging, data: Tensor, device: torch.device) -> tuple[l
 class ReadTables:
     """How one slot's bytes go into a reader's parameters."""
 
-    def __init__(self, pieces: Iterable[Piece], data: Tensor, device: torch.device) -> None:
-        self._runs: list[Run] = []
+    def __init__(self, pieces: Iterable[ShardRead], data: Tensor, device: torch.device) -> None:
+        self._runs: list[CopyRun] = []
         self._others: list[tuple[Tensor, Tensor]] = []
         for piece in pieces:
             first, end = piece.byte_range
             if piece.is_plain and first % _ALIGNED == 0 and _fits(piece.target, piece.target):
-                self._runs.append(Run(data.data_ptr() + first, piece.target.data_ptr(), first // 4, (end - first) // 4))
+                self._runs.append(
+                    CopyRun(data.data_ptr() + first, piece.target.data_ptr(), first // 4, (end - first) // 4)
+                )
             else:
                 self._others.append((piece.target, piece.source(data)))
         self._raw = tiles(self._runs).to(device)
@@ -197,7 +199,7 @@ class ReadTables:
 class TakeTables(ReadTables):
     """The same, with the sums of the blocks: what is copied is summed on the way, the rest of the blocks besides."""
 
-    def __init__(self, pieces: Iterable[Piece], blocks: Sequence[int], data: Tensor, device: torch.device) -> None:
+    def __init__(self, pieces: Iterable[ShardRead], blocks: Sequence[int], data: Tensor, device: torch.device) -> None:
         super().__init__(pieces, data, device)
         self._rest = tiles(_unread(data, blocks, self._runs)).to(device)
 
@@ -206,16 +208,16 @@ class TakeTables(ReadTables):
         launch(self._rest, sums, copy=False, add=True)
 
 
-def _unread(data: Tensor, blocks: Sequence[int], runs: Sequence[Run]) -> list[Run]:
+def _unread(data: Tensor, blocks: Sequence[int], runs: Sequence[CopyRun]) -> list[CopyRun]:
     """The words of these blocks that no run covers. Runs do not overlap."""
-    num_words, found = len(data) // 4, list[Run]()
+    num_words, found = len(data) // 4, list[CopyRun]()
     taken = sorted((run.position, run.position + run.num_words) for run in runs)
     for block in blocks:
         at, end = block * BLOCK_WORDS, min(num_words, (block + 1) * BLOCK_WORDS)
         inside = [(max(at, first), min(end, last)) for first, last in taken if first < end and last > at]
         for first, last in (*inside, (end, end)):
             if first > at:
-                found.append(Run(data.data_ptr() + 4 * at, 0, at, first - at))
+                found.append(CopyRun(data.data_ptr() + 4 * at, 0, at, first - at))
             at = max(at, last)
     return found
 
@@ -230,8 +232,8 @@ def _fits(tensor: Tensor, view: Tensor) -> bool:
     )
 
 
-def _run(entry: Entry, data: Tensor, tensor: Tensor | None = None) -> Run:
+def _run(entry: SlotShard, data: Tensor, tensor: Tensor | None = None) -> CopyRun:
     """An entry's words in the slot, up to a whole word: what lies behind a parameter is zero."""
     view = entry.view(data)
     source = tensor.data_ptr() if tensor is not None else 0
-    return Run(source, data.data_ptr() + entry.offset, entry.offset // 4, -(-view.numel() * view.itemsize // 4))
+    return CopyRun(source, data.data_ptr() + entry.offset, entry.offset // 4, -(-view.numel() * view.itemsize // 4))

@@ -23,12 +23,12 @@ from llamarl.weights.slot_file import MAIL_LOCK, MAX_RANKS, SlotFile
 _MAX_LETTER = 1 << 16
 
 
-class Letter(Struct, frozen=True):
+class DescriptorList(Struct, frozen=True):
     number: int = 0  # of nanoseconds on the clock that all processes share: the newest is the largest
     memories: dict[int, int] = {}  # rank -> the number of its memory; descriptors come in the same order
 
 
-_decode = msgspec.msgpack.Decoder(Letter).decode
+_decode = msgspec.msgpack.Decoder(DescriptorList).decode
 
 
 def post(file: SlotFile, rank: int, memory: int, fd: int) -> None:
@@ -36,7 +36,7 @@ def post(file: SlotFile, rank: int, memory: int, fd: int) -> None:
     with file.locked(MAIL_LOCK), _socket(file.mail_in) as outgoing, _socket(file.mail_out) as box, _peek(box) as found:
         letter, fds = found
         held = {**dict(zip(letter.memories, fds, strict=True)), rank: fd}
-        new = Letter(time.monotonic_ns(), {**letter.memories, rank: memory})
+        new = DescriptorList(time.monotonic_ns(), {**letter.memories, rank: memory})
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [held[one] for one in new.memories]))
         outgoing.sendmsg([msgspec.msgpack.encode(new)], [rights], socket.MSG_DONTWAIT)
         while _first_number(box) < new.number:
@@ -57,14 +57,14 @@ def _first_number(box: socket.socket) -> int:
 
 
 @contextmanager
-def _peek(box: socket.socket) -> Iterator[tuple[Letter, list[int]]]:
+def _peek(box: socket.socket) -> Iterator[tuple[DescriptorList, list[int]]]:
     """The letter and copies of its descriptors, which last as long as the context."""
     fds = array.array("i")
     flags = socket.MSG_PEEK | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     try:
         data, ancillary, _, _ = box.recvmsg(_MAX_LETTER, socket.CMSG_LEN(MAX_RANKS * fds.itemsize), flags)
     except BlockingIOError:
-        data, ancillary = msgspec.msgpack.encode(Letter()), []
+        data, ancillary = msgspec.msgpack.encode(DescriptorList()), []
     for level, kind, rights in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])

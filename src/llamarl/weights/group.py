@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store, Work
 
 from llamarl.errors import ConfigError, LlamaRLError
-from llamarl.weights.wire import Entry
+from llamarl.weights.wire import SlotShard
 
 LOOPBACK = "lo"
 _FOR_EVER = timedelta(days=365)  # gloo closes a connection on which a wait has expired; those that may last have no end
@@ -29,10 +29,10 @@ class PeerLost(LlamaRLError):
     """A process of the group died, or did not answer in time."""
 
 
-class Holdings(Struct, frozen=True):
+class RankShards(Struct, frozen=True):
     """What one rank of the group publishes or wants."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SlotShard, ...]
 
 
 class Deadline:
@@ -68,7 +68,7 @@ class Group:
         store = FileStore(f"/proc/self/fd/{meeting_fd}", num_writers + num_readers)
         return cls(store, rank, num_writers, num_readers, interface=LOOPBACK, device=device or torch.device("cpu"))
 
-    def exchange(self, own: Holdings, limit_s: float) -> list[Holdings]:
+    def exchange(self, own: RankShards, limit_s: float) -> list[RankShards]:
         """What everybody holds, by rank."""
         self._store.set_timeout(timedelta(seconds=limit_s))
         self._store.set(str(self.rank), msgspec.msgpack.encode(own))  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ class Group:
             raise PeerLost(
                 f"weights: not all of {size} ranks came to the meeting within {limit_s:g} s ({error})"
             ) from None
-        return [msgspec.msgpack.decode(data, type=Holdings) for data in found]
+        return [msgspec.msgpack.decode(data, type=RankShards) for data in found]
 
     def say(self, peer: int, words: Sequence[int], tag: int, deadline: Deadline) -> None:
         data = torch.tensor(words, dtype=torch.int64)

@@ -23,17 +23,17 @@ from torch import Tensor
 from llamarl.errors import CorruptWeights, LeaseTimeout, LostWeights, StaleWeights
 from llamarl.layout.boxes import volume
 from llamarl.layout.cost import BUCKET_BYTES
-from llamarl.layout.plan import TransferPlan, kinds_of, plan_transfer
+from llamarl.layout.plan import TransferPlan, plan_transfer, shard_patterns
 from llamarl.weights.buckets import Bucket, Copies, Route, buckets_of, copies_in, copies_out, is_sound, pack
-from llamarl.weights.group import Deadline, Group, Holdings, PeerLost
+from llamarl.weights.group import Deadline, Group, PeerLost, RankShards
 from llamarl.weights.memory import HOST, HostMemory, SlotMemory, copy_tensor, padded
 from llamarl.weights.rank_slots import device_of
-from llamarl.weights.read_plan import Wanted
+from llamarl.weights.read_plan import ReadPlan
 from llamarl.weights.shards import Parameters
 from llamarl.weights.slot_file import NUM_SLOTS, Header
 from llamarl.weights.slots import Agree, agreed, alone
 from llamarl.weights.transport import Publication
-from llamarl.weights.wire import CombineMax, Staging, Wire
+from llamarl.weights.wire import CombineMax, Staging, WireFormat
 
 _ASK, _ANSWER, _GO, _BUCKET = 1, 2, 3, 4
 _MEET_S = 300.0
@@ -47,12 +47,12 @@ class GroupWriter:
         parameters: Parameters,
         *,
         lease_s: float,
-        wire: Wire | None = None,
+        wire: WireFormat | None = None,
         agree: Agree = alone,
         combine_max: CombineMax | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._staging = Staging(parameters, wire or Wire(), combine_max)
+        self._staging = Staging(parameters, wire or WireFormat(), combine_max)
         self._lease_s, self._agree, self._bucket_bytes = lease_s, agree, bucket_bytes
         self._entries = {entry.name: entry for entry in self._staging.entries}
         num_bytes = self._staging.layout.num_bytes
@@ -64,7 +64,7 @@ class GroupWriter:
         self._changed = threading.Condition()
 
     def serve(self, group: Group) -> None:
-        routes = _routes(group, group.exchange(Holdings(self._staging.entries), _MEET_S), self._bucket_bytes)
+        routes = _routes(group, group.exchange(RankShards(self._staging.entries), _MEET_S), self._bucket_bytes)
         for target in range(group.num_readers):
             if buckets := routes.get(Route(group.rank, target)):
                 threading.Thread(target=self._answer, args=(group, target, buckets), daemon=True).start()
@@ -161,9 +161,9 @@ class GroupReader:
         self, group: Group, parameters: Parameters, *, deadline_s: float, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         self._group, self._deadline_s = group, deadline_s
-        wanted = Wanted(parameters)
+        wanted = ReadPlan(parameters)
         self._shards, device = wanted.shards, device_of([shard.tensor for shard in wanted.shards.values()])
-        held = group.exchange(Holdings(wanted.entries), _MEET_S)
+        held = group.exchange(RankShards(wanted.entries), _MEET_S)
         wanted.check([one.entries for one in held[: group.num_writers]], cast=False)
         routes = _routes(group, held, bucket_bytes)
         mine = group.rank - group.num_writers
@@ -238,12 +238,12 @@ def _room(num_bytes: int, device: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu" if device == HOST else torch.device("cuda", device))
 
 
-def plan_of(group: Group, held: Sequence[Holdings]) -> TransferPlan:
+def plan_of(group: Group, held: Sequence[RankShards]) -> TransferPlan:
     """The plan that every rank of a group computes for itself, from what all of them hold."""
     ranks = [{entry.name: entry.holding for entry in one.entries} for one in held]
     sources, targets = ranks[: group.num_writers], ranks[group.num_writers :]
-    return plan_transfer(kinds_of(sources, targets), len(sources), len(targets))
+    return plan_transfer(shard_patterns(sources, targets), len(sources), len(targets))
 
 
-def _routes(group: Group, held: Sequence[Holdings], bucket_bytes: int) -> dict[Route, list[Bucket]]:
+def _routes(group: Group, held: Sequence[RankShards], bucket_bytes: int) -> dict[Route, list[Bucket]]:
     return buckets_of(plan_of(group, held), bucket_bytes)

@@ -23,7 +23,7 @@ _STEP_WORDS = 1 << 10
 _WARPS = 4
 
 
-class Run(NamedTuple):
+class CopyRun(NamedTuple):
     """Words that lie one after the other at both ends. `position` is where they lie in the slot, counted in words."""
 
     source: int
@@ -32,14 +32,14 @@ class Run(NamedTuple):
     num_words: int
 
 
-def tiles(runs: Iterable[Run], source_word_bytes: int = 4) -> Tensor:
+def tiles(runs: Iterable[CopyRun], source_word_bytes: int = 4) -> Tensor:
     """[N, 4]: source, target, position in the slot and number of words of every tile; none crosses a block."""
     parts = [_tiles_of(run, source_word_bytes) for run in runs if run.num_words]
     table = np.concatenate(parts) if parts else np.zeros((0, 4), dtype=np.int64)
     return torch.from_numpy(table)
 
 
-def _tiles_of(run: Run, source_word_bytes: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def _tiles_of(run: CopyRun, source_word_bytes: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     first, end = run.position, run.position + run.num_words
     edges = np.arange(first // TILE_WORDS * TILE_WORDS, end + TILE_WORDS, TILE_WORDS, dtype=np.int64).clip(first, end)
     starts, sizes = edges[:-1], np.diff(edges)
@@ -192,6 +192,6 @@ def launch(table: Tensor, sums: Tensor, *, copy: bool, add: bool, narrow: bool =
 def sums_of(data: Tensor) -> Tensor:
     """The sum of every block of some bytes on a device, whole words only."""
     sums = torch.zeros(-(-len(data) // BLOCK_BYTES), dtype=torch.int64, device=data.device)
-    table = tiles([Run(data.data_ptr(), 0, 0, len(data) // 4)]).to(data.device)
+    table = tiles([CopyRun(data.data_ptr(), 0, 0, len(data) // 4)]).to(data.device)
     launch(table, sums, copy=False, add=True)
     return sums

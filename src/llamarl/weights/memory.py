@@ -27,25 +27,25 @@ from llamarl.weights.blocks import (
     for_each,
 )
 from llamarl.weights.slot_file import NUM_SLOTS, PAGE
-from llamarl.weights.wire import Entry, Staging
+from llamarl.weights.wire import SlotShard, Staging
 
 HOST = -1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SERIAL = 1 << 14  # elements; torch works on so few without other threads
 
 
-class Manifest(Struct, frozen=True):
+class SlotManifest(Struct, frozen=True):
     """What lies in the slots of one rank, the same in both, and where: in host memory, or on a CUDA device."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SlotShard, ...]
     num_bytes: int
     device: int = HOST
 
 
-class Piece(NamedTuple):
+class ShardRead(NamedTuple):
     """A part of one entry, and the part of a reader's tensor that it fills."""
 
-    entry: Entry
+    entry: SlotShard
     box: Box
     target: Tensor
 
@@ -86,7 +86,7 @@ def is_contiguous(box: Box, frame: Box) -> bool:
     return True
 
 
-def blocks_of(pieces: Iterable[Piece], block_bytes: int) -> list[int]:
+def blocks_of(pieces: Iterable[ShardRead], block_bytes: int) -> list[int]:
     ranges = (piece.byte_range for piece in pieces)
     return sorted({block for first, end in ranges for block in range(first // block_bytes, -(-end // block_bytes))})
 
@@ -104,10 +104,10 @@ class SlotMemory(Protocol):
     def digests(self, slot: int, blocks: Sequence[int]) -> bytes:
         """The digests of these blocks, as they are now."""
 
-    def read(self, slot: int, pieces: Sequence[Piece]) -> None:
+    def read(self, slot: int, pieces: Sequence[ShardRead]) -> None:
         """Fill the targets."""
 
-    def take(self, slot: int, pieces: Sequence[Piece], blocks: Sequence[int]) -> bytes:
+    def take(self, slot: int, pieces: Sequence[ShardRead], blocks: Sequence[int]) -> bytes:
         """Both in one pass: fill the targets, and return the digests of the blocks that they lie in."""
 
 
@@ -149,17 +149,17 @@ class HostMemory:
     def digests(self, slot: int, blocks: Sequence[int]) -> bytes:
         return digests_of(self.data(slot).numpy(), blocks, torch.get_num_threads())
 
-    def read(self, slot: int, pieces: Sequence[Piece]) -> None:
+    def read(self, slot: int, pieces: Sequence[ShardRead]) -> None:
         copies = self._copies_out(slot, pieces)
         copies.copy_others()
         copy_out(self.data(slot).numpy(), copies.plain, torch.get_num_threads())
 
-    def take(self, slot: int, pieces: Sequence[Piece], blocks: Sequence[int]) -> bytes:
+    def take(self, slot: int, pieces: Sequence[ShardRead], blocks: Sequence[int]) -> bytes:
         copies = self._copies_out(slot, pieces)
         copies.copy_others()
         return copy_out_digested(self.data(slot).numpy(), copies.plain, blocks, torch.get_num_threads())
 
-    def _copies_out(self, slot: int, pieces: Sequence[Piece]) -> Copies:
+    def _copies_out(self, slot: int, pieces: Sequence[ShardRead]) -> Copies:
         if slot not in self._reads:
             self._reads[slot] = _copies_out(pieces, self.data(slot))
         return self._reads[slot]
@@ -176,7 +176,7 @@ def _copies_in(staging: Staging, data: Tensor) -> Copies:
     return Copies(cut_by_block(plain), others)
 
 
-def _copies_out(pieces: Sequence[Piece], data: Tensor) -> Copies:
+def _copies_out(pieces: Sequence[ShardRead], data: Tensor) -> Copies:
     plain, others = list[Part](), list[tuple[Tensor, Tensor]]()
     for piece in pieces:
         if piece.target.is_cpu and piece.is_plain:
@@ -219,7 +219,7 @@ class Region(NamedTuple):
     slot_bytes: int  # 0: the slots live on a device
 
     @classmethod
-    def of(cls, manifest: Manifest, encoded: bytes, block_bytes: int, digest_bytes: int) -> Region:
+    def of(cls, manifest: SlotManifest, encoded: bytes, block_bytes: int, digest_bytes: int) -> Region:
         blocks = -(-manifest.num_bytes // block_bytes)
         return cls(len(encoded), blocks * digest_bytes, manifest.num_bytes if manifest.device == HOST else 0)
 

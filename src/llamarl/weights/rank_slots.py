@@ -8,14 +8,14 @@ from contextlib import ExitStack
 import msgspec
 import torch
 
-from llamarl.weights.memory import HOST, HostMemory, Manifest, Region, SlotMemory
+from llamarl.weights.memory import HOST, HostMemory, Region, SlotManifest, SlotMemory
 from llamarl.weights.slot_file import NUM_SLOTS, Header, RankRecord, SlotFile
 
-_decode_manifest = msgspec.msgpack.Decoder(Manifest).decode
+_decode_manifest = msgspec.msgpack.Decoder(SlotManifest).decode
 
 
 class RankSlots:
-    def __init__(self, file: SlotFile, record: RankRecord, manifest: Manifest, encoded: bytes, device: int) -> None:
+    def __init__(self, file: SlotFile, record: RankRecord, manifest: SlotManifest, encoded: bytes, device: int) -> None:
         """`device` is where the caller computes; a slot on another device of this host is reached from there."""
         self.manifest, self.encoded, self.record = manifest, encoded, record
         kind = _memory_kind(manifest)
@@ -53,7 +53,7 @@ def read_manifest(file: SlotFile, record: RankRecord) -> bytes:
 
 
 def settle(
-    file: SlotFile, rank: int, num_ranks: int, manifest: Manifest, lease_s: float, on_stuck: Callable[[int], None]
+    file: SlotFile, rank: int, num_ranks: int, manifest: SlotManifest, lease_s: float, on_stuck: Callable[[int], None]
 ) -> RankSlots:
     """The writer's: a new life of a rank takes over the slots of the one before, with what is in them, if they fit."""
     encoded, known = msgspec.msgpack.encode(manifest), file.read_rank(rank)
@@ -72,7 +72,7 @@ def settle(
     return find(file, rank, manifest.device)
 
 
-def _memory_kind(manifest: Manifest) -> type[SlotMemory]:
+def _memory_kind(manifest: SlotManifest) -> type[SlotMemory]:
     if manifest.device == HOST:
         return HostMemory
     from llamarl.weights.cuda_slots import CudaMemory
@@ -80,7 +80,7 @@ def _memory_kind(manifest: Manifest) -> type[SlotMemory]:
     return CudaMemory
 
 
-def _new_device_memory(file: SlotFile, rank: int, manifest: Manifest) -> int:
+def _new_device_memory(file: SlotFile, rank: int, manifest: SlotManifest) -> int:
     """Its number; 0 for slots in the file itself."""
     if manifest.device == HOST:
         return 0

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from llamarl.errors import InputError
 from llamarl.layout.boxes import Box, relative
-from llamarl.layout.plan import ALIASES, Holding, kinds_of, plan_transfer
-from llamarl.weights.memory import Manifest, Piece
+from llamarl.layout.plan import ALIASES, ShardSpec, plan_transfer, shard_patterns
+from llamarl.weights.memory import ShardRead, SlotManifest
 from llamarl.weights.shards import Parameters, Shard, shards_of
-from llamarl.weights.wire import Entry
+from llamarl.weights.wire import SlotShard
 
 
-class Wanted:
+class ReadPlan:
     """A reader's own tensors. Those given without a box are whole parameters."""
 
     def __init__(self, parameters: Parameters) -> None:
@@ -25,29 +25,29 @@ class Wanted:
         self._whole = {name for name, held in parameters.items() if isinstance(held, Tensor)}
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[SlotShard, ...]:
         return tuple(
-            Entry(name, shard.box, str(shard.tensor.dtype).removeprefix("torch."), 0)
+            SlotShard(name, shard.box, str(shard.tensor.dtype).removeprefix("torch."), 0)
             for name, shard in self.shards.items()
         )
 
-    def pieces(self, manifests: Sequence[Manifest]) -> dict[int, list[Piece]]:
+    def pieces(self, manifests: Sequence[SlotManifest]) -> dict[int, list[ShardRead]]:
         """By rank that publishes. InputError when what is published is not what is wanted."""
         published = [{entry.name: entry for entry in manifest.entries} for manifest in manifests]
         self.check([manifest.entries for manifest in manifests], cast=True)
         sources = [{name: entry.holding for name, entry in rank.items()} for rank in published]
         widths = {name: held.item_bytes for rank in sources for name, held in rank.items()}
-        target = {name: Holding(shard.box, widths[source_of(name, widths)]) for name, shard in self.shards.items()}
-        found: dict[int, list[Piece]] = defaultdict(list)
-        for move in plan_transfer(kinds_of(sources, [target]), len(sources), 1):
+        target = {name: ShardSpec(shard.box, widths[source_of(name, widths)]) for name, shard in self.shards.items()}
+        found: dict[int, list[ShardRead]] = defaultdict(list)
+        for move in plan_transfer(shard_patterns(sources, [target]), len(sources), 1):
             shard = self.shards[move.target_name]
             view = shard.tensor[relative(move.box, shard.box)]
-            found[move.source].append(Piece(published[move.source][move.source_name], move.box, view))
+            found[move.source].append(ShardRead(published[move.source][move.source_name], move.box, view))
         return dict(found)
 
-    def check(self, published: Iterable[Iterable[Entry]], *, cast: bool) -> None:
+    def check(self, published: Iterable[Iterable[SlotShard]], *, cast: bool) -> None:
         """InputError unless exactly the wanted parameters were published, in types that can be taken as they are or cast."""
-        entries: dict[str, list[Entry]] = defaultdict(list)
+        entries: dict[str, list[SlotShard]] = defaultdict(list)
         for entry in chain.from_iterable(published):
             entries[entry.name].append(entry)
         if surplus := entries.keys() - {source_of(name, entries) for name in self.shards}:
@@ -63,7 +63,7 @@ def source_of(name: str, published: Mapping[str, object]) -> str:
     return name if name in published else ALIASES.get(name, name)
 
 
-def _check_size(name: str, shard: Shard, entries: Sequence[Entry], *, whole: bool) -> None:
+def _check_size(name: str, shard: Shard, entries: Sequence[SlotShard], *, whole: bool) -> None:
     if not entries:
         raise InputError(f"weights: '{name}' was not published")
     if whole and (size := _extent(entries)) != shard.box:
@@ -77,7 +77,7 @@ def _check_type(name: str, here: torch.dtype, there: torch.dtype, *, cast: bool)
         raise InputError(f"weights: '{name}' travels as {there}, but the reader holds {here}; publish in its precision")
 
 
-def _extent(entries: Sequence[Entry]) -> Box:
+def _extent(entries: Sequence[SlotShard]) -> Box:
     """The smallest box around all of them."""
     return tuple(
         (min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*(entry.box for entry in entries), strict=True)

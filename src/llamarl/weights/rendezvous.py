@@ -15,7 +15,7 @@ from llamarl.weights.shards import Parameters
 AllTrue = Callable[[bool], bool]  # over the ranks of one executor; every rank calls it
 
 
-class Meets(Protocol):
+class Rendezvous(Protocol):
     """What an engine on many hosts offers."""
 
     def serve(self, writer: GroupWriter) -> None:
@@ -25,12 +25,12 @@ class Meets(Protocol):
         """The reader's ranks call their meetings together, one after the other; the ranks that publish come too."""
 
 
-class MeetingReader:
+class RendezvousReader:
     """A reader that finds its way back: a lost group is replaced by a new one at the next load."""
 
     def __init__(
         self,
-        meets: Meets,
+        meets: Rendezvous,
         parameters: Parameters,
         device: torch.device,
         *,

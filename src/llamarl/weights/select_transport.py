@@ -21,7 +21,7 @@ class Place(Struct, frozen=True):
     device: str  # cpu, or cuda:N
 
 
-def choose_transport(
+def select_transport(
     writers: Sequence[Place],
     readers: Sequence[Place],
     trusted_network: str = "",

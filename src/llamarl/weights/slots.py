@@ -16,13 +16,13 @@ from torch import Tensor
 
 from llamarl.errors import BrokenWeights, CorruptWeights, InputError, StaleWeights
 from llamarl.failpoints import failpoint
-from llamarl.weights.memory import HOST, Manifest, Piece, blocks_of
+from llamarl.weights.memory import HOST, ShardRead, SlotManifest, blocks_of
 from llamarl.weights.rank_slots import RankSlots, device_of, find, read_manifest, settle
-from llamarl.weights.read_plan import Wanted
+from llamarl.weights.read_plan import ReadPlan
 from llamarl.weights.shards import Parameters
 from llamarl.weights.slot_file import NO_VERSION, NUM_SLOTS, Header, SlotFile
 from llamarl.weights.transport import Publication
-from llamarl.weights.wire import CombineMax, Staging, Wire
+from llamarl.weights.wire import CombineMax, Staging, WireFormat
 
 _CHECKSUM = 32  # bytes
 
@@ -51,7 +51,7 @@ class SlotWriter:
         *,
         lease_s: float,
         on_stuck: Callable[[int], None] = lambda pid: None,
-        wire: Wire | None = None,
+        wire: WireFormat | None = None,
         rank: int = 0,
         num_ranks: int = 1,
         agree: Agree = alone,
@@ -60,8 +60,8 @@ class SlotWriter:
     ) -> None:
         self._file, self._rank, self._num_ranks = file, rank, num_ranks
         self._lease_s, self._on_stuck, self._agree = lease_s, on_stuck, agree
-        self._staging = Staging(parameters, wire or Wire(), combine_max)
-        self._manifest = Manifest(self._staging.entries, self._staging.layout.num_bytes, device)
+        self._staging = Staging(parameters, wire or WireFormat(), combine_max)
+        self._manifest = SlotManifest(self._staging.entries, self._staging.layout.num_bytes, device)
         self._slots: RankSlots | None = None
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class SlotReader:
     """One generator rank's side."""
 
     def __init__(self, file: SlotFile, parameters: Parameters) -> None:
-        self._file, self._wanted = file, Wanted(parameters)
+        self._file, self._wanted = file, ReadPlan(parameters)
         self._device = device_of([shard.tensor for shard in self._wanted.shards.values()])
         self._found: list[RankSlots] = []  # by rank
         self._sources: list[Source] = []  # those it takes something from
@@ -178,7 +178,7 @@ class SlotReader:
 class Source:
     """What one reader takes from one rank that publishes."""
 
-    def __init__(self, rank: int, slots: RankSlots, pieces: Sequence[Piece]) -> None:
+    def __init__(self, rank: int, slots: RankSlots, pieces: Sequence[ShardRead]) -> None:
         self.rank, self.slots, self.pieces = rank, slots, pieces
         self._blocks = blocks_of(pieces, slots.memory.block_bytes)
         self.num_bytes = sum(piece.num_bytes for piece in pieces)

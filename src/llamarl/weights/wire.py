@@ -17,8 +17,8 @@ from llamarl.errors import InputError
 from llamarl.layout.boxes import Box, shape_of
 from llamarl.layout.flat import FlatLayout, TensorSpec, flat_layout
 from llamarl.layout.model import FP8, SCALE, scale_box, segment_columns, wire_dtype
-from llamarl.layout.plan import Holding
-from llamarl.model_spec import ModelShape, parameter_shapes
+from llamarl.layout.plan import ShardSpec
+from llamarl.model_spec import ModelSpec, parameter_shapes
 from llamarl.weights.shards import Parameters, Shard, shards_of
 
 MAX_FP8 = 448.0
@@ -37,14 +37,14 @@ class Segments(Struct, frozen=True):
         return -(-self.columns // self.width)
 
 
-class Wire(Struct, frozen=True):
+class WireFormat(Struct, frozen=True):
     """The types that travel. Without a precision, those that the trainer holds."""
 
     precision: str = ""
     segments: Mapping[str, Segments] = {}
 
     @classmethod
-    def for_generator(cls, precision: str, shape: ModelShape, tp: int = 1) -> Wire:
+    def for_generator(cls, precision: str, shape: ModelSpec, tp: int = 1) -> WireFormat:
         sizes = {name: size for name, size in parameter_shapes(shape).items() if wire_dtype(name, precision) == FP8}
         return cls(
             precision,
@@ -56,7 +56,7 @@ class Wire(Struct, frozen=True):
         return found
 
 
-class Entry(Struct, frozen=True, array_like=True):
+class SlotShard(Struct, frozen=True, array_like=True):
     """One tensor in a slot or on the way."""
 
     name: str
@@ -65,8 +65,8 @@ class Entry(Struct, frozen=True, array_like=True):
     offset: int
 
     @property
-    def holding(self) -> Holding:
-        return Holding(self.box, getattr(torch, self.dtype).itemsize)
+    def holding(self) -> ShardSpec:
+        return ShardSpec(self.box, getattr(torch, self.dtype).itemsize)
 
     def view(self, data: Tensor) -> Tensor:
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -78,13 +78,13 @@ class Entry(Struct, frozen=True, array_like=True):
 class Copied(NamedTuple):
     """A parameter that goes in as it is, or cast."""
 
-    entry: Entry
+    entry: SlotShard
     tensor: Tensor
 
 
 class Quantized(NamedTuple):
-    entry: Entry
-    scale: Entry
+    entry: SlotShard
+    scale: SlotShard
     shard: Shard
     segments: Segments
 
@@ -92,7 +92,7 @@ class Quantized(NamedTuple):
 class Staging:
     """The entries of one rank, and how they are made from its parameters."""
 
-    def __init__(self, parameters: Parameters, wire: Wire, combine_max: CombineMax | None = None) -> None:
+    def __init__(self, parameters: Parameters, wire: WireFormat, combine_max: CombineMax | None = None) -> None:
         shards = shards_of(parameters)
         self._combine_max = combine_max
         self.layout: FlatLayout = flat_layout(_specs(shards, wire))
@@ -101,9 +101,9 @@ class Staging:
         self.quantized: list[Quantized] = []
         for name, shard in shards.items():
             dtype = wire.dtype(name, shard.tensor.dtype)
-            entry = Entry(name, shard.box, _name(dtype), offsets[name])
+            entry = SlotShard(name, shard.box, _name(dtype), offsets[name])
             if name in wire.segments:
-                scale = Entry(
+                scale = SlotShard(
                     name + SCALE, scale_box(shard.box, wire.segments[name].width), "float32", offsets[name + SCALE]
                 )
                 self.quantized.append(Quantized(entry, scale, shard, wire.segments[name]))
@@ -118,7 +118,7 @@ class Staging:
         return self._combine_max is not None
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[SlotShard, ...]:
         scales = (entry for part in self.quantized for entry in (part.entry, part.scale))
         return (*(part.entry for part in self.copied), *scales)
 
@@ -180,7 +180,7 @@ def _refuse_shared_rows(parts: list[Quantized]) -> None:
             )
 
 
-def _specs(shards: Mapping[str, Shard], wire: Wire) -> list[TensorSpec]:
+def _specs(shards: Mapping[str, Shard], wire: WireFormat) -> list[TensorSpec]:
     specs = []
     for name, shard in shards.items():
         dtype = _name(wire.dtype(name, shard.tensor.dtype))

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from llamarl.algo.batch import TokenBatch
 from llamarl.algo.losses import LOSSES, aipo_loss
-from llamarl.config import Algo
+from llamarl.config import AlgoConfig
 
 RHO = 4.0
-ALGO = Algo(rho=RHO)
+ALGO = AlgoConfig(rho=RHO)
 
 
 def batch_of(policy: Tensor, ratio: Tensor, advantages: Tensor) -> TokenBatch:
@@ -140,4 +140,4 @@ def test_a_ratio_beyond_all_numbers_still_weighs_rho() -> None:
 
 
 def test_aipo_is_the_default_loss() -> None:
-    assert LOSSES[Algo().loss] is aipo_loss
+    assert LOSSES[AlgoConfig().loss] is aipo_loss

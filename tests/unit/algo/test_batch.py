@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from llamarl.algo.advantages import group_advantages
 from llamarl.algo.batch import Document, document_of, make_documents
-from llamarl.config import Algo
+from llamarl.config import AlgoConfig
 from llamarl.types import Completion, Rollout, RolloutGroup, bytes_to_floats, bytes_to_tokens, floats_to_bytes
 
 VERSION = 9
-KEEP = Algo(zero_variance="keep")
+KEEP = AlgoConfig(zero_variance="keep")
 token_ids = st.integers(0, 16)
 
 
@@ -63,7 +63,7 @@ def expected(groups: list[RolloutGroup]) -> list[tuple[list[int], int, list[floa
 
 @given(st.lists(rollout_groups(), min_size=1, max_size=4), st.booleans())
 def test_they_hold_what_the_rollouts_hold_in_their_order(groups: list[RolloutGroup], skip: bool) -> None:
-    algo = Algo(zero_variance="skip" if skip else "keep")
+    algo = AlgoConfig(zero_variance="skip" if skip else "keep")
     kept = [group for group in groups if not skip or len(set(group.rewards)) > 1]
     documents = make_documents(groups, version=VERSION, algo=algo)
     assert [as_said(document) for document in documents] == expected(kept)
@@ -75,21 +75,21 @@ MIXED = rollout_group([1, 2], [(completion([3, 4]), 1.0), (completion([5]), 0.0)
 EQUAL = rollout_group([6], [(completion([7, 8, 9]), 1.0), (completion([10]), 1.0)], ordinal=1)
 
 
-def advantages(groups: list[RolloutGroup], algo: Algo) -> list[float]:
+def advantages(groups: list[RolloutGroup], algo: AlgoConfig) -> list[float]:
     return [document.advantage for document in make_documents(groups, version=0, algo=algo)]
 
 
 def test_zero_variance_groups_are_kept_with_zero_advantage_or_skipped() -> None:
     assert advantages([MIXED, EQUAL], KEEP) == [0.5, -0.5, 0.0, 0.0]
-    assert advantages([MIXED, EQUAL], Algo(zero_variance="skip")) == [0.5, -0.5]
-    assert advantages([EQUAL], Algo(zero_variance="skip")) == advantages([], KEEP) == []
+    assert advantages([MIXED, EQUAL], AlgoConfig(zero_variance="skip")) == [0.5, -0.5]
+    assert advantages([EQUAL], AlgoConfig(zero_variance="skip")) == advantages([], KEEP) == []
 
 
 def test_the_advantage_is_the_losss_own_or_the_one_asked_for() -> None:
     group = rollout_group([1], [(completion([2]), 3.0), (completion([3]), 0.0), (completion([4]), 0.0)])
-    assert advantages([group], Algo(loss="aipo")) == [2.0, -1.0, -1.0]
-    assert advantages([group], Algo(loss="rloo")) == [3.0, -1.5, -1.5]
-    assert advantages([group], Algo(loss="rloo", advantage="mean")) == [2.0, -1.0, -1.0]
+    assert advantages([group], AlgoConfig(loss="aipo")) == [2.0, -1.0, -1.0]
+    assert advantages([group], AlgoConfig(loss="rloo")) == [3.0, -1.5, -1.5]
+    assert advantages([group], AlgoConfig(loss="rloo", advantage="mean")) == [2.0, -1.0, -1.0]
 
 
 def cut_off(group: RolloutGroup, index: int) -> RolloutGroup:
@@ -101,10 +101,10 @@ def cut_off(group: RolloutGroup, index: int) -> RolloutGroup:
 
 def test_answers_that_were_cut_off_are_kept_masked_or_penalized() -> None:
     group = cut_off(MIXED, 1)
-    assert advantages([group], Algo(overlong="keep")) == [0.5, -0.5]
-    assert advantages([group], Algo(overlong="mask")) == [0.5], "it counts in its group's mean, not in the loss"
-    assert advantages([group], Algo(overlong="penalize", overlong_penalty=1.0)) == [1.0, -1.0]
-    assert advantages([cut_off(EQUAL, 0)], Algo(overlong="penalize", overlong_penalty=1.0)) == [-0.5, 0.5]
+    assert advantages([group], AlgoConfig(overlong="keep")) == [0.5, -0.5]
+    assert advantages([group], AlgoConfig(overlong="mask")) == [0.5], "it counts in its group's mean, not in the loss"
+    assert advantages([group], AlgoConfig(overlong="penalize", overlong_penalty=1.0)) == [1.0, -1.0]
+    assert advantages([cut_off(EQUAL, 0)], AlgoConfig(overlong="penalize", overlong_penalty=1.0)) == [-0.5, 0.5]
 
 
 def test_an_answer_without_tokens_counts_in_its_groups_mean_and_nowhere_else() -> None:

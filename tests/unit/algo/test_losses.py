@@ -14,9 +14,9 @@ from torch import Tensor
 
 from llamarl.algo.batch import TokenBatch
 from llamarl.algo.losses import LOSSES, REFERENCE_LOGPROBS, aipo_loss, is_tokenwise, kl_estimate, objective
-from llamarl.config import Algo
+from llamarl.config import AlgoConfig
 
-ALGO = Algo(rho=3.0, clip_low=0.3, clip_high=0.4, cispo_high=1.5, gspo_low=0.2, gspo_high=0.25)
+ALGO = AlgoConfig(rho=3.0, clip_low=0.3, clip_high=0.4, cispo_high=1.5, gspo_low=0.2, gspo_high=0.25)
 LENGTHS = [3, 1, 5, 2]
 
 
@@ -171,7 +171,7 @@ def part_of(tokens: TokenBatch, part: slice) -> TokenBatch:
 
 def test_the_objective_adds_the_kl_to_the_reference_and_takes_the_entropy() -> None:
     tokens = random_tokens(1)
-    algo = Algo(reference_kl=0.5, entropy=0.25)
+    algo = AlgoConfig(reference_kl=0.5, entropy=0.25)
     value, metrics = objective(aipo_loss, tokens, algo)
     loss, _ = aipo_loss(tokens, algo)
     log_ratios = (tokens.columns[REFERENCE_LOGPROBS] - tokens.policy_logprobs_N).tolist()
@@ -186,7 +186,7 @@ def test_the_objective_adds_the_kl_to_the_reference_and_takes_the_entropy() -> N
 
 def test_without_weights_the_objective_is_the_loss_and_asks_for_no_reference() -> None:
     tokens = replace(random_tokens(1), columns={})
-    assert objective(aipo_loss, tokens, Algo())[0].item() == aipo_loss(tokens, Algo())[0].item()
+    assert objective(aipo_loss, tokens, AlgoConfig())[0].item() == aipo_loss(tokens, AlgoConfig())[0].item()
 
 
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=20))

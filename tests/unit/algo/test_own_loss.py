@@ -10,7 +10,7 @@ import torch
 from llamarl.algo.losses import aipo_loss, gspo_loss, is_tokenwise
 from llamarl.algo.own_loss import guarded, try_loss
 from llamarl.build import check_loss, make_loss
-from llamarl.config import Algo
+from llamarl.config import AlgoConfig
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError, OwnCodeFailed
 
@@ -50,12 +50,12 @@ def test_columns_of_roles_that_are_not_there_yet_are_made_up() -> None:
     def loss(tokens, algo):  # type: ignore[no-untyped-def]
         return (tokens.policy_logprobs_N * tokens.columns["values"]).sum(), {"mean": tokens.columns["values"].mean()}
 
-    try_loss(loss, Algo())
+    try_loss(loss, AlgoConfig())
 
 
 def test_a_guarded_loss_is_the_loss() -> None:
     for loss in (aipo_loss, gspo_loss):
-        try_loss(loss, Algo())
+        try_loss(loss, AlgoConfig())
         assert is_tokenwise(guarded(loss)) == is_tokenwise(loss)
 
 
@@ -64,10 +64,10 @@ def test_what_a_loss_raises_later_is_the_users_own_failure(tmp_path: Path) -> No
         raise KeyError("values")
 
     with pytest.raises(OwnCodeFailed, match=r"failed: KeyError: 'values' \(.*test_own_loss\.py:\d+\)") as failed:
-        guarded(loss)(None, Algo())  # type: ignore[arg-type]
+        guarded(loss)(None, AlgoConfig())  # type: ignore[arg-type]
     assert failed.value.exit_code == 3
     assert isinstance(failed.value.__cause__, KeyError)
 
 
 def test_a_loss_needs_no_gradient_where_another_term_has_one() -> None:
-    try_loss(lambda tokens, algo: (torch.zeros(()), {}), Algo(entropy=0.01))
+    try_loss(lambda tokens, algo: (torch.zeros(()), {}), AlgoConfig(entropy=0.01))

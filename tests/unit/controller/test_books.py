@@ -9,7 +9,7 @@ from helpers.world import World, standard_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import Schedule
+from llamarl.config import ScheduleConfig
 from llamarl.controller import ledger
 from llamarl.controller.books import OTHER_REASONS, Books
 from llamarl.controller.ledger import (
@@ -31,7 +31,7 @@ from llamarl.io.record_log import segment_files
 def history(seed: int, staleness: int, groups: int, window: int, steps: int) -> World:
     """A job with deaths, rewinds and dropped groups, up to some step."""
     random = Random(seed)
-    schedule = Schedule(
+    schedule = ScheduleConfig(
         updates=12,
         groups_per_update=groups,
         samples_per_group=2,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from helpers.chaos import MIN_EVENTS, MIN_FAULTS, play
 
-from llamarl.config import Schedule
+from llamarl.config import ScheduleConfig
 from llamarl.controller.controller import Controller
-from llamarl.controller.pool import Pool
+from llamarl.controller.pool import ExecutorPool
 from llamarl.controller.window import Window
 
 
@@ -29,11 +29,11 @@ def broken(seeds: int = 60) -> bool:
 
 
 def test_a_place_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = Schedule.num_places.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(Schedule, "num_places", property(lambda schedule: places(schedule) + 1))
+    places = ScheduleConfig.num_places.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(ScheduleConfig, "num_places", property(lambda schedule: places(schedule) + 1))
     # The bound that the world holds batches against must stay the true one.
     monkeypatch.setattr(
-        Schedule,
+        ScheduleConfig,
         "staleness_bound",
         property(lambda s: (places(s) + s.window - 2) // s.groups_per_update),
     )
@@ -53,6 +53,6 @@ def test_a_group_that_is_lost_with_its_executor_is_noticed(monkeypatch: pytest.M
 
 def test_a_group_given_to_a_stale_generator_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Pool, "_available", staticmethod(lambda executor, version: executor.up and executor.version >= 0)
+        ExecutorPool, "_available", staticmethod(lambda executor, version: executor.up and executor.version >= 0)
     )
     assert broken()

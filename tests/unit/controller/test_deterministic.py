@@ -7,13 +7,13 @@ from helpers.world import World, standard_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import Schedule
+from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller.probe import is_probe
 
 
-def schedule(staleness: int, groups: int = 3, attempts: int = 99) -> Schedule:
-    return Schedule(
+def schedule(staleness: int, groups: int = 3, attempts: int = 99) -> ScheduleConfig:
+    return ScheduleConfig(
         updates=8,
         groups_per_update=groups,
         samples_per_group=2,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from helpers.world import World, standard_line
 
-from llamarl.config import Evaluate, Schedule
+from llamarl.config import EvaluateConfig, ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller.evaluation import Evaluation, is_evaluation
 
 
-def schedule(updates: int) -> Schedule:
-    return Schedule(updates=updates, groups_per_update=2, samples_per_group=2, max_restarts=9)
+def schedule(updates: int) -> ScheduleConfig:
+    return ScheduleConfig(updates=updates, groups_per_update=2, samples_per_group=2, max_restarts=9)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def schedule(updates: int) -> Schedule:
     ],
 )
 def test_it_is_due_before_after_and_every_so_many_updates(prompts: int, every: int, due: list[int]) -> None:
-    evaluation = Evaluation(Evaluate(prompts=prompts, every=every), updates=7)
+    evaluation = Evaluation(EvaluateConfig(prompts=prompts, every=every), updates=7)
     assert [version for version in range(8) if evaluation.is_due(version)] == due
     world = World(standard_line(replicas=2), schedule(7), prompts=prompts, every=every)
     world.run(lambda count: 0)
@@ -35,7 +35,7 @@ def test_it_is_due_before_after_and_every_so_many_updates(prompts: int, every: i
 
 
 def test_a_job_of_a_billion_updates_costs_no_more_to_plan_than_a_short_one() -> None:
-    evaluation = Evaluation(Evaluate(prompts=1, every=1), updates=10**9)
+    evaluation = Evaluation(EvaluateConfig(prompts=1, every=1), updates=10**9)
     assert evaluation.is_due(10**9)
     assert not evaluation.all_done
 

@@ -9,7 +9,7 @@ from helpers.world import World, standard_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import Schedule
+from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
 from llamarl.controller.books import audit
@@ -17,8 +17,10 @@ from llamarl.controller.line import Channel, Line, Role
 from llamarl.errors import ConfigError
 
 
-def schedule(updates: int = 6, places: int = 3, staleness: int = 1, window: int = 1, restarts: int = 1000) -> Schedule:
-    return Schedule(
+def schedule(
+    updates: int = 6, places: int = 3, staleness: int = 1, window: int = 1, restarts: int = 1000
+) -> ScheduleConfig:
+    return ScheduleConfig(
         updates=updates,
         groups_per_update=places,
         samples_per_group=2,

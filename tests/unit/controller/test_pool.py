@@ -9,23 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.controller.line import Role
-from llamarl.controller.pool import Executor, Life, Pool
+from llamarl.controller.pool import ExecutorPool, ExecutorState, Life
 
 
-def make_pool(executors: int, capacity: int, *, reads_weights: bool = True, at_once: int = 0) -> Pool:
+def make_pool(executors: int, capacity: int, *, reads_weights: bool = True, at_once: int = 0) -> ExecutorPool:
     role = Role(
         name="generator", unit="group", done="generated", executors=executors, capacity=capacity, at_once=at_once
     )
-    return Pool(role, 0, reads_weights)
+    return ExecutorPool(role, 0, reads_weights)
 
 
-def bring_up(pool: Pool, version: int = 0) -> None:
+def bring_up(pool: ExecutorPool, version: int = 0) -> None:
     for executor in pool.executors:
         executor.up, executor.version = True, version
         pool.touch(executor)
 
 
-def plain_search(pool: Pool, num_completions: int, newest: int) -> Executor | None:
+def plain_search(pool: ExecutorPool, num_completions: int, newest: int) -> ExecutorState | None:
     """Fewest groups; among equals the first. What would wait there is not given while another, ready or not, has fewer."""
     fit = [
         executor
@@ -63,16 +63,16 @@ def test_it_chooses_whom_a_plain_search_would_choose(
             chosen = pool.least_busy(num_completions, newest)
             assert chosen is plain_search(pool, num_completions, newest)
             if chosen is not None and random.random() < 0.9:
-                chosen.take(ordinal, num_completions)
+                chosen.assign(ordinal, num_completions)
                 pool.touch(chosen)
         elif action < 0.8 and executor.groups:
-            executor.give(random.choice(list(executor.groups)))
+            executor.release(random.choice(list(executor.groups)))
             pool.touch(executor)
         elif action < 0.9:
             executor.up, executor.version = True, newest
             pool.touch(executor)
         elif action < 0.95:
-            executor.fall()
+            executor.reset()
         else:
             newest += 1  # all become stale until they have loaded
 
@@ -81,7 +81,7 @@ def test_a_group_goes_to_the_executor_with_the_fewest_groups() -> None:
     pool = make_pool(3, 100)
     bring_up(pool)
     for ordinal, index in enumerate([0, 0, 1]):
-        pool.executors[index].take(ordinal, 1)
+        pool.executors[index].assign(ordinal, 1)
         pool.touch(pool.executors[index])
     assert pool.least_busy(1, 0) is pool.executors[2]
 
@@ -89,9 +89,9 @@ def test_a_group_goes_to_the_executor_with_the_fewest_groups() -> None:
 def test_groups_are_counted_not_completions() -> None:
     pool = make_pool(2, 100)
     bring_up(pool)
-    pool.executors[0].take(0, 50)
+    pool.executors[0].assign(0, 50)
     for ordinal in (1, 2):
-        pool.executors[1].take(ordinal, 1)
+        pool.executors[1].assign(ordinal, 1)
     for executor in pool.executors:
         pool.touch(executor)
     assert pool.least_busy(1, 0) is pool.executors[0]
@@ -102,7 +102,7 @@ def test_nobody_is_given_more_than_its_capacity() -> None:
     bring_up(pool)
     given = 0
     while (chosen := pool.least_busy(2, 0)) is not None:
-        chosen.take(given, 2)
+        chosen.assign(given, 2)
         pool.touch(chosen)
         given += 1
     assert given == 4
@@ -116,7 +116,7 @@ def test_what_would_only_wait_is_not_given_while_another_has_fewer() -> None:
     for ordinal in (0, 1):
         chosen = pool.least_busy(1, 0)
         assert chosen is pool.executors[0]
-        chosen.take(ordinal, 1)
+        chosen.assign(ordinal, 1)
         pool.touch(chosen)
     assert pool.least_busy(1, 0) is None, "the other one is about to ask for it"
     pool.executors[1].version = 0
@@ -124,7 +124,7 @@ def test_what_would_only_wait_is_not_given_while_another_has_fewer() -> None:
     given = []
     for ordinal in range(2, 12):
         if (chosen := pool.least_busy(1, 0)) is not None:
-            chosen.take(ordinal, 1)
+            chosen.assign(ordinal, 1)
             pool.touch(chosen)
             given.append(chosen.index)
     assert given == [1, 1, 0, 1, 0, 1, 0, 1, 0, 1]
@@ -133,7 +133,7 @@ def test_what_would_only_wait_is_not_given_while_another_has_fewer() -> None:
 def test_a_group_that_does_not_fit_does_not_hide_room_for_a_smaller_one() -> None:
     pool = make_pool(1, 5)
     bring_up(pool)
-    pool.executors[0].take(0, 3)
+    pool.executors[0].assign(0, 3)
     pool.touch(pool.executors[0])
     assert pool.least_busy(4, 0) is None
     assert pool.least_busy(1, 0) is pool.executors[0]
@@ -143,7 +143,7 @@ def test_the_stale_and_the_dead_are_passed_over() -> None:
     pool = make_pool(3, 5)
     bring_up(pool, version=3)
     pool.executors[0].version = 2
-    pool.executors[1].fall()
+    pool.executors[1].reset()
     assert pool.least_busy(1, 3) is pool.executors[2]
     assert pool.least_busy(1, 4) is None
 
@@ -161,9 +161,9 @@ def test_memory_stays_bounded_over_a_long_life() -> None:
     pool = make_pool(4, 8)
     bring_up(pool)
     for ordinal in range(5_000):
-        pool.executors[ordinal % 4].take(ordinal, 1)
+        pool.executors[ordinal % 4].assign(ordinal, 1)
         pool.touch(pool.executors[ordinal % 4])
-        pool.executors[ordinal % 4].give(ordinal)
+        pool.executors[ordinal % 4].release(ordinal)
         pool.touch(pool.executors[ordinal % 4])
     assert pool.num_entries < 500
 
@@ -193,7 +193,7 @@ def test_death_returns_the_groups_in_order_and_leaves_nothing() -> None:
     executor = make_pool(1, 50).executors[0]
     executor.up, executor.version = True, 3
     for ordinal in (9, -3, 5):
-        executor.take(ordinal, 2)
-    assert executor.fall() == [-3, 5, 9]
+        executor.assign(ordinal, 2)
+    assert executor.reset() == [-3, 5, 9]
     assert (executor.groups, executor.occupied, executor.version) == ({}, 0, -1)
     assert executor.life(newest=3) is Life.STARTING

@@ -6,13 +6,13 @@ from helpers.world import World, standard_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import Schedule
+from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller.probe import is_probe, probed_version
 
 
-def schedule(every: int, staleness: int = 1) -> Schedule:
-    return Schedule(
+def schedule(every: int, staleness: int = 1) -> ScheduleConfig:
+    return ScheduleConfig(
         updates=9,
         groups_per_update=2,
         samples_per_group=2,

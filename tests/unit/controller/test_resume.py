@@ -8,15 +8,15 @@ from helpers.world import World, standard_line
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import Schedule
+from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
 from llamarl.controller.books import Books, audit
 from llamarl.controller.recovery import resumption
 
 
-def rules(staleness: int = 1, window: int = 1, groups: int = 2, updates: int = 8) -> Schedule:
-    return Schedule(
+def rules(staleness: int = 1, window: int = 1, groups: int = 2, updates: int = 8) -> ScheduleConfig:
+    return ScheduleConfig(
         updates=updates, groups_per_update=groups, samples_per_group=2, max_staleness=staleness, window=window
     )
 

@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 from helpers.world import World, standard_line
 
-from llamarl.config import Schedule
+from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
 
 
 def world_of(updates: int = 5) -> World:
-    schedule = Schedule(updates=updates, groups_per_update=1, samples_per_group=2, max_staleness=2, max_restarts=9)
+    schedule = ScheduleConfig(
+        updates=updates, groups_per_update=1, samples_per_group=2, max_staleness=2, max_restarts=9
+    )
     return World(standard_line(capacity=100), schedule, save_every=2)
 
 
@@ -65,7 +67,7 @@ def saved_by(world: World) -> list[int]:
 
 
 def test_none_at_the_end_means_none_unless_the_job_is_stopped_before() -> None:
-    schedule = Schedule(updates=5, groups_per_update=1, samples_per_group=2, max_staleness=2)
+    schedule = ScheduleConfig(updates=5, groups_per_update=1, samples_per_group=2, max_staleness=2)
     ended, stopped = (World(standard_line(capacity=100), schedule, at_end="none") for _ in range(2))
     ended.run(lambda count: 0)
     run_until(stopped, lambda: stopped.newest == 2, but=ev.Save)

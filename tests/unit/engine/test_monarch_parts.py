@@ -10,18 +10,18 @@ from helpers.cli import llamarl
 
 from llamarl.config.file import load_config
 from llamarl.engine.monarch.addresses import certificate_variables, url_of
-from llamarl.engine.monarch.deferred_loads import Holding
+from llamarl.engine.monarch.deferred_loads import DeferredLoads
 from llamarl.engine.monarch.install import check_engine
-from llamarl.engine.monarch.rendezvous import Meetings
-from llamarl.engine.monarch.placement import Room, place
+from llamarl.engine.monarch.placement import HostRoom, place
+from llamarl.engine.monarch.protocol import StoreRequest
+from llamarl.engine.monarch.rendezvous import RendezvousStores
 from llamarl.engine.monarch.rendezvous_store import Asking
-from llamarl.engine.monarch.protocol import Ask
 from llamarl.errors import ConfigError, InputError
 from llamarl.messages import LoadWeights, Up, WeightsPublished
 
 
-def rooms(*used_and_free: tuple[int, int]) -> list[Room]:
-    return [Room(host, used, free) for host, (used, free) in enumerate(used_and_free)]
+def rooms(*used_and_free: tuple[int, int]) -> list[HostRoom]:
+    return [HostRoom(host, used, free) for host, (used, free) in enumerate(used_and_free)]
 
 
 @pytest.mark.parametrize(
@@ -36,16 +36,16 @@ def rooms(*used_and_free: tuple[int, int]) -> list[Room]:
     ],
 )
 def test_executors_go_to_the_emptiest_host_that_has_room(
-    found: list[Room], num_ranks: int, placed: list[tuple[int, int]]
+    found: list[HostRoom], num_ranks: int, placed: list[tuple[int, int]]
 ) -> None:
     assert place(found, num_ranks, may_span=True) == placed
     assert place(found, num_ranks, may_span=False) == (placed if len(placed) == 1 else [])
 
 
-def asking(meetings: Meetings) -> Asking:
+def asking(meetings: RendezvousStores) -> Asking:
     lock = threading.Lock()
 
-    def send(ask: Ask) -> None:
+    def send(ask: StoreRequest) -> None:
         with lock:
             meetings.ask(ask, found.answered)
 
@@ -54,7 +54,7 @@ def asking(meetings: Meetings) -> Asking:
 
 
 def test_a_meeting_is_a_store_that_processes_share() -> None:
-    meetings = Meetings()
+    meetings = RendezvousStores()
     one, other = (asking(meetings).store("here", 5.0) for _ in range(2))
     heard: list[bytes] = []
     waiting = threading.Thread(target=lambda: heard.append(other.get("name")))
@@ -71,13 +71,13 @@ def test_a_meeting_is_a_store_that_processes_share() -> None:
 
 
 def test_who_waits_in_vain_is_told_for_whom() -> None:
-    lonely = asking(Meetings()).store("here", 0.05)
+    lonely = asking(RendezvousStores()).store("here", 0.05)
     with pytest.raises(RuntimeError, match=r"'you' did not come to the meeting 'here' within 0.05 s"):
         lonely.wait(["you"])
 
 
 def test_an_order_to_load_waits_until_somebody_alive_has_published_the_version() -> None:
-    holding, load = Holding({"generator": "trainer"}), LoadWeights(3)
+    holding, load = DeferredLoads({"generator": "trainer"}), LoadWeights(3)
     assert holding.holds("generator/0", load)
     assert holding.reported("trainer/0", Up()) == {}
     assert holding.reported("trainer/0", WeightsPublished(2, "", 1, True)) == {}

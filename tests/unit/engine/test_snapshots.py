@@ -16,15 +16,15 @@ from helpers.models import lively_model
 from helpers.notes import Notes
 
 from llamarl import Job
-from llamarl.config import Trainer as TrainerConfig
+from llamarl.config import TrainerConfig
 from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
 from llamarl.engine.snapshots import Snapshots, why_damaged
 from llamarl.errors import InputError, JobFailed, ModelError
+from llamarl.io.record_log import segment_files
 from llamarl.model.checkpoint import load_model, save_model
 from llamarl.model.training_state import POLICY, keeps_policy_only
-from llamarl.io.record_log import segment_files
 from llamarl.train.optimizer import AdamW
 from llamarl.train.state import TrainingState, folder_dtype, restore
 

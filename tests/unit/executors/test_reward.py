@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from helpers.groups import completion, prompt_group
 
-from llamarl.config import Config
-from llamarl.config import Reward as RewardConfig
+from llamarl.config import Config, RewardConfig
 from llamarl.executors.executor import UnexpectedMessage
 from llamarl.executors.reward import Reward
-from llamarl.messages import GaveUp, GroupRefused, GroupResult, LoadWeights, Noted, Report, ScoresFailed, WorkOnGroup
+from llamarl.messages import GroupRefused, GroupResult, LoadWeights, MustStop, Noted, Report, ScoresFailed, WorkOnGroup
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.judge import Judge
 from llamarl.types import CompletionGroup, RolloutGroup
@@ -164,8 +163,8 @@ def test_groups_are_judged_side_by_side_and_each_is_whole(tokenizer: Tokenizer, 
 
 def test_too_large_a_share_of_failures_stops_the_job(tokenizer: Tokenizer, picky: Judge) -> None:
     reward = Reward(tokenizer, picky, max_failure_share=0.02)
-    assert not any(isinstance(report, GaveUp) for report in reports_of(reward, answers(tokenizer, "5", "5")))
-    (stop,) = [report for report in reports_of(reward, answers(tokenizer, "5")) if isinstance(report, GaveUp)]
+    assert not any(isinstance(report, MustStop) for report in reports_of(reward, answers(tokenizer, "5", "5")))
+    (stop,) = [report for report in reports_of(reward, answers(tokenizer, "5")) if isinstance(report, MustStop)]
     assert stop.reason == (
         "3 of the last 3 answers could not be judged; more than reward.max_failure_share=0.02; the last: scorer gave nan"
     )
@@ -181,7 +180,7 @@ def test_the_same_failure_is_noted_and_logged_once(tokenizer: Tokenizer, picky: 
 
 def test_in_a_deterministic_job_a_time_out_stops_it(tokenizer: Tokenizer, picky: Judge) -> None:
     reports = reports_of(Reward(tokenizer, picky, deterministic=True), answers(tokenizer, "7"))
-    assert any(isinstance(report, GaveUp) and "took longer than 1 s" in report.reason for report in reports)
+    assert any(isinstance(report, MustStop) and "took longer than 1 s" in report.reason for report in reports)
 
 
 def test_a_message_for_another_role_is_not_answered(tokenizer: Tokenizer) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from llamarl.algo.batch import TokenBatch, make_documents
 from llamarl.algo.losses import Loss, aipo_loss
-from llamarl.config import Algo
-from llamarl.config import Trainer as TrainerConfig
+from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.executors.trainer import Trainer
 from llamarl.messages import (
     BatchResult,
@@ -46,7 +45,7 @@ class NoWeights:
 def make_trainer(
     loss: Loss = aipo_loss,
     settings: TrainerConfig | None = None,
-    algo: Algo | None = None,
+    algo: AlgoConfig | None = None,
     reference: HostedReference | None = None,
     carry_from: Path = Path("."),
 ) -> Trainer:
@@ -54,7 +53,7 @@ def make_trainer(
         Policy(lively_model(), Computing(CPU, torch.float32)),
         loss,
         settings=settings or TrainerConfig(lr=1e-3, warmup_updates=0, max_grad_norm=1e9),
-        algo=algo or Algo(),
+        algo=algo or AlgoConfig(),
         updates=10,
     )
     return Trainer(learner, NoWeights(), carry_from=carry_from, reference=reference)
@@ -81,7 +80,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_a_step_makes_good_completions_likelier_and_bad_ones_less_likely() -> None:
     trainer = make_trainer()
     policy = trainer.learner.policy
-    (pack,) = policy.packs(make_documents([group(1.0, 0.0)], version=0, algo=Algo()))
+    (pack,) = policy.packs(make_documents([group(1.0, 0.0)], version=0, algo=AlgoConfig()))
     before = policy.logprobs(pack)
     update(trainer, group(1.0, 0.0))
     change = policy.logprobs(pack) - before
@@ -89,7 +88,7 @@ def test_a_step_makes_good_completions_likelier_and_bad_ones_less_likely() -> No
 
 
 def bad_gradient(value: float) -> Loss:
-    def loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor | float]]:
+    def loss(tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor | float]]:
         return (tokens.policy_logprobs_N * value).sum(), {}
 
     return loss
@@ -108,7 +107,7 @@ def test_a_gradient_that_is_no_number_never_reaches_the_weights(value: float) ->
 def test_a_batch_without_anything_to_learn_leaves_the_weights_and_is_reported() -> None:
     for trainer, groups in [
         (make_trainer(), ()),
-        (make_trainer(algo=Algo(zero_variance="skip")), (group(1.0, 1.0), group(0.0, 0.0))),
+        (make_trainer(algo=AlgoConfig(zero_variance="skip")), (group(1.0, 1.0), group(0.0, 0.0))),
     ]:
         before = weights_of(trainer)
         assert update(trainer, *groups)["trained_tokens"] == 0.0
@@ -131,7 +130,7 @@ def test_the_gradient_is_scaled_down_to_the_norm_that_is_allowed(monkeypatch: py
 
 
 def test_the_metrics_of_an_update_by_hand() -> None:
-    metrics = update(make_trainer(algo=Algo(zero_variance="keep")), group(1.0, 0.0), group(1.0, 1.0))
+    metrics = update(make_trainer(algo=AlgoConfig(zero_variance="keep")), group(1.0, 0.0), group(1.0, 1.0))
     expected = {"groups": 2.0, "completions": 4.0, "reward": 0.75, "zero_variance_share": 0.5, "answer_tokens": 3.0}
     assert {name: metrics[name] for name in expected} == expected
     assert (metrics["trained_tokens"], metrics["staleness_max"], metrics["skipped"]) == (12.0, 0.0, 0.0)
@@ -147,7 +146,7 @@ def test_wall_times_are_reported_apart_from_what_a_seed_determines() -> None:
 def test_a_reference_on_the_trainers_ranks_holds_the_policy_back() -> None:
     """At the first update policy and reference are the same: no KL. Afterwards they differ."""
     reference = HostedReference(Policy(lively_model(), Computing(CPU, torch.float32)))
-    trainer = make_trainer(algo=Algo(reference_kl=0.1), reference=reference)
+    trainer = make_trainer(algo=AlgoConfig(reference_kl=0.1), reference=reference)
     assert update(trainer, group(1.0, 0.0))["kl_reference"] == pytest.approx(0.0, abs=1e-9)
     assert update(trainer, group(1.0, 0.0), number=1)["kl_reference"] > 1e-6
 

@@ -15,7 +15,7 @@ from helpers.training import assert_same_gradients, cpu_learner
 from torch import Tensor
 
 from llamarl.algo.batch import Document, document_of
-from llamarl.config import Config, Conversation
+from llamarl.config import Config, ConversationConfig
 from llamarl.generate.conversation import Conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits
 from llamarl.generate.scheduler import Extension, Fill, Key
@@ -324,7 +324,7 @@ def test_a_tool_sees_the_turns_as_they_were_said_and_its_own_words_as_it_gave_th
     limits = Limits(slots=4, max_prompt_tokens=8, max_new_tokens=60)
     decoder = ContinuousDecoder(model, limits, eos_ids=tokenizer.eos_ids, seed=0, max_turns=3)
     decoder.version = 0
-    settings = Conversation(tool="calculator", reply=" {reply} ")
+    settings = ConversationConfig(tool="calculator", reply=" {reply} ")
     talk = Conversations(decoder, tokenizer, settings, lambda: desk)  # type: ignore[arg-type,return-value]
     prompt = prompt_group(tokenizer.encode("1+1="), samples=2, max_new_tokens=60)
     decoder.add(prompt)

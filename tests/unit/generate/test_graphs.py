@@ -11,7 +11,7 @@ from helpers.models import lively_model
 
 from llamarl.generate.decoder import ContinuousDecoder, Limits
 from llamarl.generate.graphs import _WORTH, Graphs
-from llamarl.generate.scheduler import Batch
+from llamarl.generate.scheduler import DecodeBatch
 
 
 def test_a_shape_that_occurs_now_and_then_is_not_worth_a_capture() -> None:
@@ -34,7 +34,7 @@ def choosing_device(slots: int) -> Any:
 def test_all_slots_take_part_until_a_graph_of_fewer_rows_is_worth_its_capture() -> None:
     device = choosing_device(slots=32)
     for _ in range(_WORTH + 2):
-        device._decode_of(Batch(slots=[5, 9, 2], firsts=[], counts=[], skips=[0] * 3), 8, False)
+        device._decode_of(DecodeBatch(slots=[5, 9, 2], firsts=[], counts=[], skips=[0] * 3), 8, False)
     assert [key[:2] for key in device._graphs._captured] == [("decode", 32), ("decode", 4)]
     assert device._batch[0, :4].tolist() == [5, 9, 2, 32], "the row without a sequence points to nobody's slot"
 
@@ -44,11 +44,11 @@ def test_parts_make_a_graph_of_its_own_only_where_sequences_are_cut_by_their_len
 ) -> None:
     few, many = choosing_device(slots=32), choosing_device(slots=1024)
     for parts in (0, 2, 8):
-        few._decode_of(Batch(slots=[5], firsts=[], counts=[], skips=[0], parts=parts), 8, False)
-        many._decode_of(Batch(slots=[5], firsts=[], counts=[], skips=[0], parts=parts), 8, False)
+        few._decode_of(DecodeBatch(slots=[5], firsts=[], counts=[], skips=[0], parts=parts), 8, False)
+        many._decode_of(DecodeBatch(slots=[5], firsts=[], counts=[], skips=[0], parts=parts), 8, False)
     assert len(few._graphs._captured) == 1 and len(many._graphs._captured) == 3
     monkeypatch.setattr("llamarl.generate.device._SHARING_BYTES", 1)
     for parts in (0, 8):
-        sharing = Batch(slots=[5, 6], firsts=[0], counts=[2], skips=[8, 8], parts=parts)
+        sharing = DecodeBatch(slots=[5, 6], firsts=[0], counts=[2], skips=[8, 8], parts=parts)
         many._decode_of(sharing, 8, False)
     assert len(many._graphs._captured) == 4, "prompts that are read once for many rows are never cut by length"

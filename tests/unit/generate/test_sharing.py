@@ -8,7 +8,7 @@ from helpers.groups import prompt_group
 
 from llamarl.generate.kv_splits import parts_of_long
 from llamarl.generate.pages import PagePool
-from llamarl.generate.scheduler import Batch, Running, Sampled, Scheduler, make_batch
+from llamarl.generate.scheduler import DecodeBatch, Running, Sampled, Scheduler, make_batch
 
 PAGE, STEPS = 4, 4
 
@@ -21,7 +21,7 @@ def scheduler_with(samples: list[int], prompt_tokens: int, slots: int = 64) -> S
     return scheduler
 
 
-def pages_read(batch: Batch, running: dict[int, Running]) -> None:
+def pages_read(batch: DecodeBatch, running: dict[int, Running]) -> None:
     """Every row once; each reading's rows have the same pages there, and nobody skips without a reading."""
     assert sorted(batch.slots) == sorted(running)
     served: set[int] = set()

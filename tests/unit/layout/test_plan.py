@@ -11,15 +11,15 @@ from hypothesis import given, settings
 
 from llamarl.errors import InputError
 from llamarl.layout.boxes import Box, intersect, relative, shape_of, split_rows, subtract, volume, whole
-from llamarl.layout.plan import MIN_SHARED_BYTES, Holding, Kind, TransferPlan, kinds_of, plan_transfer
+from llamarl.layout.plan import MIN_SHARED_BYTES, ShardPattern, ShardSpec, TransferPlan, plan_transfer, shard_patterns
 
 
 def plan_of(found: Ends, item_bytes: int = 2) -> TransferPlan:
     sides = [
-        [{name: Holding(box, item_bytes) for name, box in rank.items()} for rank in side]
+        [{name: ShardSpec(box, item_bytes) for name, box in rank.items()} for rank in side]
         for side in (found.sources, found.targets)
     ]
-    return plan_transfer(kinds_of(*sides), len(found.sources), len(found.targets))
+    return plan_transfer(shard_patterns(*sides), len(found.sources), len(found.targets))
 
 
 @settings(deadline=None, max_examples=150)
@@ -48,7 +48,7 @@ def test_the_bytes_it_states_are_those_of_its_moves_and_the_minimum(found: Ends)
 
 def replicated(num_sources: int, num_targets: int, names: int, rows: int = 1 << 12) -> TransferPlan:
     box: Box = ((0, rows), (0, 1 << 10))
-    kind = Kind(tuple((f"p{i}", f"p{i}") for i in range(names)), 2, (box,) * num_sources, (box,) * num_targets)
+    kind = ShardPattern(tuple((f"p{i}", f"p{i}") for i in range(names)), 2, (box,) * num_sources, (box,) * num_targets)
     return plan_transfer([kind], num_sources, num_targets)
 
 
@@ -65,28 +65,28 @@ def test_small_pieces_are_not_cut_only_to_be_spread() -> None:
 
 
 def test_a_tied_head_is_taken_from_the_embedding() -> None:
-    embedding = Holding(((0, 8), (0, 4)), 2)
-    halves = [{"lm_head.weight": Holding(((first, first + 4), (0, 4)), 2)} for first in (0, 4)]
-    plan = plan_transfer(kinds_of([{"model.embed_tokens.weight": embedding}], halves), 1, 2)
+    embedding = ShardSpec(((0, 8), (0, 4)), 2)
+    halves = [{"lm_head.weight": ShardSpec(((first, first + 4), (0, 4)), 2)} for first in (0, 4)]
+    plan = plan_transfer(shard_patterns([{"model.embed_tokens.weight": embedding}], halves), 1, 2)
     assert {(move.source_name, move.target_name, move.box[0]) for move in plan} == {
         ("model.embed_tokens.weight", "lm_head.weight", rows) for rows in ((0, 4), (4, 8))
     }
 
 
 def test_what_nobody_holds_is_named() -> None:
-    wanted = {"w": Holding(((0, 8), (2, 6)), 2)}
+    wanted = {"w": ShardSpec(((0, 8), (2, 6)), 2)}
     with pytest.raises(InputError, match="'w' is held by no source"):
-        kinds_of([{}], [wanted])
-    halves = kinds_of([{"w": Holding(((0, 4), (0, 6)), 2)}], [wanted])
+        shard_patterns([{}], [wanted])
+    halves = shard_patterns([{"w": ShardSpec(((0, 4), (0, 6)), 2)}], [wanted])
     with pytest.raises(InputError, match=r"no source holds w\[4:8, 2:6\]"):
         plan_transfer(halves, 1, 1)
     with pytest.raises(InputError, match="'w' travels in another type"):
-        kinds_of([{"w": Holding(((0, 8), (0, 6)), 4)}], [wanted])
+        shard_patterns([{"w": ShardSpec(((0, 8), (0, 6)), 4)}], [wanted])
 
 
 def test_what_nobody_asks_for_is_not_sent() -> None:
-    held = {name: Holding(((0, 4),), 2) for name in "ab"}
-    plan = plan_transfer(kinds_of([held], [{"a": held["a"]}]), 1, 1)
+    held = {name: ShardSpec(((0, 4),), 2) for name in "ab"}
+    plan = plan_transfer(shard_patterns([held], [{"a": held["a"]}]), 1, 1)
     assert {move.source_name for move in plan} == {"a"}
 
 

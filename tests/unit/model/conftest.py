@@ -17,7 +17,7 @@ from torch import Tensor
 from llamarl.generate.kv_cache import DecodeAttention, PagedCache, PrefillAttention
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer, rope_up_to
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 ROOT = Path(__file__).parents[3]
@@ -48,9 +48,9 @@ def hf() -> ModuleType:
 
 
 @pytest.fixture
-def tiny() -> ModelShape:
+def tiny() -> ModelSpec:
     """Untied, with grouped heads; small enough to save and load in a blink."""
-    return ModelShape(
+    return ModelSpec(
         vocab_size=61,
         hidden_size=24,
         intermediate_size=40,
@@ -63,7 +63,7 @@ def tiny() -> ModelShape:
 
 
 @pytest.fixture
-def tiny_model(tiny: ModelShape) -> Transformer:
+def tiny_model(tiny: ModelSpec) -> Transformer:
     return lively(random_model(tiny, seed=3), seed=3)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from llamarl.errors import ModelError
 from llamarl.model.checkpoint import Shard, load_model, meta_model, open_checkpoint, random_model, save_model
 from llamarl.model.transformer import Transformer
-from llamarl.model_spec import SHAPES, ModelShape, parameter_shapes
+from llamarl.model_spec import SHAPES, ModelSpec, parameter_shapes
 
 
 def assert_same(found: Transformer, expected: Transformer) -> None:
@@ -111,7 +111,7 @@ def rewrite(folder: Path, change: dict[str, Tensor]) -> None:
     save_file(load_file(path) | change, path, metadata={"format": "pt"})
 
 
-def test_a_tied_copy_of_the_head_must_be_a_copy(tiny: ModelShape, tmp_path: Path) -> None:
+def test_a_tied_copy_of_the_head_must_be_a_copy(tiny: ModelSpec, tmp_path: Path) -> None:
     model = random_model(replace(tiny, tied_head=True), seed=0)
     save_model(model, tmp_path / "m")
     embedding = model.model.embed_tokens.weight.detach().clone()
@@ -199,7 +199,7 @@ def test_named_shapes_have_their_published_parameter_counts(name: str, num_param
     assert SHAPES[name].num_parameters == num_parameters
 
 
-def test_a_random_model_follows_from_its_seed(tiny: ModelShape) -> None:
+def test_a_random_model_follows_from_its_seed(tiny: ModelSpec) -> None:
     assert_same(random_model(tiny, seed=5), random_model(tiny, seed=5))
     other = random_model(tiny, seed=6)
     assert not torch.equal(random_model(tiny, seed=5).lm_head.weight, other.lm_head.weight)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from llamarl.errors import ModelError
 from llamarl.model.checkpoint import load_model, random_model, save_model
 from llamarl.model.transformer import Transformer
-from llamarl.model_spec import ModelShape
+from llamarl.model_spec import ModelSpec
 
-SHAPE = ModelShape(
+SHAPE = ModelSpec(
     vocab_size=11, hidden_size=8, intermediate_size=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4,
     max_positions=32, qkv_bias=True,
 )  # fmt: skip

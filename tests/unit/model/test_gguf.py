@@ -25,9 +25,9 @@ from llamarl.model.gguf_file import read_gguf
 from llamarl.model.gguf_import import import_gguf
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer, rope_frequencies
-from llamarl.model_spec import SHAPES, ModelShape
+from llamarl.model_spec import SHAPES, ModelSpec
 
-SHAPE = ModelShape(
+SHAPE = ModelSpec(
     vocab_size=264, hidden_size=256, intermediate_size=512, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64,
     max_positions=128,
 )  # fmt: skip

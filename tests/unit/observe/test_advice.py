@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llamarl.config import Algo, Config, Schedule, Trainer
+from llamarl.config import AlgoConfig, Config, ScheduleConfig, TrainerConfig
 from llamarl.observe.advice import Advisor, advice_before
 
-CONFIG = Config(schedule=Schedule(updates=40, groups_per_update=8), algo=Algo(overlong="mask"))
+CONFIG = Config(schedule=ScheduleConfig(updates=40, groups_per_update=8), algo=AlgoConfig(overlong="mask"))
 WELL = {
     "groups": 8.0,
     "reward": 0.4,
@@ -54,6 +54,6 @@ def test_a_run_that_learns_hears_nothing() -> None:
 
 
 def test_a_warm_up_longer_than_the_run_is_told_before_it_begins() -> None:
-    (told,) = advice_before(Config(schedule=Schedule(updates=5), trainer=Trainer(warmup_updates=10)))
+    (told,) = advice_before(Config(schedule=ScheduleConfig(updates=5), trainer=TrainerConfig(warmup_updates=10)))
     assert "trainer.warmup_updates=10" in told
     assert not advice_before(CONFIG)

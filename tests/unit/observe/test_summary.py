@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from llamarl.config import Config, Schedule
+from llamarl.config import Config, ScheduleConfig
 from llamarl.observe.display import Quiet, Snapshot, format_seconds, line_of
 from llamarl.observe.report import print_report, report_lines
 from llamarl.observe.run_folder import METRICS, SUMMARY, TIMINGS, RunFolder
@@ -56,7 +56,7 @@ def test_an_update_that_is_made_again_after_a_rewind_counts_once() -> None:
 
 @pytest.fixture
 def watcher(tmp_path: Path) -> Watcher:
-    config = Config(schedule=Schedule(updates=20))
+    config = Config(schedule=ScheduleConfig(updates=20))
     folder = RunFolder.create(tmp_path / "run", ("critic", "trainer"))
     return Watcher(config, folder, Quiet(), tally=Tally(), first_role="generator", last_role="trainer")
 

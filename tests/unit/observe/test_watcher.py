@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import Config, Schedule
+from llamarl.config import Config, ScheduleConfig
 from llamarl.engine.engine import Arrival
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.supervision import Rank, Supervision
@@ -19,7 +19,7 @@ from llamarl.observe.timeline import Span
 from llamarl.observe.watcher import Watcher
 from llamarl.types import GroupFacts
 
-CONFIG = Config(schedule=Schedule(updates=20, groups_per_update=4, samples_per_group=2))
+CONFIG = Config(schedule=ScheduleConfig(updates=20, groups_per_update=4, samples_per_group=2))
 
 
 class Clock:

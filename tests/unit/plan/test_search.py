@@ -8,13 +8,13 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
+from llamarl.model_spec import SHAPES, shape_named
 from llamarl.plan import search
 from llamarl.plan.advice import why_nothing_fits
 from llamarl.plan.gpus import GPUS
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.search import Plan, Space, best, best_async, best_sync
 from llamarl.plan.workload import Question, Workload
-from llamarl.model_spec import SHAPES, shape_named
 
 MODELS = ["smollm2-135m", "qwen2.5-0.5b", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-8b"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from llamarl.model_spec import block_parameters, shape_named
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GPUS
 from llamarl.plan.terms import (
@@ -18,7 +19,6 @@ from llamarl.plan.terms import (
     weight_bytes,
 )
 from llamarl.plan.trainer import TrainerRanks, packed
-from llamarl.model_spec import block_parameters, shape_named
 
 H200, H100 = GPUS["h200"], GPUS["h100"]
 ONE, EIGHT = shape_named("llama-3.2-1b"), shape_named("llama-3.1-8b")

@@ -8,9 +8,9 @@ from random import Random
 import msgspec
 import pytest
 
+from llamarl.model_spec import shape_named
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GPUS
-from llamarl.model_spec import shape_named
 from llamarl.simulate.decoding import Decoding
 
 REPLICA = Replica(shape_named("llama-3.2-1b"), GPUS["h100"], "bf16", 1, 64, 100, 1100)

@@ -13,11 +13,11 @@ from llamarl.controller.books import audit
 from llamarl.controller.controller import Controller
 from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import Issued, Record, Trained
+from llamarl.model_spec import shape_named
 from llamarl.plan.gpus import GPUS
 from llamarl.plan.lengths import Lengths
-from llamarl.model_spec import shape_named
 from llamarl.simulate.scene import Scene, make_simulation
-from llamarl.simulate.simulation import Faults, Outcome
+from llamarl.simulate.simulation import Faults, SimulationResult
 
 TAIL = "lognormal:median=200,sigma=1,max=1024"
 
@@ -45,7 +45,7 @@ def scene(*overrides: str, answers: str = TAIL, **more: Any) -> Scene:
     )
 
 
-def play(one: Scene) -> tuple[Outcome, list[Record]]:
+def play(one: Scene) -> tuple[SimulationResult, list[Record]]:
     records: list[Record] = []
     return make_simulation(one, hear=records.append).run(), records
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config import Part
-from llamarl.config import Task as TaskConfig
+from llamarl.config import MixturePart, TaskConfig
 from llamarl.errors import ConfigError, InputError
 from llamarl.tasks.mixture import Mixture, shares
 from llamarl.tasks.registry import make_single_task, make_task, own_scorers
@@ -180,8 +179,8 @@ def test_a_template_may_hold_any_braces(tmp_path: Path) -> None:
 MIXTURE = TaskConfig(
     kind="mixture",
     parts=(
-        Part(kind="gsm8k", path=str(DATA / "gsm8k"), weight=3.0),
-        Part(kind="math", path=str(DATA / "math"), weight=1.0),
+        MixturePart(kind="gsm8k", path=str(DATA / "gsm8k"), weight=3.0),
+        MixturePart(kind="math", path=str(DATA / "math"), weight=1.0),
     ),
 )
 
@@ -230,8 +229,8 @@ def test_shares_sum_to_a_block(weights: list[float]) -> None:
     ("settings", "message"),
     [
         ({"kind": "mixture"}, r"task\.parts: a mixture needs parts"),
-        ({"parts": (Part(),)}, r"task\.parts: a mixture needs parts"),
-        ({"kind": "mixture", "parts": (Part(),), "path": "x"}, r"task\.path: a mixture's parts"),
+        ({"parts": (MixturePart(),)}, r"task\.parts: a mixture needs parts"),
+        ({"kind": "mixture", "parts": (MixturePart(),), "path": "x"}, r"task\.path: a mixture's parts"),
         ({"system": "x"}, r"task\.system: cannot take effect"),
     ],
 )

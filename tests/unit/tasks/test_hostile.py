@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from helpers.hostile_answers import ANSWER, MARK, Case, named_cases, random_cases
 
-from llamarl.config import Reward
-from llamarl.tasks.judge import Judge, Outcome
+from llamarl.config import RewardConfig
+from llamarl.tasks.judge import Judge, Judgment
 from llamarl.types import Problem
 
 NUM_RANDOM = int(os.environ.get("LLAMARL_HOSTILE", "5000"))
@@ -30,7 +30,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
     folder = tmp_path_factory.mktemp("empty")
     before = Path.cwd()
     os.chdir(folder)
-    judge = Judge(Reward(scorer="math", workers=4, retries=0, timeout_s=TIME_LIMIT_S))
+    judge = Judge(RewardConfig(scorer="math", workers=4, retries=0, timeout_s=TIME_LIMIT_S))
     judge.prepare()
     yield judge
     judge.close()
@@ -38,8 +38,8 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
     assert not list(folder.iterdir()), "something was executed"
 
 
-def outcomes(judge: Judge, cases: Iterable[Case]) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
+def outcomes(judge: Judge, cases: Iterable[Case]) -> dict[str, Judgment]:
+    found: dict[str, Judgment] = {}
     for case in cases:
         judge.ask(case.name, case.text, PROBLEM)
         while judge.num_pending > 16:  # so that few of the large ones lie in memory
@@ -49,7 +49,7 @@ def outcomes(judge: Judge, cases: Iterable[Case]) -> dict[str, Outcome]:
     return found
 
 
-def check(found: dict[str, Outcome]) -> None:
+def check(found: dict[str, Judgment]) -> None:
     wrong = {name: outcome for name, outcome in found.items() if outcome.status == "ok" and outcome.reward != 0.0}
     assert not wrong
     late = {name: outcome for name, outcome in found.items() if outcome.seconds > TIME_LIMIT_S + SLACK_S}
@@ -106,7 +106,7 @@ def test_right_and_wrong_are_still_told_apart_after_all_that(judge: Judge) -> No
 
 @pytest.mark.parametrize("scorer", SAFE)
 def test_scorers_that_run_in_this_process_are_quick_about_every_case(scorer: str) -> None:
-    judge = Judge(Reward(scorer=scorer))
+    judge = Judge(RewardConfig(scorer=scorer))
     for case in named_cases():
         started_s = time.perf_counter()
         outcome = judge.score(case.text, PROBLEM)
@@ -128,7 +128,7 @@ EXPLOSIVE = [
 
 def test_a_pattern_that_explodes_is_a_counted_failure() -> None:
     for text, pattern in EXPLOSIVE[:2]:
-        judge = Judge(Reward(scorer="regex", pattern=pattern, workers=1, retries=0, timeout_s=0.5))
+        judge = Judge(RewardConfig(scorer="regex", pattern=pattern, workers=1, retries=0, timeout_s=0.5))
         assert judge.score(text, PROBLEM).status == "timeout"
         assert judge.score("aaa", PROBLEM).status == "ok"
         assert judge.counts.timeouts == 1

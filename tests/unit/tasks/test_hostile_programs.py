@@ -23,8 +23,8 @@ from helpers.hostile_programs import FORGING, QUICK, hostile_programs
 from helpers.sandboxes import BRIEF, Case, score_under, skip_without_sandbox, works
 from msgspec.structs import replace
 
-from llamarl.config import Reward
-from llamarl.tasks.judge import Judge, Outcome
+from llamarl.config import RewardConfig
+from llamarl.tasks.judge import Judge, Judgment
 from llamarl.tasks.sandbox.walls import UNPRIVILEGED, Walls
 from llamarl.types import Problem
 
@@ -92,7 +92,7 @@ def running_programs() -> list[str]:
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Judge]:
     skip_without_sandbox()
-    judge = Judge(Reward(scorer="code", workers=3, retries=0), sandbox=BRIEF)
+    judge = Judge(RewardConfig(scorer="code", workers=3, retries=0), sandbox=BRIEF)
     judge.prepare()
     yield judge
     judge.close()
@@ -109,7 +109,7 @@ def test_no_hostile_program_is_paid_and_none_leaves_anything(judge: Judge, outsi
     asked += [(name, "function") for name in (hostile if ALL else FORGING)]
     for name, kind in asked:
         judge.ask((name, kind), f"```python\n{hostile[name]}\n```", Problem("", TESTS[kind]))
-    found: dict[object, Outcome] = {}
+    found: dict[object, Judgment] = {}
     while judge.num_pending:
         found |= dict(judge.collect(1.0))
     assert len(found) == len(asked)
@@ -160,7 +160,7 @@ def test_what_they_try_would_work_without_walls(name: str, tmp_path: Path) -> No
 
 def test_a_program_does_not_outlive_the_worker_that_runs_it() -> None:
     skip_without_sandbox()
-    judge = Judge(Reward(scorer="code", workers=1, retries=0), sandbox=replace(BRIEF, wall_s=60.0))
+    judge = Judge(RewardConfig(scorer="code", workers=1, retries=0), sandbox=replace(BRIEF, wall_s=60.0))
     judge.prepare()
     judge.ask("sleeps", "import time\ntime.sleep(60)", Problem("", TESTS["script"]))
     wait_for(lambda: bool(running_programs()))

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import Reward
+from llamarl.config import RewardConfig
 from llamarl.errors import ConfigError
-from llamarl.tasks.judge import Judge, Outcome
+from llamarl.tasks.judge import Judge, Judgment
 from llamarl.types import Problem
 
 DATA = Path(__file__).parents[2] / "data"
@@ -69,7 +69,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own_judge(file: Path, function: str, **settings: object) -> Judge:
-    judge = Judge(Reward(scorer=f"{file}:{function}", workers=1, retries=0, **settings))  # type: ignore[arg-type]
+    judge = Judge(RewardConfig(scorer=f"{file}:{function}", workers=1, retries=0, **settings))  # type: ignore[arg-type]
     judge.prepare()
     return judge
 
@@ -90,7 +90,7 @@ def wait_for(condition: object, limit_s: float = 20.0) -> None:
 
 @pytest.fixture(scope="module")
 def math() -> Iterator[Judge]:
-    judge = Judge(Reward(scorer="math", retries=0))
+    judge = Judge(RewardConfig(scorer="math", retries=0))
     judge.prepare()
     yield judge
     judge.close()
@@ -160,7 +160,7 @@ def test_workers_end_with_the_judge_and_with_its_process(file: Path) -> None:
 
 def test_scorers_are_combined_with_their_weights() -> None:
     combine = {"numeric": 1.0, "format": 0.25, "length": -0.5}
-    judge = Judge(Reward(combine=combine, format="hashes", max_chars=100))
+    judge = Judge(RewardConfig(combine=combine, format="hashes", max_chars=100))
     assert judge.score("so\n#### 5", Problem("", "5")).reward == pytest.approx(1.0 + 0.25 - 0.5)
     assert judge.score("so\n#### 6", Problem("", "5")).reward == pytest.approx(0.25 - 0.5)
     assert judge.score("5" + " " * 74, Problem("", "5")).reward == pytest.approx(1.0 - 0.25)
@@ -168,7 +168,7 @@ def test_scorers_are_combined_with_their_weights() -> None:
 
 def test_here_and_in_workers_add_up(file: Path) -> None:
     combine = {"exact": 1.0, "math": 0.5, f"{file}:remembers": 0.25, "regex": 0.125}
-    judge = Judge(Reward(combine=combine, pattern=r"(\d)x", workers=1))
+    judge = Judge(RewardConfig(combine=combine, pattern=r"(\d)x", workers=1))
     assert judge.score("(x+1)(x-1)", Problem("", "x^2-1")).reward == pytest.approx(0.5 + 0.25)
     assert judge.score("3x", Problem("", "3")).reward == pytest.approx(0.25 + 0.125)
     judge.close()
@@ -179,7 +179,7 @@ def test_here_and_in_workers_add_up(file: Path) -> None:
     [("yes", "oh yes", 1.0), ("yes", "no", 0.0), (r"is (\d+)", "is 1, is 42", 1.0), (r"is (\d+)", "is 42, is 1", 0.0)],
 )
 def test_a_pattern_is_found_or_its_last_group_is_the_answer(pattern: str, text: str, reward: float) -> None:
-    judge = Judge(Reward(scorer="regex", pattern=pattern, workers=1))
+    judge = Judge(RewardConfig(scorer="regex", pattern=pattern, workers=1))
     assert judge.score(text, Problem("", "42")).reward == reward
     judge.close()
 
@@ -195,7 +195,7 @@ def test_a_pattern_is_found_or_its_last_group_is_the_answer(pattern: str, text: 
     ],
 )
 def test_a_choice_is_the_letter_that_is_called_the_answer(text: str, reward: float) -> None:
-    assert Judge(Reward(scorer="choice")).score(text, Problem("", "B")).reward == reward
+    assert Judge(RewardConfig(scorer="choice")).score(text, Problem("", "B")).reward == reward
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_choice_is_the_letter_that_is_called_the_answer(text: str, reward: flo
     ],
 )
 def test_a_format_is_kept_or_not(shape: str, good: str, bad: str) -> None:
-    judge = Judge(Reward(scorer="format", format=shape))  # type: ignore[arg-type]
+    judge = Judge(RewardConfig(scorer="format", format=shape))  # type: ignore[arg-type]
     assert (judge.score(good, Problem("", "1")).reward, judge.score(bad, Problem("", "1")).reward) == (1.0, 0.0)
 
 
@@ -243,7 +243,7 @@ def test_the_published_cases_of_math_verify_come_out_the_same(math: Judge) -> No
     cases = json.loads((DATA / "math_verify.json").read_text())
     for number, (gold, given, _) in enumerate(cases["same"]):
         math.ask(number, given, Problem("", gold))
-    found: dict[Hashable, Outcome] = {}
+    found: dict[Hashable, Judgment] = {}
     while math.num_pending:
         found |= dict(math.collect(1.0))
     for number, (gold, given, reward) in enumerate(cases["same"]):
@@ -288,7 +288,7 @@ def test_the_same_answer_need_not_be_worked_out_twice(math: Judge) -> None:
 
 def test_an_unknown_scorer_is_named_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown scorer 'vibes'; known: exact, numeric, choice, .* or FILE"):
-        Judge(Reward(scorer="vibes"))
+        Judge(RewardConfig(scorer="vibes"))
 
 
 @pytest.mark.parametrize(
@@ -304,11 +304,11 @@ def test_an_unknown_scorer_is_named_with_the_known_ones() -> None:
 )
 def test_what_cannot_be_loaded_is_said_before_anything_starts(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Judge(Reward(workers=1, **settings)).prepare()  # type: ignore[arg-type]
+        Judge(RewardConfig(workers=1, **settings)).prepare()  # type: ignore[arg-type]
 
 
 def test_without_the_math_extra_one_line_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"needs math-verify: pip install 'llamarl\[math\]'"):
-        Judge(Reward(scorer="math", workers=1)).prepare()
+        Judge(RewardConfig(scorer="math", workers=1)).prepare()

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from llamarl.config import Reward
+from llamarl.config import RewardConfig
 from llamarl.tasks.judge import Judge
 from llamarl.types import Problem
 
 
 @pytest.fixture(scope="module")
 def math() -> Iterator[Judge]:
-    judge = Judge(Reward(scorer="math", retries=0, timeout_s=10.0))
+    judge = Judge(RewardConfig(scorer="math", retries=0, timeout_s=10.0))
     judge.prepare()
     yield judge
     judge.close()

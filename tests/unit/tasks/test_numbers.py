@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from llamarl.config import Reward
+from llamarl.config import RewardConfig
 from llamarl.tasks.mathematics import quick_verdict
 from llamarl.tasks.numbers import read_number
 from llamarl.tasks.scorers import make_safe_scorer
 
-_SCORER = make_safe_scorer("numeric", Reward())
+_SCORER = make_safe_scorer("numeric", RewardConfig())
 assert _SCORER is not None
 score = _SCORER
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from llamarl.config import Config, Reward, Source
-from llamarl.config import Task as TaskConfig
+from llamarl.config import Config, DatasetConfig, RewardConfig, TaskConfig
 from llamarl.errors import ConfigError, InputError
 from llamarl.plugins import reference_to
 from llamarl.tasks.datasets import read_examples
-from llamarl.tasks.judge import Judge, Outcome
-from llamarl.tasks.own_scorers import BadReward, Signature, Wanted, rewards_in, signature_of
+from llamarl.tasks.judge import Judge, Judgment
+from llamarl.tasks.own_scorers import BadReward, ScorerRequirements, Signature, rewards_in, signature_of
 from llamarl.tasks.registry import open_task
 from llamarl.tasks.score_lines import read_line
 from llamarl.types import Problem
@@ -85,9 +84,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def outcomes(judge: Judge, completions: list[str], problem: Problem = ROW) -> list[Outcome]:
+def outcomes(judge: Judge, completions: list[str], problem: Problem = ROW) -> list[Judgment]:
     judge.ask_all(range(len(completions)), completions, problem)
-    found: dict[Any, Outcome] = {}
+    found: dict[Any, Judgment] = {}
     while judge.num_pending:
         found |= dict(judge.collect(1.0))
     return [found[index] for index in range(len(completions))]
@@ -104,7 +103,7 @@ def judge_for(file: Path, trusted: bool) -> Iterator[Any]:
 
     def open_judge(name: str, **settings: Any) -> Judge:
         chosen = {"workers": 1, "retries": 0, "timeout_s": 5.0, **settings}
-        opened.append(Judge(Reward(scorer=f"{file}:{name}", trusted=trusted, **chosen)))
+        opened.append(Judge(RewardConfig(scorer=f"{file}:{name}", trusted=trusted, **chosen)))
         opened[-1].prepare()
         return opened[-1]
 
@@ -161,7 +160,7 @@ def test_128_coroutines_that_sleep_take_less_than_a_second(judge_for: Any) -> No
     for group in range(16):
         judge.ask_all([(group, sample) for sample in range(8)], ["2", "3"] * 4, ROW)
         assert not judge.collect(0.0)
-    found: list[Outcome] = []
+    found: list[Judgment] = []
     while judge.num_pending:
         found += [outcome for _, outcome in judge.collect(1.0)]
     assert time.monotonic() - start_s < 1.0
@@ -179,15 +178,15 @@ def test_no_more_coroutines_run_at_once_than_allowed(file: Path) -> None:
         running -= 1
         return 1.0
 
-    judge = Judge(Reward(scorer="python:counting", concurrency=5), given={"python:counting": counting})
+    judge = Judge(RewardConfig(scorer="python:counting", concurrency=5), given={"python:counting": counting})
     assert all(outcome.reward == 1.0 for outcome in outcomes(judge, ["x"] * 20))
     assert most == 5
     judge.close()
 
 
 def test_coroutines_are_judged_where_another_loop_is_at_work_as_in_a_notebook(file: Path) -> None:
-    async def notebook() -> list[Outcome]:
-        judge = Judge(Reward(scorer=f"{file}:sleeps", trusted=True))
+    async def notebook() -> list[Judgment]:
+        judge = Judge(RewardConfig(scorer=f"{file}:sleeps", trusted=True))
         found = outcomes(judge, ["2", "3"])
         judge.close()
         return found
@@ -212,7 +211,7 @@ def test_a_coroutine_that_fails_takes_no_other_along(judge_for: Any, trusted: bo
 
 
 def test_a_coroutine_that_blocks_is_killed_in_a_worker_and_the_others_are_judged(file: Path) -> None:
-    judge = Judge(Reward(scorer=f"{file}:moody", workers=1, retries=0, timeout_s=1.0))
+    judge = Judge(RewardConfig(scorer=f"{file}:moody", workers=1, retries=0, timeout_s=1.0))
     found = outcomes(judge, ["good", "block", "good"], Problem("", ""))
     assert [outcome.status for outcome in found] == ["ok", "timeout", "ok"]
     judge.close()
@@ -224,7 +223,7 @@ def test_a_trusted_scorer_runs_in_this_process_and_others_do_not(judge_for: Any,
 
 
 def test_a_trusted_scorer_costs_less_than_50_microseconds_an_answer(file: Path) -> None:
-    judge = Judge(Reward(scorer=f"{file}:by_name", trusted=True))
+    judge = Judge(RewardConfig(scorer=f"{file}:by_name", trusted=True))
     best_s = 1.0
     for _ in range(5):
         start_s = time.process_time()  # a busy machine changes nothing
@@ -238,7 +237,7 @@ def test_a_trusted_scorer_that_raises_is_a_failure_with_its_traceback(file: Path
     def score(completion: str) -> float:
         raise KeyError("nothing")
 
-    judge = Judge(Reward(scorer="python:score", retries=1), given={"python:score": score})
+    judge = Judge(RewardConfig(scorer="python:score", retries=1), given={"python:score": score})
     outcome = judge.score("x", ROW)
     assert outcome.status == "error"
     assert (
@@ -260,7 +259,7 @@ def test_a_problem_without_a_column_that_is_needed_is_a_failure_that_counts(judg
 
 def test_own_scorers_are_summed_with_others(file: Path, trusted: bool) -> None:
     combine = {f"{file}:batched": 1.0, f"{file}:sleeps": 10.0, f"{file}:by_name": 100.0, "exact": 1000.0}
-    judge = Judge(Reward(combine=combine, workers=2, trusted=trusted, retries=0))
+    judge = Judge(RewardConfig(combine=combine, workers=2, trusted=trusted, retries=0))
     assert [one.reward for one in outcomes(judge, ["2", "3"])] == pytest.approx([5 + 10 + 300.4 + 1000, 2 + 0.4])
     judge.close()
 
@@ -307,25 +306,27 @@ def test_a_reward_is_a_finite_number() -> None:
             rewards_in(bad, Signature(), 1)
 
 
-def data(folder: Path, *rows: dict[str, Any]) -> Source:
+def data(folder: Path, *rows: dict[str, Any]) -> DatasetConfig:
     (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    return Source(kind="jsonl", path=str(folder / "train.jsonl"))
+    return DatasetConfig(kind="jsonl", path=str(folder / "train.jsonl"))
 
 
 def test_rows_carry_only_the_columns_that_are_asked_for(tmp_path: Path) -> None:
     row = {"prompt": "1+1=", "answer": "2", "difficulty": 3, "essay": "x" * 10_000, "tags": ["a"]}
     source = data(tmp_path, row)
     assert read_examples(source)[0][0].columns == {}
-    assert read_examples(source, Wanted({"difficulty": "f"}))[0][0].columns == {"difficulty": 3}
-    assert read_examples(source, Wanted(optional=frozenset({"tags", "no"})))[0][0].columns == {"tags": ["a"]}
-    everything = read_examples(source, Wanted(everything=True))[0][0].columns
+    assert read_examples(source, ScorerRequirements({"difficulty": "f"}))[0][0].columns == {"difficulty": 3}
+    assert read_examples(source, ScorerRequirements(optional=frozenset({"tags", "no"})))[0][0].columns == {
+        "tags": ["a"]
+    }
+    everything = read_examples(source, ScorerRequirements(everything=True))[0][0].columns
     assert set(everything) == {"difficulty", "essay", "tags"}, "prompt and answer travel anyway"
 
 
 def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path, file: Path, trusted: bool) -> None:
     source = data(tmp_path, {"prompt": "a", "answer": "b", "dificulty": 1})
     config = Config(
-        task=TaskConfig(kind="jsonl", path=source.path), reward=Reward(scorer=f"{file}:by_name", trusted=trusted)
+        task=TaskConfig(kind="jsonl", path=source.path), reward=RewardConfig(scorer=f"{file}:by_name", trusted=trusted)
     )
     with pytest.raises(ConfigError) as refused:
         open_task(config)
@@ -336,37 +337,37 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path: Pat
 
 def test_arithmetic_has_no_columns(file: Path) -> None:
     with pytest.raises(ConfigError, match="asks for 'difficulty'"):
-        open_task(Config(reward=Reward(scorer=f"{file}:by_name", trusted=True)))
+        open_task(Config(reward=RewardConfig(scorer=f"{file}:by_name", trusted=True)))
 
 
 def test_rows_need_no_answer_where_no_scorer_does(tmp_path: Path, file: Path) -> None:
     source = data(tmp_path, {"prompt": "a", "difficulty": 1}, {"prompt": "b", "difficulty": 2})
     task = TaskConfig(kind="jsonl", path=source.path, held_out=1e-9)
-    found = open_task(Config(task=task, reward=Reward(scorer=f"{file}:without_answer", trusted=True))).problem(0)
+    found = open_task(Config(task=task, reward=RewardConfig(scorer=f"{file}:without_answer", trusted=True))).problem(0)
     assert (found.answer, set(found.columns)) == ("", {"difficulty"})
     with pytest.raises(InputError, match="no field 'answer'"):
-        open_task(Config(task=task, reward=Reward(scorer=f"{file}:by_name", trusted=True)))
+        open_task(Config(task=task, reward=RewardConfig(scorer=f"{file}:by_name", trusted=True)))
     with pytest.raises(InputError, match="no field 'answer'"):
-        open_task(Config(task=task, reward=Reward(combine={f"{file}:without_answer": 1.0, "exact": 1.0})))
+        open_task(Config(task=task, reward=RewardConfig(combine={f"{file}:without_answer": 1.0, "exact": 1.0})))
 
 
 def test_a_column_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
     source = data(tmp_path, {"prompt": "a", "answer": "b", "big": 2**80})
     with pytest.raises(InputError, match=r"train\.jsonl:1: a column .* cannot be carried"):
-        read_examples(source, Wanted(everything=True))
+        read_examples(source, ScorerRequirements(everything=True))
 
 
 def test_lines_to_score_bring_their_columns() -> None:
     line = json.dumps({"completion": "x", "difficulty": 2, "other": 1}).encode()
-    completion, problem = read_line(line, "exact", Wanted({"difficulty": "f"}, answer=False))
+    completion, problem = read_line(line, "exact", ScorerRequirements({"difficulty": "f"}, answer=False))
     assert (completion, problem.answer, problem.columns) == ("x", "", {"difficulty": 2})
     with pytest.raises(ValueError, match="asks for 'level'"):
-        read_line(line, "exact", Wanted({"level": "f"}, answer=False))
+        read_line(line, "exact", ScorerRequirements({"level": "f"}, answer=False))
 
 
 def test_trust_needs_somebody_to_trust() -> None:
     with pytest.raises(ConfigError, match=r"reward\.trusted: cannot take effect"):
-        Judge(Reward(scorer="exact", trusted=True))
+        Judge(RewardConfig(scorer="exact", trusted=True))
 
 
 def test_a_function_at_the_top_of_a_file_can_be_referred_to() -> None:

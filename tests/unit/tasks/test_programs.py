@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from llamarl.config import Source
+from llamarl.config import DatasetConfig
 from llamarl.errors import ConfigError, InputError
 from llamarl.tasks.code_blocks import fenced_program, program_in
 from llamarl.tasks.datasets import read_examples
@@ -168,10 +168,10 @@ def test_values_are_the_same_in_kind_and_in_content(given: Any, expected: Any, s
     assert same_value(given, expected) is same
 
 
-def write(folder: Path, *rows: dict[str, Any]) -> Source:
+def write(folder: Path, *rows: dict[str, Any]) -> DatasetConfig:
     path = folder / "train.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    return Source(kind="code", path=str(path))
+    return DatasetConfig(kind="code", path=str(path))
 
 
 def test_rows_bring_their_tests(tmp_path: Path) -> None:

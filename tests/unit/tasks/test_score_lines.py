@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.config import Reward
+from llamarl.config import RewardConfig
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.score_lines import read_line, score_lines
 
@@ -19,7 +19,7 @@ def test_tests_that_ask_nothing_are_bad_input_and_no_reward(tests: Any) -> None:
     with pytest.raises(ValueError, match="tests"):
         read_line(line, "code")
     out, notes = io.StringIO(), io.StringIO()
-    score_lines(io.BytesIO(line), out, notes, Judge(Reward(scorer="exact")), "exact")
+    score_lines(io.BytesIO(line), out, notes, Judge(RewardConfig(scorer="exact")), "exact")
     assert json.loads(out.getvalue()) == {"reward": None, "status": "bad input", "seconds": 0.0}
     assert "line 1: 'tests'" in notes.getvalue()
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config import Task as TaskConfig
+from llamarl.config import TaskConfig
 from llamarl.errors import InputError
 from llamarl.tasks.registry import make_single_task, make_task
 from llamarl.tasks.scorers import exact, numeric

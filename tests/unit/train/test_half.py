@@ -10,7 +10,7 @@ from helpers.models import lively_model
 from torch import Tensor
 from torch.nn import functional as F
 
-from llamarl.config import Config, Trainer
+from llamarl.config import Config, TrainerConfig
 from llamarl.errors import ConfigError
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.train.half import WideLinear, take_half_operands, to_half
@@ -90,4 +90,4 @@ def test_products_that_are_shared_over_ranks_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"trainer.dtype: float16 products are not shared over ranks; set trainer.tensor"
     ):
-        Config(trainer=Trainer(dtype="float16", tensor=2))
+        Config(trainer=TrainerConfig(dtype="float16", tensor=2))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llamarl.algo.batch import TokenBatch, document_of
 from llamarl.algo.losses import LOSSES, REFERENCE_LOGPROBS, Loss, tokenwise
-from llamarl.config import Algo
+from llamarl.config import AlgoConfig
 from llamarl.train.learner import Learner
 from llamarl.types import CompletionGroup
 
@@ -47,7 +47,7 @@ WITH_REFERENCE = [replace(document, columns={REFERENCE_LOGPROBS: document.behavi
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_through_the_packed_chunked_model_equals_the_plain_way(name: str) -> None:
-    algo = Algo(loss=name, entropy=0.05, reference_kl=0.1, gspo_low=0.5, gspo_high=0.5)
+    algo = AlgoConfig(loss=name, entropy=0.05, reference_kl=0.1, gspo_low=0.5, gspo_high=0.5)
     learner = cpu_learner(loss=LOSSES[name], algo=algo, tokens_per_pack=100)
     seen = learner.accumulate(WITH_REFERENCE)
     loss, expected = naive_gradients(lively_model(), WITH_REFERENCE, LOSSES[name], algo)
@@ -59,7 +59,7 @@ def test_a_loss_is_cut_inside_answers_only_if_it_says_that_it_may_be() -> None:
     counts: list[list[int]] = [[], []]
 
     def counting(calls: list[int]) -> Loss:
-        def loss(tokens: TokenBatch, algo: Algo) -> tuple[Tensor, dict[str, Tensor | float]]:
+        def loss(tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor | float]]:
             calls.append(len(tokens.policy_logprobs_N))
             return tokens.policy_logprobs_N.sum() / tokens.num_tokens, {}
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from llamarl.config import Trainer as TrainerConfig
+from llamarl.config import TrainerConfig
 from llamarl.train.optimizer import AdamW, gradient_norm, host_state, join_halves, split_halves
 
 SETTINGS = TrainerConfig(weight_decay=0.1, betas=(0.9, 0.95))

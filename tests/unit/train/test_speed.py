@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.model_spec import ModelShape, matrix_parameters, shape_named
+from llamarl.model_spec import ModelSpec, matrix_parameters, shape_named
 from llamarl.train.speed import speed_of, training_flops
 
-SHAPE = ModelShape(
+SHAPE = ModelSpec(
     vocab_size=100,
     hidden_size=8,
     intermediate_size=20,

@@ -18,12 +18,12 @@ from llamarl.errors import CorruptWeights, InputError, StaleWeights
 from llamarl.layout.boxes import Box, volume
 from llamarl.layout.mesh import Mesh
 from llamarl.layout.model import SCALE, placement_of, scale_box
-from llamarl.model_spec import ModelShape, parameter_shapes
+from llamarl.model_spec import ModelSpec, parameter_shapes
 from llamarl.weights.memory import copy_tensor
 from llamarl.weights.rank_slots import find
 from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
-from llamarl.weights.wire import MAX_FP8, Wire
+from llamarl.weights.wire import MAX_FP8, WireFormat
 
 HOST = -1
 
@@ -50,7 +50,7 @@ class Agreement:
 
 class Trainers:
     def __init__(
-        self, file: SlotFile, full: dict[str, Tensor], boxes: Sequence[dict[str, Box]], wire: Wire | None = None
+        self, file: SlotFile, full: dict[str, Tensor], boxes: Sequence[dict[str, Box]], wire: WireFormat | None = None
     ) -> None:
         self.agreement = Agreement()
         self.holdings = [held(full, rank) for rank in boxes]
@@ -199,7 +199,7 @@ def test_fp32_masters_become_bf16_on_the_way(found: Ends) -> None:
     full = random_tensors(found.shapes)
     narrow = {name: tensor.bfloat16() for name, tensor in full.items()}
     with slot_file() as file:
-        Trainers(file, full, found.sources, Wire("bf16")).publish(1)
+        Trainers(file, full, found.sources, WireFormat("bf16")).publish(1)
         for rank in found.targets:
             target = empty(narrow, rank)
             moved = SlotReader(file, target).load(1)
@@ -207,7 +207,7 @@ def test_fp32_masters_become_bf16_on_the_way(found: Ends) -> None:
             assert moved == 2 * sum(map(volume, rank.values()))
 
 
-TINY = ModelShape(
+TINY = ModelSpec(
     vocab_size=48, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
     max_positions=64, qk_norm=True, qkv_bias=True,
 )  # fmt: skip
@@ -228,7 +228,7 @@ def quantized(full: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def test_fp8_has_one_scale_per_row_of_each_generator_rank(trainer: Mesh, tp: int) -> None:
     shapes = parameter_shapes(TINY)
     placed = {name: placement_of(name, TINY) for name in shapes}
-    full, wire = random_tensors(shapes), Wire.for_generator("fp8", TINY, tp)
+    full, wire = random_tensors(shapes), WireFormat.for_generator("fp8", TINY, tp)
     targets = held_by(Mesh((("tp", tp),)), shapes, placed)
     with slot_file() as file:
         if trainer.size("tp") > tp:
@@ -249,7 +249,9 @@ def test_fp8_has_one_scale_per_row_of_each_generator_rank(trainer: Mesh, tp: int
                 assert same_bits(target[name + SCALE][0], part(scale, scale_box(box, width))), name
 
 
-def fp8_target(full: dict[str, Tensor], boxes: dict[str, Box], wire: Wire) -> dict[str, tuple[Tensor, Sequence[slice]]]:
+def fp8_target(
+    full: dict[str, Tensor], boxes: dict[str, Box], wire: WireFormat
+) -> dict[str, tuple[Tensor, Sequence[slice]]]:
     target: dict[str, tuple[Tensor, Sequence[slice]]] = {}
     for name, box in boxes.items():
         dtype = torch.float8_e4m3fn if name in wire.segments else torch.bfloat16
@@ -264,7 +266,7 @@ def test_rows_that_trainers_share_get_the_scale_of_their_largest_value() -> None
     """Two trainer ranks hold half the columns each, one generator rank all of them."""
     name = "model.layers.0.mlp.down_proj.weight"
     full = random_tensors({name: parameter_shapes(TINY)[name]})
-    wire = Wire.for_generator("fp8", TINY, tp=1)
+    wire = WireFormat.for_generator("fp8", TINY, tp=1)
     largest = full[name].abs().amax(dim=1)
     holdings = [
         (full[name][:, first : first + 12].clone(), (slice(0, 16), slice(first, first + 12))) for first in (0, 12)
@@ -293,7 +295,7 @@ def test_a_row_of_zeros_stays_zeros_and_the_largest_value_fits() -> None:
     full = {name: torch.zeros(24, 16)}
     full[name][1, 3] = -1e30
     with slot_file() as file:
-        SlotWriter(file, full, lease_s=1, wire=Wire.for_generator("fp8", TINY)).publish(0)
+        SlotWriter(file, full, lease_s=1, wire=WireFormat.for_generator("fp8", TINY)).publish(0)
         target = {name: torch.ones(24, 16).to(torch.float8_e4m3fn), name + SCALE: torch.zeros(24, 1)}
         SlotReader(file, target).load(0)
     back = target[name].float() * target[name + SCALE]

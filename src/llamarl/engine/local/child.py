@@ -16,9 +16,9 @@ import torch
 from llamarl.build import Site, load_builder
 from llamarl.engine import rank_loop
 from llamarl.engine.envelope import Envelope, encode
+from llamarl.engine.local.protocol import ForkRank
 from llamarl.engine.malloc import keep_freed_memory
-from llamarl.engine.rank_loop import Closed
-from llamarl.engine.local.protocol import Birth
+from llamarl.engine.rank_loop import ConnectionClosed
 from llamarl.engine.ranks import LOOPBACK, Ranks, meeting_in
 from llamarl.executors.executor import Executor
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
@@ -28,7 +28,7 @@ from llamarl.weights.slot_file import SlotFile
 _READ_BYTES = 1 << 20
 
 
-class SocketLine:
+class SocketConnection:
     """This rank's end of its socket pair."""
 
     def __init__(self, connection: socket.socket, frame_s: float) -> None:
@@ -49,7 +49,7 @@ class SocketLine:
                 continue
             data = self._connection.recv(_READ_BYTES)
             if not data:
-                raise Closed
+                raise ConnectionClosed
             self._inbox.extend(_decode(payload) for payload in self._reader.feed(data))
         return self._inbox.popleft()
 
@@ -76,17 +76,17 @@ def _decode(payload: bytes) -> Message:
     return message
 
 
-def live(birth: Birth, fds: list[int]) -> None:
+def live(birth: ForkRank, fds: list[int]) -> None:
     socket_fd, log_fd, meeting_fd, *slot_fds = fds
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
-    line = SocketLine(socket.socket(fileno=socket_fd), birth.config.engine.frame_s)
+    line = SocketConnection(socket.socket(fileno=socket_fd), birth.config.engine.frame_s)
     try:
         keep_freed_memory()
         torch.set_num_threads(birth.threads)
         ranks = Ranks.join(birth.rank, birth.num_ranks, lambda: meeting_in(meeting_fd, birth.num_ranks), LOOPBACK)
-        rank_loop.live(lambda: _build(birth, SlotFile.by_role(birth.slots, slot_fds), line), line, ranks)
-    except (Closed, BrokenPipeError, ConnectionResetError):
+        rank_loop.run_rank(lambda: _build(birth, SlotFile.by_role(birth.slots, slot_fds), line), line, ranks)
+    except (ConnectionClosed, BrokenPipeError, ConnectionResetError):
         pass  # the engine is gone, or does not want this executor any more
     except BadFrame as error:
         rank_loop.tell(line, Failed(f"the engine sent {error}"))
@@ -94,7 +94,7 @@ def live(birth: Birth, fds: list[int]) -> None:
         rank_loop.tell_failure(line, error)
 
 
-def _build(birth: Birth, slots: dict[str, SlotFile], line: SocketLine) -> Executor:
+def _build(birth: ForkRank, slots: dict[str, SlotFile], line: SocketConnection) -> Executor:
     site = Site(
         birth.config,
         birth.executor,

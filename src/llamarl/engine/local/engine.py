@@ -22,8 +22,8 @@ from llamarl.controller.line import Line, role_of
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.envelope import decode_envelope, encode
 from llamarl.engine.forking import READY
-from llamarl.engine.local.fork_server import start_nursery
-from llamarl.engine.local.protocol import Birth, Born, Kill, Obituary, decode_news
+from llamarl.engine.local.fork_server import start_fork_server
+from llamarl.engine.local.protocol import ForkRank, KillFork, RankExited, RankForked, decode_news
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
@@ -62,7 +62,7 @@ class LocalEngine(Supervision[LocalRank]):
         self._log_folder = log_folder
         self._log_folder.mkdir(parents=True, exist_ok=True)
         self._selector = selectors.DefaultSelector()
-        self._births: list[tuple[float, Birth, list[int]]] = []  # not before, what, with which descriptors
+        self._births: list[tuple[float, ForkRank, list[int]]] = []  # not before, what, with which descriptors
         self._unborn: dict[tuple[str, int, int], float] = {}  # births that were ordered, and when
         self._failed_starts = 0  # of the nursery, in a row
         self._open_nursery()
@@ -82,7 +82,7 @@ class LocalEngine(Supervision[LocalRank]):
             state = LocalRank(executor, incarnation, rank, born_s=not_before_s, connection=ours)
             self._ranks[executor, rank] = state
             self._selector.register(ours, selectors.EVENT_READ, state)
-            birth = Birth(
+            birth = ForkRank(
                 executor=executor,
                 incarnation=incarnation,
                 rank=rank,
@@ -152,7 +152,7 @@ class LocalEngine(Supervision[LocalRank]):
     # The nursery
 
     def _open_nursery(self) -> None:
-        self._control, self._nursery = start_nursery()
+        self._control, self._nursery = start_fork_server()
         self._control.settimeout(_GRACE_S)
         self._nursery_ready, self._nursery_opened_s = False, time.monotonic()
         self._selector.register(self._control, selectors.EVENT_READ, None)
@@ -189,12 +189,12 @@ class LocalEngine(Supervision[LocalRank]):
             with suppress(msgspec.MsgspecError):  # what is no news is ignored
                 self._hear_of_rank(decode_news(data))
 
-    def _hear_of_rank(self, news: Born | Obituary) -> None:
+    def _hear_of_rank(self, news: RankForked | RankExited) -> None:
         self._unborn.pop(news.identity, None)
         state = self._ranks.get((news.executor, news.rank))
         if state is None or state.incarnation != news.incarnation:
             return
-        if isinstance(news, Born):
+        if isinstance(news, RankForked):
             state.pid = news.pid
             return
         self._drain(state)
@@ -221,7 +221,7 @@ class LocalEngine(Supervision[LocalRank]):
     def _kill(self, state: LocalRank) -> None:
         """Through the nursery, whose child it is, so that no stranger with a recycled pid is hit."""
         with suppress(OSError):
-            self._control.send(encode(Kill(*state.identity)))
+            self._control.send(encode(KillFork(*state.identity)))
 
     # Frames
 

@@ -1,7 +1,7 @@
-"""The nursery: a process that has imported torch, has no threads and no CUDA, and forks executor ranks on request.
+"""The fork server: a process that has imported torch, has no threads and no CUDA, and forks executor ranks on request.
 
-Run as a program: `python -m llamarl.engine.local.fork_server FD PARENT`, with FD a SEQPACKET socket to the engine and PARENT its
-process.
+Run as a program: `python -m llamarl.engine.local.fork_server FD PARENT`, with FD a SEQPACKET socket to the engine and
+PARENT its process.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from llamarl.engine.forking import (
     import_what_children_need,
     start_forking,
 )
-from llamarl.engine.local.protocol import Birth, Born, Kill, Obituary, decode_order
+from llamarl.engine.local.protocol import ForkRank, KillFork, RankExited, RankForked, decode_order
 
 
-class Nursery(Forks):
+class ForkServer(Forks):
     def __init__(self, control: socket.socket) -> None:
         super().__init__(control)
-        self._births: dict[int, Birth] = {}  # by pid
+        self._births: dict[int, ForkRank] = {}  # by pid
 
     def obey(self, data: bytes, fds: list[int]) -> None:
         with suppress(msgspec.MsgspecError):
             order = decode_order(data)
-            if isinstance(order, Birth):
+            if isinstance(order, ForkRank):
                 self._bear(order, fds)
             else:
                 self._kill(order)
 
     def buried(self, pid: int, status: int) -> None:
         birth = self._births.pop(pid)
-        self.say(encode(Obituary(*birth.identity, describe_status(status))))
+        self.say(encode(RankExited(*birth.identity, describe_status(status))))
 
-    def _bear(self, birth: Birth, fds: list[int]) -> None:
+    def _bear(self, birth: ForkRank, fds: list[int]) -> None:
         try:
             pid = self.fork(lambda: _live(birth, fds))
         except OSError as error:
-            self.say(encode(Obituary(*birth.identity, f"could not be forked: {error.strerror}")))
+            self.say(encode(RankExited(*birth.identity, f"could not be forked: {error.strerror}")))
             return
         self._births[pid] = birth
-        self.say(encode(Born(*birth.identity, pid)))
+        self.say(encode(RankForked(*birth.identity, pid)))
 
-    def _kill(self, order: Kill) -> None:
+    def _kill(self, order: KillFork) -> None:
         for pid, birth in self._births.items():
             if birth.identity == order.identity:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _live(birth: Birth, fds: list[int]) -> None:
+def _live(birth: ForkRank, fds: list[int]) -> None:
     from llamarl.engine.local.child import live
 
     live(birth, fds)
@@ -67,7 +67,7 @@ def _live(birth: Birth, fds: list[int]) -> None:
 _ahead: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
 
 
-def start_nursery() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def start_fork_server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """The engine's side: the new process, and the control socket to it."""
     return _ahead.pop() if _ahead else start_forking("llamarl.engine.local.fork_server")
 
@@ -93,7 +93,7 @@ def main() -> None:
 
     import llamarl.engine.local.child  # noqa: F401
 
-    Nursery(control).run()
+    ForkServer(control).run()
     os._exit(0)  # there is nothing to tidy up, and taking an interpreter with torch in it apart takes long
 
 

@@ -18,7 +18,7 @@ class AboutRank(Struct, frozen=True, tag=True):
         return self.executor, self.incarnation, self.rank
 
 
-class Birth(AboutRank, frozen=True):
+class ForkRank(AboutRank, frozen=True):
     """One rank of an executor to be forked. Descriptors come with it: socket, log, meeting point, then those of the slot
     files."""
 
@@ -31,17 +31,17 @@ class Birth(AboutRank, frozen=True):
     snapshot: str  # a folder, or nothing
 
 
-class Kill(AboutRank, frozen=True):
+class KillFork(AboutRank, frozen=True):
     pass
 
 
-class Born(AboutRank, frozen=True):
+class RankForked(AboutRank, frozen=True):
     pid: int
 
 
-class Obituary(AboutRank, frozen=True):
+class RankExited(AboutRank, frozen=True):
     reason: str
 
 
-decode_order = msgspec.msgpack.Decoder(Birth | Kill).decode
-decode_news = msgspec.msgpack.Decoder(Born | Obituary).decode
+decode_order = msgspec.msgpack.Decoder(ForkRank | KillFork).decode
+decode_news = msgspec.msgpack.Decoder(RankForked | RankExited).decode

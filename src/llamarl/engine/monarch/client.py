@@ -20,9 +20,9 @@ import monarch.actor
 import msgspec
 from monarch.actor import Channel, MeshFailure, context, enable_transport
 
-from llamarl.config import Engine as EngineConfig
+from llamarl.config import EngineConfig
 from llamarl.engine.monarch.addresses import is_loopback, own_address, split_address
-from llamarl.engine.monarch.protocol import Anything, Ask, decode_word
+from llamarl.engine.monarch.protocol import Anything, StoreRequest, decode_word
 from llamarl.errors import ConfigError
 
 _END = "end"
@@ -43,12 +43,12 @@ class Pulse(NamedTuple):
     clock_s: float  # monotonic, of that host
 
 
-class Death(NamedTuple):
+class ProcessDeath(NamedTuple):
     name: str  # of the rank, or of a host
     reason: str
 
 
-class Fault(NamedTuple):
+class MeshFault(NamedTuple):
     """What Monarch itself has noticed."""
 
     mesh: str
@@ -56,14 +56,14 @@ class Fault(NamedTuple):
     reason: str
 
 
-Heard = Spoken | Pulse | Death | Fault
+Heard = Spoken | Pulse | ProcessDeath | MeshFault
 _listening: list[queue.SimpleQueue[Heard]] = []
 
 
 class Client:
     """`serve` is called by the listening thread for questions that cannot wait for the driver."""
 
-    def __init__(self, settings: EngineConfig, serve: Callable[[Spoken, Ask], None]) -> None:
+    def __init__(self, settings: EngineConfig, serve: Callable[[Spoken, StoreRequest], None]) -> None:
         _open_transport(settings)
         monarch.actor.unhandled_fault_hook = _take_fault
         self.port: Any
@@ -88,11 +88,11 @@ class Client:
     def _listen(self) -> None:
         while (heard := self._receiver.recv().get()) != _END:
             if len(heard) != len(Spoken._fields):
-                self._heard.put(Pulse(*heard) if len(heard) == len(Pulse._fields) else Death(*heard))
+                self._heard.put(Pulse(*heard) if len(heard) == len(Pulse._fields) else ProcessDeath(*heard))
                 continue
             executor, incarnation, rank, number, data = heard
             spoken = Spoken(executor, incarnation, rank, number, _decode(data))
-            if isinstance(spoken.word, Ask):
+            if isinstance(spoken.word, StoreRequest):
                 self._serve(spoken, spoken.word)
             self._heard.put(spoken)
 
@@ -137,7 +137,7 @@ def _without_banner() -> Iterator[None]:
 def _take_fault(failure: MeshFailure) -> None:
     text = str(failure)
     ranks = re.search(r"crashed_ranks=\[([\d, ]*)\]", text)
-    fault = Fault(
+    fault = MeshFault(
         failure.mesh_name.rpartition("-")[0],
         tuple(int(rank) for rank in ranks[1].split(",") if rank.strip()) if ranks else (),
         _reason(text),

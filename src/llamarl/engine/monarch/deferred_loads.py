@@ -12,7 +12,7 @@ from llamarl.controller.line import role_of
 from llamarl.messages import LoadWeights, Report, WeightsPublished
 
 
-class Holding:
+class DeferredLoads:
     def __init__(self, weights_source: Mapping[str, str]) -> None:
         self._source = weights_source
         self._newest: dict[str, int] = {}  # by publishing role

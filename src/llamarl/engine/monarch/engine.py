@@ -16,21 +16,28 @@ from typing import Any
 from msgspec.structs import replace
 
 from llamarl import __version__
-from llamarl.config import Config
-from llamarl.config import Host as HostConfig
+from llamarl.config import Config, HostConfig
 from llamarl.controller.line import Line, Role, role_of
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.monarch import client
 from llamarl.engine.monarch.addresses import url_of
 from llamarl.engine.monarch.bootstrap import forked_command
-from llamarl.engine.monarch.client import Client, Fault, Pulse, Spoken
-from llamarl.engine.monarch.deferred_loads import Holding
+from llamarl.engine.monarch.client import Client, MeshFault, Pulse, Spoken
+from llamarl.engine.monarch.deferred_loads import DeferredLoads
 from llamarl.engine.monarch.hosts import Elsewhere, Host, OwnWorker
-from llamarl.engine.monarch.rendezvous import Meetings
 from llamarl.engine.monarch.placement import place
+from llamarl.engine.monarch.protocol import (
+    RankReport,
+    RankSpec,
+    RankStarted,
+    RankStopped,
+    RendezvousCall,
+    StoreRequest,
+    encode,
+)
 from llamarl.engine.monarch.rank import RankActor
-from llamarl.engine.monarch.protocol import Ask, Birth, Born, Ended, Invite, Said, encode
+from llamarl.engine.monarch.rendezvous import RendezvousStores
 from llamarl.engine.ranks import LOOPBACK
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
@@ -92,7 +99,7 @@ class MonarchEngine(Supervision[MonarchRank]):
         self._hosts = _hosts(config, slots, log_folder)
         self._network = interface_for(config.engine.host_names, config.engine.trusted_network)
         self._waiting: list[Waiting] = []
-        self._meetings, self._holding = Meetings(), Holding(line.weights_source)
+        self._meetings, self._holding = RendezvousStores(), DeferredLoads(line.weights_source)
         self._opened_s = time.monotonic()
         self._numbers = count()
         self._stopped = threading.Event()
@@ -127,12 +134,12 @@ class MonarchEngine(Supervision[MonarchRank]):
                     self._hear(heard)
                 case Pulse():
                     self._hear_pulse(heard)
-                case client.Death():
+                case client.ProcessDeath():
                     self._hear_of_deaths([one for one in self._ranks.values() if one.name == heard.name], heard.reason)
                     for host in self._hosts:
                         if host.up and host.name == heard.name:
                             self._lose_host(host, heard.reason)
-                case Fault():
+                case MeshFault():
                     self._hear_of_deaths(self._members(heard), heard.reason)
         self._watch_hosts()
         self._place_executors()
@@ -229,10 +236,10 @@ class MonarchEngine(Supervision[MonarchRank]):
             self._bear_on(host, ranks, self._birth(waiting, role, first, gpus, interface))
             first += num_ranks
 
-    def _birth(self, waiting: Waiting, role: Role, first: int, gpus: tuple[int, ...], interface: str) -> Birth:
+    def _birth(self, waiting: Waiting, role: Role, first: int, gpus: tuple[int, ...], interface: str) -> RankSpec:
         source = self._line.weights_source.get(role.name, role.name)
         writers = {one.name: one.ranks for one in self._line.roles if one.name in self._line.publishers}
-        return Birth(
+        return RankSpec(
             executor=waiting.executor,
             incarnation=waiting.incarnation,
             first_rank=first,
@@ -249,7 +256,7 @@ class MonarchEngine(Supervision[MonarchRank]):
             num_writers=writers.get(source, 0) if self._crosses_hosts else 0,
         )
 
-    def _bear_on(self, host: Host, ranks: range, birth: Birth) -> None:
+    def _bear_on(self, host: Host, ranks: range, birth: RankSpec) -> None:
         mesh = f"{birth.executor.replace('/', '_')}_{birth.incarnation}_{next(self._numbers)}"
         names = [f"{self._job}{birth.executor}.{birth.incarnation}.{rank}." for rank in ranks]
         procs = host.mesh.spawn_procs(
@@ -282,15 +289,15 @@ class MonarchEngine(Supervision[MonarchRank]):
             return
         state.heard += 1
         match spoken.word:
-            case Born(pid=pid):
+            case RankStarted(pid=pid):
                 state.pid = pid
-            case Said(envelope=envelope):
+            case RankReport(envelope=envelope):
                 self._hear_envelope(state, _at_our_time(envelope, state.host.ahead_s))
-            case Ended():
+            case RankStopped():
                 state.ended = True
-            case Ask():
+            case StoreRequest():
                 pass  # answered already
-            case Invite(meeting=meeting, num_readers=num_readers):
+            case RendezvousCall(meeting=meeting, num_readers=num_readers):
                 self._tell_writers(state, "meet", meeting, num_readers)
             case _:
                 self._end(state, "sent something that is no report")
@@ -300,7 +307,7 @@ class MonarchEngine(Supervision[MonarchRank]):
             if self._ranks.get((state.executor, state.rank)) is state:
                 self._hear_of_death(state, reason)
 
-    def _members(self, fault: Fault) -> list[MonarchRank]:
+    def _members(self, fault: MeshFault) -> list[MonarchRank]:
         of_mesh = [state for state in self._ranks.values() if state.mesh == fault.mesh]
         return [state for state in of_mesh if not fault.ranks or state.place in fault.ranks]
 
@@ -323,7 +330,7 @@ class MonarchEngine(Supervision[MonarchRank]):
                 state.sent += 1
             state.outgoing = []
 
-    def _answer(self, spoken: Spoken, ask: Ask) -> None:
+    def _answer(self, spoken: Spoken, ask: StoreRequest) -> None:
         """By the listening thread, so that ranks meet also while the driver is busy."""
 
         def reply(number: int, value: bytes) -> None:

@@ -38,26 +38,26 @@ class Watch(Struct, frozen=True, tag=True):
     name: str
 
 
-class Obituary(Struct, frozen=True):
+class ForkExited(Struct, frozen=True):
     name: str
     reason: str
 
 
 decode_order = msgspec.json.Decoder(Launch | KillRank | Watch).decode
 encode_order = msgspec.json.Encoder().encode
-decode_obituary = msgspec.json.Decoder(Obituary).decode
+decode_obituary = msgspec.json.Decoder(ForkExited).decode
 
 
 @dataclass(frozen=True)
-class Charge:
+class ForkedProcess:
     name: str
     stub: socket.socket
 
 
-class Nursery(Forks):
+class HostForkServer(Forks):
     def __init__(self, control: socket.socket) -> None:
         super().__init__(control)
-        self._charges: dict[int, Charge] = {}  # by pid
+        self._charges: dict[int, ForkedProcess] = {}  # by pid
         self._watching: list[tuple[str, socket.socket]] = []
 
     def obey(self, data: bytes, fds: list[int]) -> None:
@@ -73,13 +73,13 @@ class Nursery(Forks):
 
     def buried(self, pid: int, status: int) -> None:
         charge = self._charges.pop(pid)
-        self._tell(Obituary(charge.name, describe_status(status)))
+        self._tell(ForkExited(charge.name, describe_status(status)))
         with suppress(OSError):
             charge.stub.send(status.to_bytes(4, "little"))
         self.unwatch(charge.stub)
         charge.stub.close()
 
-    def _tell(self, obituary: Obituary) -> None:
+    def _tell(self, obituary: ForkExited) -> None:
         for watched, watcher in list(self._watching):
             if not obituary.name.startswith(watched):
                 continue
@@ -96,7 +96,7 @@ class Nursery(Forks):
         except OSError:
             stub.close()  # which ends the stub, and Monarch hears of it
             return
-        self._charges[pid] = Charge(order.environment.get(RANK, ""), stub)
+        self._charges[pid] = ForkedProcess(order.environment.get(RANK, ""), stub)
         self.watch(stub, lambda: _kill(pid))
 
     def _live(self, order: Launch, fds: Sequence[int]) -> None:
@@ -130,7 +130,7 @@ def become_monarch_process(environment: dict[str, str], fds: Sequence[int]) -> N
 def main() -> None:
     control = control_from_arguments()
     import_what_children_need()
-    Nursery(control).run()
+    HostForkServer(control).run()
     os._exit(0)
 
 

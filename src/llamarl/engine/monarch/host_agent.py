@@ -19,7 +19,7 @@ _LAST_WORD_S = 1.0
 _FIRST_BEAT_S = 15.0  # so much longer the first beat may take
 
 
-class Keeper(Actor):
+class HostAgent(Actor):
     """It acts before the engine does: when that takes the host for lost, nothing of the job is alive there any more."""
 
     def __init__(self, port: Any, job: str, host: str, life: int, silence_s: float) -> None:

@@ -21,12 +21,12 @@ from typing import Any, Protocol
 
 from monarch.actor import attach_to_workers
 
-from llamarl.config import Host as HostConfig
+from llamarl.config import HostConfig
 from llamarl.engine.forking import PYTHON, READY
 from llamarl.engine.monarch.bootstrap import bare_command
-from llamarl.engine.monarch.host_agent import Keeper
 from llamarl.engine.monarch.fork_server import SLOTS
-from llamarl.engine.monarch.placement import Room
+from llamarl.engine.monarch.host_agent import HostAgent
+from llamarl.engine.monarch.placement import HostRoom
 from llamarl.errors import JobFailed
 from llamarl.weights.slot_file import SlotFile
 
@@ -159,10 +159,10 @@ class Host:
 
     # Room
 
-    def room(self, role: str) -> Room:
+    def room(self, role: str) -> HostRoom:
         allowed = self.up and (not self._settings.roles or role in self._settings.roles)
         limit = self._settings.ranks or ANY_NUMBER
-        return Room(self.number, len(self.taken), max(0, limit - len(self.taken)) if allowed else 0)
+        return HostRoom(self.number, len(self.taken), max(0, limit - len(self.taken)) if allowed else 0)
 
     def take(self, executor: str, rank: int) -> int:
         """The number of the GPU it gets, if it wants one: the lowest that nobody has."""
@@ -190,7 +190,7 @@ class Host:
                 )
                 mesh.initialized.get(timeout=_ATTACH_S)
                 procs = mesh.spawn_procs(per_host={"keepers": 1}, name="keeper", bootstrap_command=bare_command())
-                keeper = procs.spawn("keeper", Keeper, port, job, self.name, life, silence_s)
+                keeper = procs.spawn("keeper", HostAgent, port, job, self.name, life, silence_s)
                 if life == self.life:
                     self._note("reached")
                     self.mesh, self._keeper = mesh, keeper

@@ -9,7 +9,7 @@ import os
 import sys
 from importlib.util import find_spec
 
-from llamarl.config import Engine
+from llamarl.config import EngineConfig
 from llamarl.engine.monarch.addresses import certificate_variables, url_of
 from llamarl.errors import ConfigError
 
@@ -24,7 +24,7 @@ def check_installed(key: str, package: str = "monarch") -> None:
         raise ConfigError(f"{key}: needs {package}, which is not installed; pip install 'llamarl[monarch]'")
 
 
-def check_engine(settings: Engine) -> None:
+def check_engine(settings: EngineConfig) -> None:
     if settings.kind != "monarch":
         if settings.hosts:
             raise ConfigError(f"engine.hosts: cannot take effect with engine={settings.kind}; set engine=monarch")

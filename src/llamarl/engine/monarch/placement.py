@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 
-class Room(Struct, frozen=True):
+class HostRoom(Struct, frozen=True):
     """What a host has to offer to one role."""
 
     host: int
@@ -15,7 +15,7 @@ class Room(Struct, frozen=True):
     free: int  # for how many more there is room
 
 
-def place(rooms: Sequence[Room], num_ranks: int, *, may_span: bool) -> list[tuple[int, int]]:
+def place(rooms: Sequence[HostRoom], num_ranks: int, *, may_span: bool) -> list[tuple[int, int]]:
     """(host, ranks) of every host that takes part: one if there is room for all on one, the emptiest; else, if they may,
     as few as possible. Empty: there is no room."""
     whole = [room for room in rooms if room.free >= num_ranks]

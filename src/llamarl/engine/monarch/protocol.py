@@ -9,7 +9,7 @@ from llamarl.config import Config
 from llamarl.engine.envelope import Envelope
 
 
-class Birth(Struct, frozen=True):
+class RankSpec(Struct, frozen=True):
     """One or more ranks of an executor, on one host."""
 
     executor: str
@@ -28,23 +28,23 @@ class Birth(Struct, frozen=True):
     num_writers: int  # ranks of the role that publishes, where weights cross hosts; 0: they stay on one
 
 
-class Word(Struct, frozen=True, tag=True):
+class RankMessage(Struct, frozen=True, tag=True):
     """What a rank says."""
 
 
-class Born(Word, frozen=True):
+class RankStarted(RankMessage, frozen=True):
     pid: int
 
 
-class Said(Word, frozen=True):
+class RankReport(RankMessage, frozen=True):
     envelope: Envelope
 
 
-class Ended(Word, frozen=True):
+class RankStopped(RankMessage, frozen=True):
     """It was asked to stop, and has."""
 
 
-class Ask(Word, frozen=True):
+class StoreRequest(RankMessage, frozen=True):
     """An operation on a meeting: a store that the engine keeps, in which the ranks of a process group find each other."""
 
     number: int
@@ -55,16 +55,16 @@ class Ask(Word, frozen=True):
     expected: bytes = b""
 
 
-class Invite(Word, frozen=True):
+class RendezvousCall(RankMessage, frozen=True):
     """A reader needs all that publish to meet it."""
 
     meeting: str
     num_readers: int
 
 
-Anything = Born | Said | Ended | Ask | Invite
+Anything = RankStarted | RankReport | RankStopped | StoreRequest | RendezvousCall
 
 encode = msgspec.msgpack.Encoder().encode
 decode_word = msgspec.msgpack.Decoder(Anything).decode
-decode_birth = msgspec.msgpack.Decoder(Birth).decode
-decode_ask = msgspec.msgpack.Decoder(Ask).decode
+decode_birth = msgspec.msgpack.Decoder(RankSpec).decode
+decode_ask = msgspec.msgpack.Decoder(StoreRequest).decode

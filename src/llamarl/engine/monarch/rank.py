@@ -21,11 +21,19 @@ from llamarl.build import Site, load_builder
 from llamarl.engine import rank_loop
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.malloc import keep_freed_memory
-from llamarl.engine.rank_loop import Closed
 from llamarl.engine.monarch.fork_server import SLOTS
+from llamarl.engine.monarch.protocol import (
+    Anything,
+    RankReport,
+    RankSpec,
+    RankStarted,
+    RankStopped,
+    decode_birth,
+    encode,
+)
 from llamarl.engine.monarch.rendezvous_store import Asking
-from llamarl.engine.monarch.weight_rendezvous import EngineMeets
-from llamarl.engine.monarch.protocol import Anything, Birth, Born, Ended, Said, decode_birth, encode
+from llamarl.engine.monarch.weight_rendezvous import EngineRendezvous
+from llamarl.engine.rank_loop import ConnectionClosed
 from llamarl.engine.ranks import Ranks
 from llamarl.executors.executor import Executor
 from llamarl.messages import Failed, Message, decode_message
@@ -34,10 +42,10 @@ from llamarl.weights.slot_file import SlotFile
 _MEETING_S = 300.0
 
 
-class PortLine:
+class PortConnection:
     """Messages come in by the actor's endpoint, words go out through a port of the engine."""
 
-    def __init__(self, port: Any, birth: Birth, rank: int) -> None:
+    def __init__(self, port: Any, birth: RankSpec, rank: int) -> None:
         self._port, self._identity = port, (birth.executor, birth.incarnation, rank)
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._received = self._sent = 0
@@ -47,7 +55,7 @@ class PortLine:
     def deliver(self, number: int, messages: list[bytes]) -> None:
         """What arrives out of order, or after something that did not arrive, ends this rank."""
         if number != self._received:
-            self.say(Said(Envelope((Failed(f"parcel {self._received} of the engine was lost"),), ())))
+            self.say(RankReport(Envelope((Failed(f"parcel {self._received} of the engine was lost"),), ())))
         self._received += 1
         for data in messages:
             self._inbox.put(data)
@@ -61,7 +69,7 @@ class PortLine:
         return message
 
     def send(self, envelope: Envelope) -> None:
-        self.say(Said(envelope))
+        self.say(RankReport(envelope))
         self.last_sent_s = time.monotonic()
 
     def say(self, word: Anything) -> None:
@@ -75,9 +83,9 @@ class RankActor(Actor):
         self._birth = decode_birth(birth)
         local = current_rank()["ranks"]
         self._rank, self._gpu = self._birth.first_rank + local, self._birth.gpus[local]
-        self._line = PortLine(port, self._birth, self._rank)
+        self._line = PortConnection(port, self._birth, self._rank)
         self._asking = Asking(self._line.say)
-        self._meets = EngineMeets(self._birth, self._rank, self._asking, self._line.say)
+        self._meets = EngineRendezvous(self._birth, self._rank, self._asking, self._line.say)
         threading.Thread(target=self._live, daemon=True).start()
 
     @endpoint
@@ -99,7 +107,7 @@ class RankActor(Actor):
     def _live(self) -> None:
         birth, line = self._birth, self._line
         _write_to(Path(birth.log))
-        line.say(Born(os.getpid()))
+        line.say(RankStarted(os.getpid()))
         try:
             keep_freed_memory()
             torch.set_num_threads(birth.threads)
@@ -107,9 +115,9 @@ class RankActor(Actor):
             ranks = Ranks.join(
                 self._rank, birth.num_ranks, lambda: self._asking.store(meeting, _MEETING_S), birth.interface
             )
-            rank_loop.live(self._build, line, ranks)
-            line.say(Ended())
-        except Closed:
+            rank_loop.run_rank(self._build, line, ranks)
+            line.say(RankStopped())
+        except ConnectionClosed:
             pass
         except (Exception, SystemExit) as error:  # the border to the executor's code
             rank_loop.tell_failure(line, error)

@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llamarl.engine.monarch.protocol import Ask
+from llamarl.engine.monarch.protocol import StoreRequest
 
 Answer = Callable[[int, bytes], None]  # the number of the question, what is answered
 
 
 @dataclass
-class Meeting:
+class StoreValues:
     values: dict[str, bytes] = field(default_factory=dict)
-    waiting: list[tuple[Ask, Answer]] = field(default_factory=list)
+    waiting: list[tuple[StoreRequest, Answer]] = field(default_factory=list)
 
 
-class Meetings:
+class RendezvousStores:
     def __init__(self) -> None:
-        self._meetings: dict[str, Meeting] = {}
+        self._meetings: dict[str, StoreValues] = {}
 
-    def ask(self, ask: Ask, answer: Answer) -> None:
-        meeting = self._meetings.setdefault(ask.meeting, Meeting())
+    def ask(self, ask: StoreRequest, answer: Answer) -> None:
+        meeting = self._meetings.setdefault(ask.meeting, StoreValues())
         if ask.operation == "wait" and ask.key not in meeting.values:
             meeting.waiting.append((ask, answer))
             return
@@ -40,7 +40,7 @@ class Meetings:
         self._meetings = {known: one for known, one in self._meetings.items() if not known.startswith(name)}
 
 
-def _operate(values: dict[str, bytes], ask: Ask) -> bytes:
+def _operate(values: dict[str, bytes], ask: StoreRequest) -> bytes:
     match ask.operation:
         case "set":
             values[ask.key] = ask.value

@@ -10,22 +10,22 @@ from itertools import count
 
 from torch._C._distributed_c10d import Store
 
-from llamarl.engine.monarch.protocol import Ask
+from llamarl.engine.monarch.protocol import StoreRequest
 
 
 class Asking:
     """Questions of this process to the engine, and the answers that come back for them."""
 
-    def __init__(self, send: Callable[[Ask], None]) -> None:
+    def __init__(self, send: Callable[[StoreRequest], None]) -> None:
         self._send = send
         self._numbers = count()
         self._open: dict[int, Future[bytes]] = {}
-        self._stores: dict[str, MeetingStore] = {}
+        self._stores: dict[str, RendezvousStore] = {}
         self._lock = threading.Lock()
 
-    def store(self, meeting: str, limit_s: float) -> MeetingStore:
+    def store(self, meeting: str, limit_s: float) -> RendezvousStore:
         """Kept here until `leave`: torch holds only what is C++ of it, and a Store in Python without its Python is none."""
-        self._stores[meeting] = MeetingStore(self, meeting, limit_s)
+        self._stores[meeting] = RendezvousStore(self, meeting, limit_s)
         return self._stores[meeting]
 
     def leave(self, meeting: str) -> None:
@@ -38,7 +38,7 @@ class Asking:
         with self._lock:
             number = next(self._numbers)
             self._open[number] = answer
-        self._send(Ask(number, meeting, operation, key, value, expected))
+        self._send(StoreRequest(number, meeting, operation, key, value, expected))
         try:
             return answer.result(limit_s)
         except TimeoutError:
@@ -53,7 +53,7 @@ class Asking:
                 self._open[number].set_result(value)
 
 
-class MeetingStore(Store):
+class RendezvousStore(Store):
     def __init__(self, asking: Asking, meeting: str, limit_s: float) -> None:
         super().__init__()
         self._asking, self._meeting, self._limit_s = asking, meeting, limit_s

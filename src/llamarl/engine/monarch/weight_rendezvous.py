@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 import torch
 
+from llamarl.engine.monarch.protocol import Anything, RankSpec, RendezvousCall
 from llamarl.engine.monarch.rendezvous_store import Asking
-from llamarl.engine.monarch.protocol import Anything, Birth, Invite
 from llamarl.weights.group import Group, PeerLost
 from llamarl.weights.group_transport import GroupWriter
 
 
-class EngineMeets:
-    def __init__(self, birth: Birth, rank: int, asking: Asking, say: Callable[[Anything], None]) -> None:
+class EngineRendezvous:
+    def __init__(self, birth: RankSpec, rank: int, asking: Asking, say: Callable[[Anything], None]) -> None:
         self._birth, self._rank, self._asking, self._say = birth, rank, asking, say
         self._limit_s = birth.config.weights.lease_s
         self._writer: GroupWriter | None = None
@@ -69,7 +69,7 @@ class EngineMeets:
         """A meeting with all that publish; the ranks of one executor call it together."""
         meeting = f"{self._birth.executor}.{self._birth.incarnation}/{number}"
         if self._rank == 0:
-            self._say(Invite(meeting, num_readers))
+            self._say(RendezvousCall(meeting, num_readers))
         return self._join(meeting, self._birth.num_writers + self._rank, num_readers, device)
 
     def _join(self, meeting: str, rank: int, num_readers: int, device: torch.device) -> Group:

@@ -29,7 +29,7 @@ _NURSERY_S = 120.0  # for importing torch, however slow the disk
 _MAX_FAILED_STARTS = 3
 
 
-class Nurseries:
+class ForkServers:
     """Always one: when it dies, its children die with it, and another takes its place behind the same descriptor."""
 
     def __init__(self, inherited: Sequence[int]) -> None:
@@ -76,7 +76,7 @@ class Nurseries:
 
 def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
     """Until killed."""
-    nurseries = Nurseries(inherited)
+    nurseries = ForkServers(inherited)
     os.environ.update(
         {
             NURSERY: str(nurseries.fd),

@@ -7,7 +7,7 @@ import os
 
 from msgspec import Struct
 
-from llamarl.config import Sandbox as Limits
+from llamarl.config import SandboxConfig as Limits
 from llamarl.errors import ConfigError
 from llamarl.tasks.sandbox import landlock, seccomp
 from llamarl.tasks.sandbox.interpreter import find_interpreter

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from llamarl.config import Sandbox as Limits
+from llamarl.config import SandboxConfig as Limits
 from llamarl.errors import LlamaRLError
 from llamarl.tasks.sandbox.interpreter import CALL, RUN, Interpreter
 from llamarl.tasks.sandbox.walls import Walls, enclose, leave

@@ -15,7 +15,7 @@ import resource
 import signal
 import struct
 
-from llamarl.config import Sandbox as Limits
+from llamarl.config import SandboxConfig as Limits
 from llamarl.tasks.sandbox import landlock, seccomp
 from llamarl.tasks.sandbox.interpreter import Interpreter, devices
 from llamarl.tasks.sandbox.syscalls import call, checked, libc

@@ -10,11 +10,21 @@ from collections.abc import Hashable, Sequence
 
 from msgspec import Struct
 
-from llamarl.config import Conversation, Sandbox
+from llamarl.config import ConversationConfig, SandboxConfig
 from llamarl.tasks.failures import Counts
 from llamarl.tasks.tools.tools import IN_PROCESS, Tool, load_tool
-from llamarl.tasks.workers.retrying_pool import Errands
-from llamarl.tasks.workers.protocol import KILL_SHARE, Ask, Call, Setup, Status, Verdict, pack_text, pack_turns, unpack_text
+from llamarl.tasks.workers.protocol import (
+    KILL_SHARE,
+    Call,
+    Setup,
+    Status,
+    Verdict,
+    WorkRequest,
+    pack_text,
+    pack_turns,
+    unpack_text,
+)
+from llamarl.tasks.workers.retrying_pool import RetryingPool
 from llamarl.types import Turn
 
 
@@ -27,11 +37,11 @@ class Reply(Struct, frozen=True):
     trace: str = ""  # of an exception in a user's own tool
 
 
-class Desk:
-    def __init__(self, settings: Conversation, sandbox: Sandbox) -> None:
+class ToolClient:
+    def __init__(self, settings: ConversationConfig, sandbox: SandboxConfig) -> None:
         self._settings, self._sandbox = settings, sandbox
         self._tool: Tool | None = load_tool(settings, sandbox) if settings.tool in IN_PROCESS else None
-        self._errands: Errands[Hashable] = Errands(self._setup, settings.workers, settings.retries)
+        self._errands: RetryingPool[Hashable] = RetryingPool(self._setup, settings.workers, settings.retries)
         self._done: list[tuple[Hashable, Reply]] = []
 
     @property
@@ -48,7 +58,7 @@ class Desk:
         if self._tool is not None:
             self._done.append((key, self._cut(self._tool(said, turns))))
         else:
-            self._errands.send(key, Ask((), Call(pack_text(said), pack_turns(turns))))
+            self._errands.send(key, WorkRequest((), Call(pack_text(said), pack_turns(turns))))
 
     def collect(self, wait_s: float = 0.0) -> list[tuple[Hashable, Reply]]:
         """Replies so far, waiting at most this long for one."""

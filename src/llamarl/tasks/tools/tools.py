@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from llamarl.config import Conversation, Sandbox
+from llamarl.config import ConversationConfig, SandboxConfig
 from llamarl.plugins import check_call, load_function
 from llamarl.tasks.code_blocks import fenced_program
 from llamarl.tasks.sandbox.probe import open_sandbox
@@ -34,7 +34,7 @@ def marked_call(said: str, begin: str, end: str) -> str | None:
     return rest.partition(end)[0] if found and (not end or end in rest) else None
 
 
-def make_calculator(settings: Conversation) -> Tool:
+def make_calculator(settings: ConversationConfig) -> Tool:
     """With marks, what they hold is computed. Without, the expression that the conversation ends with, the prompt
     included: after "4+5=" it is enough to say nothing."""
 
@@ -53,7 +53,7 @@ def make_calculator(settings: Conversation) -> Tool:
     return calculate
 
 
-def make_python(settings: Conversation, limits: Sandbox) -> Tool:
+def make_python(settings: ConversationConfig, limits: SandboxConfig) -> Tool:
     """Runs the program that was marked, or fenced, and replies with what it printed. What it does wrong, it is told."""
     sandbox = open_sandbox(limits)
 
@@ -76,7 +76,7 @@ def _told(ran: Ran) -> str:
     return printed
 
 
-def make_command(settings: Conversation) -> Tool:
+def make_command(settings: ConversationConfig) -> Tool:
     """A program of the user's: {"said", "turns"} as JSON on its input, the reply on its output; no output ends the
     conversation, and any exit code but 0 is a failure of the tool."""
 
@@ -91,7 +91,7 @@ def make_command(settings: Conversation) -> Tool:
     return run
 
 
-def load_tool(settings: Conversation, sandbox: Sandbox) -> Tool:
+def load_tool(settings: ConversationConfig, sandbox: SandboxConfig) -> Tool:
     """Raises ConfigError for what cannot be loaded."""
     match settings.tool:
         case "calculator":

@@ -18,7 +18,7 @@ import msgspec
 
 from llamarl.errors import ConfigError, JobFailed
 from llamarl.tasks.own_scorers import Signature
-from llamarl.tasks.workers.protocol import Ask, Inbox, NotReady, Ready, Setup, Verdict, decode_reply, send
+from llamarl.tasks.workers.protocol import Inbox, NotReady, Ready, Setup, Verdict, WorkRequest, decode_reply, send
 
 # A worker kills its child itself; one that has not answered after so many times the limit, and this on top, is stuck.
 _PATIENCE = 5
@@ -30,7 +30,7 @@ _MAX_FAILED_STARTS = 3
 Finished = tuple[int, Verdict]
 
 
-class Worker:
+class WorkerHandle:
     """The pool's side of one worker process."""
 
     def __init__(self, setup: Setup) -> None:
@@ -56,7 +56,7 @@ class Worker:
     def free(self) -> bool:
         return self.up and self.ticket is None
 
-    def take(self, ticket: int, ask: Ask, timeout_s: float) -> None:
+    def take(self, ticket: int, ask: WorkRequest, timeout_s: float) -> None:
         self.ticket, self.deadline_s = ticket, time.monotonic() + _PATIENCE * timeout_s + _GRACE_S
         send(self.connection, ask)
 
@@ -73,7 +73,7 @@ class Worker:
             self.process.wait()
 
 
-def _end_all(workers: list[Worker]) -> None:
+def _end_all(workers: list[WorkerHandle]) -> None:
     for worker in workers:
         worker.process.terminate()
     for worker in workers:
@@ -81,16 +81,16 @@ def _end_all(workers: list[Worker]) -> None:
     workers.clear()
 
 
-class Pool:
+class WorkerPool:
     def __init__(self, setup: Setup, count: int) -> None:
         self._setup = setup
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerHandle] = []
         weakref.finalize(self, _end_all, self._workers)
-        self._queue: deque[tuple[int, Ask]] = deque()
+        self._queue: deque[tuple[int, WorkRequest]] = deque()
         self._lost: list[Finished] = []
         self._failed_starts = 0
         self.signatures: dict[str, Signature] = {}  # of the user's own scorers, once a worker is up
-        self._workers.extend(Worker(setup) for _ in range(count))
+        self._workers.extend(WorkerHandle(setup) for _ in range(count))
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class Pool:
         while not all(worker.up for worker in self._workers):
             self._listen(1.0)
 
-    def submit(self, ticket: int, ask: Ask) -> None:
+    def submit(self, ticket: int, ask: WorkRequest) -> None:
         """The verdict comes out of `collect` under this ticket, sooner or later, whatever happens."""
         self._queue.append((ticket, ask))
         self._hand_out()
@@ -143,7 +143,7 @@ class Pool:
         self._replace_late()
         return finished
 
-    def _hear(self, worker: Worker) -> Sequence[Finished]:
+    def _hear(self, worker: WorkerHandle) -> Sequence[Finished]:
         try:
             message = worker.inbox.receive()
             reply = decode_reply(message) if message is not None else None
@@ -167,7 +167,7 @@ class Pool:
             if not worker.free and worker.deadline_s < now_s:
                 self._replace(worker, Verdict("timeout", reason="its worker did not answer and was replaced"))
 
-    def _replace(self, worker: Worker, verdict: Verdict) -> None:
+    def _replace(self, worker: WorkerHandle, verdict: Verdict) -> None:
         if worker.ticket is not None:
             self._lost.append((worker.ticket, verdict))
         worker.end()
@@ -175,4 +175,4 @@ class Pool:
             self._failed_starts += 1
             if self._failed_starts >= _MAX_FAILED_STARTS:
                 raise JobFailed(f"a scorer's worker did not come up {self._failed_starts} times in a row")
-        self._workers[self._workers.index(worker)] = Worker(self._setup)
+        self._workers[self._workers.index(worker)] = WorkerHandle(self._setup)

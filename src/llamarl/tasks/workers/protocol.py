@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from llamarl.config import Conversation, LLMJudge, Sandbox
+from llamarl.config import ConversationConfig, LLMJudgeConfig, SandboxConfig
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.tasks.own_scorers import Signature
 from llamarl.types import Turn
@@ -27,10 +27,10 @@ class Setup(Struct, frozen=True):
     pattern: str
     timeout_s: float
     memory_mb: int
-    sandbox: Sandbox = Sandbox()
+    sandbox: SandboxConfig = SandboxConfig()
     share_of_tests: bool = False
-    llm: LLMJudge = LLMJudge()
-    conversation: Conversation = Conversation()  # with its tool, if that is what the worker is for
+    llm: LLMJudgeConfig = LLMJudgeConfig()
+    conversation: ConversationConfig = ConversationConfig()  # with its tool, if that is what the worker is for
 
 
 class Ready(Struct, frozen=True, tag=True):
@@ -61,7 +61,7 @@ class Call(Struct, frozen=True, array_like=True):
     turns: bytes
 
 
-class Ask(Struct, frozen=True):
+class WorkRequest(Struct, frozen=True):
     """An answer for its scorers, or a turn for a tool. Or, `gathered`, items for coroutines of the user's that run at the
     same time in one process, each with a verdict of its own."""
 
@@ -90,7 +90,7 @@ class Verdict(Struct, frozen=True, tag=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
-decode_ask = msgspec.msgpack.Decoder(Ask).decode
+decode_ask = msgspec.msgpack.Decoder(WorkRequest).decode
 decode_reply = msgspec.msgpack.Decoder(Ready | NotReady | Verdict).decode
 _decode_turns = msgspec.msgpack.Decoder(tuple[tuple[bytes, bytes], ...]).decode
 decode_verdict = msgspec.msgpack.Decoder(Verdict).decode

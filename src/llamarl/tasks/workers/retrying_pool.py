@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from llamarl.tasks.failures import Counts
 from llamarl.tasks.own_scorers import Signature
-from llamarl.tasks.workers.pool import Pool
-from llamarl.tasks.workers.protocol import Ask, Setup, Verdict
+from llamarl.tasks.workers.pool import WorkerPool
+from llamarl.tasks.workers.protocol import Setup, Verdict, WorkRequest
 
 T = TypeVar("T")
 
@@ -19,18 +19,18 @@ T = TypeVar("T")
 @dataclass
 class _Errand(Generic[T]):
     what: T
-    ask: Ask
+    ask: WorkRequest
     tries_left: int
     seconds: float = 0.0  # spent on it so far, without waiting for a worker
 
 
-class Errands(Generic[T]):
+class RetryingPool(Generic[T]):
     """`what` is the caller's own, and comes back with the verdict. The pool is opened when it is first needed."""
 
     def __init__(self, setup: Callable[[], Setup], workers: int, retries: int) -> None:
         self._setup, self._workers, self._retries = setup, workers, retries
         self.counts = Counts()  # of attempts
-        self._pool: Pool | None = None
+        self._pool: WorkerPool | None = None
         self._underway: dict[int, _Errand[T]] = {}
         self._next_ticket = 0
 
@@ -50,13 +50,13 @@ class Errands(Generic[T]):
         """Of the user's own scorers; known when the workers are up."""
         return self._pool.signatures if self._pool else {}
 
-    def send(self, what: T, ask: Ask, retries: int | None = None) -> None:
+    def send(self, what: T, ask: WorkRequest, retries: int | None = None) -> None:
         """With as many retries as all have, or other ones."""
         self._submit(_Errand(what, ask, self._retries if retries is None else retries))
 
-    def collect(self, wait_s: float) -> list[tuple[T, Ask, Verdict]]:
+    def collect(self, wait_s: float) -> list[tuple[T, WorkRequest, Verdict]]:
         """What is back, waiting at most this long for something. A verdict's seconds are those of all attempts."""
-        back: list[tuple[T, Ask, Verdict]] = []
+        back: list[tuple[T, WorkRequest, Verdict]] = []
         for ticket, verdict in self._pool.collect(wait_s) if self._underway and self._pool else ():
             errand = self._underway.pop(ticket)
             self.counts.add(verdict.status)
@@ -72,9 +72,9 @@ class Errands(Generic[T]):
         if self._pool:
             self._pool.close()
 
-    def _open_pool(self) -> Pool:
+    def _open_pool(self) -> WorkerPool:
         if self._pool is None:
-            self._pool = Pool(self._setup(), self._workers)
+            self._pool = WorkerPool(self._setup(), self._workers)
         return self._pool
 
     def _submit(self, errand: _Errand[T]) -> None:

@@ -35,7 +35,6 @@ from llamarl.tasks.trusted import failure, timed
 from llamarl.tasks.workers.confine import Refused, adopt_orphans, die_with_parent, limit, seal
 from llamarl.tasks.workers.protocol import (
     KILL_SHARE,
-    Ask,
     Call,
     Inbox,
     Item,
@@ -43,6 +42,7 @@ from llamarl.tasks.workers.protocol import (
     Ready,
     Setup,
     Verdict,
+    WorkRequest,
     decode_ask,
     decode_setup,
     decode_verdict,
@@ -93,7 +93,7 @@ def _regex_scorer(source: str) -> Scorer:
     return score
 
 
-class Loaded(NamedTuple):
+class LoadedScorers(NamedTuple):
     """What a worker is for: scorers, or a tool."""
 
     scorers: dict[str, Scorer]
@@ -102,14 +102,14 @@ class Loaded(NamedTuple):
 
 
 class Worker:
-    def __init__(self, setup: Setup, loaded: Loaded, connection: socket.socket) -> None:
+    def __init__(self, setup: Setup, loaded: LoadedScorers, connection: socket.socket) -> None:
         self._setup, self._loaded, self._connection = setup, loaded, connection
         self._foreign = loaded.tool is not None or any(map(_needs_the_machine, setup.scorers))
         # What a program may have is kept from it by its own walls; it must only not be less than they allow.
         runs = "code" in setup.scorers or setup.conversation.tool == "python"
         self._memory_mb = max(setup.memory_mb, setup.sandbox.memory_mb if runs else 0)
 
-    def judge(self, ask: Ask) -> Verdict:
+    def judge(self, ask: WorkRequest) -> Verdict:
         start_s = time.monotonic()
         reading, writing = os.pipe()
         parent = os.getpid()
@@ -126,7 +126,7 @@ class Worker:
             self._verdict(said, status, ask), seconds=time.monotonic() - start_s, peak_mb=peak_mb
         )
 
-    def _verdict(self, said: bytes | None, status: int, ask: Ask) -> Verdict:
+    def _verdict(self, said: bytes | None, status: int, ask: WorkRequest) -> Verdict:
         if said is None:
             return Verdict("timeout", reason=f"took longer than {self._setup.timeout_s:g} s")
         with suppress(msgspec.MsgspecError):
@@ -136,7 +136,7 @@ class Worker:
                 return verdict
         return Verdict("error", reason=f"its process ended without a verdict ({_describe(status)})")
 
-    def _live(self, ask: Ask, writing: int, parent: int) -> None:
+    def _live(self, ask: WorkRequest, writing: int, parent: int) -> None:
         """The child's whole life."""
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -151,7 +151,7 @@ class Worker:
             os._exit(0)
 
 
-def _answer(ask: Ask, loaded: Loaded, limit_s: float) -> Verdict:
+def _answer(ask: WorkRequest, loaded: LoadedScorers, limit_s: float) -> Verdict:
     try:
         if loaded.tool and ask.call:
             return _use(loaded.tool, ask.call)
@@ -168,7 +168,7 @@ def _use(tool: Tool, call: Call) -> Verdict:
     return Verdict("ok", reply=None if reply is None else pack_text(reply))
 
 
-def _gather(items: tuple[Item, ...], loaded: Loaded, limit_s: float) -> Verdict:
+def _gather(items: tuple[Item, ...], loaded: LoadedScorers, limit_s: float) -> Verdict:
     """Coroutines of the user's, at the same time; what is late or fails takes none of the others along. They are cancelled
     shortly before the whole process is killed."""
 
@@ -182,7 +182,7 @@ def _gather(items: tuple[Item, ...], loaded: Loaded, limit_s: float) -> Verdict:
     return Verdict("ok", each=tuple(asyncio.run(each())))
 
 
-def _rewards(ask: Ask, loaded: Loaded) -> tuple[float, ...]:
+def _rewards(ask: WorkRequest, loaded: LoadedScorers) -> tuple[float, ...]:
     """The user's own functions and programs first: they may need files, a network, processes, which our own scorers give up
     before they begin."""
     found = {index: _score(item, loaded) for index, item in enumerate(ask.items) if _needs_the_machine(item.scorer)}
@@ -195,11 +195,11 @@ def _needs_the_machine(scorer: str) -> bool:
     return is_reference(scorer) or scorer in ("code", "llm_judge")
 
 
-def _score(item: Item, loaded: Loaded) -> tuple[float, ...]:
+def _score(item: Item, loaded: LoadedScorers) -> tuple[float, ...]:
     return rewards_in(_settled(_call(item, loaded)), loaded.signatures.get(item.scorer, _PLAIN), len(item.completions))
 
 
-def _call(item: Item, loaded: Loaded) -> Any:
+def _call(item: Item, loaded: LoadedScorers) -> Any:
     completions, answer, prompt = (
         [*map(unpack_text, item.completions)],
         unpack_text(item.answer),
@@ -271,12 +271,12 @@ def _describe(status: int) -> str:
     return f"exit code {os.WEXITSTATUS(status)}"
 
 
-def _prepare(setup: Setup) -> Loaded | NotReady:
+def _prepare(setup: Setup) -> LoadedScorers | NotReady:
     try:
         tool = load_tool(setup.conversation, setup.sandbox) if setup.conversation.tool else None
         scorers = load_scorers(setup)
         own = {name: signature_of(name, scorer) for name, scorer in scorers.items() if is_reference(name)}
-        loaded = Loaded(scorers, tool, own)
+        loaded = LoadedScorers(scorers, tool, own)
     except re.error as error:
         return NotReady(f"reward.pattern: {error}")
     except LlamaRLError as error:

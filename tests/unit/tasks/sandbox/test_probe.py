@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from helpers.sandboxes import SYSTEM_PYTHON, skip_without_sandbox, works
 
-from llamarl.config import Reward
-from llamarl.config import Sandbox as Limits
+from llamarl.config import RewardConfig
+from llamarl.config import SandboxConfig as Limits
 from llamarl.errors import ConfigError
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.sandbox import probe
@@ -96,6 +96,6 @@ def test_an_interpreter_brings_its_packages_along_and_ours_has_none() -> None:
     skip_without_sandbox()
     program, problem = "import msgspec\nprint(1)", Problem("", '[{"output": "1"}]')
     for python, reward in (("", 0.0), (sys.executable, 1.0)):
-        judge = Judge(Reward(scorer="code", workers=1, retries=0), sandbox=Limits(python=python))
+        judge = Judge(RewardConfig(scorer="code", workers=1, retries=0), sandbox=Limits(python=python))
         assert judge.score(program, problem).reward == reward
         judge.close()

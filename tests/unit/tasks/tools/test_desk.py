@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from helpers.sandboxes import BRIEF, skip_without_sandbox
 
-from llamarl.config import Conversation, Sandbox
+from llamarl.config import ConversationConfig, SandboxConfig
 from llamarl.errors import ConfigError
 from llamarl.tasks.failures import Counts
-from llamarl.tasks.tools.client import Desk, Reply
+from llamarl.tasks.tools.client import Reply, ToolClient
 from llamarl.types import Turn
 
 OWN = """
@@ -39,7 +39,7 @@ async def slowly(said, turns):
 ASKED = Turn("user", "What?")
 
 
-def reply(desk: Desk, said: str, *before: Turn) -> Reply:
+def reply(desk: ToolClient, said: str, *before: Turn) -> Reply:
     desk.ask("key", said, [ASKED, *before, Turn("assistant", said)])
     while not (done := desk.collect(1.0)):
         pass
@@ -48,8 +48,8 @@ def reply(desk: Desk, said: str, *before: Turn) -> Reply:
     return found
 
 
-def desk_with(tool: str, sandbox: Sandbox = BRIEF, **settings: object) -> Desk:
-    desk = Desk(Conversation(tool=tool, **{"workers": 1, "timeout_s": 1.0, **settings}), sandbox)  # type: ignore[arg-type]
+def desk_with(tool: str, sandbox: SandboxConfig = BRIEF, **settings: object) -> ToolClient:
+    desk = ToolClient(ConversationConfig(tool=tool, **{"workers": 1, "timeout_s": 1.0, **settings}), sandbox)  # type: ignore[arg-type]
     desk.prepare()
     return desk
 
@@ -145,7 +145,7 @@ def test_a_command_gets_json_and_replies_with_what_it_prints(tmp_path: Path) -> 
 )
 def test_settings_that_cannot_take_effect_are_refused(settings: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError) as error:
-        Conversation(**settings)  # type: ignore[arg-type]
+        ConversationConfig(**settings)  # type: ignore[arg-type]
     assert complaint in str(error.value)
 
 

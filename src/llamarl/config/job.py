@@ -7,11 +7,24 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from llamarl.config.asking import Conversation, Model, Task
-from llamarl.config.judging import LLMJudge, Reward, RewardModel, Sandbox
-from llamarl.config.learning import Algo, Generator, Reference, Trainer
-from llamarl.config.running import Engine, Evaluate, Observe, Schedule, Snapshots, Weights
+from llamarl.config.algo import AlgoConfig
+from llamarl.config.conversation import ConversationConfig
+from llamarl.config.engine import EngineConfig
+from llamarl.config.evaluate import EvaluateConfig
+from llamarl.config.generator import GeneratorConfig
+from llamarl.config.llm_judge import LLMJudgeConfig
+from llamarl.config.model import ModelConfig
+from llamarl.config.observe import ObserveConfig
+from llamarl.config.reference import ReferenceConfig
+from llamarl.config.reward import RewardConfig
+from llamarl.config.reward_model import RewardModelConfig
+from llamarl.config.sandbox import SandboxConfig
+from llamarl.config.schedule import ScheduleConfig
 from llamarl.config.section import Section
+from llamarl.config.snapshots import SnapshotsConfig
+from llamarl.config.task import TaskConfig
+from llamarl.config.trainer import TrainerConfig
+from llamarl.config.weights import WeightsConfig
 from llamarl.errors import ConfigError
 from llamarl.types import Sampling
 
@@ -26,23 +39,23 @@ class Config(Section, frozen=True):
         Literal["split", "colocated"],
         Meta(description="executors run side by side, or share all devices and take turns (needs max_staleness=0)"),
     ] = "split"
-    model: Model = Model()
-    task: Task = Task()
-    reward: Reward = Reward()
-    sandbox: Sandbox = Sandbox()
-    llm_judge: LLMJudge = LLMJudge()
-    reward_model: RewardModel = RewardModel()
-    conversation: Conversation = Conversation()
-    generator: Generator = Generator()
-    trainer: Trainer = Trainer()
-    algo: Algo = Algo()
-    reference: Reference = Reference()
-    schedule: Schedule = Schedule()
-    snapshots: Snapshots = Snapshots()
-    evaluate: Evaluate = Evaluate()
-    engine: Engine = Engine()
-    weights: Weights = Weights()
-    observe: Observe = Observe()
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    reward: RewardConfig = RewardConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    llm_judge: LLMJudgeConfig = LLMJudgeConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    conversation: ConversationConfig = ConversationConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    algo: AlgoConfig = AlgoConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    snapshots: SnapshotsConfig = SnapshotsConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
+    observe: ObserveConfig = ObserveConfig()
 
     def __post_init__(self) -> None:
         _check_schedule(self)

@@ -1,0 +1,57 @@
+"""`generator`: how answers are sampled, and on what."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from llamarl.config.section import Device, Section, Threads
+
+
+class GeneratorConfig(Section, frozen=True):
+    replicas: Annotated[int, Meta(ge=1, description="copies of the policy that generate side by side")] = 1
+    tensor: Annotated[
+        int, Meta(ge=1, description="ranks of one replica, which share every product (tensor parallel)")
+    ] = 1
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(
+            description="of weights and KV cache; auto: bfloat16 on a GPU, float32 elsewhere; float16: see trainer.dtype"
+        ),
+    ] = "auto"
+    quantize: Annotated[
+        Literal["none", "fp8", "int8"],
+        Meta(
+            description="narrow copies of the blocks' matrices, made of each new version; fp8 also narrows their inputs"
+        ),
+    ] = "none"
+    kv_cache: Annotated[
+        Literal["auto", "fp8"], Meta(description="precision of keys and values; auto: that of dtype")
+    ] = "auto"
+    slots: Annotated[int, Meta(ge=1, description="completions decoded at once by one replica")] = 768
+    max_prompt_tokens: Annotated[int, Meta(ge=1, description="a longer prompt is dropped, with the reason")] = 32
+    max_new_tokens: Annotated[int, Meta(ge=1, description="longest completion, in tokens")] = 8
+    temperature: Annotated[
+        float, Meta(ge=0.01, le=10, description="of the sampling; also divides the trainer's logits")
+    ] = 1.0
+    top_k: Annotated[int, Meta(ge=0, description="sample from the k likeliest tokens only; 0: from all")] = 0
+    top_p: Annotated[
+        float, Meta(gt=0, le=1, description="sample from the fewest likeliest tokens that make up this probability")
+    ] = 1.0
+    min_p: Annotated[
+        float, Meta(ge=0, lt=1, description="leave out tokens less likely than this share of the likeliest")
+    ] = 0.0
+    page_tokens: Annotated[int, Meta(ge=1, description="tokens in one page of the KV cache")] = 16
+    kv_pages: Annotated[
+        int, Meta(ge=0, description="pages of the KV cache; 0: enough for all slots, as far as a GPU's memory goes")
+    ] = 0
+    kv_on_new_weights: Annotated[
+        Literal["keep", "recompute"],
+        Meta(description="keys and values of answers under way when weights change: keep them, or compute them anew"),
+    ] = "keep"
+    burst: Annotated[
+        int, Meta(ge=0, description="decode steps between two looks at the results; 0: 1 on a CPU, 8 on a GPU")
+    ] = 0
+    device: Device = "auto"
+    threads: Threads = 0

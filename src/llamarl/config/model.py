@@ -1,0 +1,15 @@
+"""`model`: the policy that is trained."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from llamarl.config.section import Section
+
+
+class ModelConfig(Section, frozen=True):
+    path: Annotated[
+        str, Meta(description="folder with config.json, *.safetensors and tokenizer.json; 'tiny' is the shipped model")
+    ] = "tiny"

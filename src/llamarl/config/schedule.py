@@ -1,0 +1,79 @@
+"""`schedule`: updates, groups, staleness, restarts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from llamarl.config.section import Section
+from llamarl.errors import ConfigError
+
+
+class ScheduleConfig(Section, frozen=True):
+    updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next version of the policy")] = 180
+    groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 96
+    samples_per_group: Annotated[int, Meta(ge=2, description="n: completions per prompt")] = 8
+    max_staleness: Annotated[
+        int,
+        Meta(ge=0, description="S: versions a trained group may lag behind (window=1); 0 is synchronous and on-policy"),
+    ] = 1
+    window: Annotated[
+        int, Meta(ge=1, description="W: at most W-1 younger groups may be trained before the oldest; 1 keeps order")
+    ] = 1
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="asynchronous, yet the same seed gives the same bytes: batch u is sampled by version u - S alone"
+        ),
+    ] = False
+    max_restarts: Annotated[
+        int, Meta(ge=0, description="restarts of one executor in a row, without any work done, before the job stops")
+    ] = 3
+    max_attempts: Annotated[
+        int, Meta(ge=1, description="a group whose executor died this often while holding it is dropped")
+    ] = 3
+    probe_every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="updates between probes, which compare the generator's log-probs with the trainer's; 0: none",
+        ),
+    ] = 50
+    max_skipped: Annotated[
+        int, Meta(ge=1, description="updates in a row whose loss or gradient is no number, before the job stops")
+    ] = 5
+
+    def __post_init__(self) -> None:
+        if self.window > self.num_places:
+            raise ConfigError(
+                f"schedule.window: {self.window} cannot take effect, since at most (max_staleness + 1) * "
+                f"groups_per_update = {self.num_places} groups are under way"
+            )
+        if self.deterministic and self.window > 1:
+            raise ConfigError(
+                f"schedule.window: {self.window} lets timing choose the batches, which schedule.deterministic rules out; "
+                "set it to 1"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        return self.updates * self.groups_per_update
+
+    @property
+    def answers_per_update(self) -> int:
+        return self.groups_per_update * self.samples_per_group
+
+    @property
+    def num_places(self) -> int:
+        """Groups that may be admitted and not yet retired."""
+        return (self.max_staleness + 1) * self.groups_per_update
+
+    def sampling_version(self, ordinal: int) -> int:
+        """Deterministic mode: the one version that samples this group."""
+        return max(0, ordinal // self.groups_per_update - self.max_staleness)
+
+    @property
+    def staleness_bound(self) -> int:
+        """No token is ever trained on by a version further from the one that sampled its group's first token."""
+        return (self.num_places + self.window - 2) // self.groups_per_update
