@@ -21,7 +21,9 @@ import numpy as np
 from pretending import GROUPS, SAMPLES, PretendedGenerator, PretendedTrainer, update_times  # beside this script
 
 from llamarl import Job
-from llamarl.build import Site, build_generator, build_trainer
+from llamarl.builders.generator import build_generator
+from llamarl.builders.site import Site
+from llamarl.builders.trainer import build_trainer
 from llamarl.config.file import load_config
 from llamarl.executors.executor import Executor
 from llamarl.messages import Report

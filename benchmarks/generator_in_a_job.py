@@ -29,7 +29,8 @@ from watched import KERNELS, WATCH_FILE, shares, watched_generator  # too
 
 from llamarl import Job
 from llamarl.bench.decode import DecodeBench, DecodeCase
-from llamarl.build import Site, build_trainer
+from llamarl.builders.site import Site
+from llamarl.builders.trainer import build_trainer
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.executors.executor import Executor

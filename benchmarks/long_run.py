@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llamarl import Job
-from llamarl.build import Site
+from llamarl.builders.site import Site
 from llamarl.config.file import load_config
 from llamarl.executors.executor import Executor
 from llamarl.messages import (

@@ -35,7 +35,7 @@ METRICS = {
 METRICS |= {f"further_figure_{number}": 0.1234567 + number for number in range(16)}
 RESUME = """
 from llamarl.config.file import load_config
-from llamarl.resume import recover
+from llamarl.jobs.recover import recover
 folder = Path(sys.argv[1])
 found = recover(folder, load_config(folder / "config.yaml"), "scored", "trainer")
 assert found.version == found.tally.updates == int(sys.argv[2]) and found.tally.tokens_generated, found.version
@@ -49,7 +49,7 @@ assert found.consistent and found.updates == int(sys.argv[2])
 MEASURED = """
 import sys, time
 from pathlib import Path
-import llamarl.resume
+import llamarl.jobs.recover
 started_s = time.monotonic()
 {code}
 peak_kb = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))

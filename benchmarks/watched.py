@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from llamarl.bench.machine import KernelTimes
-from llamarl.build import Site, build_generator
+from llamarl.builders.generator import build_generator
+from llamarl.builders.site import Site
 from llamarl.executors.executor import Executor
 from llamarl.messages import LoadWeights, Message, Report
 

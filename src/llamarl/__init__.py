@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llamarl.job import Job as Job
+    from llamarl.jobs.job import Job as Job
 
 # torch's oneDNN leaves a /tmp/perf-PID.map behind for every process, for a profiler that nobody runs.
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
@@ -18,7 +18,7 @@ __all__ = ["Job", "__version__"]
 def __getattr__(name: str) -> Any:
     """`Job` pulls torch in, so it is imported when it is first asked for."""
     if name == "Job":
-        from llamarl.job import Job
+        from llamarl.jobs.job import Job
 
         return Job
     raise AttributeError(f"module 'llamarl' has no attribute '{name}'")

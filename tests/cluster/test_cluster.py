@@ -90,7 +90,7 @@ def run(found: Cluster, config: Config, folder: Path, deeds: Callable[[Witness],
 
     thread = threading.Thread(target=do)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "_engine_class", lambda self: witness.engine_class())
+        patch.setattr("llamarl.jobs.engines.engine_class", lambda kind: witness.engine_class())
         thread.start()
         summary = Job(config, builders={"generator": paced_generator}).run(folder)
     assert not pace.exists() or failures, "the job ended before everything was done to it"

@@ -14,7 +14,7 @@ import pytest
 from helpers import hostile
 from helpers.processes import is_alive, num_descriptors, wait_until
 
-from llamarl.build import builder_reference
+from llamarl.builders.registry import builder_reference
 from llamarl.config import RewardConfig
 from llamarl.config.file import load_config
 from llamarl.controller.default_line import default_line

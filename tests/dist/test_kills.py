@@ -161,7 +161,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disturbed]:
     ]
     killer = Killer(plan(SEED))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "_engine_class", lambda self: disturbed(killer))
+        patch.setattr("llamarl.jobs.engines.engine_class", lambda kind: disturbed(killer))
         summary = Job(load_config(None, settings)).run(folder)
     for timer in killer.timers:
         timer.join()

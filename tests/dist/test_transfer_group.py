@@ -17,10 +17,11 @@ from torch import Tensor
 from llamarl.bench.actors import Actor, Actors
 from llamarl.errors import ConfigError
 from llamarl.layout.boxes import Box, volume
+from llamarl.process_groups import interface_for
 from llamarl.weights import group_transport
 from llamarl.weights.blocks import DIGEST
 from llamarl.weights.buckets import Copies, pack
-from llamarl.weights.group import Group, interface_for
+from llamarl.weights.group import Group
 from llamarl.weights.group_transport import GroupReader, GroupWriter
 
 LEASE_S = 10.0

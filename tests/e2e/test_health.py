@@ -15,7 +15,8 @@ from helpers.notes import Notes
 from helpers.world import World, standard_line
 
 from llamarl import Job
-from llamarl.build import Site, build_trainer
+from llamarl.builders.site import Site
+from llamarl.builders.trainer import build_trainer
 from llamarl.config import ScheduleConfig
 from llamarl.config.file import load_config
 from llamarl.controller import events as ev

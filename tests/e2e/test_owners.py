@@ -17,7 +17,8 @@ from helpers.outside import RunningJob
 from helpers.warm import WarmProcess
 
 from llamarl import Job
-from llamarl.build import Site, build_trainer
+from llamarl.builders.site import Site
+from llamarl.builders.trainer import build_trainer
 from llamarl.config.file import load_config
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger

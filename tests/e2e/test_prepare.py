@@ -33,7 +33,7 @@ def test_a_small_task_is_evaluated_on_each_held_out_problem_once(tmp_path: Path)
     settings = ["task.max_operand=9", "schedule.updates=1", "schedule.groups_per_update=2", "engine=inline"]
     summary = Job(load_config(None, [*settings, "generator.slots=32", "evaluate.prompts=500"])).run(tmp_path / "run")
     assert summary.eval_before is not None
-    count = len(Job(load_config(None, settings))._prompts._evaluation)
+    count = len(Job(load_config(None, settings))._prepared.prompts._evaluation)
     assert count < 100
     assert round(summary.eval_before * count, 6).is_integer()
 

@@ -87,7 +87,7 @@ def test_a_chat_is_asked_in_the_models_own_template(tmp_path: Path) -> None:
     )
     settings = [f"model.path={tmp_path / 'model'}", "task.chat=true", "task.system=1+1=2", "task.template='{prompt}'"]
     job = Job.load("examples/arithmetic.yaml", [*BRIEF, *settings])
-    group = job._prompts.group(0)
+    group = job._prepared.prompts.group(0)
     assert Tokenizer.load(tmp_path / "model").decode(bytes_to_tokens(group.prompt_tokens).tolist()) == (
         f"1+1=2{group.problem.prompt}="
     )

@@ -10,7 +10,9 @@ from random import Random
 
 from torch import Tensor
 
-from llamarl.build import Site, build_reward, build_trainer
+from llamarl.builders.reward import build_reward
+from llamarl.builders.site import Site
+from llamarl.builders.trainer import build_trainer
 from llamarl.executors.executor import Executor
 from llamarl.executors.trainer import Trainer
 from llamarl.messages import GroupResult, Message, Report, WorkOnBatch

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from llamarl.build import Site
+from llamarl.builders.site import Site
 from llamarl.executors.executor import Executor, UnexpectedMessage
 from llamarl.messages import BatchResult, Message, Report, SaveState, StateSaved, WorkOnBatch
 from llamarl.model.training_state import hash_file

@@ -17,7 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llamarl.build import Site, build_generator, build_reward, build_trainer
+from llamarl.builders.generator import build_generator
+from llamarl.builders.reward import build_reward
+from llamarl.builders.site import Site
+from llamarl.builders.trainer import build_trainer
 from llamarl.engine.envelope import Envelope, encode
 from llamarl.executors.executor import Executor
 from llamarl.io.frames import encode_frame

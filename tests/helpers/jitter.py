@@ -6,7 +6,10 @@ import random
 import time
 from collections.abc import Iterable
 
-from llamarl.build import Site, build_generator, build_reward, build_trainer
+from llamarl.builders.generator import build_generator
+from llamarl.builders.reward import build_reward
+from llamarl.builders.site import Site
+from llamarl.builders.trainer import build_trainer
 from llamarl.executors.executor import Executor
 from llamarl.messages import Message, Report
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from llamarl.build import Site, build_trainer
+from llamarl.builders.site import Site
+from llamarl.builders.trainer import build_trainer
 from llamarl.executors.executor import Executor
 from llamarl.messages import Message, Report, WorkOnBatch
 

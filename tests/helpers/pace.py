@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from llamarl.build import Site, build_generator
+from llamarl.builders.generator import build_generator
+from llamarl.builders.site import Site
 from llamarl.executors.executor import Executor
 from llamarl.messages import Message, Report
 

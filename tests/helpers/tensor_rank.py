@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore
 
 from helpers.groups import prompt_group
 from helpers.ranks import leave_group
@@ -53,7 +53,7 @@ def decode(
 def main() -> None:
     rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    store = FileStore(str(folder / "meeting"), count)
+    store = FileStore(str(folder / "rendezvous"), count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
     quantized = Precision(weights="fp8", kv_cache="fp8")
     for name, precision in (("found", AS_THE_MODEL), ("quantized", quantized)):

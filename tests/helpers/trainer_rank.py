@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore
 
 from helpers.ranks import leave_group
 from helpers.training import CPU, make_test_documents
@@ -133,7 +133,7 @@ def main() -> None:
     tasks, rank, data, tensor, folder = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5])
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = FileStore(str(folder / "meeting"), data * tensor)
+    store = FileStore(str(folder / "rendezvous"), data * tensor)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=data * tensor)
     mesh = make_mesh(data, tensor, rank, CPU)
     for task in tasks.split(","):

@@ -133,6 +133,6 @@ if __name__ == "__main__":
     control = control_from_arguments()
     import_what_children_need()
 
-    import llamarl.job  # noqa: F401
+    import llamarl.jobs.job  # noqa: F401
 
     _Warm(control).run()

@@ -15,7 +15,7 @@ from rich.console import Console
 from llamarl.cli.devices import describe_device, device_or_refuse
 from llamarl.config import Config
 from llamarl.errors import InputError
-from llamarl.job import Job
+from llamarl.jobs.job import Job
 from llamarl.observe.display import Quiet, Snapshot, panel_of
 
 TINY = Config().model_folder

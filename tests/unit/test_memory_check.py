@@ -8,16 +8,17 @@ from unittest.mock import patch
 import pytest
 from helpers.cli import llamarl
 
-from llamarl.build import Site, build_trainer
+from llamarl.builders.site import Site
+from llamarl.builders.trainer import build_trainer
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.controller.default_line import default_line
 from llamarl.errors import ConfigError
 from llamarl.executors.trainer import Trainer
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
-from llamarl.job import Job
+from llamarl.jobs.job import Job
+from llamarl.jobs.memory_check import HOST, MemoryItem, check_memory, job_parts
 from llamarl.machine import FreeMemory
-from llamarl.memory_check import HOST, MemoryItem, check_memory, job_parts
 from llamarl.model.checkpoint import load_model
 from llamarl.observe.display import Quiet
 from llamarl.weights.slot_file import SlotFile
@@ -90,7 +91,7 @@ def test_gpus_are_counted_each_for_itself_and_shared_ones_together() -> None:
 
 def refusal(total: float, *settings: str) -> str:
     with (
-        patch("llamarl.memory_check.host_memory", return_value=room(total)),
+        patch("llamarl.jobs.memory_check.host_memory", return_value=room(total)),
         pytest.raises(ConfigError) as refused,
     ):
         check_memory(load_config(None, ["generator.device=cpu", "trainer.device=cpu", *settings]))
@@ -111,7 +112,7 @@ def test_what_surely_does_not_fit_names_its_largest_parts_and_the_settings_to_lo
 def test_a_gpu_that_is_too_small_is_named() -> None:
     with (
         patch("torch.cuda.device_count", return_value=1),
-        patch("llamarl.memory_check.total_memory", return_value=1 << 20),
+        patch("llamarl.jobs.memory_check.total_memory", return_value=1 << 20),
         pytest.raises(
             ConfigError, match=r"memory: cuda:0 has 0\.0 GiB, and this takes at least .*trainer\.offload=true"
         ),
@@ -121,11 +122,11 @@ def test_a_gpu_that_is_too_small_is_named() -> None:
 
 def test_what_may_not_fit_is_said_and_what_fits_is_not() -> None:
     config = load_config(None, ["generator.device=cpu", "trainer.device=cpu"])
-    with patch("llamarl.memory_check.host_memory", return_value=room(16 * GIB, 1 * GIB)):
+    with patch("llamarl.jobs.memory_check.host_memory", return_value=room(16 * GIB, 1 * GIB)):
         (note,) = check_memory(config)
     assert note.startswith("memory is tight: this machine has 1.0 GiB free, and this may take 1.3 GiB: ")
     assert "trainer.tokens_per_pack" in note
-    with patch("llamarl.memory_check.host_memory", return_value=room(16 * GIB)):
+    with patch("llamarl.jobs.memory_check.host_memory", return_value=room(16 * GIB)):
         assert check_memory(config) == []
 
 
@@ -153,7 +154,7 @@ def test_a_tight_job_says_so_once_and_runs(tmp_path: Path) -> None:
             said.append(text)
 
     settings = [*SHORT, "generator.slots=16", "evaluate.prompts=0", "generator.device=cpu", "trainer.device=cpu"]
-    with patch("llamarl.memory_check.host_memory", return_value=room(16 * GIB, 1 << 20)):
+    with patch("llamarl.jobs.memory_check.host_memory", return_value=room(16 * GIB, 1 << 20)):
         job = Job.load(None, settings)
     job.run(tmp_path / "run", display=Listening())
     assert len([text for text in said if text.startswith("memory is tight")]) == 1

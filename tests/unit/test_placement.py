@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.build import device_of, first_gpu
+from llamarl.builders.devices import device_of, first_gpu
 from llamarl.config import Config
 from llamarl.config.file import load_config
 

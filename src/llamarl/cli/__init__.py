@@ -94,7 +94,7 @@ def train(
 
 def _train(config: Config, folder: Path, *, resume: bool, quiet: bool) -> None:
     from llamarl.engine.driver import INTERRUPTED
-    from llamarl.job import Job
+    from llamarl.jobs.job import Job
     from llamarl.observe.display import make_display
     from llamarl.observe.report import print_report
 

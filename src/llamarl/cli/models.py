@@ -135,7 +135,7 @@ def eval_command(
     settled = device_or_refuse(device)
 
     from llamarl.generate.evaluate import describe_evaluation, dtype_on, evaluate
-    from llamarl.memory_check import check_evaluation_memory
+    from llamarl.jobs.memory_check import check_evaluation_memory
 
     for note in check_evaluation_memory(config, settled, max(1, len(chosen)) * samples):
         print(note, file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ interpreter takes seconds. What the nurseries of the engines share."""
 from __future__ import annotations
 
 import array
-import ctypes
 import os
 import select
 import signal
@@ -16,27 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from llamarl.processes import PYTHON, die_with_parent
+
 READY = b"ready"
-# Without the working folder in the path, where a user's `numbers.py` would hide Python's own.
-PYTHON = (sys.executable, "-P")
 MAX_MESSAGE = 1 << 20
-_PR_SET_PDEATHSIG = 1
 _MAX_FDS = 64
-
-
-def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when its parent is gone, however that happened."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it was gone before we asked
-
-
-def describe_status(status: int) -> str:
-    if not os.WIFSIGNALED(status):
-        return f"exited with code {os.WEXITSTATUS(status)}"
-    number = os.WTERMSIG(status)
-    names = {known.value: known.name for known in signal.Signals}
-    return f"killed by {names.get(number, f'signal {number}')}"
 
 
 def receive(control: socket.socket) -> tuple[bytes, list[int]]:
@@ -203,7 +186,7 @@ def import_what_children_need() -> None:
     """torch above all; and, where there may be a GPU to compile for, its compiler."""
     import torch
 
-    import llamarl.build
+    import llamarl.builders.registry
     import llamarl.engine.rank_loop  # noqa: F401
 
     if torch.version.cuda:

@@ -1,60 +1,35 @@
-"""Several processes that are one executor: rank 0 decides and tells the others over the executor's own process group.
-
-On one host the group meets through a file without a name (a memfd), or through the engine, and talks over loopback, so
-nothing is left behind and nobody outside this machine is listened to. Words travel as bytes; no object is ever pickled.
-"""
+"""Several processes that are one executor: rank 0 decides, and tells the others over the executor's own process group."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
+from torch.distributed import Store
 
 from llamarl.messages import Message, decode_message, encode
+from llamarl.process_groups import broadcast_bytes, join_group
 
-# The deadlines are the engine's: `start_s` for the meeting, `silence_s` for all that follows. One of gloo's own would end
-# an executor that has had nothing to do for so long, since gloo closes the connection when it expires.
-_NO_TIMEOUT = timedelta(days=365)
-LOOPBACK = "lo"
 _NO_MESSAGE = b""  # "do a slice of work"
 
 
-def meeting_in(fd: int, count: int) -> Store:
-    """Where processes of one host meet that inherited this memfd."""
-    return FileStore(f"/proc/self/fd/{fd}", count)
-
-
 class Ranks:
-    """A lone rank has nobody to tell; `tell` is then free."""
+    """The ranks of one executor, as seen by one of them. With one rank, `tell` is a no-op."""
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
 
     @classmethod
-    def join(cls, rank: int, count: int, meeting: Callable[[], Store], interface: str) -> Ranks:
-        if count > 1:
-            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, store=meeting(), rank=rank, world_size=count, timeout=_NO_TIMEOUT)
+    def join(cls, rank: int, count: int, store: Callable[[], Store], interface: str) -> Ranks:
+        join_group(store, rank, count, interface)
         return cls(rank, count)
 
     def tell(self, message: Message | None) -> None:
+        """Rank 0: pass a message on to all others; None asks them for a slice of work."""
         if self.count > 1:
-            data = encode(message) if message is not None else _NO_MESSAGE
-            dist.broadcast(torch.tensor([len(data)]), src=0)
-            if data:
-                dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
+            broadcast_bytes(encode(message) if message is not None else _NO_MESSAGE)
 
     def listen(self) -> Message | None:
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, src=0)
-        if not length.item():
-            return None
-        data = torch.empty(int(length.item()), dtype=torch.uint8)
-        dist.broadcast(data, src=0)
-        message: Message = decode_message(data.numpy().tobytes())
+        """Any other rank: wait for what rank 0 tells."""
+        data = broadcast_bytes()
+        message: Message | None = decode_message(data) if data else None
         return message

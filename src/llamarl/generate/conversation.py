@@ -15,11 +15,12 @@ from msgspec import Struct
 
 from llamarl.config import Config, ConversationConfig
 from llamarl.generate.decoder import ContinuousDecoder
-from llamarl.generate.parallel import TensorRank, tell_all_ranks
+from llamarl.generate.parallel import TensorRank
 from llamarl.generate.prompting import asked_turns, reply_tokens
 from llamarl.generate.scheduler import Key
 from llamarl.generate.scheduler import Sequence as Sample
 from llamarl.model.tokenizer import Tokenizer
+from llamarl.process_groups import broadcast_bytes
 from llamarl.tasks.failures import Counts
 from llamarl.tasks.tools.client import Reply, ToolClient
 from llamarl.types import CompletionGroup, Problem, Turn
@@ -114,7 +115,7 @@ class Conversations:
         if self._desk is not None:
             patience_s = 0.0 if self._decoder.decoding else _PATIENCE_S
             arrived = [(cast(Key, key), reply) for key, reply in self._desk.collect(patience_s)]
-        return decode_replies(tell_all_ranks(self._part, encode_replies(arrived))) if self._part.count > 1 else arrived
+        return decode_replies(broadcast_bytes(encode_replies(arrived))) if self._part.count > 1 else arrived
 
     def _answer(self, key: Key, reply: Reply) -> None:
         problem = self._problems.pop(key)

@@ -88,17 +88,6 @@ def split_over_ranks(model: Transformer, part: TensorRank) -> None:
     model.gather = lambda scores: gather_vocabulary(scores, vocabulary, part.count)
 
 
-def tell_all_ranks(part: TensorRank, data: bytes) -> bytes:
-    """What the first rank has to say; the others' own words do not count. All ranks call this together."""
-    length = torch.tensor([len(data)])
-    dist.broadcast(length, src=0)
-    told = torch.zeros(int(length.item()), dtype=torch.uint8)
-    if part.rank == 0:
-        told.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(told, src=0)
-    return told.numpy().tobytes()
-
-
 def gather_vocabulary(scores: Tensor, vocabulary: int, count: int) -> Tensor:
     each = -(-vocabulary // count)
     padded = F.pad(scores, (0, each - scores.shape[-1]))

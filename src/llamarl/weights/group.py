@@ -6,7 +6,6 @@ file without a name and talk over loopback; beyond it they need a network that t
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,13 +15,11 @@ import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed import PrefixStore, Store, Work
 
-from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.errors import LlamaRLError
+from llamarl.process_groups import LOOPBACK, NO_TIMEOUT, make_gloo_group, make_nccl_group, store_in
 from llamarl.weights.wire import SlotShard
-
-LOOPBACK = "lo"
-_FOR_EVER = timedelta(days=365)  # gloo closes a connection on which a wait has expired; those that may last have no end
 
 
 class PeerLost(LlamaRLError):
@@ -55,17 +52,17 @@ class Group:
         self.rank, self.num_writers, self.num_readers = rank, num_writers, num_readers
         size = num_writers + num_readers
         self._store = PrefixStore("weights", store)
-        self._words: Any = _gloo(PrefixStore("words", self._store), rank, size, interface)
+        self._words: Any = make_gloo_group(PrefixStore("words", self._store), rank, size, interface)
         self._payload: Any = self._words
         if device.type == "cuda":
-            self._payload = _nccl(PrefixStore("payload", self._store), rank, size, interface)
+            self._payload = make_nccl_group(PrefixStore("payload", self._store), rank, size, interface)
 
     @classmethod
     def on_this_host(
-        cls, meeting_fd: int, rank: int, num_writers: int, num_readers: int, device: torch.device | None = None
+        cls, rendezvous_fd: int, rank: int, num_writers: int, num_readers: int, device: torch.device | None = None
     ) -> Group:
         """They meet in a memfd and talk over loopback."""
-        store = FileStore(f"/proc/self/fd/{meeting_fd}", num_writers + num_readers)
+        store = store_in(rendezvous_fd, num_writers + num_readers)
         return cls(store, rank, num_writers, num_readers, interface=LOOPBACK, device=device or torch.device("cpu"))
 
     def exchange(self, own: RankShards, limit_s: float) -> list[RankShards]:
@@ -106,7 +103,7 @@ class Group:
 
     def finish(self, work: Work, peer: int, deadline: Deadline | None = None) -> None:
         try:
-            work.wait(deadline.left if deadline else _FOR_EVER)
+            work.wait(deadline.left if deadline else NO_TIMEOUT)
         except RuntimeError as error:
             raise self._lost(peer, error) from None
 
@@ -120,31 +117,3 @@ class Group:
         reader = peer - self.num_writers
         who = f"trainer rank {peer}" if reader < 0 else f"generator rank {reader}"
         return PeerLost(f"{who} was lost: {str(error).split('. ')[0].split('] ', 1)[-1]}")
-
-
-def _gloo(store: Store, rank: int, size: int, interface: str) -> ProcessGroupGloo:
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(interface=interface)]
-    options._timeout = _FOR_EVER
-    options._threads = 2
-    return ProcessGroupGloo(store, rank, size, options)
-
-
-def _nccl(store: Store, rank: int, size: int, interface: str) -> Any:
-    from torch._C import _distributed_c10d
-
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-    options = _distributed_c10d.ProcessGroupNCCL.Options()
-    return _distributed_c10d.ProcessGroupNCCL(store, rank, size, options)
-
-
-def interface_for(hosts: Sequence[str], trusted_network: str) -> str:
-    """The interface that weights may use, or a refusal that says what to do."""
-    if len(set(hosts)) <= 1:
-        return LOOPBACK
-    if not trusted_network:
-        raise ConfigError(
-            f"engine.trusted_network: weights would go from {hosts[0]} to {next(h for h in hosts if h != hosts[0])} over "
-            "gloo or NCCL, which neither encrypt nor ask who is there; name the interface of a network that you trust"
-        )
-    return trusted_network

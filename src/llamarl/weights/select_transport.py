@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from llamarl.errors import ConfigError
-from llamarl.weights.group import interface_for
+from llamarl.process_groups import interface_for
 
 Transport = Literal["memfd", "cuda", "group"]
 Wanted = Literal["auto", "memfd", "cuda"]

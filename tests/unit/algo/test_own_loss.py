@@ -9,7 +9,7 @@ import torch
 
 from llamarl.algo.losses import aipo_loss, gspo_loss, is_tokenwise
 from llamarl.algo.own_loss import guarded, try_loss
-from llamarl.build import check_loss, make_loss
+from llamarl.builders.loss import check_loss, make_loss
 from llamarl.config import AlgoConfig
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError, OwnCodeFailed

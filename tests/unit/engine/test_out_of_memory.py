@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.cli import llamarl
 
-from llamarl.build import Site
+from llamarl.builders.site import Site
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.engine.engine import Death
@@ -18,7 +18,7 @@ from llamarl.engine.out_of_memory import KILLED, explain_death
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
 from llamarl.executors.executor import Executor
-from llamarl.job import Job
+from llamarl.jobs.job import Job
 from llamarl.machine import KilledForMemory
 from llamarl.messages import Failed
 

@@ -13,16 +13,18 @@ from pathlib import Path
 import msgspec
 import torch
 
-from llamarl.build import Site, load_builder
+from llamarl.builders.registry import load_builder
+from llamarl.builders.site import Site
 from llamarl.engine import rank_loop
 from llamarl.engine.envelope import Envelope, encode
 from llamarl.engine.local.protocol import ForkRank
 from llamarl.engine.malloc import keep_freed_memory
 from llamarl.engine.rank_loop import ConnectionClosed
-from llamarl.engine.ranks import LOOPBACK, Ranks, meeting_in
+from llamarl.engine.ranks import Ranks
 from llamarl.executors.executor import Executor
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.messages import Failed, Message, decode_message
+from llamarl.process_groups import LOOPBACK, store_in
 from llamarl.weights.slot_file import SlotFile
 
 _READ_BYTES = 1 << 20
@@ -84,7 +86,7 @@ def live(birth: ForkRank, fds: list[int]) -> None:
     try:
         keep_freed_memory()
         torch.set_num_threads(birth.threads)
-        ranks = Ranks.join(birth.rank, birth.num_ranks, lambda: meeting_in(meeting_fd, birth.num_ranks), LOOPBACK)
+        ranks = Ranks.join(birth.rank, birth.num_ranks, lambda: store_in(meeting_fd, birth.num_ranks), LOOPBACK)
         rank_loop.run_rank(lambda: _build(birth, SlotFile.by_role(birth.slots, slot_fds), line), line, ranks)
     except (ConnectionClosed, BrokenPipeError, ConnectionResetError):
         pass  # the engine is gone, or does not want this executor any more

@@ -19,11 +19,11 @@ from llamarl.engine.envelope import encode
 from llamarl.engine.forking import (
     Forks,
     control_from_arguments,
-    describe_status,
     import_what_children_need,
     start_forking,
 )
 from llamarl.engine.local.protocol import ForkRank, KillFork, RankExited, RankForked, decode_order
+from llamarl.processes import describe_status
 
 
 class ForkServer(Forks):

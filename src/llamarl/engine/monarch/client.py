@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import queue
 import re
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from llamarl.config import EngineConfig
 from llamarl.engine.monarch.addresses import is_loopback, own_address, split_address
 from llamarl.engine.monarch.protocol import Anything, StoreRequest, decode_word
 from llamarl.errors import ConfigError
+from llamarl.processes import describe_signal
 
 _END = "end"
 
@@ -149,8 +149,7 @@ def _take_fault(failure: MeshFailure) -> None:
 def _reason(text: str) -> str:
     """In the words that the other engines use."""
     if found := re.search(r"Killed\(sig=(\d+)", text):
-        names = {known.value: known.name for known in signal.Signals}
-        return f"killed by {names.get(int(found[1]), f'signal {found[1]}')}"
+        return describe_signal(int(found[1]))
     if found := re.search(r"exited with non-zero code (\d+)", text):
         return f"exited with code {found[1]}"
     return " ".join(text.split())[:300]

@@ -38,12 +38,11 @@ from llamarl.engine.monarch.protocol import (
 )
 from llamarl.engine.monarch.rank import RankActor
 from llamarl.engine.monarch.rendezvous import RendezvousStores
-from llamarl.engine.ranks import LOOPBACK
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
 from llamarl.messages import LoadWeights, Message, Stop
 from llamarl.messages import encode as encode_message
-from llamarl.weights.group import interface_for
+from llamarl.process_groups import LOOPBACK, interface_for
 from llamarl.weights.slot_file import SlotFile
 
 _WAIT_S = 0.05

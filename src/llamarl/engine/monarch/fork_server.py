@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Struct
 
-from llamarl.engine.forking import Forks, control_from_arguments, describe_status, import_what_children_need
+from llamarl.engine.forking import Forks, control_from_arguments, import_what_children_need
+from llamarl.processes import describe_status
 
 RANK = "LLAMARL_RANK"  # environment of a process that is a rank: its name, by which it can be killed
 NURSERY, SLOTS = "LLAMARL_NURSERY", "LLAMARL_SLOTS"  # what a worker tells its processes: descriptors

@@ -22,12 +22,13 @@ from typing import Any, Protocol
 from monarch.actor import attach_to_workers
 
 from llamarl.config import HostConfig
-from llamarl.engine.forking import PYTHON, READY
+from llamarl.engine.forking import READY
 from llamarl.engine.monarch.bootstrap import bare_command
 from llamarl.engine.monarch.fork_server import SLOTS
 from llamarl.engine.monarch.host_agent import HostAgent
 from llamarl.engine.monarch.placement import HostRoom
 from llamarl.errors import JobFailed
+from llamarl.processes import PYTHON
 from llamarl.weights.slot_file import SlotFile
 
 ANY_NUMBER = 1 << 30

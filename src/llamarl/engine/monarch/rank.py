@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from monarch.actor import Actor, current_rank, endpoint
 
-from llamarl.build import Site, load_builder
+from llamarl.builders.registry import load_builder
+from llamarl.builders.site import Site
 from llamarl.engine import rank_loop
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.malloc import keep_freed_memory

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from itertools import count
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from llamarl.engine.monarch.protocol import StoreRequest
 

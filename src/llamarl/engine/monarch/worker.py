@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from llamarl.engine.forking import READY, die_with_parent, start_forking
+from llamarl.engine.forking import READY, start_forking
 from llamarl.engine.monarch import stub
 from llamarl.engine.monarch.fork_server import NURSERY
 from llamarl.errors import JobFailed
+from llamarl.processes import die_with_parent
 
 PYTHON, STUB = "LLAMARL_PYTHON", "LLAMARL_STUB"
 # Monarch numbers the messages to each actor, also to the agent of a host. One that was started anew behind the same address

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from llamarl.config import SandboxConfig as Limits
 from llamarl.errors import LlamaRLError
+from llamarl.processes import die_with_parent
 from llamarl.tasks.sandbox.interpreter import CALL, RUN, Interpreter
 from llamarl.tasks.sandbox.walls import Walls, enclose, leave
-from llamarl.tasks.workers.confine import die_with_parent
 
 _READ_BYTES = 1 << 16
 _MOVED = 100  # descriptors are moved above this before they take their places

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import signal
 import sys
 import sysconfig
 from types import CodeType
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _libc = ctypes.CDLL(None, use_errno=True)  # before any hook: loading it later would be refused
@@ -45,13 +43,6 @@ _HARMLESS = frozenset(
 
 class Refused(BaseException):
     """Not an Exception: no library's `except Exception` may swallow it."""
-
-
-def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """The kernel sends this process a signal when its parent is gone, however that happened."""
-    _libc.prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def adopt_orphans() -> None:

@@ -17,6 +17,7 @@ from contextlib import suppress
 import msgspec
 
 from llamarl.errors import ConfigError, JobFailed
+from llamarl.processes import PYTHON
 from llamarl.tasks.own_scorers import Signature
 from llamarl.tasks.workers.protocol import Inbox, NotReady, Ready, Setup, Verdict, WorkRequest, decode_reply, send
 
@@ -35,7 +36,7 @@ class WorkerHandle:
 
     def __init__(self, setup: Setup) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "llamarl.tasks.workers.worker", str(theirs.fileno()), str(os.getpid())]
+        command = [*PYTHON, "-m", "llamarl.tasks.workers.worker", str(theirs.fileno()), str(os.getpid())]
         self.process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],

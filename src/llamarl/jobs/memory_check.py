@@ -12,14 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from msgspec import Struct
 
-from llamarl.build import (
-    device_of,
-    dtype_of,
-    first_gpu,
-    reward_model_folder,
-    weight_transport,
-    wire_precision,
-)
+from llamarl.builders.devices import device_of, dtype_of, first_gpu, generator_devices, trainer_devices
+from llamarl.builders.reward_model import reward_model_folder
+from llamarl.builders.weights import weight_transport, wire_precision
 from llamarl.config import Config
 from llamarl.errors import ConfigError
 from llamarl.generate.decoder import Limits
@@ -104,12 +99,9 @@ def room_at(place: str) -> FreeMemory:
 
 def job_parts(config: Config) -> Iterator[MemoryItem]:
     shape = read_shape(config.model_folder)
-    settings = config.generator
-    for number in range(settings.replicas * settings.tensor):
-        device = device_of("generator.device", settings.device, first_gpu(config, "generator") + number)
+    for device in generator_devices(config):
         yield from _generator_parts(config, shape, device, Limits.of(config))
-    for rank in range(config.trainer.ranks):
-        device = device_of("trainer.device", config.trainer.device, first_gpu(config, "trainer") + rank)
+    for device in trainer_devices(config):
         yield from _trainer_parts(config, shape, device)
     if config.algo.reference_kl > 0:
         yield from _reference_parts(config)

@@ -1,78 +1,24 @@
-"""Going on with a run: which settings may differ, and what is still there."""
+"""What a run folder still holds, for a job that resumes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-from llamarl.config import Config, ScheduleConfig
-from llamarl.config.paths import with_absolute_paths
+from llamarl.config import Config
 from llamarl.controller.books import Books
 from llamarl.controller.events import Began, Resumed
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.recovery import resumption
 from llamarl.engine.group_store import GroupStore
 from llamarl.engine.snapshots import Snapshots
-from llamarl.errors import ConfigError, InputError
+from llamarl.errors import InputError
 from llamarl.io.record_log import segment_files
-from llamarl.model.training_state import POLICY, keeps_policy_only
+from llamarl.model.training_state import POLICY
 from llamarl.observe.rows import Rows, read_rows
 from llamarl.observe.run_folder import EVALUATIONS, GROUPS, LEDGER, METRICS, SNAPSHOTS
 from llamarl.observe.summary import Counted, Tally
-
-# These change where and how fast a run goes on, how it is watched, or how it learns from here on; docs/durability.md has
-# the same list for people.
-FREE = (
-    "engine",
-    "placement",
-    "observe",
-    "snapshots",
-    "evaluate",
-    "weights",
-    "generator.replicas",
-    "generator.device",
-    "generator.tensor",
-    "generator.slots",
-    "generator.kv_pages",
-    "generator.burst",
-    "generator.threads",
-    "trainer.lr",
-    "trainer.final_lr_share",
-    "trainer.tokens_per_pack",
-    "trainer.recompute",
-    "trainer.compile",
-    "trainer.offload",
-    "trainer.device",
-    "trainer.threads",
-    "reference.device",
-    "reference.threads",
-    "reward.workers",
-    "reward.trusted",
-    "reward.concurrency",
-    "reward.timeout_s",
-    "reward.memory_mb",
-    "reward.retries",
-    "reward.max_failure_share",
-    "reward_model.device",
-    "reward_model.threads",
-    "llm_judge.url",
-    "llm_judge.key_env",
-    "llm_judge.timeout_s",
-    "llm_judge.retries",
-    "conversation.workers",
-    "conversation.timeout_s",
-    "conversation.memory_mb",
-    "conversation.retries",
-    "conversation.max_failure_share",
-    "schedule.max_restarts",
-    "schedule.max_attempts",
-    "schedule.max_skipped",
-    "schedule.updates",
-)
 
 
 class Recovered(Struct, frozen=True):
@@ -165,52 +111,3 @@ class _MetricsRow(Counted, frozen=True):
 
     update: int = -1
     role: str = ""
-
-
-def refuse_ended(folder: Path) -> None:
-    """A run that kept its policy alone has nothing to go on from."""
-    snapshots = Snapshots(folder / SNAPSHOTS, keep=1)
-    for version in snapshots.versions()[-1:]:
-        if keeps_policy_only(snapshots.path(version)):
-            raise InputError(
-                f"--resume: {folder} ended after update {version} and kept its policy only (snapshots.at_end=policy); "
-                f"a new run can begin with it: model.path={snapshots.path(version) / POLICY}"
-            )
-
-
-def changes(before: Config, now: Config) -> list[str]:
-    """What has changed in the settings, a line each. Those that would make it another run are refused by name."""
-    old, new = (_flat(msgspec.to_builtins(with_absolute_paths(config))) for config in (before, now))
-    told: list[str] = []
-    for key in [*old.keys() - new.keys(), *new]:
-        if old.get(key) == new.get(key):
-            continue
-        if not any(key == prefix or key.startswith(f"{prefix}.") for prefix in FREE):
-            raise ConfigError(
-                f"--resume: {key} was {old.get(key)!r} and is now {new.get(key)!r}, which would make it another run; "
-                "leave it, or start a new one"
-            )
-        told.append(f"{key}: {old.get(key)!r} so far, {new.get(key)!r} from here on")
-    return told
-
-
-def refuse_other_length(before: int, schedule: ScheduleConfig, version: int) -> None:
-    """More updates than `before` may follow, as long as the versions that must sample their groups are still there."""
-    if schedule.updates < version:
-        raise ConfigError(f"--resume: schedule.updates={schedule.updates}, but {version} updates are already made")
-    if schedule.deterministic and schedule.updates > before < version + schedule.max_staleness:
-        raise ConfigError(
-            f"--resume: schedule.updates={schedule.updates}, but with schedule.deterministic, update {before} is sampled "
-            f"by version {before - schedule.max_staleness}, which is gone; it can be made longer before its end, or with "
-            "schedule.max_staleness=0"
-        )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

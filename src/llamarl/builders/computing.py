@@ -1,0 +1,55 @@
+"""How trainer and reference compute their passes, and whether their ranks can share the model."""
+
+from __future__ import annotations
+
+import torch
+
+from llamarl.builders.devices import device_of, dtype_of
+from llamarl.config import Config, ReferenceConfig, TrainerConfig
+from llamarl.errors import ConfigError, ModelError
+from llamarl.model.checkpoint import check_headers
+from llamarl.model.hf_config import read_shape
+from llamarl.model_spec import ModelSpec
+from llamarl.train.mesh import TrainerMesh, check_tensor_parallel
+from llamarl.train.policy import Computing
+
+
+def computing_of(config: Config, device: torch.device, mesh: TrainerMesh) -> Computing:
+    """`auto` means bf16 and compiled blocks on a GPU, fp32 and plain blocks elsewhere."""
+    settings, on_gpu = config.trainer, device.type == "cuda"
+    return Computing(
+        device,
+        dtype_of(settings.dtype, device),
+        mesh,
+        recompute=settings.recompute,
+        compiled=on_gpu if settings.compile == "auto" else settings.compile == "on",
+        tokens_per_pack=settings.tokens_per_pack,
+        temperature=config.generator.temperature,
+    )
+
+
+def check_training(config: Config) -> None:
+    """Refuse what a user can get wrong about the ranks of trainer and reference, before anything starts."""
+    shape = read_shape(config.model_folder)
+    _check_ranks("trainer", config.trainer, shape)
+    if config.algo.reference_kl > 0:
+        try:
+            reference = check_headers(config.reference_folder)
+        except ModelError as error:
+            raise ModelError(f"reference.model: {error}") from None
+        if reference.vocab_size != shape.vocab_size:
+            raise ConfigError(
+                f"reference.model: has {reference.vocab_size} tokens, the policy {shape.vocab_size}; "
+                "a reference must judge the same tokens"
+            )
+        _check_ranks("reference", config.reference, reference)
+
+
+def _check_ranks(section: str, settings: TrainerConfig | ReferenceConfig, shape: ModelSpec) -> None:
+    check_tensor_parallel(shape, settings.tensor, f"{section}.tensor")
+    device = device_of(f"{section}.device", settings.device)
+    if device.type == "cuda" and settings.ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"{section}.data: {settings.data} * {settings.tensor} ranks need as many CUDA devices; "
+            f"there are {torch.cuda.device_count()}"
+        )

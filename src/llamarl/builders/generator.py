@@ -1,0 +1,64 @@
+"""Builds a generator: model, decoder, and the reader of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from llamarl.builders.devices import device_of, dtype_of, gpu_for
+from llamarl.builders.site import Site
+from llamarl.builders.weights import make_weight_reader, wire_precision
+from llamarl.controller.line import index_of
+from llamarl.executors.executor import Executor
+from llamarl.executors.generator import Generator
+from llamarl.generate.conversation import make_conversations
+from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.parallel import TensorRank, split_over_ranks
+from llamarl.layout.model import SCALE
+from llamarl.model.checkpoint import load_model
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.model.transformer import Transformer
+from llamarl.model_spec import parameter_shapes
+from llamarl.weights.shards import Parameters
+
+
+def build_generator(site: Site) -> Executor:
+    config, settings = site.config, site.config.generator
+    part = TensorRank(site.rank, site.num_ranks)
+    number = index_of(site.executor) * site.num_ranks + site.rank
+    device = device_of("generator.device", settings.device, gpu_for(site, "generator", number))
+    model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, shard=part.box)
+    split_over_ranks(model, part)
+    tokenizer = Tokenizer.load(config.model_folder)
+    decoder = ContinuousDecoder(
+        model,
+        Limits.of(config),
+        eos_ids=tokenizer.eos_ids,
+        seed=config.seed,
+        recompute=settings.kv_on_new_weights == "recompute",
+        tensor_ranks=part.count,
+        precision=Precision.of(settings, keep_wide=wire_precision(config) != "fp8"),
+        max_turns=config.conversation.max_turns if config.conversation.tool else 1,
+    )
+    return Generator(
+        decoder,
+        make_weight_reader(site, held_shards(model, part), device),
+        make_conversations(config, decoder, tokenizer, part) if config.conversation.tool else None,
+        max_failure_share=config.conversation.max_failure_share,
+        deterministic=config.schedule.deterministic,
+        log=site.log,
+    )
+
+
+def held_shards(model: Transformer, part: TensorRank) -> Parameters:
+    """Maps each parameter of a generator rank to its shard; quantized ones have a shard of their scales too."""
+    sizes = parameter_shapes(model.shape)
+    held: dict[str, tuple[torch.Tensor, Sequence[slice]]] = {
+        name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()
+    }
+    for name, scale in model.named_buffers():
+        rows, columns = held[name.removesuffix(SCALE)][1]
+        segment = part.rank if columns.start else 0  # one for each rank, where ranks share rows
+        held[name] = (scale, (rows, slice(segment, segment + 1)))
+    return held

@@ -1,0 +1,44 @@
+"""Builds one rank of the trainer: policy, loss, optimizer, and the writer of its weights."""
+
+from __future__ import annotations
+
+from llamarl.builders.computing import computing_of
+from llamarl.builders.devices import device_of, gpu_for
+from llamarl.builders.loss import make_loss
+from llamarl.builders.site import Site
+from llamarl.builders.weights import make_weight_writer
+from llamarl.executors.executor import Executor
+from llamarl.executors.trainer import Trainer
+from llamarl.model.training_state import POLICY, keeps_policy_only
+from llamarl.train.learner import Learner
+from llamarl.train.mesh import make_mesh
+from llamarl.train.policy import load_policy
+from llamarl.train.reference import HostedReference
+from llamarl.train.state import load_masters, restore
+
+
+def build_trainer(site: Site) -> Executor:
+    config = site.config
+    folder = site.snapshot / POLICY if site.snapshot else config.model_folder
+    device = device_of("trainer.device", config.trainer.device, gpu_for(site, "trainer", site.rank))
+    mesh = make_mesh(config.trainer.data, config.trainer.tensor, site.rank, device)
+    computing = computing_of(config, device, mesh)
+    policy = load_policy(folder, computing)
+    learner = Learner(
+        policy, make_loss(config), settings=config.trainer, algo=config.algo, updates=config.schedule.updates
+    )
+    load_masters(policy.model, learner.optimizer, folder)
+    if site.snapshot and not keeps_policy_only(site.snapshot):
+        restore(learner.optimizer, site.snapshot, mesh)
+    hosted = config.algo.reference_kl > 0 and not config.reference_alone
+    reference = HostedReference(load_policy(config.reference_folder, computing)) if hosted else None
+    # Publishing beside training needs a process group of its own with several ranks; on a CPU it would only take cores.
+    beside = config.engine.kind != "inline" and device.type == "cuda" and site.num_ranks == 1
+    return Trainer(
+        learner,
+        make_weight_writer(site, policy),
+        carry_from=config.model_folder,
+        reference=reference,
+        tell=site.tell_engine if beside else None,
+        policy_only_at=config.schedule.updates if config.snapshots.at_end == "policy" else None,
+    )

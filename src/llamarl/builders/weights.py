@@ -1,0 +1,87 @@
+"""How weights leave the trainer and reach the generators: transport, precision, writer and reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from llamarl.builders.devices import device_of, dtype_of, generator_devices, trainer_devices
+from llamarl.builders.site import Site
+from llamarl.config import Config
+from llamarl.controller.line import role_of
+from llamarl.messages import ReaderStuck
+from llamarl.process_groups import interface_for, max_over_ranks, true_on_all_ranks
+from llamarl.train.parts import owned_parts
+from llamarl.train.policy import Policy
+from llamarl.weights.group_transport import GroupWriter
+from llamarl.weights.memory import HOST
+from llamarl.weights.rendezvous import RendezvousReader
+from llamarl.weights.select_transport import Place, Transport, select_transport, settle_transport
+from llamarl.weights.shards import Parameters
+from llamarl.weights.slots import SlotReader, SlotWriter, alone
+from llamarl.weights.transport import WeightReader, WeightWriter
+from llamarl.weights.wire import WireFormat
+
+
+def make_weight_writer(site: Site, policy: Policy) -> WeightWriter:
+    """This rank's part of every publication: in device memory where all readers reach it, otherwise in host memory; or, for
+    readers on other hosts, in its own memory, from which they pull."""
+    parts = {name: (part.tensor, part.box) for name, part in owned_parts(policy.model).items()}
+    wire = WireFormat.for_generator(wire_precision(site.config), policy.model.shape, site.config.generator.tensor)
+    agree, lease_s = max_over_ranks if site.num_ranks > 1 else alone, site.config.weights.lease_s
+    if site.meets is not None:
+        writer = GroupWriter(parts, lease_s=lease_s, wire=wire, agree=agree)
+        site.meets.serve(writer)
+        return writer
+    transport, device = weight_transport(site.config), policy.computing.device
+    return SlotWriter(
+        site.slots["trainer"],
+        parts,
+        wire=wire,
+        lease_s=lease_s,
+        on_stuck=lambda pid: site.tell_engine(ReaderStuck(pid)),
+        rank=site.rank,
+        num_ranks=site.num_ranks,
+        agree=agree,
+        device=(device.index or 0) if transport == "cuda" else HOST,
+    )
+
+
+def make_weight_reader(site: Site, held: Parameters, device: torch.device) -> WeightReader:
+    if site.meets is None:
+        return SlotReader(site.slots[site.weights_source[role_of(site.executor)]], held)
+    return RendezvousReader(
+        site.meets,
+        held,
+        device,
+        num_readers=site.num_ranks,
+        limit_s=site.config.weights.lease_s,
+        all_true=true_on_all_ranks if site.num_ranks > 1 else lambda mine: mine,
+    )
+
+
+def weight_transport(
+    config: Config, can_reach: Callable[[int, int], bool] = torch.cuda.can_device_access_peer
+) -> Transport:
+    """A process group where hosts are named; otherwise what the devices of this host allow. The default `can_reach` starts
+    CUDA to find out whether GPUs reach each other."""
+    if config.engine.hosts:
+        interface_for(config.engine.host_names, config.engine.trusted_network)
+        return settle_transport(config.weights.transport, "group")
+    sides = (trainer_devices(config), generator_devices(config))
+    writers, readers = ([Place("this host", str(device)) for device in side] for side in sides)
+    possible = select_transport(writers, readers, config.engine.trusted_network, can_reach)
+    return settle_transport(config.weights.transport, possible)
+
+
+def wire_precision(config: Config) -> str:
+    """The precision in which weights travel: that of the generators, which halves the bytes where it is narrower. fp16
+    generators receive the trainer's own bf16 numbers. int8 is made on arrival, and so is fp8 where trainer ranks share a row
+    that has one scale."""
+    device = device_of("generator.device", config.generator.device)
+    dtype = dtype_of(config.generator.dtype, device)
+    whole_rows = config.generator.tensor % config.trainer.tensor == 0
+    if config.generator.quantize == "fp8" and dtype == torch.bfloat16 and whole_rows:
+        return "fp8"
+    return "fp32" if dtype == torch.float32 else "bf16"

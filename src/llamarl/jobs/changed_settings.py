@@ -1,0 +1,102 @@
+"""Which settings may change when a run is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from llamarl.config import Config, ScheduleConfig
+from llamarl.config.paths import with_absolute_paths
+from llamarl.errors import ConfigError
+
+# These change where and how fast a run goes on, what is recorded of it, or how it learns from here on. docs/durability.md has
+# the same list.
+FREE = (
+    "engine",
+    "placement",
+    "observe",
+    "snapshots",
+    "evaluate",
+    "weights",
+    "generator.replicas",
+    "generator.device",
+    "generator.tensor",
+    "generator.slots",
+    "generator.kv_pages",
+    "generator.burst",
+    "generator.threads",
+    "trainer.lr",
+    "trainer.final_lr_share",
+    "trainer.tokens_per_pack",
+    "trainer.recompute",
+    "trainer.compile",
+    "trainer.offload",
+    "trainer.device",
+    "trainer.threads",
+    "reference.device",
+    "reference.threads",
+    "reward.workers",
+    "reward.trusted",
+    "reward.concurrency",
+    "reward.timeout_s",
+    "reward.memory_mb",
+    "reward.retries",
+    "reward.max_failure_share",
+    "reward_model.device",
+    "reward_model.threads",
+    "llm_judge.url",
+    "llm_judge.key_env",
+    "llm_judge.timeout_s",
+    "llm_judge.retries",
+    "conversation.workers",
+    "conversation.timeout_s",
+    "conversation.memory_mb",
+    "conversation.retries",
+    "conversation.max_failure_share",
+    "schedule.max_restarts",
+    "schedule.max_attempts",
+    "schedule.max_skipped",
+    "schedule.updates",
+)
+
+
+def describe_changes(before: Config, now: Config) -> list[str]:
+    """One line for each setting that changed. Changes that would make it another run are refused, all in one line."""
+    old, new = (_flat(msgspec.to_builtins(with_absolute_paths(config))) for config in (before, now))
+    changed = [key for key in [*sorted(old.keys() - new.keys()), *new] if old.get(key) != new.get(key)]
+    refused = [key for key in changed if not _may_change(key)]
+    if refused:
+        told = ", ".join(f"{key} was {old.get(key)!r} and is now {new.get(key)!r}" for key in refused)
+        raise ConfigError(
+            f"--resume: {told}, which would make it another run; "
+            f"leave {'it' if len(refused) == 1 else 'them'}, or start a new one"
+        )
+    return [f"{key}: {old.get(key)!r} so far, {new.get(key)!r} from here on" for key in changed]
+
+
+def _may_change(key: str) -> bool:
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in FREE)
+
+
+def refuse_other_length(before: int, schedule: ScheduleConfig, version: int) -> None:
+    """Refuse fewer updates than are made already, and more than `before` if the versions that must sample them are gone."""
+    if schedule.updates < version:
+        raise ConfigError(f"--resume: schedule.updates={schedule.updates}, but {version} updates are already made")
+    if schedule.deterministic and schedule.updates > before < version + schedule.max_staleness:
+        raise ConfigError(
+            f"--resume: schedule.updates={schedule.updates}, but with schedule.deterministic, update {before} is sampled "
+            f"by version {before - schedule.max_staleness}, which is gone; it can be made longer before its end, or with "
+            "schedule.max_staleness=0"
+        )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

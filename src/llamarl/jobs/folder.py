@@ -1,0 +1,63 @@
+"""Opening the folder of a run, and recording each start of its job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from llamarl.config import Config
+from llamarl.config.file import config_to_yaml
+from llamarl.config.paths import with_absolute_paths
+from llamarl.controller.events import Began, Resumed
+from llamarl.engine.group_store import GroupStore
+from llamarl.errors import InputError
+from llamarl.jobs.prepare import PreparedJob
+from llamarl.observe.run_folder import RunFolder
+from llamarl.observe.starts import Starts
+from llamarl.observe.summary import Tally
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """An open run folder, and the state that the job begins with."""
+
+    folder: RunFolder
+    store: GroupStore
+    begin: Began | Resumed
+    tally: Tally
+
+
+def open_new_run(job: PreparedJob, path: Path) -> OpenRun:
+    with one_line_on_failure(path):
+        folder = RunFolder.create(path, job.training_roles, events_mb=job.config.observe.events_mb)
+        with closed_on_failure(folder.close):
+            record_start(folder, job.config, version=0)
+            return OpenRun(folder, GroupStore(folder.groups), Began(), Tally())
+
+
+def record_start(folder: RunFolder, config: Config, version: int) -> None:
+    config, at = with_absolute_paths(config), datetime.now(UTC).isoformat(timespec="seconds")
+    folder.write_config(config_to_yaml(config))
+    Starts(folder.path).add(config, run=folder.run, version=version, at=at)
+
+
+@contextmanager
+def closed_on_failure(close: Callable[[], None]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # on a full disk closing fails too, and the first error says more
+            close()
+        raise
+
+
+@contextmanager
+def one_line_on_failure(folder: Path) -> Iterator[None]:
+    """Turn an OSError, such as that of a full disk or a read-only folder, into one line for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"--run {folder}: cannot be written: {error.strerror}: {error.filename or ''}") from None

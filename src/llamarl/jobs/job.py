@@ -1,0 +1,90 @@
+"""A job, as users see it: load, run, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llamarl.builders.registry import BUILDERS
+from llamarl.builders.site import Builder
+from llamarl.config import Config
+from llamarl.config.file import check_config, load_config
+from llamarl.controller.default_line import default_line
+from llamarl.controller.line import Line
+from llamarl.errors import InputError
+from llamarl.jobs.folder import open_new_run
+from llamarl.jobs.prepare import prepare_job
+from llamarl.jobs.resume import resume_job
+from llamarl.jobs.run import run_job
+from llamarl.observe.display import Display, Quiet
+from llamarl.observe.run_folder import CONFIG, dated_run_folder
+from llamarl.observe.summary import Summary
+from llamarl.plugins import refuse_while_importing
+from llamarl.tasks.from_python import with_scorer, with_task
+from llamarl.tasks.task import Prompter
+
+
+class Job:
+    """`Job.load("job.yaml", ["trainer.lr=1e-4"]).run()` does what `llamarl train` does.
+
+    To add a role, give a line of your own and a builder for it: `Job(config, line=..., builders={"critic": build})`.
+    A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/tasks.md.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        line: Line | None = None,
+        builders: Mapping[str, Builder] | None = None,
+        scorer: Callable[..., Any] | None = None,
+        task: Prompter | None = None,
+    ) -> None:
+        refuse_while_importing()
+        config, given = check_config(config), dict[str, Callable[..., Any]]()
+        if scorer is not None:
+            config, given = with_scorer(config, scorer)
+        if task is not None:
+            config = with_task(config, task)
+        self.config, self.line = config, line or default_line(config)
+        self.builders = {**BUILDERS, **(builders or {})}
+        self._prepared = prepare_job(config, self.line, self.builders, given, task)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str | None = None,
+        overrides: Sequence[str] = (),
+        *,
+        scorer: Callable[..., Any] | None = None,
+        task: Prompter | None = None,
+    ) -> Job:
+        return cls(load_config(Path(path) if path else None, overrides), scorer=scorer, task=task)
+
+    def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
+        """Train to the end. The run folder records everything the job did, also when it fails."""
+        opened = open_new_run(self._prepared, Path(folder) if folder else dated_run_folder())
+        return run_job(self._prepared, opened, display or Quiet())
+
+    @classmethod
+    def resume(
+        cls,
+        folder: Path | str,
+        *,
+        config: Config | None = None,
+        overrides: Sequence[str] = (),
+        line: Line | None = None,
+        builders: Mapping[str, Builder] | None = None,
+        scorer: Callable[..., Any] | None = None,
+        task: Prompter | None = None,
+        display: Display | None = None,
+    ) -> Summary:
+        """Continue a run from its newest whole snapshot, with the settings it had, or equivalent ones. A finished run is left
+        as it is, unless `schedule.updates` asks for more."""
+        path = Path(folder)
+        if not (path / CONFIG).is_file():
+            raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
+        asked = config or load_config(path / CONFIG, overrides)
+        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task)
+        return resume_job(job._prepared, path, display or Quiet())

@@ -1,0 +1,42 @@
+"""Whether the model folder can serve the job: its files, its tokenizer, and the lengths that the job asks for."""
+
+from __future__ import annotations
+
+from llamarl.config import Config
+from llamarl.errors import ConfigError, ModelError
+from llamarl.generate.decoder import Limits
+from llamarl.generate.parallel import TensorRank
+from llamarl.model.checkpoint import check_headers
+from llamarl.model.hf_config import describe_ignored_keys
+from llamarl.model.tokenizer import Tokenizer
+
+
+def check_model(config: Config) -> tuple[Tokenizer, list[str]]:
+    """The policy's tokenizer, and notes for the user."""
+    try:
+        return _check(config)
+    except ModelError as error:
+        raise ModelError(f"model.path: {error}") from None
+
+
+def _check(config: Config) -> tuple[Tokenizer, list[str]]:
+    folder = config.model_folder
+    shape = check_headers(folder)
+    notes = [*filter(None, [describe_ignored_keys(folder)])]
+    length = config.generator.max_prompt_tokens + config.generator.max_new_tokens
+    if length > shape.max_positions:
+        raise ConfigError(
+            f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
+            f"but {config.model.path} has {shape.max_positions} positions"
+        )
+    limits = Limits.of(config)
+    limits.check_pages(limits.num_pages or limits.enough_pages)
+    TensorRank(0, config.generator.tensor).check(shape)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise ModelError(
+            f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens, its model only {shape.vocab_size}"
+        )
+    if not tokenizer.eos_ids:
+        raise ModelError(f"{folder} names no end token, so completions could not end")
+    return tokenizer, notes

@@ -1,0 +1,81 @@
+"""Everything that is checked before a job starts: what a user can get wrong is told here, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llamarl.builders.computing import check_training
+from llamarl.builders.devices import describe_devices, device_of
+from llamarl.builders.loss import check_loss
+from llamarl.builders.registry import builder_reference
+from llamarl.builders.reward_model import check_reward_model
+from llamarl.builders.site import Builder
+from llamarl.builders.weights import weight_transport
+from llamarl.config import Config
+from llamarl.controller.line import Line
+from llamarl.engine.monarch.install import check_engine
+from llamarl.engine.prompts import Prompts, check_lengths
+from llamarl.errors import ConfigError
+from llamarl.jobs.memory_check import check_memory
+from llamarl.jobs.model_check import check_model
+from llamarl.jobs.task_check import check_tool, prepare_prompts
+from llamarl.observe.advice import advice_before
+from llamarl.observe.tensorboard import check_board
+from llamarl.tasks.task import Prompter
+
+
+@dataclass(frozen=True)
+class PreparedJob:
+    """A job that has passed all checks and can be run."""
+
+    config: Config
+    line: Line
+    builders: Mapping[str, Builder]  # by role
+    given: Mapping[str, Callable[..., Any]]  # scorers given from Python
+    prompts: Prompts
+    notes: tuple[str, ...]  # shown once, when the job begins
+
+    @property
+    def training_roles(self) -> tuple[str, ...]:
+        return tuple(role.name for role in self.line.batch_roles)
+
+    @property
+    def builder_references(self) -> dict[str, str]:
+        """FILE.py:FUNCTION of every role's builder."""
+        return {role.name: builder_reference(role.name, self.builders[role.name]) for role in self.line.roles}
+
+
+def prepare_job(
+    config: Config,
+    line: Line,
+    builders: Mapping[str, Builder],
+    given: Mapping[str, Callable[..., Any]],
+    task: Prompter | None,
+) -> PreparedJob:
+    _check_builders(config, line, builders)
+    check_engine(config.engine)
+    tokenizer, model_notes = check_model(config)
+    device_of("generator.device", config.generator.device)
+    check_training(config)
+    if config.reward_model.path:
+        check_reward_model(config)
+    weight_transport(config, can_reach=lambda reader, writer: True)
+    memory_notes = check_memory(config)
+    check_board(config.observe)
+    check_loss(config)
+    prompts = prepare_prompts(config, tokenizer, given, task)
+    check_tool(config, tokenizer, prompts.group(0).problem)
+    notes = [*describe_devices(config), *model_notes, *memory_notes, *advice_before(config)]
+    notes += check_lengths(prompts, config)
+    return PreparedJob(config, line, builders, given, prompts, tuple(notes))
+
+
+def _check_builders(config: Config, line: Line, builders: Mapping[str, Builder]) -> None:
+    """Every role needs one, and, unless all run in this process, one that other processes can load."""
+    if missing := {role.name for role in line.roles} - builders.keys():
+        raise ConfigError(f"line: no builder for role '{sorted(missing)[0]}'")
+    if config.engine.kind != "inline":
+        for role in line.roles:
+            builder_reference(role.name, builders[role.name])

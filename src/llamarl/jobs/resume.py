@@ -1,0 +1,95 @@
+"""Resuming a run: refuse what cannot continue, tell what changed, and go on from the newest snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from llamarl.config import Config
+from llamarl.config.file import load_config, parse_config
+from llamarl.controller.events import Resumed
+from llamarl.controller.ledger import FINISHED
+from llamarl.engine.snapshots import Snapshots
+from llamarl.errors import InputError
+from llamarl.jobs.changed_settings import describe_changes, refuse_other_length
+from llamarl.jobs.folder import OpenRun, closed_on_failure, one_line_on_failure, record_start
+from llamarl.jobs.prepare import PreparedJob
+from llamarl.jobs.recover import read_books, recover
+from llamarl.jobs.run import run_job
+from llamarl.model.training_state import POLICY, keeps_policy_only
+from llamarl.observe.display import Display
+from llamarl.observe.report import resume_command
+from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, SUMMARY, RunFolder
+from llamarl.observe.run_lock import RunLock
+from llamarl.observe.starts import Starts
+from llamarl.observe.summary import Summary
+
+
+def resume_job(job: PreparedJob, path: Path, display: Display) -> Summary:
+    last, now = Starts(path).last(), job.config
+    before = parse_config(last.config) if last else load_config(path / CONFIG)
+    changed = describe_changes(before, now)
+    _refuse_ended(path)
+    if (finished := _finished(path, now)) is not None:
+        more = f"{resume_command(path)} schedule.updates={2 * now.schedule.updates}"
+        display.note(f"this run is finished; for more than its {now.schedule.updates} updates: {more}")
+        return finished
+    with one_line_on_failure(path):
+        opened = _reopen(job, path, before, changed, display)
+    return run_job(job, opened, display)
+
+
+def _reopen(job: PreparedJob, path: Path, before: Config, changed: Iterable[str], display: Display) -> OpenRun:
+    lock, now, line = RunLock(path), job.config, job.line
+    with closed_on_failure(lock.release):
+        recovered = recover(path, now, line.group_roles[-1].done, line.batch_roles[-1].name)
+        refuse_other_length(before.schedule.updates, now.schedule, recovered.version)
+        for version in recovered.unknown:
+            Snapshots(path / SNAPSHOTS, keep=1).set_aside(version)
+        folder = RunFolder.reopen(
+            path,
+            lock,
+            recovered.version,
+            job.training_roles,
+            last_run=recovered.last_run,
+            events_mb=now.observe.events_mb,
+        )
+        for note in (*recovered.notes, *changed, *Starts(path).changed_files(now)):
+            display.note(note)
+        record_start(folder, now, recovered.version)
+    start = f"the snapshot of version {recovered.version}" if recovered.version else "the beginning"
+    display.note(f"resuming from {start}; {len(recovered.store)} scored groups are still there")
+    begin = recovered.begin
+    if isinstance(begin, Resumed):
+        begin = replace(begin, run=folder.run)
+    return OpenRun(folder, recovered.store, begin, recovered.tally)
+
+
+def _refuse_ended(folder: Path) -> None:
+    """A run that kept its policy alone has nothing to go on from."""
+    snapshots = Snapshots(folder / SNAPSHOTS, keep=1)
+    for version in snapshots.versions()[-1:]:
+        if keeps_policy_only(snapshots.path(version)):
+            raise InputError(
+                f"--resume: {folder} ended after update {version} and kept its policy only (snapshots.at_end=policy); "
+                f"a new run can begin with it: model.path={snapshots.path(version) / POLICY}"
+            )
+
+
+def _finished(folder: Path, config: Config) -> Summary | None:
+    """The summary of a run that made all its updates and has its last snapshot; None if this job asks for more. The ledger
+    decides; it is read only if the summary says finished too."""
+    try:
+        summary = msgspec.json.decode((folder / SUMMARY).read_bytes(), type=Summary)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if summary.outcome != FINISHED or config.schedule.updates != summary.updates:
+        return None
+    books = read_books(folder)
+    if books is None or books.closed != FINISHED or config.schedule.updates != books.updates:
+        return None
+    newest, _ = Snapshots(folder / SNAPSHOTS, keep=1).newest_whole()
+    return None if config.snapshots.at_end != "none" and newest < books.updates else summary

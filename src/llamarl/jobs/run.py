@@ -1,0 +1,84 @@
+"""Running a prepared job in an open run folder, from its first event to its summary."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from llamarl.controller.controller import Controller
+from llamarl.controller.ledger import FINISHED
+from llamarl.engine.driver import INTERRUPTED, STOPPED, Driver
+from llamarl.engine.snapshots import Snapshots
+from llamarl.errors import JobFailed, LlamaRLError, OwnCodeFailed
+from llamarl.jobs.engines import make_engine
+from llamarl.jobs.folder import OpenRun
+from llamarl.jobs.prepare import PreparedJob
+from llamarl.jobs.signals import signals_stop
+from llamarl.model.training_state import POLICY
+from llamarl.observe.display import Display
+from llamarl.observe.run_folder import SNAPSHOTS
+from llamarl.observe.summary import Summary
+from llamarl.observe.watcher import Watcher
+from llamarl.plugins import format_traceback
+from llamarl.weights.slot_file import SlotFile
+
+_UNWRITABLE = "the record of the run cannot be written"
+
+
+def run_job(job: PreparedJob, opened: OpenRun, display: Display) -> Summary:
+    run_folder, config = opened.folder, job.config
+    for note in (*filter(None, [run_folder.lock.warning]), *job.notes):
+        display.note(note)
+    watcher = _make_watcher(job, opened, display)
+    slots = {role: SlotFile() for role in job.line.publishers}
+    engine = make_engine(job, slots, run_folder)
+    snapshots = Snapshots(run_folder.snapshots, config.snapshots.keep)
+    driver = Driver(
+        Controller(job.line, config.schedule, job.prompts.evaluate, config.snapshots),
+        engine,
+        job.prompts,
+        store=opened.store,
+        snapshots=snapshots,
+        run_folder=run_folder,
+        watcher=watcher,
+    )
+    outcome = INTERRUPTED
+    try:
+        with signals_stop(driver, in_this_process=config.engine.kind == "inline"):
+            driver.run(opened.begin)
+        outcome = driver.outcome
+    except OwnCodeFailed as error:
+        log = run_folder.log("own-code", format_traceback(error.__cause__ or error) or str(error))
+        outcome = f"{error}; see {log}"
+        raise OwnCodeFailed(outcome) from error
+    except LlamaRLError as error:
+        outcome = str(error)
+        raise
+    except OSError as error:
+        outcome = f"{_UNWRITABLE}: {error}"
+        raise JobFailed(outcome) from error
+    finally:
+        engine.stop()
+        for file in slots.values():
+            file.close()
+        try:
+            with closing(run_folder):
+                opened.store.close()
+                newest = snapshots.versions()[-1:]
+                summary = watcher.finish(outcome, policy=f"{SNAPSHOTS}/{newest[0]}/{POLICY}" if newest else "")
+        except OSError as error:
+            if outcome in (FINISHED, STOPPED, INTERRUPTED):  # otherwise an error that says why is being raised
+                raise JobFailed(f"{_UNWRITABLE}: {error}") from error
+    return summary
+
+
+def _make_watcher(job: PreparedJob, opened: OpenRun, display: Display) -> Watcher:
+    line = job.line
+    return Watcher(
+        job.config,
+        opened.folder,
+        display,
+        tally=opened.tally,
+        first_role=line.group_roles[0].name,
+        last_group_role=line.group_roles[-1].name,
+        last_role=line.batch_roles[-1].name,
+    )

@@ -1,0 +1,60 @@
+"""Whether the task can be asked and judged: the scorer is tried on its first problem, the tool is loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from llamarl.config import Config
+from llamarl.engine.prompts import Prompts
+from llamarl.errors import ConfigError, LlamaRLError, ModelError
+from llamarl.generate.prompting import reply_tokens
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.plugins import describe_error
+from llamarl.tasks.judge import Judge
+from llamarl.tasks.registry import make_task, own_scorers
+from llamarl.tasks.task import Prompter
+from llamarl.tasks.tools.client import ToolClient
+from llamarl.types import Problem
+
+
+def prepare_prompts(
+    config: Config, tokenizer: Tokenizer, given: Mapping[str, Callable[..., Any]], task: Prompter | None
+) -> Prompts:
+    """The job's prompts. A scorer that fails on a task's own answer is refused: it would fail on every group."""
+    judge = Judge.of(config, own_scorers(config.task), workers=1, given=given)
+    try:
+        judge.prepare()
+        prompts = Prompts(task or make_task(config.task, config.seed, judge.wanted), tokenizer, config)
+        problem = prompts.group(0).problem
+        outcome = judge.score(problem.answer, problem)
+    except LlamaRLError:
+        raise
+    except Exception as error:  # raised by a trusted function, on `inline`
+        told = describe_error(error)
+        raise ConfigError(f"reward.scorer: fails on the first problem's own answer: {told}") from error
+    finally:
+        judge.close()
+    if outcome.status != "ok":
+        raise ConfigError(
+            f"reward.scorer: fails on the first problem's own answer {problem.answer!r}: {outcome.reason}"
+        )
+    return prompts
+
+
+def check_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:
+    """Refuse a tool that cannot be loaded, has no sandbox to run in, or whose replies the chat template does not take."""
+    settings = config.conversation
+    if not settings.tool:
+        return
+    try:
+        reply_tokens(tokenizer, problem, settings, "a reply")
+    except ModelError as error:
+        raise ConfigError(f"conversation.role: {settings.role} cannot reply in this model's chats: {error}") from None
+    client = ToolClient(replace(settings, workers=1), config.sandbox)
+    try:
+        client.prepare()
+    finally:
+        client.close()
