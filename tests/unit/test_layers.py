@@ -1,8 +1,9 @@
-"""Imports point down only: the layers of docs/architecture.md, read from the source itself."""
+"""Imports point down only: the layers are read from docs/architecture.md, the imports from the source."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,40 +14,44 @@ import pytest
 import llamarl
 
 ROOT = Path(llamarl.__file__).parent
-BOTTOM = (
-    "types",
-    "errors",
-    "config",
-    "io",
-    "model_spec",
-    "shape_buckets",
-    "layout",
-    "messages",
-    "plugins",
-    "failpoints",
-    "machine",
-)
-SIBLINGS = ("model", "algo", "tasks", "plan", "observe")
+DOCS = ROOT.parents[1] / "docs"
 
-# What each room may import besides itself and the bottom. `observe` only watches, so whoever runs things may feed it.
+
+def tables_of_layers() -> tuple[list[list[str]], list[list[str]]]:
+    """The rows of both tables of architecture.md, section 5: the layers, and where to change what."""
+    section = (DOCS / "architecture.md").read_text().partition("\n## 5. Layers")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in section.splitlines() if line.startswith("| ")]
+    split = next(number for number, row in enumerate(rows) if row[0] == "| to change")
+    return rows[1:split], rows[split + 1 :]
+
+
+def names_in(cell: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"`([^`]+)`", cell))
+
+
+LAYERS, WHERE = tables_of_layers()
+ROOMS = [name for row in LAYERS for name in names_in(row[0])]  # from top to bottom
+BOTTOM = names_in(LAYERS[-1][0])
+# What each room may import besides itself.
 ALLOWED: dict[str, set[str]] = {
-    **{name: set(BOTTOM) for name in BOTTOM},
-    "controller": set(BOTTOM),
-    **{name: {*BOTTOM, "controller"} for name in SIBLINGS},
-    "generate": {*BOTTOM, "controller", "model", "algo", "tasks", "plan"},
-    "weights": {*BOTTOM, "controller", "model", "algo", "tasks", "plan"},
-    "train": {*BOTTOM, "controller", "model", "algo", "tasks", "plan"},
-    "executors": {*BOTTOM, "controller", "model", "algo", "tasks", "plan", "generate", "train", "weights"},
+    **{name: {*names_in(row[2]), *BOTTOM} for row in LAYERS for name in names_in(row[0])},
+    "__main__": {"cli"},
 }
-ALLOWED["simulate"] = {*BOTTOM, "controller", "model", "plan", "observe"}
-ALLOWED["build"] = {*ALLOWED["executors"], "executors"}
-ALLOWED["memory_check"] = {*ALLOWED["build"], "build"}
-ALLOWED["engine"] = {*ALLOWED["build"], "build", "observe"}
-ALLOWED["resume"] = {*ALLOWED["engine"], "engine"}
-ALLOWED["job"] = {*ALLOWED["resume"], "resume", "memory_check"}
-ALLOWED["bench"] = {*ALLOWED["job"], "job"}
-ALLOWED["cli"] = {*ALLOWED["job"], "job", "bench", "simulate"}
-ALLOWED["__main__"] = {"cli"}
+
+
+def test_the_documented_layers_point_down_only() -> None:
+    assert ROOMS and not {*names_in(LAYERS[-1][2])}
+    for row in LAYERS[:-1]:
+        (name,) = names_in(row[0])
+        assert {*names_in(row[2])} <= {*ROOMS[ROOMS.index(name) + 1 :]} - {*BOTTOM}, name
+
+
+def test_what_the_page_says_is_there_is_there() -> None:
+    """Every room has a layer, and every path of the second table exists."""
+    assert {room(module) for module in modules()} == ALLOWED.keys()
+    for row in WHERE:
+        for path in (name for name in names_in(row[1]) if re.fullmatch(r"[a-z_/]+(\.py|\.md|/)", name)):
+            assert (ROOT / path).exists() or (DOCS / path).exists(), path
 
 
 def modules() -> list[str]:
@@ -119,7 +124,13 @@ def test_executors_never_import_each_other() -> None:
 def test_executors_know_no_engine_and_no_controller() -> None:
     for module in modules():
         if room(module) in {"executors", "generate", "train", "weights", "algo", "tasks", "model"}:
-            assert not {room(name) for name in own_imports(module)} & {"engine", "controller", "build", "job", "cli"}
+            assert not {room(name) for name in own_imports(module)} & {
+                "engine",
+                "controller",
+                "builders",
+                "jobs",
+                "cli",
+            }
 
 
 def test_the_controller_needs_the_standard_library_msgspec_and_the_bottom_only() -> None:
