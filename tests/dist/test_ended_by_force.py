@@ -64,7 +64,7 @@ def test_ctrl_c_and_kill_9_leave_no_process_no_shared_memory_and_no_file(
 ) -> None:
     interrupted, killed = running["jobs"]["interrupted"], running["jobs"]["killed"]
     if ENGINE == "local":
-        assert len(marked_processes(f"{MARK}={tmp_path / 'killed'}")) == 5  # itself, nursery, three executors
+        assert len(marked_processes(f"{MARK}={tmp_path / 'killed'}")) == 5  # itself, fork server, three executors
     os.killpg(interrupted.pid, signal.SIGINT)
     os.kill(killed.pid, signal.SIGKILL)
     for name in ("interrupted", "killed"):

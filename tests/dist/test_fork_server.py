@@ -1,4 +1,4 @@
-"""The local engine and its nursery without a job: births, deaths and nonsense, and what is heard of them."""
+"""The local engine and its fork server without a job: forks, deaths and nonsense, and what is heard of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llamarl.engine.forking import READY
 from llamarl.engine.local import engine as engine_module
 from llamarl.engine.local import fork_server
 from llamarl.engine.local.engine import LocalEngine
-from llamarl.engine.local.fork_server import nursery_ahead
+from llamarl.engine.local.fork_server import fork_server_ahead
 from llamarl.engine.local.protocol import RankExited
 from llamarl.engine.supervision import Backoff
 from llamarl.errors import JobFailed
@@ -116,35 +116,35 @@ def test_a_child_that_is_sent_garbage_says_so_and_ends(bench: Bench, data: bytes
     assert bench.death().startswith(report)
 
 
-def test_the_nursery_ignores_what_is_no_order_and_closes_the_descriptors_that_came_with_it(bench: Bench) -> None:
+def test_the_fork_server_ignores_what_is_no_order_and_closes_the_descriptors_that_came_with_it(bench: Bench) -> None:
     bench.raise_child()
-    nursery = bench.engine._nursery.pid
-    before = len(os.listdir(f"/proc/{nursery}/fd"))
+    server = bench.engine._fork_server.pid
+    before = len(os.listdir(f"/proc/{server}/fd"))
     for order in (b"garbage", b"\xc1", b"", b"\x00" * 100_000, encode({"type": "Kill"})):
         socket.send_fds(bench.engine._control, [order], [0, 1, 2])
     bench.raise_child("generator/0")
-    assert bench.engine._nursery.pid == nursery
-    assert len(os.listdir(f"/proc/{nursery}/fd")) == before
+    assert bench.engine._fork_server.pid == server
+    assert len(os.listdir(f"/proc/{server}/fd")) == before
 
 
-def test_the_nursery_has_one_thread_so_that_it_may_be_forked(bench: Bench) -> None:
+def test_the_fork_server_has_one_thread_so_that_it_may_be_forked(bench: Bench) -> None:
     bench.raise_child()
-    assert len(os.listdir(f"/proc/{bench.engine._nursery.pid}/task")) == 1
+    assert len(os.listdir(f"/proc/{bench.engine._fork_server.pid}/task")) == 1
 
 
-def test_the_death_of_the_nursery_is_the_death_of_its_children_and_a_new_one_takes_its_place(bench: Bench) -> None:
+def test_the_death_of_the_fork_server_is_the_death_of_its_children_and_a_new_one_takes_its_place(bench: Bench) -> None:
     child = bench.raise_child()
-    bench.engine._nursery.kill()
+    bench.engine._fork_server.kill()
     assert bench.death() == "the process that starts executors died"
     assert wait_until(lambda: not is_alive(child), 1)
     bench.raise_child()
 
 
 def test_the_engine_ignores_news_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This test plays the nursery."""
+    """This test plays the fork server."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setattr(engine_module, "start_nursery", lambda: (ours, process))
+    monkeypatch.setattr(engine_module, "start_fork_server", lambda: (ours, process))
     bench = Bench(tmp_path)
     try:
         bench.engine.spawn("reward/0", 7, None)
@@ -159,28 +159,28 @@ def test_the_engine_ignores_news_that_are_none(tmp_path: Path, monkeypatch: pyte
         theirs.close()
 
 
-def test_a_nursery_that_was_started_ahead_is_the_next_engines(tmp_path: Path) -> None:
-    with nursery_ahead():
+def test_a_fork_server_that_was_started_ahead_is_the_next_engines(tmp_path: Path) -> None:
+    with fork_server_ahead():
         [(_, ahead)] = fork_server._ahead
         first, second = Bench(tmp_path / "first"), Bench(tmp_path / "second")
         try:
-            assert first.engine._nursery is ahead
-            assert second.engine._nursery is not ahead
+            assert first.engine._fork_server is ahead
+            assert second.engine._fork_server is not ahead
             first.raise_child()
         finally:
             first.engine.stop()
             second.engine.stop()
 
 
-def test_a_nursery_that_was_started_ahead_and_never_needed_is_ended() -> None:
+def test_a_fork_server_that_was_started_ahead_and_never_needed_is_ended() -> None:
     before = num_descriptors()
-    with nursery_ahead():
+    with fork_server_ahead():
         [(_, ahead)] = fork_server._ahead
     assert ahead.poll() is not None
     assert num_descriptors() == before
 
 
-def test_stopping_before_the_nursery_is_ready_is_quick_and_leaves_nothing(tmp_path: Path) -> None:
+def test_stopping_before_the_fork_server_is_ready_is_quick_and_leaves_nothing(tmp_path: Path) -> None:
     before = num_descriptors()
     bench = Bench(tmp_path)
     bench.engine.spawn("reward/0", 0, None)
@@ -206,48 +206,52 @@ def test_who_dies_at_once_waits_longer_each_time_and_who_lived_a_while_does_not(
 
 
 def wait_for_another(bench: Bench, before: int) -> None:
-    assert bench.until(lambda: bench.engine._nursery.pid != before, 10)
+    assert bench.until(lambda: bench.engine._fork_server.pid != before, 10)
 
 
-def test_a_nursery_that_is_killed_before_it_is_ready_is_replaced_and_births_wait_for_the_next(tmp_path: Path) -> None:
+def test_a_fork_server_that_is_killed_before_it_is_ready_is_replaced_and_orders_wait_for_the_next(
+    tmp_path: Path,
+) -> None:
     bench = Bench(tmp_path)
     try:
         for _ in range(2):
-            before = bench.engine._nursery.pid
-            bench.engine._nursery.kill()
+            before = bench.engine._fork_server.pid
+            bench.engine._fork_server.kill()
             wait_for_another(bench, before)
         bench.raise_child()
     finally:
         bench.engine.stop()
 
 
-def test_a_nursery_that_never_comes_up_ends_the_job_after_three_tries(tmp_path: Path) -> None:
+def test_a_fork_server_that_never_comes_up_ends_the_job_after_three_tries(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     try:
         with pytest.raises(JobFailed, match=r"the process that starts executors could not start \(exit code -9\)"):
             for _ in range(3):
-                bench.engine._nursery.kill()
-                wait_for_another(bench, bench.engine._nursery.pid)
+                bench.engine._fork_server.kill()
+                wait_for_another(bench, bench.engine._fork_server.pid)
     finally:
-        bench.engine._nursery.kill()
+        bench.engine._fork_server.kill()
         bench.engine._control.close()
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_a_nursery_that_stays_stopped_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ready: bool) -> None:
-    monkeypatch.setattr(engine_module, "_BIRTH_S", 0.5)
+def test_a_fork_server_that_stays_stopped_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ready: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "_FORK_S", 0.5)
     bench = Bench(tmp_path)
     try:
         if ready:
             bench.raise_child()
         else:
-            monkeypatch.setattr(engine_module, "_NURSERY_S", 0.1)
-        stopped = bench.engine._nursery.pid
+            monkeypatch.setattr(engine_module, "_FORK_SERVER_S", 0.1)
+        stopped = bench.engine._fork_server.pid
         os.kill(stopped, signal.SIGSTOP)
         if ready:
             bench.engine.spawn("generator/0", 1, None)
         wait_for_another(bench, stopped)
-        monkeypatch.setattr(engine_module, "_NURSERY_S", 60.0)
+        monkeypatch.setattr(engine_module, "_FORK_SERVER_S", 60.0)
         if ready:
             assert bench.death() == "the process that starts executors does not answer"
         bench.raise_child("trainer/0")

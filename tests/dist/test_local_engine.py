@@ -1,4 +1,4 @@
-"""The local engine under attack: whatever an executor, the nursery or the user does, the job goes on or ends cleanly."""
+"""The local engine under attack: whatever an executor, the fork server or the user does, the job goes on or ends cleanly."""
 
 from __future__ import annotations
 

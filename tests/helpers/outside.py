@@ -31,8 +31,8 @@ def children(pid: int) -> list[int]:
 def executors(controller: int) -> dict[str, int]:
     """`generator-0` -> pid. Each writes into a log of its own name."""
     found = {}
-    for nursery in children(controller):
-        for pid in children(nursery):
+    for server in children(controller):
+        for pid in children(server):
             with suppress(OSError):
                 log = Path(os.readlink(f"/proc/{pid}/fd/1"))
                 if log.suffix == ".log":

@@ -19,10 +19,10 @@ from msgspec import Struct
 from llamarl.engine.forking import (
     MAX_MESSAGE,
     READY,
-    Forks,
+    ForkServerLoop,
     control_from_arguments,
-    import_what_children_need,
-    start_forking,
+    import_for_children,
+    start_fork_process,
 )
 
 _LOOK_S = 0.005
@@ -54,7 +54,7 @@ class Nest:
     def __init__(self) -> None:
         assert threading.current_thread() is threading.main_thread()
         path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-        self._control, self._process = start_forking("helpers.warm", environment={"PYTHONPATH": path})
+        self._control, self._process = start_fork_process("helpers.warm", environment={"PYTHONPATH": path})
         assert self._control.recv(MAX_MESSAGE) == READY
         self._lock = threading.Lock()
         self._ended: dict[int, int] = {}
@@ -106,24 +106,25 @@ class WarmProcess:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class _Warm(Forks):
-    def obey(self, data: bytes, fds: list[int]) -> None:
+class _Warm(ForkServerLoop):
+    def on_order(self, data: bytes, fds: list[int]) -> None:
         order = _decode_order(data)
-        self.say(_encode(Born(self.fork(lambda: _live(order)))))
+        self.send(_encode(Born(self.fork(lambda: _live(order)))))
 
-    def buried(self, pid: int, status: int) -> None:
-        self.say(_encode(Ended(pid, os.waitstatus_to_exitcode(status))))
+    def on_exit(self, pid: int, status: int) -> None:
+        self.send(_encode(Ended(pid, os.waitstatus_to_exitcode(status))))
 
 
 def _live(order: Order) -> None:
-    from llamarl import cli, failpoints, segments
+    from llamarl import cli, failpoints
     from llamarl.controller import ledger_file
+    from llamarl.io import record_log
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(order.environment)
     failpoints._armed = failpoints._from_environment()
-    segments.MAX_SEGMENT_BYTES = order.segment_bytes or segments.MAX_SEGMENT_BYTES
+    record_log.MAX_SEGMENT_BYTES = order.segment_bytes or record_log.MAX_SEGMENT_BYTES
     ledger_file.FOLD_BYTES = order.segment_bytes or ledger_file.FOLD_BYTES
     sys.argv = ["llamarl", *order.args]
     cli.main()
@@ -131,7 +132,7 @@ def _live(order: Order) -> None:
 
 if __name__ == "__main__":
     control = control_from_arguments()
-    import_what_children_need()
+    import_for_children()
 
     import llamarl.jobs.job  # noqa: F401
 

@@ -22,7 +22,7 @@ from llamarl.config.file import describe, load_config
 from llamarl.controller.books import Audit, audit
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.replay import replay
-from llamarl.engine.local.fork_server import nursery_ahead
+from llamarl.engine.local.fork_server import fork_server_ahead
 from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
 from llamarl.io.record_log import segment_files
@@ -88,7 +88,7 @@ def train(
         if path is None and (run / CONFIG).is_file():
             path = run / CONFIG
     settled = load_config(path, settings)  # mistakes are told at once, before torch is imported
-    with nursery_ahead() if settled.engine.kind == "local" else nullcontext():
+    with fork_server_ahead() if settled.engine.kind == "local" else nullcontext():
         _train(settled, run or dated_run_folder(), resume=resume, quiet=quiet)
 
 

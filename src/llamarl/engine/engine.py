@@ -1,4 +1,4 @@
-"""What every engine offers: spawn, send, events, stop. Executors do not know which one runs them."""
+"""What every engine offers: spawn, send, events, stop. Executors do not know which engine runs them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from llamarl.observe.timeline import Span
 
 
 class Arrival(Struct, frozen=True):
-    """Something an executor said, and what it has been doing since it last spoke."""
+    """A report of an executor, and what it has done since the last one."""
 
     executor: str
     incarnation: int
-    report: Report | None  # None: nothing but the spans
+    report: Report | None  # None: only spans
     spans: tuple[Span, ...] = ()
 
 
 class Death(Struct, frozen=True):
+    """The end of an executor that was not asked to stop."""
+
     executor: str
     incarnation: int
     reason: str
@@ -29,13 +31,13 @@ class Death(Struct, frozen=True):
 
 class Engine(Protocol):
     def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
-        """Bring an executor up, from a snapshot if there is one; `Up` arrives when it is there."""
+        """Start an executor, from a snapshot if there is one; `Up` arrives when it is ready."""
 
     def send(self, executor: str, message: Message) -> None:
-        """Deliver in order; to one that is dead, silently not at all: its death arrives as an event."""
+        """Deliver messages in order. Those to a dead executor are dropped: its death arrives as an event."""
 
     def events(self) -> Sequence[Arrival | Death]:
-        """What has happened since the last call; waits a little when nothing has."""
+        """Everything that happened since the last call; waits a little if nothing did."""
 
     def stop(self) -> None:
-        """End every executor and leave nothing behind. May be called twice."""
+        """End every executor and leave nothing behind. A second call is a no-op."""

@@ -1,4 +1,4 @@
-"""What an executor sends, whichever engine runs it: reports, and how its time was spent."""
+"""What an executor sends to any engine: reports, and how its time was spent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llamarl.observe.timeline import Span
 
 
 class Envelope(Struct, frozen=True, array_like=True):
-    """What an executor sends: its reports since the last time, maybe none (a sign of life), and how its time was spent."""
+    """An executor's reports since the last envelope (none: a sign of life), and how its time was spent."""
 
     reports: tuple[Report, ...]
     spans: tuple[Span, ...]

@@ -1,5 +1,5 @@
-"""Forking from a process that has imported torch, has no threads and no CUDA: a fork takes milliseconds where a fresh
-interpreter takes seconds. What the nurseries of the engines share."""
+"""What the fork servers of both engines share. A fork server has imported torch, and has no threads and no CUDA: forking it
+takes milliseconds, where a fresh interpreter takes seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_FDS = 64
 
 def receive(control: socket.socket) -> tuple[bytes, list[int]]:
     fds = array.array("i")
-    # Close-on-exec: a program that an executor runs must not keep the executor's connection open after its death.
+    # Close-on-exec: a program that an executor starts must not keep the executor's connection open after its death.
     message, ancillary, _, _ = control.recvmsg(
         MAX_MESSAGE, socket.CMSG_LEN(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
     )
@@ -34,30 +34,30 @@ def receive(control: socket.socket) -> tuple[bytes, list[int]]:
     return message, list(fds)
 
 
-class Forks(ABC):
-    """Obeys orders that come over a control socket, and hears of the end of its children at once and in their order."""
+class ForkServerLoop(ABC):
+    """Carries out orders that come over a control socket, and learns of the end of its children at once and in order."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._children: set[int] = set()
-        # The end of a child interrupts the wait for orders.
-        self._bell, self._bell_rope = socket.socketpair()
-        self._bell.setblocking(False)
-        self._bell_rope.setblocking(False)
+        # A socket that SIGCHLD writes to, so that the end of a child interrupts the wait for orders.
+        self._wakeup, self._wakeup_sender = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._wakeup_sender.setblocking(False)
         self._poll = select.poll()
         self._watched: dict[int, Callable[[], None]] = {}
 
     @abstractmethod
-    def obey(self, data: bytes, fds: list[int]) -> None:
-        """What is no order is ignored: everything that lives hangs on this process."""
+    def on_order(self, data: bytes, fds: list[int]) -> None:
+        """Carry out an order. Anything else must be ignored: all executors depend on this process."""
 
     @abstractmethod
-    def buried(self, pid: int, status: int) -> None:
-        """A child has ended."""
+    def on_exit(self, pid: int, status: int) -> None:
+        """A child has ended, with this wait status."""
 
-    def watch(self, connection: socket.socket, heard: Callable[[], None]) -> None:
-        """Call this when something can be read from the connection, or its other end is gone."""
-        self._watched[connection.fileno()] = heard
+    def watch(self, connection: socket.socket, on_ready: Callable[[], None]) -> None:
+        """Call `on_ready` when there is something to read from the connection, or its other end is closed."""
+        self._watched[connection.fileno()] = on_ready
         self._poll.register(connection, select.POLLIN)
 
     def unwatch(self, connection: socket.socket) -> None:
@@ -65,22 +65,22 @@ class Forks(ABC):
         self._poll.unregister(connection)
 
     def run(self) -> None:
-        """Until the control socket closes; then every child is killed."""
+        """Serve until the control socket closes; then kill every child."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._bell_rope.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakeup_sender.fileno(), warn_on_full_buffer=False)
         self._poll.register(self._control, select.POLLIN)
-        self._poll.register(self._bell, select.POLLIN)
-        self.say(READY)
+        self._poll.register(self._wakeup, select.POLLIN)
+        self.send(READY)
         while True:
             ready = dict(self._poll.poll())
-            if ready.pop(self._bell.fileno(), 0):
-                self._bell.recv(4096)
+            if ready.pop(self._wakeup.fileno(), 0):
+                self._wakeup.recv(4096)
             self._reap()
             flags = ready.pop(self._control.fileno(), 0)
             if flags & (select.POLLHUP | select.POLLERR):
                 break
             if flags & select.POLLIN:
-                self._take_order()
+                self._receive_order()
             for fd in ready:
                 if fd in self._watched:
                     self._watched[fd]()
@@ -89,31 +89,31 @@ class Forks(ABC):
         for pid in self._children:
             os.waitpid(pid, 0)
 
-    def fork(self, life: Callable[[], None]) -> int:
-        """A child that leads this life and never returns into the nursery's loop."""
+    def fork(self, body: Callable[[], None]) -> int:
+        """Fork a child that runs `body` and never returns into this loop."""
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._leave_nursery()
-            _live(life, parent)
+            self._leave_fork_server()
+            _run_child(body, parent)
         self._children.add(pid)
         return pid
 
-    def say(self, news: bytes) -> None:
+    def send(self, message: bytes) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._control.send(news)
+            self._control.send(message)
 
-    def _take_order(self) -> None:
+    def _receive_order(self) -> None:
         data, fds = receive(self._control)
-        self.obey(data, fds)
+        self.on_order(data, fds)
         for fd in fds:
-            os.close(fd)  # a copy kept here would hide the child's death
+            os.close(fd)  # a copy that stayed open here would hide the child's death
 
-    def _leave_nursery(self) -> None:
-        """In the child: nothing of the nursery's own stays open."""
+    def _leave_fork_server(self) -> None:
+        """In the child: close everything that belongs to the fork server."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for connection in (self._control, self._bell, self._bell_rope):
+        for connection in (self._control, self._wakeup, self._wakeup_sender):
             connection.close()
 
     def _reap(self) -> None:
@@ -123,15 +123,15 @@ class Forks(ABC):
                 return
             if pid in self._children:
                 self._children.remove(pid)
-                self.buried(pid, status)
+                self.on_exit(pid, status)
 
 
-def _live(life: Callable[[], None], parent: int) -> None:
+def _run_child(body: Callable[[], None], parent: int) -> None:
     code = 1
     try:
         die_with_parent(parent)
         os.setpgid(0, 0)
-        life()
+        body()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -141,8 +141,8 @@ def _live(life: Callable[[], None], parent: int) -> None:
 
 
 def _compile_cache() -> dict[str, str]:
-    """Where torch keeps compiled code, which it unpickles: a folder of the user's own. Left to itself it makes one with a
-    guessable name in the shared temporary folder, as soon as a process has an optimizer."""
+    """A folder of the user's own for the code that torch compiles, which it unpickles later. By default torch takes a folder
+    with a guessable name in the shared temporary folder, as soon as a process has an optimizer."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl" / "torch"
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,37 +153,37 @@ def _compile_cache() -> dict[str, str]:
 
 
 def forking_environment() -> dict[str, str]:
-    """All must be set before torch loads. Threads that spin while they wait would take the cores from the other
-    executors; and numpy's BLAS would start threads in a process that is there to be forked."""
+    """Variables that must be set before torch loads. Threads that spin while they wait would take cores from other
+    executors, and numpy's BLAS would start threads in a process that must have none."""
     return {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", **_compile_cache(), **os.environ}
 
 
-def start_forking(
+def start_fork_process(
     module: str, *, inherited: Sequence[int] = (), environment: Mapping[str, str] | None = None
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """The other side: a new process that runs the module, and the control socket to it."""
+    """Start a process that runs the module; returns the control socket to it, and the process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
         [*PYTHON, "-m", module, str(theirs.fileno()), str(os.getpid())],
         pass_fds=[theirs.fileno(), *inherited],
         stdin=subprocess.DEVNULL,
         env={**forking_environment(), **(environment or {})},
-        process_group=0,  # Ctrl-C in a terminal is sent to a whole group; this one is stopped by the engine
+        process_group=0,  # not the terminal's group, to which Ctrl-C is sent: the engine stops this process
     )
     theirs.close()
     return ours, process
 
 
 def control_from_arguments() -> socket.socket:
-    """In the new process: the control socket. It dies with its parent, and leaves Ctrl-C to those who decide."""
+    """In the new process: the control socket. From here on the process dies with its parent, and ignores Ctrl-C."""
     fd, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return socket.socket(fileno=fd)
 
 
-def import_what_children_need() -> None:
-    """torch above all; and, where there may be a GPU to compile for, its compiler."""
+def import_for_children() -> None:
+    """Import torch, and its compiler where there may be a GPU to compile for."""
     import torch
 
     import llamarl.builders.registry

@@ -1,7 +1,7 @@
 """The GroupStore: payloads by ordinal, in memory and, once scored, in append-only segments on disk.
 
-Groups pass through it on their way; the controller sees only facts. A rollout stays until a snapshot covers it, so that a
-trainer, or the whole job, can be brought back and train on the same batches.
+Groups pass through it on their way down the line; the controller sees only facts about them. A rollout stays until a snapshot
+covers it, so that a trainer, or the whole job, can come back and train on the same batches.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _decode = msgspec.msgpack.Decoder(RolloutGroup).decode
 
 
 class GroupStore:
-    """`on_damage` hears of records that cannot be read: their groups are missing, and can be made again. Without it, damage
-    is an InputError."""
+    """Groups by ordinal. `on_damage` is told of records that cannot be read: their groups are missing, and can be generated
+    again. Without it, damage is an InputError."""
 
     def __init__(self, folder: Path, on_damage: Callable[[str], None] | None = None) -> None:
         self._groups: dict[int, Group] = {}
@@ -32,14 +32,14 @@ class GroupStore:
         self._recover(folder, on_damage)
 
     def put(self, group: Group, *, passing: bool = False) -> None:
-        """`passing`: another role still has something to add, so it does not go to disk as it is."""
+        """Store a group. `passing`: another role will add to it, so it does not go to disk yet."""
         failpoint("store.put")
         self._groups[group.ordinal] = group
         if isinstance(group, RolloutGroup) and group.ordinal >= 0 and not passing:
             self._note(group.ordinal, self._writer.append(_encode(group)))
 
     def amend(self, groups: Iterable[RolloutGroup]) -> None:
-        """Columns that a role has added: they follow from what is stored, so they are kept in memory only."""
+        """Replace groups by ones with columns that a role added. These can be computed again, so they stay in memory."""
         for group in groups:
             if group.ordinal in self._groups:
                 self._groups[group.ordinal] = group
@@ -48,7 +48,7 @@ class GroupStore:
         return self._groups[ordinal]
 
     def rollouts(self, ordinals: Iterable[int]) -> tuple[RolloutGroup, ...]:
-        """Those of the groups that were scored; a dropped one has nothing to train on."""
+        """The scored ones of these groups; a dropped group has nothing to train on."""
         found = (self._groups.get(ordinal) for ordinal in ordinals)
         return tuple(group for group in found if isinstance(group, RolloutGroup))
 
@@ -62,7 +62,7 @@ class GroupStore:
         self._leave_segment(ordinal)
 
     def keep_only(self, ordinals: Iterable[int]) -> None:
-        """After a resume: what an older snapshot already covers is not needed."""
+        """Drop all other groups: after a resume, those that the snapshot covers are not needed."""
         for ordinal in self._groups.keys() - set(ordinals):
             self.drop(ordinal)
 
@@ -97,7 +97,7 @@ class GroupStore:
         self._in_segment.setdefault(segment, set()).add(ordinal)
 
     def _leave_segment(self, ordinal: int) -> None:
-        """A segment none of whose groups is needed any more goes."""
+        """Remove a segment from disk once none of its groups is needed."""
         segment = self._segment_of.pop(ordinal, None)
         if segment is None:
             return

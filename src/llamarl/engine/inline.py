@@ -1,4 +1,4 @@
-"""Everything in this process, one thing after the other, always in the same order: the engine for tests and debugging."""
+"""The `inline` engine: all executors in this process, one after the other, always in the same order. For tests, debugging."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InlineEngine:
         self._inbox.append((executor, message))
 
     def events(self) -> Sequence[Arrival | Death]:
-        """Deliver every message, then let each executor that has work do one slice of it."""
+        """Deliver every message, then let each executor with work do one slice of it."""
         while self._inbox:
             executor, message = self._inbox.popleft()
             with _blaming(executor):
@@ -56,7 +56,7 @@ class InlineEngine:
 
 @contextmanager
 def _blaming(executor: str) -> Iterator[None]:
-    """An exception in an executor ends the job and says whose it was; the traceback stays attached for the debugger."""
+    """Name the executor in an exception that ends the job; the traceback stays attached for the debugger."""
     try:
         yield
     except LlamaRLError:

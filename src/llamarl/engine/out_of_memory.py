@@ -1,4 +1,4 @@
-"""The death of an executor that ran out of memory, told as that and with the settings that would have saved it."""
+"""Recognizes executors that died for lack of memory, and names the settings that help."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _REMEDIES = {
 
 
 def is_out_of_memory(reason: str) -> bool:
-    """Whether an error, as text, is torch's, Python's or the kernel's way to say that there is no memory left."""
+    """Whether this text is how torch, Python or the kernel say that there is no memory left."""
     return any(sign in reason.lower() for sign in _SIGNS)
 
 
 def explain_death(executor: str, reason: str, *, killed_for_memory: bool) -> str:
-    """The reason as it is, or, where it is a lack of memory, what to do about it first."""
+    """The reason of a death; for a lack of memory, with the settings to lower."""
     if not is_out_of_memory(reason) and not (killed_for_memory and reason == KILLED):
         return reason
     remedy = _REMEDIES.get(role_of(executor), "lower what it holds")

@@ -1,5 +1,5 @@
-"""The life of one executor rank, in whatever process an engine gave it: build, say so, then answer messages and work in
-slices between them. The last word of one that fails is why."""
+"""The loop of one executor rank, in any process: build the executor, report `Up`, then answer messages, and work in slices
+between them. A rank that fails reports why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llamarl.executors.executor import Executor
 from llamarl.messages import Failed, Message, MustStop, Report, Stop, Up, WorkOnGroup
 
 _SIGN_OF_LIFE_S = 1.0
-_QUICK_S = 0.001  # for a group: whoever takes longer has said what it did before it takes the next
+_QUICK_S = 0.001  # a group that takes longer is reported before the next one is handled
 
 
 class Connection(Protocol):
@@ -26,47 +26,47 @@ class Connection(Protocol):
     last_sent_s: float
 
     def next(self, *, wait: bool) -> Message | None:
-        """The next message; None when there is none and nobody wants to wait."""
+        """The next message; None if there is none and `wait` is false."""
 
     def send(self, envelope: Envelope) -> None:
-        """May be called by several threads."""
+        """Send an envelope. Several threads may call this."""
 
 
 class ConnectionClosed(Exception):
     """The engine hung up."""
 
 
-def tell(line: Connection, report: Report) -> None:
-    line.send(Envelope((report,), ()))
+def tell(connection: Connection, report: Report) -> None:
+    connection.send(Envelope((report,), ()))
 
 
-def run_rank(build: Callable[[], Executor], line: Connection, ranks: Ranks) -> None:
+def run_rank(build: Callable[[], Executor], connection: Connection, ranks: Ranks) -> None:
     runner = Runner(build())
     if ranks.rank == 0:
-        _serve(runner, line, ranks)
+        _serve(runner, connection, ranks)
     else:
-        _follow(runner, line, ranks)
+        _follow(runner, connection, ranks)
 
 
-def tell_failure(line: Connection, error: BaseException) -> None:
-    """The border to the executor's code: what happened there becomes one report, and a traceback in its log."""
+def tell_failure(connection: Connection, error: BaseException) -> None:
+    """Turn an exception of the executor's code into one report, with the traceback in its log."""
     traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, OwnCodeFailed | ConfigError):
-        tell(line, MustStop(str(error)))  # started anew, it would fail again
+        tell(connection, MustStop(str(error)))  # after a restart, it would fail again
         return
-    tell(line, Failed(" ".join(f"{type(error).__name__}: {error}".split())))
+    tell(connection, Failed(" ".join(f"{type(error).__name__}: {error}".split())))
 
 
-def _serve(runner: Runner, line: Connection, ranks: Ranks) -> None:
-    """Rank 0: the only one the engine talks to. It tells the others what to do, and it alone reports. What is said of groups
-    that were quickly done waits for the next group, if that has already come: an envelope costs as much as a small group."""
-    tell(line, Up())
+def _serve(runner: Runner, connection: Connection, ranks: Ranks) -> None:
+    """Rank 0: the only rank the engine talks to. It tells the others what to do, and it alone reports. Reports of groups that
+    were done quickly wait for the next group, if that is here already: an envelope costs as much as a small group."""
+    tell(connection, Up())
     held: list[Report] = []
     quick = False
     while True:
-        message = line.next(wait=runner.idle and not held)
+        message = connection.next(wait=runner.idle and not held)
         if held and not (quick and isinstance(message, WorkOnGroup)):
-            line.send(Envelope(tuple(held), runner.take_spans()))
+            connection.send(Envelope(tuple(held), runner.take_spans()))
             held = []
             if message is None and runner.idle:
                 continue
@@ -78,16 +78,18 @@ def _serve(runner: Runner, line: Connection, ranks: Ranks) -> None:
             held += runner.handle(message) if message is not None else runner.work()
         except (Exception, SystemExit):
             if held:
-                line.send(Envelope(tuple(held), runner.take_spans()))  # what was done before is done
+                connection.send(
+                    Envelope(tuple(held), runner.take_spans())
+                )  # what was done before the failure still counts
             raise
         quick = isinstance(message, WorkOnGroup) and time.monotonic() - began_s < _QUICK_S
-        if not held and time.monotonic() - line.last_sent_s > _SIGN_OF_LIFE_S:
-            line.send(Envelope((), runner.take_spans()))
+        if not held and time.monotonic() - connection.last_sent_s > _SIGN_OF_LIFE_S:
+            connection.send(Envelope((), runner.take_spans()))
 
 
-def _follow(runner: Runner, line: Connection, ranks: Ranks) -> None:
-    """Any other rank: does what rank 0 says, when it says so."""
-    tell(line, Up())
+def _follow(runner: Runner, connection: Connection, ranks: Ranks) -> None:
+    """Any other rank: do what rank 0 says, when it says so."""
+    tell(connection, Up())
     while not isinstance(message := ranks.listen(), Stop):
         if message is not None:
             runner.handle(message)

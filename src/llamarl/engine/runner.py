@@ -1,4 +1,4 @@
-"""Runs one executor, in whatever process it lives, and notes how its time was spent."""
+"""Runs one executor, in any process, and notes how its time was spent."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from llamarl.messages import (
 )
 from llamarl.observe.timeline import Span, SpanKind
 
-_MERGE_GAP_S = 0.002  # slices of one piece of work become one span
+_MERGE_GAP_S = 0.002  # slices closer than this become one span
 
 
 class Runner:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._spans: list[Span] = []
-        self._slices: SpanKind = "work"  # what it does between messages; while a snapshot is being written, that
+        self._slices: SpanKind = "work"  # kind of the slices between messages; "save" while a snapshot is being written
 
     @property
     def idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""What engines with processes share: who is up, who owes an answer, who has been silent for too long, who died and why."""
+"""What engines with processes share: which ranks are up, owe an answer, or have been silent too long; which died, and why."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _MAX_BACKOFF_S = 30.0
 
 @dataclass(eq=False)
 class Rank:
-    """The engine's end of one executor rank."""
+    """The engine's view of one executor rank."""
 
     executor: str
     incarnation: int
     rank: int
-    born_s: float = field(default_factory=time.monotonic)  # or, if later, when there was somebody to bear it
+    started_s: float = field(default_factory=time.monotonic)  # or, if later, when the fork server was ready
     up: bool = False
-    owes: int = 0  # messages it has not answered
-    waiting_since_s: float = 0.0  # when it last spoke, or was given work that found it without any
-    hung_up_s: float | None = None
-    reason: str = ""
+    owes: int = 0  # number of messages it has not answered
+    waiting_since_s: float = 0.0  # when it last reported, or was given work while it had none
+    hung_up_s: float | None = None  # when its connection ended
+    reason: str = ""  # why it must go, if we decided so
     pid: int = 0
 
     @property
@@ -40,14 +40,14 @@ class Rank:
 
 
 class Backoff:
-    """Who dies soon after it was started waits before the next start, longer each time; who lived a while does not."""
+    """How long a restart waits: longer each time an executor dies soon after its start, and not at all otherwise."""
 
     def __init__(self) -> None:
         self._started_s: dict[str, float] = {}
         self._delay_s: dict[str, float] = {}
 
     def delay_s(self, executor: str) -> float:
-        """Called at every start; how long to wait with it."""
+        """How long this start must wait. Call it once for each start."""
         now_s, before_s = time.monotonic(), self._started_s.get(executor)
         soon = before_s is not None and now_s - before_s < _SOON_S
         delay_s = min(_MAX_BACKOFF_S, max(_MIN_BACKOFF_S, 2 * self._delay_s.get(executor, 0.0))) if soon else 0.0
@@ -59,7 +59,9 @@ AnyRank = TypeVar("AnyRank", bound=Rank)
 
 
 class Supervision(ABC, Generic[AnyRank]):
-    obituary_s = 0.5  # how long a hang-up waits for somebody to say why
+    """Base of engines whose ranks are processes: keeps deadlines, and turns faults and ends into `Death`."""
+
+    exit_report_s = 0.5  # how long a hang-up waits for the exit status of the process
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -72,27 +74,27 @@ class Supervision(ABC, Generic[AnyRank]):
 
     @abstractmethod
     def _cut(self, state: AnyRank) -> None:
-        """End the connection to it."""
+        """Close the connection to the rank."""
 
     @abstractmethod
     def _kill(self, state: AnyRank) -> None:
-        """End its process, however little it cooperates."""
+        """End its process by force."""
 
     def _fault(self, state: AnyRank, now_s: float) -> str:
-        """Why it must go, beyond what `_check_deadlines` finds; empty: it need not."""
+        """Why the rank must go, beyond what `_check_deadlines` finds; empty: no fault."""
         return ""
 
     # What it says
 
     def _owe(self, state: AnyRank) -> None:
-        """It was given one more message."""
+        """Note that the rank was given one more message."""
         if not state.owes:
             state.waiting_since_s = time.monotonic()
         state.owes += 1
 
     def _hear_envelope(self, state: AnyRank, envelope: Envelope) -> None:
         state.waiting_since_s = time.monotonic()
-        if envelope.spans and state.rank == 0:  # first: who hears of an update wants to know how its time was spent
+        if envelope.spans and state.rank == 0:  # before the reports, which are explained by them
             self._arrivals.append(Arrival(state.executor, state.incarnation, None, envelope.spans))
         for report in envelope.reports:
             match report:
@@ -103,7 +105,7 @@ class Supervision(ABC, Generic[AnyRank]):
                     self._kill_reader(report.pid)
                 case Up():
                     self._hear_up(state)
-                case MustStop():  # of any rank: the job ends
+                case MustStop():  # from any rank, it ends the job
                     self._arrivals.append(Arrival(state.executor, state.incarnation, report))
                 case _ if state.rank == 0:
                     state.owes = max(0, state.owes - 1)
@@ -125,7 +127,7 @@ class Supervision(ABC, Generic[AnyRank]):
         return [state for state in self._ranks.values() if state.executor == executor]
 
     def _hang_up(self, state: AnyRank, reason: str = "") -> None:
-        """End this connection, not the job. Without a reason of ours, whoever bore it is given time to say why it ended."""
+        """End this connection, not the job. Without a reason of ours, the exit status of its process is waited for."""
         if state.hung_up_s is not None:
             return
         state.hung_up_s = time.monotonic()
@@ -133,16 +135,16 @@ class Supervision(ABC, Generic[AnyRank]):
         self._cut(state)
 
     def _end(self, state: AnyRank, reason: str) -> None:
-        """Its process must go too, for a reason of ours."""
+        """End the connection and the process, for a reason of ours."""
         self._hang_up(state, reason)
         self._kill(state)
 
     def _hear_of_death(self, state: AnyRank, reason: str) -> None:
         if state.reason and len(self._ranks_of(state.executor)) > 1:
-            return  # its complaint may only be about the rank that died first: that one is given time to be told of
-        self._bury(state, state.reason or reason)
+            return  # it may only complain about another rank that died first: wait until that death is heard of
+        self._declare_dead(state, state.reason or reason)
 
-    def _bury(self, state: AnyRank, reason: str) -> None:
+    def _declare_dead(self, state: AnyRank, reason: str) -> None:
         """The death of any rank is the death of the executor."""
         for one in self._ranks_of(state.executor):
             self._end(one, "")
@@ -152,13 +154,16 @@ class Supervision(ABC, Generic[AnyRank]):
         self._arrivals.append(Death(state.executor, state.incarnation, where + told))
 
     def _check_deadlines(self, *, starting: bool = True) -> None:
-        """`starting`: there is somebody to bear executors, so that they can be expected to come up."""
+        """End ranks that are late. `starting`: ranks can be expected to come up, since a fork server is ready."""
         now_s, limits = time.monotonic(), self._config.engine
         for state in list(self._ranks.values()):
             if state.hung_up_s is not None:
-                if now_s - state.hung_up_s > self.obituary_s and self._ranks.get((state.executor, state.rank)) is state:
-                    self._bury(state, state.reason or "hung up")
-            elif not state.up and starting and now_s - state.born_s > limits.start_s:
+                if (
+                    now_s - state.hung_up_s > self.exit_report_s
+                    and self._ranks.get((state.executor, state.rank)) is state
+                ):
+                    self._declare_dead(state, state.reason or "hung up")
+            elif not state.up and starting and now_s - state.started_s > limits.start_s:
                 self._end(state, f"did not start within {limits.start_s:g} s")
             elif state.owes and now_s - state.waiting_since_s > limits.silence_s:
                 self._end(state, f"silent for {limits.silence_s:g} s with work to do")

@@ -26,7 +26,7 @@ from llamarl.messages import Failed
 class Bystander(Supervision[Rank]):
     """An engine whose ranks are nobody."""
 
-    obituary_s = 0.0
+    exit_report_s = 0.0
 
     def __init__(self, root: Path) -> None:
         super().__init__(Config())

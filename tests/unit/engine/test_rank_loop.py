@@ -74,9 +74,9 @@ def group(ordinal: int) -> WorkOnGroup:
 
 
 def said_to(*messages: Message | None) -> list[list[int]]:
-    line = Script([*messages, None, Stop()])
-    rank_loop.run_rank(Judge, line, Ranks(0, 1))
-    return line.said
+    connection = Script([*messages, None, Stop()])
+    rank_loop.run_rank(Judge, connection, Ranks(0, 1))
+    return connection.said
 
 
 def test_groups_that_wait_together_are_answered_together() -> None:
@@ -96,7 +96,7 @@ def test_groups_are_answered_before_anything_else_begins() -> None:
 
 
 def test_what_was_done_before_a_failure_is_said() -> None:
-    line = Script([group(0), group(1), group(POISON)])
+    connection = Script([group(0), group(1), group(POISON)])
     with pytest.raises(ValueError, match="poison"):
-        rank_loop.run_rank(Judge, line, Ranks(0, 1))
-    assert line.said == [[0, 1]]
+        rank_loop.run_rank(Judge, connection, Ranks(0, 1))
+    assert connection.said == [[0, 1]]

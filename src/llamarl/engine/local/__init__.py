@@ -1,8 +1,8 @@
 """The `local` engine: every executor rank a process of its own on this machine, over inherited socket pairs.
 
-    main process  ── control socket ──▶  nursery (has imported torch, forks on request)
+    main process  ── control socket ──▶  fork server (has imported torch, forks on request)
          ▲                                  │ fork
          └────────── one socket pair ───────┴──▶  executor rank
 
-Nothing listens anywhere. A child dies with the nursery, the nursery with the main process.
+Nothing listens on any address. A child dies with the fork server, and the fork server with the main process.
 """

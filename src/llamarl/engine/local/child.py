@@ -1,4 +1,4 @@
-"""One executor rank in its own process: its end of the socket pair, and its life from there."""
+"""One executor rank in its own process: its end of the socket pair, and how it runs from there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SocketConnection:
         self._poll.register(connection, select.POLLIN)
         self._reader = FrameReader()
         self._inbox: deque[Message] = deque()
-        self._sending = threading.Lock()  # weights may be published, and reported, by a thread of their own
+        self._sending = threading.Lock()  # a thread of its own may publish weights and report that
         self.last_sent_s = 0.0
 
     def next(self, *, wait: bool) -> Message | None:
@@ -56,7 +56,7 @@ class SocketConnection:
         return self._inbox.popleft()
 
     def _patience_ms(self) -> float | None:
-        """Between messages there is no hurry; in the middle of one there is."""
+        """How long to wait: without limit between messages, `frame_s` in the middle of one."""
         return None if self._reader.incomplete_since_s is None else self._frame_s * 1000
 
     def _check_deadline(self) -> None:
@@ -78,33 +78,35 @@ def _decode(payload: bytes) -> Message:
     return message
 
 
-def live(birth: ForkRank, fds: list[int]) -> None:
-    socket_fd, log_fd, meeting_fd, *slot_fds = fds
+def run_child(order: ForkRank, fds: list[int]) -> None:
+    socket_fd, log_fd, rendezvous_fd, *slot_fds = fds
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
-    line = SocketConnection(socket.socket(fileno=socket_fd), birth.config.engine.frame_s)
+    connection = SocketConnection(socket.socket(fileno=socket_fd), order.config.engine.frame_s)
     try:
         keep_freed_memory()
-        torch.set_num_threads(birth.threads)
-        ranks = Ranks.join(birth.rank, birth.num_ranks, lambda: store_in(meeting_fd, birth.num_ranks), LOOPBACK)
-        rank_loop.run_rank(lambda: _build(birth, SlotFile.by_role(birth.slots, slot_fds), line), line, ranks)
+        torch.set_num_threads(order.threads)
+        ranks = Ranks.join(order.rank, order.num_ranks, lambda: store_in(rendezvous_fd, order.num_ranks), LOOPBACK)
+        rank_loop.run_rank(
+            lambda: _build(order, SlotFile.by_role(order.slots, slot_fds), connection), connection, ranks
+        )
     except (ConnectionClosed, BrokenPipeError, ConnectionResetError):
-        pass  # the engine is gone, or does not want this executor any more
+        pass  # the engine ended, or does not want this executor any more
     except BadFrame as error:
-        rank_loop.tell(line, Failed(f"the engine sent {error}"))
+        rank_loop.tell(connection, Failed(f"the engine sent {error}"))
     except (Exception, SystemExit) as error:  # the border to the executor's code
-        rank_loop.tell_failure(line, error)
+        rank_loop.tell_failure(connection, error)
 
 
-def _build(birth: ForkRank, slots: dict[str, SlotFile], line: SocketConnection) -> Executor:
+def _build(order: ForkRank, slots: dict[str, SlotFile], connection: SocketConnection) -> Executor:
     site = Site(
-        birth.config,
-        birth.executor,
+        order.config,
+        order.executor,
         slots,
-        birth.weights_source,
-        Path(birth.snapshot) if birth.snapshot else None,
-        birth.rank,
-        birth.num_ranks,
-        tell_engine=lambda report: rank_loop.tell(line, report),
+        order.weights_source,
+        Path(order.snapshot) if order.snapshot else None,
+        order.rank,
+        order.num_ranks,
+        tell_engine=lambda report: rank_loop.tell(connection, report),
     )
-    return load_builder(birth.builder)(site)
+    return load_builder(order.builder)(site)

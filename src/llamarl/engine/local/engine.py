@@ -1,4 +1,4 @@
-"""The engine's side: spawns executors through the nursery, moves frames without ever blocking, notices deaths at once."""
+"""The engine's side: spawns executors through the fork server, moves frames without blocking, notices deaths at once."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from llamarl.weights.slot_file import SlotFile
 _READ_BYTES = 1 << 20
 _WAIT_S = 0.05
 _GRACE_S = 2.0
-_NURSERY_S = 120.0  # for importing torch, however slow the disk
-_BIRTH_S = 20.0  # for a fork, which takes milliseconds: who takes longer is stopped, or stuck
+_FORK_SERVER_S = 120.0  # for importing torch, however slow the disk
+_FORK_S = 20.0  # for a fork, which takes milliseconds: a fork server that takes longer is stopped, or stuck
 _MAX_FAILED_STARTS = 3
 
 
 @dataclass(eq=False, kw_only=True)
 class LocalRank(Rank):
-    """Spoken to over a socket pair."""
+    """A rank at the other end of a socket pair."""
 
     connection: socket.socket
     reader: FrameReader = field(default_factory=FrameReader)
@@ -49,6 +49,8 @@ class LocalRank(Rank):
 
 
 class LocalEngine(Supervision[LocalRank]):
+    """Runs every executor rank in a process of its own on this machine."""
+
     def __init__(
         self,
         config: Config,
@@ -62,27 +64,27 @@ class LocalEngine(Supervision[LocalRank]):
         self._log_folder = log_folder
         self._log_folder.mkdir(parents=True, exist_ok=True)
         self._selector = selectors.DefaultSelector()
-        self._births: list[tuple[float, ForkRank, list[int]]] = []  # not before, what, with which descriptors
-        self._unborn: dict[tuple[str, int, int], float] = {}  # births that were ordered, and when
-        self._failed_starts = 0  # of the nursery, in a row
-        self._open_nursery()
+        self._to_fork: list[tuple[float, ForkRank, list[int]]] = []  # earliest time, order, descriptors
+        self._forking: dict[tuple[str, int, int], float] = {}  # ranks whose fork was ordered, and when
+        self._failed_starts = 0  # of the fork server, in a row
+        self._start_fork_server()
 
     # The interface of every engine
 
     def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
         role = next(role for role in self._line.roles if role.name == role_of(executor))
         not_before_s = time.monotonic() + self._backoff.delay_s(executor)
-        meeting = os.memfd_create("llamarl-meeting", os.MFD_CLOEXEC)
+        rendezvous = os.memfd_create("llamarl-rendezvous", os.MFD_CLOEXEC)
         log = os.open(
             self._log_folder / f"{executor.replace('/', '-')}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
         )
         for rank in range(role.ranks):
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
-            state = LocalRank(executor, incarnation, rank, born_s=not_before_s, connection=ours)
+            state = LocalRank(executor, incarnation, rank, started_s=not_before_s, connection=ours)
             self._ranks[executor, rank] = state
             self._selector.register(ours, selectors.EVENT_READ, state)
-            birth = ForkRank(
+            order = ForkRank(
                 executor=executor,
                 incarnation=incarnation,
                 rank=rank,
@@ -95,11 +97,11 @@ class LocalEngine(Supervision[LocalRank]):
                 threads=role.threads or os.cpu_count() or 1,
             )
             slot_fds = [fd for file in self._slots.values() for fd in file.fds]
-            fds = [theirs.detach(), *map(os.dup, (log, meeting, *slot_fds))]
-            self._births.append((not_before_s, birth, fds))
+            fds = [theirs.detach(), *map(os.dup, (log, rendezvous, *slot_fds))]
+            self._to_fork.append((not_before_s, order, fds))
         os.close(log)
-        os.close(meeting)
-        self._send_births()
+        os.close(rendezvous)
+        self._send_fork_orders()
 
     def send(self, executor: str, message: Message) -> None:
         state = self._ranks.get((executor, 0))
@@ -112,31 +114,31 @@ class LocalEngine(Supervision[LocalRank]):
     def events(self) -> Sequence[Arrival | Death]:
         for key, mask in self._selector.select(_WAIT_S):
             if key.data is None:
-                self._hear_nursery()
+                self._hear_fork_server()
                 continue
             if mask & selectors.EVENT_READ:
                 self._read(key.data)
             if mask & selectors.EVENT_WRITE:
                 self._flush(key.data)
-        self._send_births()
-        self._check_nursery()
-        self._check_deadlines(starting=self._nursery_ready)
+        self._send_fork_orders()
+        self._check_fork_server()
+        self._check_deadlines(starting=self._fork_server_ready)
         return self._take_arrivals()
 
     def stop(self) -> None:
-        """Ask, wait a little, then kill. The nursery kills what is left when its control socket closes."""
-        with suppress(KeyboardInterrupt, JobFailed):  # a second Ctrl-C: no more asking
+        """Ask, wait a little, then kill. The fork server kills what is left when its control socket closes."""
+        with suppress(KeyboardInterrupt, JobFailed):  # after a second Ctrl-C, nobody is asked any more
             self._ask_to_stop()
-        self._drop_births()
+        self._drop_fork_orders()
         for state in self._ranks.values():
             state.connection.close()
         self._ranks.clear()
         self._control.close()
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            self._nursery.wait(_GRACE_S if self._nursery_ready else 0)
-        if self._nursery.poll() is None:
-            self._nursery.kill()
-            self._nursery.wait()
+            self._fork_server.wait(_GRACE_S if self._fork_server_ready else 0)
+        if self._fork_server.poll() is None:
+            self._fork_server.kill()
+            self._fork_server.wait()
         self._selector.close()
 
     def _ask_to_stop(self) -> None:
@@ -144,53 +146,53 @@ class LocalEngine(Supervision[LocalRank]):
             if rank == 0:
                 self.send(executor, Stop())
         deadline = time.monotonic() + _GRACE_S
-        while self._nursery_ready and time.monotonic() < deadline:
+        while self._fork_server_ready and time.monotonic() < deadline:
             if all(state.hung_up_s is not None for state in self._ranks.values()):
                 return
             self.events()
 
-    # The nursery
+    # The fork server
 
-    def _open_nursery(self) -> None:
-        self._control, self._nursery = start_fork_server()
+    def _start_fork_server(self) -> None:
+        self._control, self._fork_server = start_fork_server()
         self._control.settimeout(_GRACE_S)
-        self._nursery_ready, self._nursery_opened_s = False, time.monotonic()
+        self._fork_server_ready, self._fork_server_started_s = False, time.monotonic()
         self._selector.register(self._control, selectors.EVENT_READ, None)
 
-    def _send_births(self) -> None:
-        due = [entry for entry in self._births if entry[0] <= time.monotonic()] if self._nursery_ready else []
+    def _send_fork_orders(self) -> None:
+        due = [entry for entry in self._to_fork if entry[0] <= time.monotonic()] if self._fork_server_ready else []
         for entry in due:
-            self._births.remove(entry)
-            _, birth, fds = entry
+            self._to_fork.remove(entry)
+            _, order, fds = entry
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
-            self._unborn[birth.identity] = time.monotonic()
-            with suppress(OSError):  # gone or stuck: `_check_nursery` will tell
-                self._control.sendmsg([encode(birth)], [rights])
+            self._forking[order.identity] = time.monotonic()
+            with suppress(OSError):  # dead or stuck: `_check_fork_server` will find out
+                self._control.sendmsg([encode(order)], [rights])
             _close_all(fds)
 
-    def _drop_births(self) -> None:
-        for _, _, fds in self._births:
+    def _drop_fork_orders(self) -> None:
+        for _, _, fds in self._to_fork:
             _close_all(fds)
-        self._births.clear()
+        self._to_fork.clear()
 
-    def _hear_nursery(self) -> None:
+    def _hear_fork_server(self) -> None:
         try:
             data = self._control.recv(_READ_BYTES)
         except ConnectionResetError:
             data = b""
         if not data:
-            self._replace_nursery()
+            self._replace_fork_server()
         elif data == READY:
-            self._nursery_ready, self._failed_starts = True, 0
+            self._fork_server_ready, self._failed_starts = True, 0
             for state in self._ranks.values():
-                state.born_s = max(state.born_s, time.monotonic())
-            self._send_births()
+                state.started_s = max(state.started_s, time.monotonic())
+            self._send_fork_orders()
         else:
-            with suppress(msgspec.MsgspecError):  # what is no news is ignored
+            with suppress(msgspec.MsgspecError):  # anything else is ignored
                 self._hear_of_rank(decode_news(data))
 
     def _hear_of_rank(self, news: RankForked | RankExited) -> None:
-        self._unborn.pop(news.identity, None)
+        self._forking.pop(news.identity, None)
         state = self._ranks.get((news.executor, news.rank))
         if state is None or state.incarnation != news.incarnation:
             return
@@ -200,26 +202,26 @@ class LocalEngine(Supervision[LocalRank]):
         self._drain(state)
         self._hear_of_death(state, news.reason)
 
-    def _replace_nursery(self, why: str = "died") -> None:
-        """Its children die with it, and the controller brings back what it needs, from a new one. What waits for one that
-        was never ready waits for the next."""
+    def _replace_fork_server(self, why: str = "died") -> None:
+        """Start another one. The children of the old one die with it, and the controller spawns what it needs again. Orders to
+        one that was never ready wait for the next."""
         self._selector.unregister(self._control)
         self._control.close()
-        self._nursery.kill()
-        code = self._nursery.wait()
-        if self._nursery_ready:
+        self._fork_server.kill()
+        code = self._fork_server.wait()
+        if self._fork_server_ready:
             for state in list(self._ranks.values()):
                 self._hang_up(state, f"the process that starts executors {why}")
-            self._drop_births()
+            self._drop_fork_orders()
         else:
             self._failed_starts += 1
             if self._failed_starts >= _MAX_FAILED_STARTS:
                 raise JobFailed(f"the process that starts executors could not start (exit code {code})")
-        self._unborn.clear()
-        self._open_nursery()
+        self._forking.clear()
+        self._start_fork_server()
 
     def _kill(self, state: LocalRank) -> None:
-        """Through the nursery, whose child it is, so that no stranger with a recycled pid is hit."""
+        """Ask the fork server, its parent, so that no other process with a recycled pid is hit."""
         with suppress(OSError):
             self._control.send(encode(KillFork(*state.identity)))
 
@@ -227,7 +229,7 @@ class LocalEngine(Supervision[LocalRank]):
 
     def _read(self, state: LocalRank) -> None:
         if state.hung_up_s is not None:
-            return  # by the event before this one
+            return  # hung up by the event before this one
         try:
             data = state.connection.recv(_READ_BYTES)
             if not data:
@@ -268,7 +270,7 @@ class LocalEngine(Supervision[LocalRank]):
     # Deaths
 
     def _drain(self, state: LocalRank) -> None:
-        """Its last words may still be in the socket."""
+        """Read its last reports, which may still be in the socket."""
         while state.hung_up_s is None and _readable(state.connection):
             self._read(state)
 
@@ -281,15 +283,15 @@ class LocalEngine(Supervision[LocalRank]):
         late = since_s is not None and now_s - since_s > limit_s
         return f"sent a frame that took more than {limit_s:g} s" if late else ""
 
-    def _check_nursery(self) -> None:
+    def _check_fork_server(self) -> None:
         now_s = time.monotonic()
-        late = not self._nursery_ready and now_s - self._nursery_opened_s > _NURSERY_S
-        if late or now_s - min(self._unborn.values(), default=now_s) > _BIRTH_S:
-            self._replace_nursery("does not answer")
+        late = not self._fork_server_ready and now_s - self._fork_server_started_s > _FORK_SERVER_S
+        if late or now_s - min(self._forking.values(), default=now_s) > _FORK_S:
+            self._replace_fork_server("does not answer")
 
 
 def _readable(connection: socket.socket) -> bool:
-    poll = select.poll()  # not select.select, which cannot take the 1,025th descriptor of a process
+    poll = select.poll()  # select.select cannot take descriptors above 1,023
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
 

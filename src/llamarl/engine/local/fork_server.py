@@ -17,66 +17,68 @@ import msgspec
 
 from llamarl.engine.envelope import encode
 from llamarl.engine.forking import (
-    Forks,
+    ForkServerLoop,
     control_from_arguments,
-    import_what_children_need,
-    start_forking,
+    import_for_children,
+    start_fork_process,
 )
 from llamarl.engine.local.protocol import ForkRank, KillFork, RankExited, RankForked, decode_order
 from llamarl.processes import describe_status
 
 
-class ForkServer(Forks):
+class ForkServer(ForkServerLoop):
+    """Forks executor ranks, and tells the engine when each was forked and how it ended."""
+
     def __init__(self, control: socket.socket) -> None:
         super().__init__(control)
-        self._births: dict[int, ForkRank] = {}  # by pid
+        self._ranks: dict[int, ForkRank] = {}  # by pid
 
-    def obey(self, data: bytes, fds: list[int]) -> None:
+    def on_order(self, data: bytes, fds: list[int]) -> None:
         with suppress(msgspec.MsgspecError):
             order = decode_order(data)
             if isinstance(order, ForkRank):
-                self._bear(order, fds)
+                self._fork(order, fds)
             else:
                 self._kill(order)
 
-    def buried(self, pid: int, status: int) -> None:
-        birth = self._births.pop(pid)
-        self.say(encode(RankExited(*birth.identity, describe_status(status))))
+    def on_exit(self, pid: int, status: int) -> None:
+        rank = self._ranks.pop(pid)
+        self.send(encode(RankExited(*rank.identity, describe_status(status))))
 
-    def _bear(self, birth: ForkRank, fds: list[int]) -> None:
+    def _fork(self, order: ForkRank, fds: list[int]) -> None:
         try:
-            pid = self.fork(lambda: _live(birth, fds))
+            pid = self.fork(lambda: _run_child(order, fds))
         except OSError as error:
-            self.say(encode(RankExited(*birth.identity, f"could not be forked: {error.strerror}")))
+            self.send(encode(RankExited(*order.identity, f"could not be forked: {error.strerror}")))
             return
-        self._births[pid] = birth
-        self.say(encode(RankForked(*birth.identity, pid)))
+        self._ranks[pid] = order
+        self.send(encode(RankForked(*order.identity, pid)))
 
     def _kill(self, order: KillFork) -> None:
-        for pid, birth in self._births.items():
-            if birth.identity == order.identity:
+        for pid, rank in self._ranks.items():
+            if rank.identity == order.identity:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _live(birth: ForkRank, fds: list[int]) -> None:
-    from llamarl.engine.local.child import live
+def _run_child(order: ForkRank, fds: list[int]) -> None:
+    from llamarl.engine.local.child import run_child
 
-    live(birth, fds)
+    run_child(order, fds)
 
 
 _ahead: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
 
 
 def start_fork_server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """The engine's side: the new process, and the control socket to it."""
-    return _ahead.pop() if _ahead else start_forking("llamarl.engine.local.fork_server")
+    """The engine's side: the control socket to a fork server, and its process."""
+    return _ahead.pop() if _ahead else start_fork_process("llamarl.engine.local.fork_server")
 
 
 @contextmanager
-def nursery_ahead() -> Iterator[None]:
-    """One for the next `start_nursery`, if that comes within. To be entered before this process imports torch, so that both
-    import it at the same time."""
-    _ahead.append(start_forking("llamarl.engine.local.fork_server"))
+def fork_server_ahead() -> Iterator[None]:
+    """Start a fork server now, for the next `start_fork_server` within this context. Entered before this process imports
+    torch, so that both import it at the same time."""
+    _ahead.append(start_fork_process("llamarl.engine.local.fork_server"))
     try:
         yield
     finally:
@@ -89,12 +91,12 @@ def nursery_ahead() -> Iterator[None]:
 
 def main() -> None:
     control = control_from_arguments()
-    import_what_children_need()
+    import_for_children()
 
     import llamarl.engine.local.child  # noqa: F401
 
     ForkServer(control).run()
-    os._exit(0)  # there is nothing to tidy up, and taking an interpreter with torch in it apart takes long
+    os._exit(0)  # there is nothing to clean up, and finalizing an interpreter with torch takes long
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the engine and the nursery tell each other."""
+"""What the engine and the fork server tell each other: orders one way, news the other."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from llamarl.config import Config
 
 
 class AboutRank(Struct, frozen=True, tag=True):
+    """Names one rank of one start of an executor."""
+
     executor: str
     incarnation: int
     rank: int
@@ -19,27 +21,30 @@ class AboutRank(Struct, frozen=True, tag=True):
 
 
 class ForkRank(AboutRank, frozen=True):
-    """One rank of an executor to be forked. Descriptors come with it: socket, log, meeting point, then those of the slot
-    files."""
+    """Order to fork one rank of an executor. Descriptors come with it: socket, log, rendezvous, then the slot files."""
 
     num_ranks: int
     builder: str  # MODULE:FUNCTION or FILE.py:FUNCTION
     config: Config
     weights_source: dict[str, str]
-    slots: tuple[str, ...]  # publishing roles whose slot files are handed over, in the order of the descriptors
+    slots: tuple[str, ...]  # publishing roles, in the order of the descriptors of their slot files
     threads: int
-    snapshot: str  # a folder, or nothing
+    snapshot: str  # a folder; empty: from the beginning
 
 
 class KillFork(AboutRank, frozen=True):
-    pass
+    """Order to kill the process of a rank."""
 
 
 class RankForked(AboutRank, frozen=True):
+    """News: the process of a rank exists."""
+
     pid: int
 
 
 class RankExited(AboutRank, frozen=True):
+    """News: the process of a rank ended, or could not be forked."""
+
     reason: str
 
 
