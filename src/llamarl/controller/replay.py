@@ -138,4 +138,4 @@ def _written(log: _Log) -> Iterator[Record]:
 
 def setting_of(controller: Controller) -> Setting:
     line, evaluate = controller.line, controller.evaluation.settings
-    return Setting(line.roles, line.channels, controller.schedule, evaluate, controller.snapshots)
+    return Setting(line.roles, line.channels, controller.schedule, evaluate, controller.snapshots.settings)

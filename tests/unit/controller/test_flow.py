@@ -67,8 +67,8 @@ def test_bounds_hold_under_random_timing_deaths_and_duplicates(
             world.kill(random.choice(mortal))
         elif dice < 0.08:
             world.feed(random.choice(world.history[1:] or [ev.Committed(0)]))
-        elif dice < 0.10 and world.controller.training.snapshot not in (None, 5):
-            world.feed(ev.SaveFailed(world.controller.training.snapshot or 0, "disk full"))
+        elif dice < 0.10 and world.controller.snapshots.version not in (None, 5):
+            world.feed(ev.SaveFailed(world.controller.snapshots.version or 0, "disk full"))
         else:
             fail = "unscorable" if random.random() < 0.02 else ""
             world.complete(random.randrange(len(world.outstanding)), fail)
