@@ -74,6 +74,7 @@ class Site:
         default_factory=dict
     )  # scorers, where they live in this very process
     meets: Rendezvous | None = None  # how weights cross hosts; None: they stay on this one, in slots
+    first_gpus: Mapping[str, int] = field(default_factory=dict)  # role -> its first GPU, where the engine chose none
 
 
 Builder = Callable[[Site], Executor]
@@ -82,8 +83,7 @@ Builder = Callable[[Site], Executor]
 def build_generator(site: Site) -> Executor:
     config, settings = site.config, site.config.generator
     part = TensorRank(site.rank, site.num_ranks)
-    number = index_of(site.executor) * site.num_ranks + site.rank
-    device = device_of("generator.device", settings.device, gpu_for(site, "generator", number))
+    device = device_of("generator.device", settings.device, gpu_for(site))
     model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, shard=part.box)
     split_over_ranks(model, part)
     tokenizer = Tokenizer.load(config.model_folder)
@@ -149,7 +149,7 @@ def build_reward(site: Site) -> Executor:
 
 def build_reward_model(site: Site) -> Executor:
     config, settings = site.config, site.config.reward_model
-    device = device_of("reward_model.device", settings.device, gpu_for(site, "reward_model", 0))
+    device = device_of("reward_model.device", settings.device, gpu_for(site))
     folder = reward_model_folder(config)
     return RewardModel(
         load_classifier(folder, dtype=dtype_of(settings.dtype, device), device=device),
@@ -177,7 +177,7 @@ def check_reward_model(config: Config) -> None:
 def build_trainer(site: Site) -> Executor:
     config = site.config
     folder = site.snapshot / POLICY if site.snapshot else config.model_folder
-    device = device_of("trainer.device", config.trainer.device, gpu_for(site, "trainer", site.rank))
+    device = device_of("trainer.device", config.trainer.device, gpu_for(site))
     mesh = make_mesh(config.trainer.data, config.trainer.tensor, site.rank, device)
     computing = computing_of(config, device, mesh)
     policy = load_policy(folder, computing)
@@ -211,9 +211,9 @@ def weight_writer(site: Site, policy: Policy) -> WeightWriter:
         writer = GroupWriter(parts, lease_s=lease_s, wire=wire, agree=agree)
         site.meets.serve(writer)
         return writer
-    transport, device = weight_transport(site.config), policy.computing.device
+    transport, device = weight_transport(site.config, site.first_gpus), policy.computing.device
     return SlotWriter(
-        site.slots["trainer"],
+        site.slots[role_of(site.executor)],
         parts,
         wire=wire,
         lease_s=lease_s,
@@ -247,17 +247,18 @@ def true_for_all(mine: bool) -> bool:
 
 
 def weight_transport(
-    config: Config, can_reach: Callable[[int, int], bool] = torch.cuda.can_device_access_peer
+    config: Config,
+    first_gpus: Mapping[str, int],
+    can_reach: Callable[[int, int], bool] = torch.cuda.can_device_access_peer,
 ) -> Transport:
     """Where hosts are named, weights go through a process group; otherwise all executors live on this one. To ask whether
     GPUs reach each other, CUDA is started."""
     if config.engine.hosts:
         interface_for(config.engine.host_names, config.engine.trusted_network)
         return settle_transport(config.weights.transport, "group")
-    trainer = [device_of("trainer.device", config.trainer.device, rank) for rank in range(config.trainer.ranks)]
-    first = first_gpu(config, "generator")
-    numbers = range(first, first + config.generator.replicas * config.generator.tensor)
-    generator = [device_of("generator.device", config.generator.device, number) for number in numbers]
+    trainer = _devices("trainer", config.trainer.device, first_gpus, config.trainer.ranks)
+    generator_ranks = config.generator.replicas * config.generator.tensor
+    generator = _devices("generator", config.generator.device, first_gpus, generator_ranks)
     writers, readers = ([Place("this host", str(device)) for device in side] for side in (trainer, generator))
     possible = select_transport(writers, readers, config.engine.trusted_network, can_reach)
     return settle_transport(config.weights.transport, possible)
@@ -265,7 +266,7 @@ def weight_transport(
 
 def build_reference(site: Site) -> Executor:
     config = site.config
-    device = device_of("reference.device", config.reference.device, gpu_for(site, "reference", site.rank))
+    device = device_of("reference.device", config.reference.device, gpu_for(site))
     mesh = make_mesh(config.reference.data, config.reference.tensor, site.rank, device)
     return Reference(load_policy(config.reference_folder, computing_of(config, device, mesh)))
 
@@ -318,23 +319,18 @@ def _check_ranks(section: str, settings: TrainerConfig | ReferenceConfig, shape:
         )
 
 
-def gpu_for(site: Site, role: str, number: int) -> int:
-    """Where the engine has put this rank, or, on one host, the next one of its role's."""
-    return first_gpu(site.config, role) + number if site.gpu is None else site.gpu
+def gpu_for(site: Site) -> int:
+    """The number of the GPU that this rank takes on its host, if its setting says `auto`."""
+    if site.gpu is not None:
+        return site.gpu
+    role = role_of(site.executor)
+    if role not in site.first_gpus:
+        raise ConfigError(f"line: '{role}' asks for a GPU, but its role is not declared with gpu=True")
+    return site.first_gpus[role] + index_of(site.executor) * site.num_ranks + site.rank
 
 
-def first_gpu(config: Config, role: str) -> int:
-    """Side by side, roles have GPUs of their own as far as these go, the trainer's first; co-located, they share them."""
-    if config.placement == "colocated":
-        return 0
-    taken = {
-        "trainer": config.trainer.ranks,
-        "generator": config.generator.replicas * config.generator.tensor,
-        "reference": config.reference.ranks if config.reference_alone else 0,
-        "reward_model": 1,
-    }
-    roles = list(taken)
-    return sum(taken[before] for before in roles[: roles.index(role)])
+def _devices(role: str, setting: str, first_gpus: Mapping[str, int], count: int) -> list[torch.device]:
+    return [device_of(f"{role}.device", setting, first_gpus.get(role, 0) + number) for number in range(count)]
 
 
 def device_of(key: str, setting: str, replica: int = 0) -> torch.device:

@@ -34,6 +34,7 @@ from llamarl.controller.ledger import FINISHED
 from llamarl.controller.line import Line, role_of
 from llamarl.engine.driver import INTERRUPTED, STOPPED, Driver
 from llamarl.engine.engine import Engine
+from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.engine.group_store import GroupStore
 from llamarl.engine.inline import InlineEngine
 from llamarl.engine.local.engine import LocalEngine
@@ -265,8 +266,21 @@ class Job:
         def log(text: str) -> None:
             run_folder.log(executor, text)
 
-        site = Site(self.config, executor, slots, self.line.weights_source, snapshot, log=log, given=self._given)
+        site = Site(
+            self.config,
+            executor,
+            slots,
+            self.line.weights_source,
+            snapshot,
+            log=log,
+            given=self._given,
+            first_gpus=self._first_gpus,
+        )
         return self.builders[role_of(executor)](site)
+
+    @property
+    def _first_gpus(self) -> dict[str, int]:
+        return first_gpus(self.line, self.config.placement)
 
     def _prepare(self) -> Prompts:
         """Everything a user can get wrong is tried here, before anything starts."""
@@ -280,7 +294,7 @@ class Job:
         check_training(config)
         if config.reward_model.path:
             check_reward_model(config)
-        weight_transport(config, can_reach=lambda reader, writer: True)
+        weight_transport(config, self._first_gpus, can_reach=lambda reader, writer: True)
         self._notes += check_memory(config)
         check_board(config.observe)
         check_loss(config)

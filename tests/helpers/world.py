@@ -23,7 +23,7 @@ def standard_line(
 ) -> Line:
     """generator -> reward -> any extra roles -> trainer, with weights back to the generator."""
     names = ["task", "generator", "reward", *(role.name for role in extra), "trainer"]
-    links = [Channel(f"to_{b}", "scatter", a, b) for a, b in pairwise(names)]
+    links = [Channel(f"to_{b}", "groups", a, b) for a, b in pairwise(names)]
     return Line(
         [
             Role(name="generator", unit="group", done="generated", executors=replicas, capacity=capacity),

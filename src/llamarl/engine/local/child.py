@@ -104,5 +104,6 @@ def _build(birth: ForkRank, slots: dict[str, SlotFile], line: SocketConnection) 
         birth.rank,
         birth.num_ranks,
         tell_engine=lambda report: rank_loop.tell(line, report),
+        first_gpus=birth.first_gpus,
     )
     return load_builder(birth.builder)(site)

@@ -26,6 +26,7 @@ class ForkRank(AboutRank, frozen=True):
     builder: str  # MODULE:FUNCTION or FILE.py:FUNCTION
     config: Config
     weights_source: dict[str, str]
+    first_gpus: dict[str, int]
     slots: tuple[str, ...]  # publishing roles whose slot files are handed over, in the order of the descriptors
     threads: int
     snapshot: str  # a folder, or nothing
