@@ -45,9 +45,9 @@ def job_line(replicas: int) -> Line:
             Role(name="trainer", unit="batch", done="trained"),
         ],
         [
-            Channel("prompts", "scatter", SOURCE, "generator"),
-            Channel("completions", "gather", "generator", "reward"),
-            Channel("rollouts", "scatter", "reward", "trainer"),
+            Channel("prompts", "groups", SOURCE, "generator"),
+            Channel("completions", "groups", "generator", "reward"),
+            Channel("rollouts", "groups", "reward", "trainer"),
             Channel("weights", "weights", "trainer", "generator"),
         ],
     )

@@ -60,8 +60,8 @@ def line() -> Line:
             Role(name="trainer", unit="batch", done="trained"),
         ],
         [
-            Channel("prompts", "scatter", SOURCE, "generator"),
-            Channel("rollouts", "scatter", "generator", "trainer"),
+            Channel("prompts", "groups", SOURCE, "generator"),
+            Channel("rollouts", "groups", "generator", "trainer"),
             Channel("weights", "weights", "trainer", "generator"),
         ],
     )

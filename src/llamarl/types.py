@@ -7,7 +7,7 @@ same objects travel between threads, processes and hosts without a copy into Pyt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
@@ -46,13 +46,17 @@ class Sampling(Struct, frozen=True, kw_only=True):
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-class PromptGroup(Struct, frozen=True, tag="prompt"):
+GroupKind = Literal["train", "evaluation", "probe"]
+
+
+class PromptGroup(Struct, frozen=True, tag="prompt", omit_defaults=True):
     """One prompt, to be answered `sampling.samples` times. The ordinal names the group for its whole life."""
 
     ordinal: int
     problem: Problem
     prompt_tokens: bytes
     sampling: Sampling
+    kind: GroupKind = "train"
 
 
 class VersionRun(Struct, frozen=True, array_like=True):
@@ -107,6 +111,10 @@ class CompletionGroup(Struct, frozen=True, tag="completion"):
     def ordinal(self) -> int:
         return self.prompt.ordinal
 
+    @property
+    def kind(self) -> GroupKind:
+        return self.prompt.kind
+
 
 class Rollout(Struct, frozen=True):
     """A completion with its reward. `columns` holds fp32 values per token that further roles add by name."""
@@ -123,6 +131,10 @@ class RolloutGroup(Struct, frozen=True, tag="rollout"):
     @property
     def ordinal(self) -> int:
         return self.prompt.ordinal
+
+    @property
+    def kind(self) -> GroupKind:
+        return self.prompt.kind
 
     @property
     def rewards(self) -> tuple[float, ...]:

@@ -32,8 +32,8 @@ def line_with_critic(line: Line) -> Line:
         [*line.roles, Role(name="critic", unit="batch", done="regressed", threads=1)],
         [
             *channels,
-            Channel("rollouts", "scatter", "reward", "critic"),
-            Channel("valued", "scatter", "critic", "trainer"),
+            Channel("rollouts", "groups", "reward", "critic"),
+            Channel("valued", "groups", "critic", "trainer"),
         ],
     )
 

@@ -10,7 +10,6 @@ from helpers.world import World, standard_line
 from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller.line import Line
-from llamarl.controller.probe import is_probe
 
 SILENCE_S = 60.0  # a hung executor is killed after so long
 MIN_EVENTS, MIN_FAULTS = 200, 3
@@ -91,7 +90,7 @@ class Chaos(World):
         # Words of one executor arrive in order, perhaps twice: what it says now ends what could still be repeated.
         self._late = [word for word in self._late if _speaker(word) != _speaker(said)]
         # A probe may be asked of the same executor again, under its old ordinal: its answers are not repeated here.
-        of_probe = isinstance(said, ev.GroupDone) and is_probe(said.ordinal)
+        of_probe = isinstance(said, ev.GroupDone) and self.kinds[said.ordinal] == "probe"
         if self._chance.random() < 0.05 and not of_probe:
             self._late.append(said)
 

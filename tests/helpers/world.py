@@ -15,8 +15,7 @@ from llamarl.controller.books import audit
 from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import Dropped, Record
 from llamarl.controller.line import Channel, Line, Role
-from llamarl.controller.probe import is_probe
-from llamarl.types import GroupFacts
+from llamarl.types import GroupFacts, GroupKind
 
 
 def standard_line(
@@ -24,7 +23,7 @@ def standard_line(
 ) -> Line:
     """generator -> reward -> any extra roles -> trainer, with weights back to the generator."""
     names = ["task", "generator", "reward", *(role.name for role in extra), "trainer"]
-    links = [Channel(f"to_{b}", "scatter", a, b) for a, b in pairwise(names)]
+    links = [Channel(f"to_{b}", "groups", a, b) for a, b in pairwise(names)]
     return Line(
         [
             Role(name="generator", unit="group", done="generated", executors=replicas, capacity=capacity),
@@ -59,6 +58,7 @@ class World:
         self.told_to_publish = -1
         self.holds: dict[str, int] = {}  # executor -> version of its weights
         self.held_groups: dict[str, set[int]] = {}
+        self.kinds: dict[int, GroupKind] = {}
         self.first_version: dict[int, int] = {}
         self.trained_batches: list[tuple[int, tuple[int, ...]]] = []
         self.evaluated: list[ev.Evaluated] = []
@@ -166,18 +166,19 @@ class World:
 
     def _check_group(self, command: ev.RunGroup) -> None:
         role = command.executor.partition("/")[0]
+        self.kinds[command.ordinal] = command.kind
         held = self.held_groups.setdefault(command.executor, set())
         held.add(command.ordinal)
-        weights = [1 if ordinal < 0 else self.schedule.samples_per_group for ordinal in held]
+        weights = [1 if self.kinds[ordinal] == "evaluation" else self.schedule.samples_per_group for ordinal in held]
         assert sum(weights) <= self.capacity[role], "given more than its capacity"
-        if is_probe(command.ordinal):
+        if command.kind == "probe":
             self.forgotten.discard(command.ordinal)  # after a rewind it is asked anew
         assert command.ordinal not in self.forgotten, "asked for a group that was forgotten"
         if role != self.line.group_roles[0].name:
             return
         version = self.holds.get(command.executor)
         assert version is not None, "admitted to a replica without weights"
-        if command.ordinal >= 0:
+        if command.kind == "train":
             if self.schedule.deterministic:
                 assert version == self.schedule.sampling_version(command.ordinal), "sampled by another version"
             else:

@@ -51,7 +51,9 @@ def test_the_cache_takes_what_the_check_says(setting: str) -> None:
 def test_the_trainer_takes_what_the_check_says() -> None:
     config = load_config(None, ["trainer.device=cpu", "generator.device=cpu"])
     slots = {"trainer": SlotFile()}
-    trainer = build_trainer(Site(config, "trainer/0", slots, default_line(config).weights_source))
+    trainer = build_trainer(
+        Site(config, "trainer/0", slots, default_line(config).weights_source, first_gpus={"trainer": 0, "generator": 1})
+    )
     assert isinstance(trainer, Trainer)
     optimizer = trainer.learner.optimizer
     weights = sum(slot.local.nbytes for slot in optimizer.slots)

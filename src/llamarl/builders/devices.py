@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from llamarl.builders.site import Site
 from llamarl.config import Config
+from llamarl.controller.line import index_of, role_of
 from llamarl.errors import ConfigError
 
 
@@ -27,41 +30,32 @@ def dtype_of(setting: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def gpu_for(site: Site, role: str, number: int) -> int:
-    """The GPU that the engine chose for this rank, or else, on one host, the next one of its role."""
-    return first_gpu(site.config, role) + number if site.gpu is None else site.gpu
+def gpu_for(site: Site) -> int:
+    """The number of the GPU that this rank takes on its host, if its setting says `auto`."""
+    if site.gpu is not None:
+        return site.gpu
+    role = role_of(site.executor)
+    if role not in site.first_gpus:
+        raise ConfigError(f"line: '{role}' asks for a GPU, but its role is not declared with gpu=True")
+    return site.first_gpus[role] + index_of(site.executor) * site.num_ranks + site.rank
 
 
-def first_gpu(config: Config, role: str) -> int:
-    """Number of a role's first GPU. Side by side, roles have their own, the trainer's first; co-located, they share them."""
-    if config.placement == "colocated":
-        return 0
-    taken = {
-        "trainer": config.trainer.ranks,
-        "generator": config.generator.replicas * config.generator.tensor,
-        "reference": config.reference.ranks if config.reference_alone else 0,
-        "reward_model": 1,
-    }
-    roles = list(taken)
-    return sum(taken[before] for before in roles[: roles.index(role)])
-
-
-def generator_devices(config: Config) -> list[torch.device]:
+def generator_devices(config: Config, first_gpus: Mapping[str, int]) -> list[torch.device]:
     """The device of each rank of each replica, on one host."""
-    first, count = first_gpu(config, "generator"), config.generator.replicas * config.generator.tensor
+    first, count = first_gpus.get("generator", 0), config.generator.replicas * config.generator.tensor
     return [device_of("generator.device", config.generator.device, first + number) for number in range(count)]
 
 
-def trainer_devices(config: Config) -> list[torch.device]:
+def trainer_devices(config: Config, first_gpus: Mapping[str, int]) -> list[torch.device]:
     """The device of each rank, on one host."""
-    first = first_gpu(config, "trainer")
-    return [device_of("trainer.device", config.trainer.device, first + rank) for rank in range(config.trainer.ranks)]
+    first, count = first_gpus.get("trainer", 0), config.trainer.ranks
+    return [device_of("trainer.device", config.trainer.device, first + rank) for rank in range(count)]
 
 
-def describe_devices(config: Config) -> list[str]:
+def describe_devices(config: Config, first_gpus: Mapping[str, int]) -> list[str]:
     """One line that says which devices generator and trainer compute on; empty without a GPU here, or if hosts are named."""
     if not torch.cuda.device_count() or config.engine.hosts:
         return []
-    sides = (generator_devices(config), trainer_devices(config))
+    sides = (generator_devices(config, first_gpus), trainer_devices(config, first_gpus))
     generator, trainer = (", ".join(dict.fromkeys(map(str, devices))) for devices in sides)
     return [f"generator on {generator}; trainer on {trainer}"]

@@ -9,7 +9,6 @@ import torch
 from llamarl.builders.devices import device_of, dtype_of, gpu_for
 from llamarl.builders.site import Site
 from llamarl.builders.weights import make_weight_reader, wire_precision
-from llamarl.controller.line import index_of
 from llamarl.executors.executor import Executor
 from llamarl.executors.generator import Generator
 from llamarl.generate.conversation import make_conversations
@@ -26,8 +25,7 @@ from llamarl.weights.shards import Parameters
 def build_generator(site: Site) -> Executor:
     config, settings = site.config, site.config.generator
     part = TensorRank(site.rank, site.num_ranks)
-    number = index_of(site.executor) * site.num_ranks + site.rank
-    device = device_of("generator.device", settings.device, gpu_for(site, "generator", number))
+    device = device_of("generator.device", settings.device, gpu_for(site))
     model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, shard=part.box)
     split_over_ranks(model, part)
     tokenizer = Tokenizer.load(config.model_folder)

@@ -13,6 +13,6 @@ from llamarl.train.policy import load_policy
 
 def build_reference(site: Site) -> Executor:
     config = site.config
-    device = device_of("reference.device", config.reference.device, gpu_for(site, "reference", site.rank))
+    device = device_of("reference.device", config.reference.device, gpu_for(site))
     mesh = make_mesh(config.reference.data, config.reference.tensor, site.rank, device)
     return Reference(load_policy(config.reference_folder, computing_of(config, device, mesh)))

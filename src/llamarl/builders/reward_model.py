@@ -16,7 +16,7 @@ from llamarl.model.tokenizer import Tokenizer
 
 def build_reward_model(site: Site) -> Executor:
     config, settings = site.config, site.config.reward_model
-    device = device_of("reward_model.device", settings.device, gpu_for(site, "reward_model", 0))
+    device = device_of("reward_model.device", settings.device, gpu_for(site))
     folder = reward_model_folder(config)
     return RewardModel(
         load_classifier(folder, dtype=dtype_of(settings.dtype, device), device=device),

@@ -20,7 +20,7 @@ from llamarl.train.state import load_masters, restore
 def build_trainer(site: Site) -> Executor:
     config = site.config
     folder = site.snapshot / POLICY if site.snapshot else config.model_folder
-    device = device_of("trainer.device", config.trainer.device, gpu_for(site, "trainer", site.rank))
+    device = device_of("trainer.device", config.trainer.device, gpu_for(site))
     mesh = make_mesh(config.trainer.data, config.trainer.tensor, site.rank, device)
     computing = computing_of(config, device, mesh)
     policy = load_policy(folder, computing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -34,9 +34,9 @@ def make_weight_writer(site: Site, policy: Policy) -> WeightWriter:
         writer = GroupWriter(parts, lease_s=lease_s, wire=wire, agree=agree)
         site.meets.serve(writer)
         return writer
-    transport, device = weight_transport(site.config), policy.computing.device
+    transport, device = weight_transport(site.config, site.first_gpus), policy.computing.device
     return SlotWriter(
-        site.slots["trainer"],
+        site.slots[role_of(site.executor)],
         parts,
         wire=wire,
         lease_s=lease_s,
@@ -62,14 +62,16 @@ def make_weight_reader(site: Site, held: Parameters, device: torch.device) -> We
 
 
 def weight_transport(
-    config: Config, can_reach: Callable[[int, int], bool] = torch.cuda.can_device_access_peer
+    config: Config,
+    first_gpus: Mapping[str, int],
+    can_reach: Callable[[int, int], bool] = torch.cuda.can_device_access_peer,
 ) -> Transport:
     """A process group where hosts are named; otherwise what the devices of this host allow. The default `can_reach` starts
     CUDA to find out whether GPUs reach each other."""
     if config.engine.hosts:
         interface_for(config.engine.host_names, config.engine.trusted_network)
         return settle_transport(config.weights.transport, "group")
-    sides = (trainer_devices(config), generator_devices(config))
+    sides = (trainer_devices(config, first_gpus), generator_devices(config, first_gpus))
     writers, readers = ([Place("this host", str(device)) for device in side] for side in sides)
     possible = select_transport(writers, readers, config.engine.trusted_network, can_reach)
     return settle_transport(config.weights.transport, possible)

@@ -11,18 +11,21 @@ The rules, in the words of docs/architecture.md:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from llamarl.config import EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
-from llamarl.controller.evaluation import Evaluation, is_evaluation
+from llamarl.controller.evaluation import Evaluation
+from llamarl.controller.groups import GroupSpec
 from llamarl.controller.line import Line, role_of
-from llamarl.controller.order import ExactOrder, NewestOrder, Order
 from llamarl.controller.pool import ExecutorPool, ExecutorState
-from llamarl.controller.probe import Probes, is_probe
+from llamarl.controller.probe import Probes
+from llamarl.controller.snapshots import SnapshotSchedule
 from llamarl.controller.training import Training
+from llamarl.controller.version_policy import ExactVersion, NewestVersion, VersionPolicy
 from llamarl.controller.window import Window
 from llamarl.types import GroupFacts
 
@@ -34,14 +37,14 @@ class Controller:
     def __init__(
         self, line: Line, schedule: ScheduleConfig, evaluate: EvaluateConfig, snapshots: SnapshotsConfig = NO_SNAPSHOTS
     ) -> None:
-        self.line, self.schedule, self.snapshots = line, schedule, snapshots
+        self.line, self.schedule = line, schedule
         self.pools = [
             ExecutorPool(role, at, role.name in line.weights_source) for at, role in enumerate(line.group_roles)
         ]
+        self._policy: VersionPolicy = ExactVersion(schedule) if schedule.deterministic else NewestVersion()
         self.probes = Probes(schedule)
-        self.training = Training(line, schedule.updates, snapshots.every, self.probes, self._say)
-        self.order: Order = ExactOrder(self) if schedule.deterministic else NewestOrder(self)
-        self.training.may_publish, self.training.may_commit = self.order.may_publish, self.order.may_commit
+        self.snapshots = SnapshotSchedule(snapshots, self._policy)
+        self.training = Training(line, schedule.updates, self.snapshots, self.probes, self._say)
         self.window = Window(schedule.groups_per_update, schedule.window)
         self.evaluation = Evaluation(evaluate, schedule.updates)
         self.executors: dict[str, ExecutorState] = {
@@ -57,9 +60,9 @@ class Controller:
         self._resumed_at = 0  # the version that this run began with
         self._recovered: set[int] = set()  # settled before this run began, and not yet admitted in it
         self._attempts: dict[int, int] = {}  # deaths that a group has seen
-        self._unseen_snapshots: set[int] = set()  # whole, but of versions that are not visible yet
-        # Per group role, a heap of (rank, ordinal): groups that need an executor, in the order in which they get one.
-        self.waiting: list[list[tuple[int, int]]] = [[] for _ in self.pools]
+        self._idle_target = -1  # the version that idle executors were last asked to hold
+        # Per group role, a heap of (priority, ordinal, group): groups that need an executor, in the order they get one.
+        self._waiting: list[list[tuple[int, int, GroupSpec]]] = [[] for _ in self.pools]
         self._dropped: set[int] = set()
         self._commands: list[ev.AnyCommand] = []
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
@@ -99,6 +102,7 @@ class Controller:
         """Batches that were made before are made again, the same and in the same order. Everything else is admitted
         anew, in order and as places allow, so that the bound holds; what was settled already is not generated again."""
         self._resumed_at = event.version
+        self.snapshots.resume(event.version)
         self.training.resume(event.version)
         self.evaluation.resume(event.evaluated)
         self._dropped = set(event.dropped)
@@ -134,7 +138,7 @@ class Controller:
         if executor.loading != event.version:
             return
         executor.loading = None
-        if event.version == self.order.target(executor):  # otherwise a newer version took its slot, which is no failure
+        if event.version == self._target(executor):  # otherwise a newer version took its slot, which is no failure
             executor.failed_loads += 1
         if executor.failed_loads == MAX_FAILED_LOADS:
             self._end(ev.Abort(f"{executor.name}: {event.reason}"), closed=f"stopped: {event.reason}")
@@ -142,30 +146,29 @@ class Controller:
             self._make_available(executor)
 
     def _on_group_done(self, event: ev.GroupDone) -> None:
-        if (executor := self._holder(event)) is None:
-            return
-        executor.release(event.ordinal)
-        if is_evaluation(event.ordinal):
-            self.evaluation.passed(event.ordinal, executor)
-        elif not is_probe(event.ordinal):
-            self._write(_passed(event.ordinal, executor.role.done, event.facts))
+        executor = self.executors[event.executor]
+        if (group := executor.groups.get(event.ordinal)) is None:
+            return  # a duplicate
+        executor.release(group)
+        if group.kind == "train":
+            self._write(_passed(group.ordinal, executor.role.done, event.facts))
+        elif group.kind == "evaluation":
+            self.evaluation.passed(group.ordinal, executor)
         self._make_available(executor)
-        if is_probe(event.ordinal):
-            self.probes.answered(event.ordinal)
-        else:
-            self._move_on(event.ordinal, executor.position + 1)
+        self._move_on(group, executor.position + 1)
 
     def _on_group_failed(self, event: ev.GroupFailed) -> None:
-        if (executor := self._holder(event)) is None:
-            return
-        executor.release(event.ordinal)
-        if is_evaluation(event.ordinal):
-            self.evaluation.passed(event.ordinal, executor)
-            self._move_on(event.ordinal, len(self.pools))
-        elif is_probe(event.ordinal):
-            self._give_up_probe(event.ordinal)
+        executor = self.executors[event.executor]
+        if (group := executor.groups.get(event.ordinal)) is None:
+            return  # a duplicate
+        executor.release(group)
+        if group.kind == "train":
+            self._drop(group.ordinal, event.reason)
+        elif group.kind == "evaluation":
+            self.evaluation.passed(group.ordinal, executor)
+            self._settle_evaluation(group.ordinal)
         else:
-            self._drop(event.ordinal, event.reason)
+            self._give_up_probe(group.ordinal)
         self._make_available(executor)
 
     def _give_up_probe(self, ordinal: int) -> None:
@@ -197,8 +200,7 @@ class Controller:
 
     def _on_died(self, event: ev.Died) -> None:
         executor = self.executors[event.executor]
-        executor.dead = True
-        ordinals = executor.reset()
+        groups = executor.reset()
         executor.failures += 1
         if not executor.role.restartable or executor.failures > self.schedule.max_restarts:
             self._end(ev.Abort(_why_stopped(executor, event.reason)), closed=f"stopped: {event.reason}")
@@ -207,26 +209,20 @@ class Controller:
             self._rewind(executor)
         else:
             self.evaluation.lost(executor)
-            for ordinal in ordinals:
-                self._return(ordinal, executor.position, event.reason)
+            for group in groups:
+                self._return(group, executor.position, event.reason)
         executor.incarnation += 1
-        executor.dead = False
-        self._say(ev.Start(executor.name, executor.incarnation, version=self.training.saved))
+        self._say(ev.Start(executor.name, executor.incarnation, version=self.snapshots.saved))
 
     def _on_saved(self, event: ev.Saved) -> None:
-        self.training.part_saved(self.training.stage_of(self.executors[event.executor]), event.version)
+        self.snapshots.part_saved(role_of(event.executor), event.version)
 
     def _on_committed(self, event: ev.Committed) -> None:
-        if self.training.snapshot == event.version:
-            self.training.snapshot = None
-            self._unseen_snapshots.add(event.version)
+        if self.snapshots.committed(event.version):
             self._count_snapshots()
 
     def _on_save_failed(self, event: ev.SaveFailed) -> None:
-        if self.training.snapshot != event.version:
-            return
-        self.training.give_up_snapshot()
-        if event.version == self.training.final_version:
+        if self.snapshots.failed(event.version) and event.version == self.training.final_version:
             reason = f"the last snapshot could not be written: {event.reason}"
             self._end(ev.Abort(reason), closed=f"stopped: {reason}")
 
@@ -240,15 +236,16 @@ class Controller:
     def _advance(self) -> None:
         if self.finished:
             return
-        self.training.advance()
+        self._advance_training()
         while self.newest < self.training.visible:
             # One by one, for evaluations; a resumed job begins with the version of its snapshot.
             self._make_visible(max(self.newest + 1, self._resumed_at))
-            self.training.advance()
+            self._advance_training()
         for position in range(len(self.pools) - 1, 0, -1):
             self._hand_out(position)
         self._admit()
-        if self.order.has_moved():
+        if self._idle_target != (target := self._find_idle_target()):
+            self._idle_target = target
             for executor in self.pools[0].executors:
                 self._offer_weights(executor)
         if self.training.trained == self.training.final_version:
@@ -256,19 +253,13 @@ class Controller:
 
     def _wind_up(self, version: int) -> None:
         """No update will follow: make sure of the last snapshot, finish the last evaluation, end."""
-        if self._lacks_snapshot(version):
-            self.training.save_now(version)
-            self.training.advance()
+        if self.snapshots.lacks(version, stopping=self.stopping):
+            self.training.save_last(version)
+            self._advance_training()
         elif self.stopping:
             self._end(ev.Finish(stopped=True), closed=f"stopped on request after update {version}")
         elif self.newest == version and self.evaluation.all_done:
             self._end(ev.Finish(), closed=ledger.FINISHED)
-
-    def _lacks_snapshot(self, version: int) -> bool:
-        """One that has been begun is always finished; who is stopped will go on, and needs one."""
-        if version in self._unseen_snapshots or version == self.training.saved:
-            return False
-        return self.stopping or self.snapshots.at_end != "none" or self.training.snapshot is not None
 
     def _make_visible(self, version: int) -> None:
         self.newest = version
@@ -284,23 +275,32 @@ class Controller:
 
     def _admit(self) -> None:
         """Groups for the first role: those that a death returned, then evaluation, then new ones while places last."""
-        pool, returned = self.pools[0], self.waiting[0]
-        version = self.training.to_be_probed
-        if version is not None and version == self.newest and (probe := self.probes.issue(version)) is not None:
-            self._wait(0, probe)
+        pool, returned = self.pools[0], self._waiting[0]
+        self._issue_probe()
         self._hand_out(0)
-        for executor, ordinal in self.evaluation.assign(pool, self.newest, exact=self.schedule.deterministic):
-            self._assign(executor, ordinal, num_completions=1)
-        samples = self.schedule.samples_per_group
-        while self.may_admit and not (returned and returned[0][0] <= self.order.priority(self.next_ordinal)):
+        for executor, group in self.evaluation.assign(pool, self.newest, self._policy):
+            self._assign(executor, group)
+        while self.may_admit:
+            group = self._train_group(self.next_ordinal)
+            if returned and returned[0][0] <= group.priority:
+                return
             if self._skip_known():
                 continue
-            chosen = pool.least_busy(samples, self.order.version_for(self.next_ordinal))
+            chosen = pool.least_busy(group.num_completions, self._version_for(group))
             if chosen is None:
                 return
             self.places_used += 1
-            self._assign(chosen, self.next_ordinal, samples)
+            self._assign(chosen, group)
             self.next_ordinal += 1
+
+    def _issue_probe(self) -> None:
+        version = self.training.to_be_probed
+        if version is not None and version == self.newest and (ordinal := self.probes.issue(version)) is not None:
+            self._wait(0, GroupSpec(ordinal, "probe", self.schedule.samples_per_group, self._policy.pin(version)))
+
+    def _train_group(self, ordinal: int) -> GroupSpec:
+        version = self._policy.pin(self.schedule.sampling_version(ordinal))
+        return GroupSpec(ordinal, "train", self.schedule.samples_per_group, version)
 
     def _skip_known(self) -> bool:
         """After a resume: the next ordinal may be in a batch already, or settled, and then only needs its place."""
@@ -312,39 +312,48 @@ class Controller:
             self._recovered.remove(ordinal)
             self.next_ordinal += 1
             self.places_used += 1
-            self._move_on(ordinal, len(self.pools))
-            self.training.advance()
+            self._settle(ordinal)
+            self._advance_training()
             return True
         return False
 
     def _hand_out(self, position: int) -> None:
-        waiting, pool = self.waiting[position], self.pools[position]
+        waiting, pool = self._waiting[position], self.pools[position]
         while waiting:
-            ordinal = waiting[0][1]
-            num_completions = 1 if is_evaluation(ordinal) else self.schedule.samples_per_group
-            executor = pool.least_busy(num_completions, self.order.version_for(ordinal))
+            group = waiting[0][2]
+            executor = pool.least_busy(group.num_completions, self._version_for(group))
             if executor is None:
                 return
             heapq.heappop(waiting)
-            self._assign(executor, ordinal, num_completions)
+            self._assign(executor, group)
 
-    def _wait(self, position: int, ordinal: int) -> None:
-        heapq.heappush(self.waiting[position], (self.order.priority(ordinal), ordinal))
+    def _wait(self, position: int, group: GroupSpec) -> None:
+        heapq.heappush(self._waiting[position], (group.priority, group.ordinal, group))
 
-    def _assign(self, executor: ExecutorState, ordinal: int, num_completions: int) -> None:
-        executor.assign(ordinal, num_completions)
+    def _assign(self, executor: ExecutorState, group: GroupSpec) -> None:
+        executor.assign(group)
         self.pools[executor.position].touch(executor)
-        if executor.position == 0 and ordinal >= 0:
-            self._write(ledger.Issued(ordinal, executor.name, executor.version))
-        self._say(ev.RunGroup(executor.name, executor.incarnation, ordinal))
+        if executor.position == 0 and group.kind == "train":
+            self._write(ledger.Issued(group.ordinal, executor.name, executor.version))
+        self._say(ev.RunGroup(executor.name, executor.incarnation, group.ordinal, group.kind))
 
-    def _move_on(self, ordinal: int, position: int) -> None:
-        if position < len(self.pools):
-            self._wait(position, ordinal)
-        elif not is_evaluation(ordinal):
-            for batch in self.window.settle(ordinal):
-                self.training.add_batch(batch)
-        elif not self.evaluation.owns(ordinal):
+    def _move_on(self, group: GroupSpec, position: int) -> None:
+        """The group goes to the role at `position`. A probe ends behind the first role, other groups behind the last."""
+        if group.kind == "probe":
+            self.probes.answered(group.ordinal)
+        elif position < len(self.pools):
+            self._wait(position, group)
+        elif group.kind == "train":
+            self._settle(group.ordinal)
+        else:
+            self._settle_evaluation(group.ordinal)
+
+    def _settle(self, ordinal: int) -> None:
+        for batch in self.window.settle(ordinal):
+            self.training.add_batch(batch)
+
+    def _settle_evaluation(self, ordinal: int) -> None:
+        if not self.evaluation.owns(ordinal):
             self._say(ev.Forget((ordinal,)))
         elif finished := self.evaluation.settled(ordinal):
             self._say(ev.Evaluated(finished.version, finished.ordinals))
@@ -353,7 +362,7 @@ class Controller:
     def _drop(self, ordinal: int, reason: str) -> None:
         self._dropped.add(ordinal)
         self._write(ledger.Dropped(ordinal, reason))
-        self._move_on(ordinal, len(self.pools))
+        self._settle(ordinal)
 
     def _give_up(self, ordinal: int, reason: str) -> None:
         """Drop the group; in deterministic mode timing must not choose what is trained, so the job stops instead."""
@@ -362,17 +371,18 @@ class Controller:
         else:
             self._drop(ordinal, reason)
 
-    def _return(self, ordinal: int, position: int, reason: str) -> None:
+    def _return(self, group: GroupSpec, position: int, reason: str) -> None:
         """The holder died: the group waits for another executor of the same role, unless it seems to be the cause."""
-        self._attempts[ordinal] = attempts = self._attempts.get(ordinal, 0) + 1
-        if is_probe(ordinal) and attempts >= self.schedule.max_attempts:
-            self._give_up_probe(ordinal)
-        elif ordinal >= 0 and attempts >= self.schedule.max_attempts:
-            self._give_up(ordinal, f"its executor died {attempts} times, the last time: {reason}")
-        elif is_evaluation(ordinal) and not self.evaluation.owns(ordinal):
-            self._say(ev.Forget((ordinal,)))
+        self._attempts[group.ordinal] = attempts = self._attempts.get(group.ordinal, 0) + 1
+        worn_out = attempts >= self.schedule.max_attempts
+        if group.kind == "probe" and worn_out:
+            self._give_up_probe(group.ordinal)
+        elif group.kind == "train" and worn_out:
+            self._give_up(group.ordinal, f"its executor died {attempts} times, the last time: {reason}")
+        elif group.kind == "evaluation" and not self.evaluation.owns(group.ordinal):
+            self._say(ev.Forget((group.ordinal,)))
         else:
-            self._wait(position, ordinal)
+            self._wait(position, group)
 
     def _make_available(self, executor: ExecutorState) -> None:
         self._offer_weights(executor)
@@ -382,12 +392,48 @@ class Controller:
         """An executor takes the weights that it should have, unless it is answering an evaluation."""
         if not executor.reads_weights or not executor.up or executor.loading is not None:
             return
-        version = self.order.target(executor)
+        version = self._target(executor)
         if executor.version != version >= 0 and not self.evaluation.pins(executor):
             executor.loading = version
             self._say(ev.Load(executor.name, executor.incarnation, version))
 
+    # Which version for whom
+
+    def _version_for(self, group: GroupSpec) -> int:
+        return self.newest if group.version is None else group.version
+
+    def _target(self, executor: ExecutorState) -> int:
+        return self._policy.target(executor, self._find_idle_target())
+
+    def _find_idle_target(self) -> int:
+        return self._policy.idle_target(self.newest, self._unassigned_versions())
+
+    def _unassigned_versions(self) -> Iterator[int]:
+        """The versions due for groups that no replica was given yet: the oldest of each kind."""
+        for priority, _, _ in self._waiting[0][:1]:
+            yield priority
+        if (version := self.evaluation.oldest_unassigned) is not None:
+            yield version
+        if self.may_admit:
+            yield self.schedule.sampling_version(self.next_ordinal)
+
+    def _ungenerated_versions(self) -> Iterator[int]:
+        """The versions due for groups that are not generated yet: the oldest of each kind. All groups that a replica holds
+        are due to the same version."""
+        for executor in self.pools[0].executors:
+            for group in islice(executor.groups.values(), 1):
+                yield group.priority
+        for priority, _, _ in self._waiting[0][:1]:
+            yield priority
+        if self.next_ordinal < self.schedule.num_groups:
+            yield self.schedule.sampling_version(self.next_ordinal)
+        if (version := self.evaluation.oldest_ungenerated) is not None:
+            yield version
+
     # Training's edges
+
+    def _advance_training(self) -> None:
+        self.training.advance(self._policy.oldest_needed(self._ungenerated_versions()))
 
     def _record_trained(self, update: int) -> None:
         ordinals = self.training.batches[update]
@@ -396,14 +442,11 @@ class Controller:
         self._say(ev.Sync())
 
     def _count_snapshots(self) -> None:
-        """A snapshot counts once its version is visible: who comes back from it has nothing older left to publish."""
-        seen = {version for version in self._unseen_snapshots if version <= self.newest}
-        self._unseen_snapshots -= seen
-        covered = range(self.training.saved, max(seen, default=0))
-        self.training.saved = max(self.training.saved, covered.stop)
+        """What a snapshot covers that counts from now on is not needed any more."""
+        covered = self.snapshots.count(self.newest)
         if covered:
-            self._say(ev.Prune(self.training.saved))
-            if measured := self.probes.covered(self.training.saved):
+            self._say(ev.Prune(covered.stop))
+            if measured := self.probes.covered(covered.stop):
                 self._say(ev.Forget(measured))
         if self._keeps_for_rewind:
             for update in covered:
@@ -415,7 +458,7 @@ class Controller:
         if void := self.probes.rewind():
             self._say(ev.Forget(void))
         if self.training.trained < trained:
-            self._unseen_snapshots.clear()
+            self.snapshots.forget_unseen()
             self._write(ledger.Rewound(self.training.trained, executor.name))
 
     def _reload(self, publisher: str) -> None:
@@ -441,7 +484,7 @@ class Controller:
     @property
     def may_admit(self) -> bool:
         """The next group exists, there is a place for it, and it will be needed."""
-        end = self.order.last_needed if self.stopping else self.schedule.num_groups
+        end = self._policy.last_ordinal(self.training.final_version) if self.stopping else self.schedule.num_groups
         return self.next_ordinal < end and self.places_used < self.schedule.num_places
 
     def _is_void(self, event: ev.AnyEvent) -> bool:
@@ -451,11 +494,6 @@ class Controller:
         executor = self.executors[event.executor]
         of_training = isinstance(event, ev.BatchDone | ev.Published | ev.Saved)
         return event.incarnation != executor.incarnation or (of_training and executor.role.unit != "batch")
-
-    def _holder(self, event: ev.GroupDone | ev.GroupFailed) -> ExecutorState | None:
-        """Who reports, if it really holds the group: otherwise the report is a duplicate."""
-        executor = self.executors[event.executor]
-        return executor if event.ordinal in executor.groups else None
 
     def _say(self, command: ev.AnyCommand) -> None:
         self._commands.append(command)

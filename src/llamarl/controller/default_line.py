@@ -25,6 +25,7 @@ def default_line(config: Config) -> Line:
                 capacity=GENERATOR_AHEAD * config.generator.slots + config.num_parked,
                 at_once=config.generator.slots + config.num_parked,
                 threads=config.generator.threads,
+                gpu=True,
             ),
             Role(name="reward", unit="group", done="scored", capacity=GROUPS_AHEAD * samples, threads=1),
             Role(
@@ -33,12 +34,13 @@ def default_line(config: Config) -> Line:
                 done="trained",
                 ranks=config.trainer.ranks,
                 threads=config.trainer.threads,
+                gpu=True,
             ),
             *between,
         ],
         [
-            Channel("prompts", "scatter", SOURCE, "generator"),
-            Channel("completions", "gather", "generator", "reward"),
+            Channel("prompts", "groups", SOURCE, "generator"),
+            Channel("completions", "groups", "generator", "reward"),
             *to_trainer,
             Channel("weights", "weights", "trainer", "generator"),
         ],
@@ -51,12 +53,19 @@ def _way_to_trainer(config: Config) -> tuple[list[Role], list[Channel]]:
     if config.reward_model.path:
         ahead = GROUPS_AHEAD * config.schedule.samples_per_group
         threads = config.reward_model.threads
-        roles.append(Role(name="reward_model", unit="group", done="ranked", capacity=ahead, threads=threads))
+        roles.append(Role(name="reward_model", unit="group", done="ranked", capacity=ahead, threads=threads, gpu=True))
     if config.reference_alone:
         settings = config.reference
         roles.append(
-            Role(name="reference", unit="batch", done="referenced", ranks=settings.ranks, threads=settings.threads)
+            Role(
+                name="reference",
+                unit="batch",
+                done="referenced",
+                ranks=settings.ranks,
+                threads=settings.threads,
+                gpu=True,
+            )
         )
     stops = ["reward", *(role.name for role in roles), "trainer"]
     names = ["rollouts", *(role.done for role in roles)]
-    return roles, [Channel(names[at], "scatter", stops[at], stops[at + 1]) for at in range(len(stops) - 1)]
+    return roles, [Channel(names[at], "groups", stops[at], stops[at + 1]) for at in range(len(stops) - 1)]

@@ -10,12 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from llamarl.config import EvaluateConfig
+from llamarl.controller.groups import GroupSpec
 from llamarl.controller.pool import ExecutorPool, ExecutorState
-from llamarl.controller.probe import is_probe
-
-
-def is_evaluation(ordinal: int) -> bool:
-    return ordinal < 0 and not is_probe(ordinal)
+from llamarl.controller.version_policy import VersionPolicy
 
 
 @dataclass(eq=False)
@@ -61,19 +58,21 @@ class Evaluation:
     def resume(self, evaluated: Iterable[int]) -> None:
         self._done_before = frozenset(evaluated)
 
-    def assign(self, pool: ExecutorPool, newest: int, *, exact: bool = False) -> Iterator[tuple[ExecutorState, int]]:
-        """Hand unanswered problems of the oldest round to its replica, as far as there is room. `exact`: the version that
-        is due answers them; otherwise the newest."""
+    def assign(
+        self, pool: ExecutorPool, newest: int, policy: VersionPolicy
+    ) -> Iterator[tuple[ExecutorState, GroupSpec]]:
+        """Hand unanswered problems of the oldest round to its replica, as far as there is room."""
         if not self._rounds:
             return
         current = self._rounds[0]
+        pinned = policy.pin(current.version)
         if current.replica is None and current.unassigned:
-            current.replica = pool.least_busy(1, current.version if exact else newest)
+            current.replica = pool.least_busy(1, newest if pinned is None else pinned)
             if current.replica is not None:
                 current.version = current.replica.version
         replica = current.replica
         while replica is not None and current.unassigned and replica.occupied < pool.role.capacity:
-            yield replica, current.unassigned.pop()
+            yield replica, GroupSpec(current.unassigned.pop(), "evaluation", 1, pinned)
 
     def pins(self, executor: ExecutorState) -> bool:
         return any(one.replica is executor and bool(one.ungenerated) for one in self._rounds)
@@ -107,10 +106,6 @@ class Evaluation:
     @property
     def oldest_ungenerated(self) -> int | None:
         return min((one.version for one in self._rounds if one.ungenerated), default=None)
-
-    def version_of(self, ordinal: int) -> int:
-        """Any, for what is left of a round that began anew."""
-        return next((one.version for one in self._rounds if ordinal in one.unsettled), 0)
 
     def owns(self, ordinal: int) -> bool:
         """False for what is left of a round that began anew."""

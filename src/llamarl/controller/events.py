@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from llamarl.controller.ledger import Record
-from llamarl.types import GroupFacts
+from llamarl.types import GroupFacts, GroupKind
 
 
 class Event(Struct, frozen=True, tag=True, tag_field="event"):
@@ -147,6 +147,7 @@ class Load(ExecutorCommand, frozen=True):
 
 class RunGroup(ExecutorCommand, frozen=True):
     ordinal: int
+    kind: GroupKind = "train"
 
 
 class RunBatch(ExecutorCommand, frozen=True):

@@ -22,6 +22,7 @@ class Role(Struct, frozen=True, kw_only=True):
     executors: int = 1
     ranks: int = 1  # processes that are one executor; the engine talks to the first of them
     threads: int = 0  # cores each of them may use; 0: all
+    gpu: bool = False  # whether each of them takes a GPU, where there is one
     capacity: int = 1  # completions that one executor holds at once (unit "group")
     at_once: int = 0  # of these, that it works on; what else it holds waits there; 0: all
     restartable: bool = True  # False: its state cannot be brought back, so its death ends the job
@@ -29,7 +30,7 @@ class Role(Struct, frozen=True, kw_only=True):
 
 class Channel(Struct, frozen=True):
     name: str
-    kind: Literal["broadcast", "scatter", "gather", "weights"]
+    kind: Literal["groups", "weights"]  # groups pass down the line, weights go back to a role that reads them
     source: str
     target: str
 

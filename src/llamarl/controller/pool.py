@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from enum import Enum
 
+from llamarl.controller.groups import GroupSpec
 from llamarl.controller.line import Role, executor_names
 
 _VERSIONS = 2  # that are asked for at about the same time
-
-
-class Life(Enum):
-    STARTING = "starting"
-    STALE = "stale"  # up, but without the newest weights: finishes what it has, is given nothing new
-    READY = "ready"
-    BUSY = "busy"
-    DEAD = "dead"
-    RESTARTING = "restarting"
 
 
 @dataclass(eq=False)
@@ -30,33 +21,24 @@ class ExecutorState:
     incarnation: int = 0
     failures: int = 0  # deaths in a row, without any work done in between
     up: bool = False
-    dead: bool = False
     version: int = -1  # the weights it holds; -1: none
     loading: int | None = None
     failed_loads: int = 0  # in a row, of versions that were still the newest
-    groups: dict[int, int] = field(default_factory=dict)  # ordinal -> completions it holds for that group
+    groups: dict[int, GroupSpec] = field(default_factory=dict)  # by ordinal
     occupied: int = 0  # completions over all its groups
 
-    def life(self, newest: int) -> Life:
-        if self.dead:
-            return Life.DEAD
-        if not self.up:
-            return Life.RESTARTING if self.incarnation else Life.STARTING
-        if self.reads_weights and self.version != newest:
-            return Life.STALE
-        return Life.BUSY if self.groups else Life.READY
+    def assign(self, group: GroupSpec) -> None:
+        self.groups[group.ordinal] = group
+        self.occupied += group.num_completions
 
-    def assign(self, ordinal: int, num_completions: int) -> None:
-        self.groups[ordinal] = num_completions
-        self.occupied += num_completions
-
-    def release(self, ordinal: int) -> None:
+    def release(self, group: GroupSpec) -> None:
         self.failures = 0
-        self.occupied -= self.groups.pop(ordinal)
+        del self.groups[group.ordinal]
+        self.occupied -= group.num_completions
 
-    def reset(self) -> list[int]:
-        """Death: returns the groups it held, in order."""
-        held = sorted(self.groups)
+    def reset(self) -> list[GroupSpec]:
+        """Forget everything that a dead process held. Returns its groups, in order."""
+        held = [self.groups[ordinal] for ordinal in sorted(self.groups)]
         self.groups.clear()
         self.occupied, self.up, self.version, self.loading, self.failed_loads = 0, False, -1, None, 0
         return held
@@ -124,10 +106,6 @@ class ExecutorPool:
             self._heaps = {known: heap for known, heap in self._heaps.items() if known[1] >= key[1] - _VERSIONS}
             self._heaps[key] = self._entries()
         return self._heaps[key]
-
-    @property
-    def num_entries(self) -> int:
-        return len(self._up) + sum(map(len, self._heaps.values()))
 
     def _entries(self) -> list[tuple[int, int]]:
         return sorted((len(executor.groups), executor.index) for executor in self.executors if executor.up)

@@ -11,10 +11,6 @@ from llamarl.config import ScheduleConfig
 _FIRST = -(1 << 40)  # far below the ordinals of evaluations
 
 
-def is_probe(ordinal: int) -> bool:
-    return ordinal <= _FIRST
-
-
 def probed_version(ordinal: int) -> int:
     return _FIRST - ordinal
 

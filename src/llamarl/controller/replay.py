@@ -43,7 +43,7 @@ class Replay(Struct, frozen=True):
 
 
 LOG_FULL = b'{"event":"LogFull"}'  # the last line of a log that was not written on
-_decode_setting = msgspec.json.Decoder(Setting).decode
+_OLD_KINDS = (b"broadcast", b"scatter", b"gather")  # of channels for groups, in older logs
 _decode_event = msgspec.json.Decoder(ev.AnyEvent).decode
 
 
@@ -136,6 +136,12 @@ def _written(log: _Log) -> Iterator[Record]:
         log.damaged = True
 
 
+def _decode_setting(line: bytes) -> Setting:
+    for kind in _OLD_KINDS:
+        line = line.replace(b'"kind":"' + kind + b'"', b'"kind":"groups"')
+    return msgspec.json.decode(line, type=Setting)
+
+
 def setting_of(controller: Controller) -> Setting:
     line, evaluate = controller.line, controller.evaluation.settings
-    return Setting(line.roles, line.channels, controller.schedule, evaluate, controller.snapshots)
+    return Setting(line.roles, line.channels, controller.schedule, evaluate, controller.snapshots.settings)

@@ -41,8 +41,6 @@ class Driver:
         self._controller, self._engine, self._prompts = controller, engine, prompts
         self._folder, self._watcher = run_folder, watcher
         self._store, self._snapshots = store, snapshots
-        self._saving: int | None = None  # the version whose parts are being collected, with their hashes
-        self._files: dict[str, str] = {}
         self._events: deque[ev.AnyEvent] = deque()
         self._stop_requested = ""  # why
         self.outcome = FINISHED
@@ -141,12 +139,12 @@ class Driver:
                 self._watcher.published(arrival.executor, report.version, report.num_bytes, report.lost_s)
                 return ev.Published(*who, report.version, report.changed)
             case msg.StateSaved():
-                if report.version == self._saving:
-                    self._files |= report.files
+                self._snapshots.add_part(report.version, report.files)
                 return ev.Saved(*who, report.version)
             case msg.StateNotSaved():
                 # An attempt that was given up may fail later, when another is under way.
-                return self._save_failed(report.version, report.reason) if report.version == self._saving else None
+                current = self._snapshots.is_collecting(report.version)
+                return self._save_failed(report.version, report.reason) if current else None
             case msg.Failed():
                 return ev.Died(*who, report.reason)
 
@@ -161,7 +159,7 @@ class Driver:
         if group.ordinal in self._controller.executors[arrival.executor].groups:
             last = self._controller.line.group_roles[-1].name
             self._store.put(group, passing=role_of(arrival.executor) != last)
-            if group.ordinal >= 0:
+            if group.kind == "train":
                 self._watcher.group_done(arrival.executor, facts)
         return ev.GroupDone(arrival.executor, arrival.incarnation, group.ordinal, facts)
 
@@ -183,7 +181,7 @@ class Driver:
 
     def _run_group(self, command: ev.RunGroup) -> None:
         if command.ordinal not in self._store:
-            self._store.put(self._prompts.group(command.ordinal))
+            self._store.put(self._prompts.group(command.ordinal, command.kind))
         self._engine.send(command.executor, msg.WorkOnGroup(self._store.get(command.ordinal)))
 
     def _run_batch(self, command: ev.RunBatch) -> None:
@@ -193,14 +191,11 @@ class Driver:
 
     def _save(self, command: ev.Save) -> None:
         try:
-            if command.version != self._saving:
-                self._snapshots.begin(command.version)
-                self._saving, self._files = command.version, {}
+            folder = self._snapshots.begin(command.version)
         except OSError as error:
             self._events.append(self._save_failed(command.version, str(error)))
             return
-        folder = str(self._snapshots.partial(command.version))
-        self._engine.send(command.executor, msg.SaveState(command.version, folder))
+        self._engine.send(command.executor, msg.SaveState(command.version, str(folder)))
 
     def _commit(self, command: ev.Commit) -> None:
         try:
@@ -208,11 +203,10 @@ class Driver:
             self._folder.sync()
             self._folder.metrics.sync()
             self._folder.evaluations.sync()
-            self._snapshots.commit(command.version, self._files)
+            self._snapshots.commit(command.version)
         except OSError as error:
             self._events.append(self._save_failed(command.version, str(error)))
             return
-        self._saving = None
         self._events.append(ev.Committed(command.version))
 
     def _prune(self, command: ev.Prune) -> None:
@@ -223,8 +217,7 @@ class Driver:
 
     def _save_failed(self, version: int, reason: str) -> ev.SaveFailed:
         """The disk may be full: what the attempt has written goes at once, since the ledger needs the room."""
-        self._saving = None
-        self._snapshots.discard_partial()
+        self._snapshots.give_up()
         self._watcher.note(f"SNAPSHOT {version} COULD NOT BE WRITTEN: {reason}; the one before stays")
         return ev.SaveFailed(version, reason)
 

@@ -35,7 +35,7 @@ class GroupStore:
         """Store a group. `passing`: another role will add to it, so it does not go to disk yet."""
         failpoint("store.put")
         self._groups[group.ordinal] = group
-        if isinstance(group, RolloutGroup) and group.ordinal >= 0 and not passing:
+        if isinstance(group, RolloutGroup) and group.kind == "train" and not passing:
             self._note(group.ordinal, self._writer.append(_encode(group)))
 
     def amend(self, groups: Iterable[RolloutGroup]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from llamarl.config import Config
-from llamarl.controller.evaluation import is_evaluation
-from llamarl.controller.probe import is_probe, probed_version
+from llamarl.controller.probe import probed_version
 from llamarl.errors import InputError
 from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.task import Prompter
-from llamarl.types import PromptGroup, tokens_to_bytes
+from llamarl.types import GroupKind, PromptGroup, tokens_to_bytes
 
 
 class Prompts:
@@ -22,14 +21,13 @@ class Prompts:
         # A small task may hold out fewer problems than the setting asks for: then all of them, each once.
         self.evaluate = replace(config.evaluate, prompts=len(self._evaluation))
 
-    def group(self, ordinal: int) -> PromptGroup:
-        if is_evaluation(ordinal):
+    def group(self, ordinal: int, kind: GroupKind = "train") -> PromptGroup:
+        if kind == "evaluation":
             problem = self._evaluation[(-ordinal - 1) % len(self._evaluation)]
-            sampling = self._greedy
         else:
-            chosen = probed_version(ordinal) if is_probe(ordinal) else ordinal
-            problem, sampling = self._task.problem(chosen), self._training
-        return PromptGroup(ordinal, problem, tokens_to_bytes(prompt_tokens(self._tokenizer, problem)), sampling)
+            problem = self._task.problem(probed_version(ordinal) if kind == "probe" else ordinal)
+        sampling = self._greedy if kind == "evaluation" else self._training
+        return PromptGroup(ordinal, problem, tokens_to_bytes(prompt_tokens(self._tokenizer, problem)), sampling, kind)
 
 
 _MAX_LOOKED_AT = 1000  # some tenths of a second
@@ -39,14 +37,13 @@ def check_lengths(prompts: Prompts, config: Config) -> list[str]:
     """What to tell of prompts that are too long, which will be dropped; InputError if all are. Looks at the first of those
     that the job will ask."""
     limit = config.generator.max_prompt_tokens
-    training = range(min(config.schedule.num_groups, _MAX_LOOKED_AT))
-    evaluation = range(-min(prompts.evaluate.prompts, _MAX_LOOKED_AT), 0)
+    asked: tuple[tuple[str, str, GroupKind, range], ...] = (
+        ("prompts", "are dropped", "train", range(min(config.schedule.num_groups, _MAX_LOOKED_AT))),
+        ("held-out prompts", "count as wrong", "evaluation", range(-min(prompts.evaluate.prompts, _MAX_LOOKED_AT), 0)),
+    )
     notes: list[str] = []
-    for what, fate, ordinals in (
-        ("prompts", "are dropped", training),
-        ("held-out prompts", "count as wrong", evaluation),
-    ):
-        lengths = [len(prompts.group(ordinal).prompt_tokens) // 4 for ordinal in ordinals]
+    for what, fate, kind, ordinals in asked:
+        lengths = [len(prompts.group(ordinal, kind).prompt_tokens) // 4 for ordinal in ordinals]
         wrong = sum(not 1 <= length <= limit for length in lengths)
         if not wrong:
             continue

@@ -21,30 +21,51 @@ from llamarl.model.training_state import MANIFEST, SnapshotManifest, hash_file, 
 class Snapshots:
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
+        self._collecting: int | None = None  # the version whose parts are being written
+        self._files: dict[str, str] = {}  # path inside the snapshot -> sha256, of the parts written so far
 
-    def begin(self, version: int) -> None:
-        """An empty folder for the parts; what an earlier, unfinished attempt left is removed."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self.discard_partial()
-        failpoint("snapshot.begin")
-        self.partial(version).mkdir()
+    def begin(self, version: int) -> Path:
+        """The folder for the parts of this version. It is empty, unless other roles have begun the same snapshot; what an
+        attempt at another one left is removed."""
+        if version != self._collecting:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.give_up()
+            failpoint("snapshot.begin")
+            self.partial(version).mkdir()
+            self._collecting = version
+        return self.partial(version)
 
-    def commit(self, version: int, files: Mapping[str, str]) -> Path:
+    def is_collecting(self, version: int) -> bool:
+        """False: this attempt was given up."""
+        return version == self._collecting
+
+    def add_part(self, version: int, files: Mapping[str, str]) -> None:
+        """One role has written these files, with these hashes."""
+        if self.is_collecting(version):
+            self._files |= files
+
+    def commit(self, version: int) -> None:
         """Turn the parts into a snapshot. OSError leaves the others untouched."""
         partial, final = self.partial(version), self.path(version)
         manifest = partial / MANIFEST
         failpoint("snapshot.manifest")
         with manifest.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(SnapshotManifest(version, dict(files))), indent=1))
+            file.write(msgspec.json.format(msgspec.json.encode(SnapshotManifest(version, self._files)), indent=1))
             file.flush()
             os.fsync(file.fileno())
-        for folder in {partial / Path(name).parent for name in files} | {partial}:
+        for folder in {partial / Path(name).parent for name in self._files} | {partial}:
             sync_path(folder)
         failpoint("snapshot.rename")
         partial.rename(final)
         failpoint("snapshot.renamed")
         sync_path(self._folder)
-        return final
+        self._collecting, self._files = None, {}
+
+    def give_up(self) -> None:
+        """Remove what was written of a snapshot that will not be whole."""
+        self._collecting, self._files = None, {}
+        for path in self._folder.glob(".*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, version: int) -> None:
         """The job will never go back behind `version`: of what it has made so far, the newest `keep` stay."""
@@ -63,10 +84,6 @@ class Snapshots:
         aside = self._folder / f"{version}.set-aside"
         if not aside.exists():
             self.path(version).rename(aside)
-
-    def discard_partial(self) -> None:
-        for path in self._folder.glob(".*.partial"):
-            shutil.rmtree(path, ignore_errors=True)
 
     def _discard(self, version: int) -> None:
         """First out of sight, in one step: half a snapshot never has a snapshot's name."""

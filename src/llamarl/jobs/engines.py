@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from llamarl.builders.site import Site
 from llamarl.controller.line import role_of
 from llamarl.engine.engine import Engine
+from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.engine.inline import InlineEngine
 from llamarl.engine.local.engine import LocalEngine
 from llamarl.executors.executor import Executor
@@ -41,5 +42,14 @@ def _build(
     def log(text: str) -> None:
         run_folder.log(executor, text)
 
-    site = Site(job.config, executor, slots, job.line.weights_source, snapshot, log=log, given=job.given)
+    site = Site(
+        job.config,
+        executor,
+        slots,
+        job.line.weights_source,
+        snapshot,
+        log=log,
+        given=job.given,
+        first_gpus=first_gpus(job.line, job.config.placement),
+    )
     return job.builders[role_of(executor)](site)

@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from msgspec import Struct
 
-from llamarl.builders.devices import device_of, dtype_of, first_gpu, generator_devices, trainer_devices
+from llamarl.builders.devices import device_of, dtype_of, generator_devices, trainer_devices
 from llamarl.builders.reward_model import reward_model_folder
 from llamarl.builders.weights import weight_transport, wire_precision
 from llamarl.config import Config
+from llamarl.controller.default_line import default_line
+from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.errors import ConfigError
 from llamarl.generate.decoder import Limits
 from llamarl.machine import FreeMemory, host_memory
@@ -99,9 +101,9 @@ def room_at(place: str) -> FreeMemory:
 
 def job_parts(config: Config) -> Iterator[MemoryItem]:
     shape = read_shape(config.model_folder)
-    for device in generator_devices(config):
+    for device in generator_devices(config, _first_gpus(config)):
         yield from _generator_parts(config, shape, device, Limits.of(config))
-    for device in trainer_devices(config):
+    for device in trainer_devices(config, _first_gpus(config)):
         yield from _trainer_parts(config, shape, device)
     if config.algo.reference_kl > 0:
         yield from _reference_parts(config)
@@ -147,7 +149,7 @@ def _trainer_parts(config: Config, shape: ModelSpec, device: torch.device) -> It
     yield MemoryItem(
         "activations", place, passing, "lower trainer.tokens_per_pack or set trainer.recompute=full", sure=False
     )
-    on_device = weight_transport(config, can_reach=lambda reader, writer: True) == "cuda"
+    on_device = weight_transport(config, _first_gpus(config), can_reach=lambda reader, writer: True) == "cuda"
     published = NUM_SLOTS * weight_bytes(shape, wire_precision(config)) / settings.ranks
     yield MemoryItem(
         "published weights",
@@ -174,10 +176,14 @@ def _reference_parts(config: Config) -> Iterator[MemoryItem]:
         yield MemoryItem("weights of the reference", HOST, shape.num_parameters * _width(config, device), advice)
         return
     for rank in range(settings.ranks):
-        device = device_of("reference.device", settings.device, first_gpu(config, "reference") + rank)
+        device = device_of("reference.device", settings.device, _first_gpus(config)["reference"] + rank)
         each = shape.num_parameters * _width(config, device) / settings.ranks
         yield MemoryItem("weights of the reference", _place(device), each, advice)
         yield _process(device)
+
+
+def _first_gpus(config: Config) -> dict[str, int]:
+    return first_gpus(default_line(config), config.placement)
 
 
 def _width(config: Config, device: torch.device) -> int:
@@ -185,7 +191,7 @@ def _width(config: Config, device: torch.device) -> int:
 
 
 def _reward_model_part(config: Config) -> MemoryItem:
-    device = device_of("reward_model.device", config.reward_model.device, first_gpu(config, "reward_model"))
+    device = device_of("reward_model.device", config.reward_model.device, _first_gpus(config)["reward_model"])
     shape = read_classifier_shape(reward_model_folder(config))
     each = shape.num_parameters * dtype_of(config.reward_model.dtype, device).itemsize
     return MemoryItem("weights of the reward model", _place(device), each, "take a smaller reward_model.path")

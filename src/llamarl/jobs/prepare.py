@@ -15,6 +15,7 @@ from llamarl.builders.site import Builder
 from llamarl.builders.weights import weight_transport
 from llamarl.config import Config
 from llamarl.controller.line import Line
+from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.engine.monarch.install import check_engine
 from llamarl.engine.prompts import Prompts, check_lengths
 from llamarl.errors import ConfigError
@@ -61,13 +62,14 @@ def prepare_job(
     check_training(config)
     if config.reward_model.path:
         check_reward_model(config)
-    weight_transport(config, can_reach=lambda reader, writer: True)
+    gpus = first_gpus(line, config.placement)
+    weight_transport(config, gpus, can_reach=lambda reader, writer: True)
     memory_notes = check_memory(config)
     check_board(config.observe)
     check_loss(config)
     prompts = prepare_prompts(config, tokenizer, given, task)
     check_tool(config, tokenizer, prompts.group(0).problem)
-    notes = [*describe_devices(config), *model_notes, *memory_notes, *advice_before(config)]
+    notes = [*describe_devices(config, gpus), *model_notes, *memory_notes, *advice_before(config)]
     notes += check_lengths(prompts, config)
     return PreparedJob(config, line, builders, given, prompts, tuple(notes))
 

@@ -154,8 +154,8 @@ def _answers(scene: Scene) -> Answers:
 
 
 def _ranks(line: Line, gpu: Gpu) -> dict[str, int]:
-    """GPUs whose failure ends an executor; the reward has none, and lives long."""
-    roles = [role for role in line.roles if role.name != "reward" or gpu.is_cpu]
+    """Number of GPUs whose failure ends an executor. A role without a GPU does not fail."""
+    roles = [role for role in line.roles if role.gpu or gpu.is_cpu]
     return {name: role.ranks for role in roles for name in executor_names(role)}
 
 

@@ -12,7 +12,6 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from llamarl.controller import events as ev
-from llamarl.controller.evaluation import is_evaluation
 from llamarl.plan.gpus import EngineFactors
 from llamarl.simulate.answers import Answers
 from llamarl.simulate.decoding import Decoding
@@ -160,7 +159,7 @@ class GeneratorWorker:
         self._pieces.add(WorkItem(self._decoding.replica.prefill_s(count) + count * self._engine.group_s, "prefill"))
         for command in self._arrived:
             lengths = self._answers.of(command.ordinal)
-            self._decoding.start(command.ordinal, lengths[:1] if is_evaluation(command.ordinal) else lengths)
+            self._decoding.start(command.ordinal, lengths[:1] if command.kind == "evaluation" else lengths)
             self._under_way[command.ordinal] = (command.incarnation, self._version)
         self._arrived.clear()
 

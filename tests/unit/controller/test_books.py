@@ -63,7 +63,7 @@ def test_folding_changes_no_answer(
     seed: int, staleness: int, groups: int, window: int, steps: int, folds: list[float]
 ) -> None:
     world = history(seed, staleness, groups, window, steps)
-    saved = world.controller.training.saved
+    saved = world.controller.snapshots.saved
     plain, folded = Books.of(world.records), Books()
     cuts = sorted(int(share * len(world.records)) for share in folds)
     for at, record in enumerate(world.records):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
-from llamarl.controller.probe import is_probe
 
 
 def schedule(staleness: int, groups: int = 3, attempts: int = 99) -> ScheduleConfig:
@@ -95,7 +94,7 @@ def test_a_probe_that_keeps_killing_its_executor_is_done_without_and_holds_up_no
     world = World(standard_line(capacity=2), schedule(1, attempts=3))  # one group at a time: no other dies with it
     while world.end is None:
         assert world.outstanding, "deadlock"
-        if any(is_probe(ordinal) for ordinal in world.held_groups.get("generator/0", ())):
+        if any(world.kinds[ordinal] == "probe" for ordinal in world.held_groups.get("generator/0", ())):
             world.kill("generator/0")
         else:
             world.complete(0)

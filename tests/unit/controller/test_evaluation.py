@@ -7,7 +7,7 @@ from helpers.world import World, standard_line
 
 from llamarl.config import EvaluateConfig, ScheduleConfig
 from llamarl.controller import events as ev
-from llamarl.controller.evaluation import Evaluation, is_evaluation
+from llamarl.controller.evaluation import Evaluation
 
 
 def schedule(updates: int) -> ScheduleConfig:
@@ -47,20 +47,20 @@ def test_every_round_asks_every_problem_once() -> None:
         assert sorted((-ordinal - 1) % 5 for ordinal in round_.ordinals) == [0, 1, 2, 3, 4]
     asked = [ordinal for round_ in world.evaluated for ordinal in round_.ordinals]
     assert len(set(asked)) == len(asked)
-    assert all(map(is_evaluation, asked))
+    assert {world.kinds[ordinal] for ordinal in asked} == {"evaluation"}
 
 
 def test_a_replica_keeps_its_weights_until_its_round_is_answered() -> None:
     """Training goes on with the other replica; the one that evaluates is sent to load nothing."""
     world = World(standard_line(replicas=2, capacity=4), schedule(6), prompts=3)
-    while not any(isinstance(c, ev.RunGroup) and c.ordinal < 0 for c in world.outstanding):
+    while not any(isinstance(c, ev.RunGroup) and c.kind == "evaluation" for c in world.outstanding):
         world.complete(0)
-    replica = next(c.executor for c in world.outstanding if isinstance(c, ev.RunGroup) and c.ordinal < 0)
-    held_back = [c for c in world.outstanding if isinstance(c, ev.RunGroup) and c.ordinal < 0]
+    replica = next(c.executor for c in world.outstanding if isinstance(c, ev.RunGroup) and c.kind == "evaluation")
+    held_back = [c for c in world.outstanding if isinstance(c, ev.RunGroup) and c.kind == "evaluation"]
     while world.newest < 2:
         index = next(i for i, c in enumerate(world.outstanding) if c not in held_back)
         world.complete(index)
-        held_back = [c for c in world.outstanding if isinstance(c, ev.RunGroup) and c.ordinal < 0]
+        held_back = [c for c in world.outstanding if isinstance(c, ev.RunGroup) and c.kind == "evaluation"]
         assert not any(isinstance(c, ev.Load) and c.executor == replica for c in world.outstanding)
     assert world.holds[replica] == 0
     world.run(lambda count: 0)
@@ -70,9 +70,9 @@ def test_a_replica_keeps_its_weights_until_its_round_is_answered() -> None:
 
 def test_a_round_whose_replica_died_begins_anew_under_other_ordinals() -> None:
     world = World(standard_line(), schedule(4), prompts=3)
-    while not any(isinstance(c, ev.RunGroup) and c.ordinal < 0 for c in world.outstanding):
+    while not any(isinstance(c, ev.RunGroup) and c.kind == "evaluation" for c in world.outstanding):
         world.complete(0)
-    before = {c.ordinal for c in world.outstanding if isinstance(c, ev.RunGroup) and c.ordinal < 0}
+    before = {c.ordinal for c in world.outstanding if isinstance(c, ev.RunGroup) and c.kind == "evaluation"}
     world.kill("generator/0")
     world.run(lambda count: 0)
     world.check_end()

@@ -67,8 +67,8 @@ def test_bounds_hold_under_random_timing_deaths_and_duplicates(
             world.kill(random.choice(mortal))
         elif dice < 0.08:
             world.feed(random.choice(world.history[1:] or [ev.Committed(0)]))
-        elif dice < 0.10 and world.controller.training.snapshot not in (None, 5):
-            world.feed(ev.SaveFailed(world.controller.training.snapshot or 0, "disk full"))
+        elif dice < 0.10 and world.controller.snapshots.version not in (None, 5):
+            world.feed(ev.SaveFailed(world.controller.snapshots.version or 0, "disk full"))
         else:
             fail = "unscorable" if random.random() < 0.02 else ""
             world.complete(random.randrange(len(world.outstanding)), fail)
@@ -208,11 +208,11 @@ def test_a_second_trainable_role_joins_by_declaration_alone() -> None:
             Role(name="trainer", unit="batch", done="trained"),
         ],
         [
-            Channel("prompts", "scatter", "task", "generator"),
-            Channel("completions", "gather", "generator", "reward"),
-            Channel("rollouts", "scatter", "reward", "value"),
-            Channel("valued", "scatter", "value", "critic"),
-            Channel("batches", "scatter", "critic", "trainer"),
+            Channel("prompts", "groups", "task", "generator"),
+            Channel("completions", "groups", "generator", "reward"),
+            Channel("rollouts", "groups", "reward", "value"),
+            Channel("valued", "groups", "value", "critic"),
+            Channel("batches", "groups", "critic", "trainer"),
             Channel("weights", "weights", "trainer", "generator"),
             Channel("critic_weights", "weights", "critic", "value"),
         ],
@@ -260,7 +260,7 @@ def test_a_line_that_is_none_is_refused(roles: list[str], channels: list[tuple[s
     with pytest.raises(ConfigError, match=message):
         Line(
             [Role(name=name, unit="group", done="done") for name in roles],
-            [Channel(f"{a}-{b}", "scatter", a, b) for a, b in channels],
+            [Channel(f"{a}-{b}", "groups", a, b) for a, b in channels],
         )
 
 

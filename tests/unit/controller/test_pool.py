@@ -1,15 +1,19 @@
-"""The pool picks whom a plain search over all executors would pick, and its picture of their lives is true."""
+"""The pool picks the executor that a plain search over all of them would pick."""
 
 from __future__ import annotations
 
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.controller.groups import GroupSpec
 from llamarl.controller.line import Role
-from llamarl.controller.pool import ExecutorPool, ExecutorState, Life
+from llamarl.controller.pool import ExecutorPool, ExecutorState
+
+
+def group(ordinal: int, num_completions: int) -> GroupSpec:
+    return GroupSpec(ordinal, "train", num_completions)
 
 
 def make_pool(executors: int, capacity: int, *, reads_weights: bool = True, at_once: int = 0) -> ExecutorPool:
@@ -63,10 +67,10 @@ def test_it_chooses_whom_a_plain_search_would_choose(
             chosen = pool.least_busy(num_completions, newest)
             assert chosen is plain_search(pool, num_completions, newest)
             if chosen is not None and random.random() < 0.9:
-                chosen.assign(ordinal, num_completions)
+                chosen.assign(group(ordinal, num_completions))
                 pool.touch(chosen)
         elif action < 0.8 and executor.groups:
-            executor.release(random.choice(list(executor.groups)))
+            executor.release(random.choice(list(executor.groups.values())))
             pool.touch(executor)
         elif action < 0.9:
             executor.up, executor.version = True, newest
@@ -81,7 +85,7 @@ def test_a_group_goes_to_the_executor_with_the_fewest_groups() -> None:
     pool = make_pool(3, 100)
     bring_up(pool)
     for ordinal, index in enumerate([0, 0, 1]):
-        pool.executors[index].assign(ordinal, 1)
+        pool.executors[index].assign(group(ordinal, 1))
         pool.touch(pool.executors[index])
     assert pool.least_busy(1, 0) is pool.executors[2]
 
@@ -89,9 +93,9 @@ def test_a_group_goes_to_the_executor_with_the_fewest_groups() -> None:
 def test_groups_are_counted_not_completions() -> None:
     pool = make_pool(2, 100)
     bring_up(pool)
-    pool.executors[0].assign(0, 50)
+    pool.executors[0].assign(group(0, 50))
     for ordinal in (1, 2):
-        pool.executors[1].assign(ordinal, 1)
+        pool.executors[1].assign(group(ordinal, 1))
     for executor in pool.executors:
         pool.touch(executor)
     assert pool.least_busy(1, 0) is pool.executors[0]
@@ -102,7 +106,7 @@ def test_nobody_is_given_more_than_its_capacity() -> None:
     bring_up(pool)
     given = 0
     while (chosen := pool.least_busy(2, 0)) is not None:
-        chosen.assign(given, 2)
+        chosen.assign(group(given, 2))
         pool.touch(chosen)
         given += 1
     assert given == 4
@@ -116,7 +120,7 @@ def test_what_would_only_wait_is_not_given_while_another_has_fewer() -> None:
     for ordinal in (0, 1):
         chosen = pool.least_busy(1, 0)
         assert chosen is pool.executors[0]
-        chosen.assign(ordinal, 1)
+        chosen.assign(group(ordinal, 1))
         pool.touch(chosen)
     assert pool.least_busy(1, 0) is None, "the other one is about to ask for it"
     pool.executors[1].version = 0
@@ -124,7 +128,7 @@ def test_what_would_only_wait_is_not_given_while_another_has_fewer() -> None:
     given = []
     for ordinal in range(2, 12):
         if (chosen := pool.least_busy(1, 0)) is not None:
-            chosen.assign(ordinal, 1)
+            chosen.assign(group(ordinal, 1))
             pool.touch(chosen)
             given.append(chosen.index)
     assert given == [1, 1, 0, 1, 0, 1, 0, 1, 0, 1]
@@ -133,7 +137,7 @@ def test_what_would_only_wait_is_not_given_while_another_has_fewer() -> None:
 def test_a_group_that_does_not_fit_does_not_hide_room_for_a_smaller_one() -> None:
     pool = make_pool(1, 5)
     bring_up(pool)
-    pool.executors[0].assign(0, 3)
+    pool.executors[0].assign(group(0, 3))
     pool.touch(pool.executors[0])
     assert pool.least_busy(4, 0) is None
     assert pool.least_busy(1, 0) is pool.executors[0]
@@ -161,39 +165,18 @@ def test_memory_stays_bounded_over_a_long_life() -> None:
     pool = make_pool(4, 8)
     bring_up(pool)
     for ordinal in range(5_000):
-        pool.executors[ordinal % 4].assign(ordinal, 1)
+        pool.executors[ordinal % 4].assign(group(ordinal, 1))
         pool.touch(pool.executors[ordinal % 4])
-        pool.executors[ordinal % 4].release(ordinal)
+        pool.executors[ordinal % 4].release(group(ordinal, 1))
         pool.touch(pool.executors[ordinal % 4])
-    assert pool.num_entries < 500
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"up": False}, Life.STARTING),
-        ({"up": False, "incarnation": 1}, Life.RESTARTING),
-        ({"dead": True}, Life.DEAD),
-        ({"version": 2}, Life.STALE),
-        ({"version": -1}, Life.STALE),
-        ({}, Life.READY),
-        ({"groups": {7: 1}}, Life.BUSY),
-        ({"reads_weights": False, "version": -1}, Life.READY),
-    ],
-)
-def test_the_life_of_an_executor_follows_from_what_it_holds(changes: dict[str, object], expected: Life) -> None:
-    executor = make_pool(1, 5).executors[0]
-    executor.up, executor.version = True, 3
-    for name, value in changes.items():
-        setattr(executor, name, value)
-    assert executor.life(newest=3) is expected
+    assert len(pool._up) + sum(map(len, pool._heaps.values())) < 500
 
 
 def test_death_returns_the_groups_in_order_and_leaves_nothing() -> None:
     executor = make_pool(1, 50).executors[0]
     executor.up, executor.version = True, 3
     for ordinal in (9, -3, 5):
-        executor.assign(ordinal, 2)
-    assert executor.reset() == [-3, 5, 9]
+        executor.assign(group(ordinal, 2))
+    assert [one.ordinal for one in executor.reset()] == [-3, 5, 9]
     assert (executor.groups, executor.occupied, executor.version) == ({}, 0, -1)
-    assert executor.life(newest=3) is Life.STARTING
+    assert not executor.up

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
-from llamarl.controller.probe import is_probe, probed_version
+from llamarl.controller.probe import probed_version
 
 
 def schedule(every: int, staleness: int = 1) -> ScheduleConfig:
@@ -27,7 +27,7 @@ class ProbeWorld(World):
     """Also sees that a probe is only given to a replica with the weights that are to be probed."""
 
     def _obey(self, command: ev.AnyCommand) -> None:
-        if isinstance(command, ev.RunGroup) and is_probe(command.ordinal):
+        if isinstance(command, ev.RunGroup) and command.kind == "probe":
             assert self.holds[command.executor] == probed_version(command.ordinal) == self.controller.newest
         super()._obey(command)
 
@@ -61,7 +61,7 @@ def test_every_due_update_has_its_probe_whatever_dies(data: st.DataObject, every
     for update, version in probes_of(world).items():
         due = update > 0 and update % every == 0
         assert version == (update if due else None)
-    asked = {c.ordinal for c in world.commands if isinstance(c, ev.RunGroup) and is_probe(c.ordinal)}
+    asked = {c.ordinal for c in world.commands if isinstance(c, ev.RunGroup) and c.kind == "probe"}
     assert asked <= world.forgotten, "a probe is kept for ever"
 
 
@@ -76,7 +76,7 @@ def test_a_probe_that_cannot_be_answered_is_done_without() -> None:
     world = ProbeWorld(standard_line(), schedule(2))
     while world.end is None:
         command = world.outstanding[0]
-        refuse = isinstance(command, ev.RunGroup) and is_probe(command.ordinal)
+        refuse = isinstance(command, ev.RunGroup) and command.kind == "probe"
         world.complete(0, fail="the prompt is empty" if refuse else "")
     world.check_end()
     assert set(probes_of(world).values()) == {None}

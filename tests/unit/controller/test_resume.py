@@ -51,7 +51,7 @@ def test_a_killed_job_goes_on_from_its_snapshot_and_ends_clean(
     store = scored(first)
     for _ in range(losses):  # the end of the store may not have reached the disk
         store.discard(max(store, default=-1))
-    version = first.controller.training.saved
+    version = first.controller.snapshots.saved
     resumed = resumption(Books.of(first.records), store, version, evaluated=())
     second = World(standard_line(), schedule, save_every=2, begin=resumed)
     second.records[:0] = first.records
@@ -67,7 +67,7 @@ def test_a_killed_job_goes_on_from_its_snapshot_and_ends_clean(
 
 def test_what_was_scored_is_not_generated_again() -> None:
     first = World(standard_line(capacity=100), rules(updates=4), save_every=1)
-    while first.controller.training.saved < 1:
+    while first.controller.snapshots.saved < 1:
         first.complete(0)
     store = scored(first)
     second = World(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from helpers.world import World, standard_line
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
+from llamarl.controller.line import Role
 
 
 def world_of(updates: int = 5) -> World:
@@ -45,10 +48,10 @@ def test_a_trainer_that_dies_before_its_saved_version_is_visible_goes_back_to_a_
 
 def test_a_snapshot_counts_once_its_version_is_visible() -> None:
     world = unpublished_and_saved()
-    assert world.controller.training.saved == 0
+    assert world.controller.snapshots.saved == 0
     assert not world.forgotten, "its groups may still be needed"
     run_until(world, lambda: world.newest == 2, but=ev.Load)
-    assert world.controller.training.saved == 2
+    assert world.controller.snapshots.saved == 2
     assert world.forgotten == {0, 1}
 
 
@@ -75,3 +78,29 @@ def test_none_at_the_end_means_none_unless_the_job_is_stopped_before() -> None:
     stopped.run(lambda count: 0)
     assert saved_by(ended) == []
     assert len(saved_by(stopped)) == 1, "who is stopped will go on, and needs a snapshot"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 3))
+def test_with_two_roles_that_train_every_snapshot_is_whole_and_none_holds_up_the_end(
+    data: st.DataObject, save_every: int
+) -> None:
+    """The second role may make a version that is due when the first has gone on without saving it."""
+    schedule = ScheduleConfig(updates=6, groups_per_update=1, samples_per_group=2, max_staleness=2, max_restarts=9)
+    critic = Role(name="critic", unit="batch", done="valued")
+    world = World(standard_line(capacity=100, extra=[critic]), schedule, save_every=save_every)
+    kills, parts = 0, dict[int, set[str]]()
+    while world.end is None:
+        assert world.outstanding, "deadlock"
+        if kills < 2 and data.draw(st.integers(0, 20)) == 0:
+            kills += 1
+            world.kill(data.draw(st.sampled_from(["critic/0", "trainer/0"])))
+            continue
+        world.complete(data.draw(st.integers(0, len(world.outstanding) - 1)))
+        match said := world.history[-1]:
+            case ev.Saved():
+                parts.setdefault(said.version, set()).add(said.executor)
+            case ev.Committed():
+                assert parts[said.version] == {"critic/0", "trainer/0"}
+    world.check_end()
+    assert 6 in saved_by(world)

@@ -47,9 +47,10 @@ class Saver:
 
     def save(self, version: int) -> None:
         """What driver and trainer do between them."""
-        self.snapshots.begin(version)
+        folder = self.snapshots.begin(version)
         self.state.take()
-        self.snapshots.commit(version, self.state.write(self.snapshots.partial(version)))
+        self.snapshots.add_part(version, self.state.write(folder))
+        self.snapshots.commit(version)
         self.snapshots.prune(version)
 
 
@@ -101,6 +102,7 @@ def test_death_at_every_operation_of_a_save_loads_exactly_the_old_or_the_new(sav
         assert problems == []
         assert contents(folder / str(version)) == expected[version]
         found.append(version)
+        saver.snapshots = Snapshots(folder, keep=1)
         saver.save(NEW) if version == OLD else saver.snapshots.prune(NEW)
         assert contents(folder / str(NEW)) == expected[NEW], "the next attempt is not hindered by what was left"
         assert saver.snapshots.versions() == [NEW]
@@ -165,7 +167,7 @@ def test_a_full_disk_at_any_moment_of_a_save_is_an_error_that_leaves_the_old_one
             break
         saver.snapshots.rewind(OLD)  # the very last operation syncs the new name
         assert saver.snapshots.newest_whole() == (OLD, [])
-        saver.snapshots.discard_partial()
+        saver.snapshots.give_up()
         assert [path.name for path in saver.folder.iterdir()] == [str(OLD)], "nothing keeps the room"
         number += 1
     assert number > 10

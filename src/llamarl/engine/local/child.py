@@ -108,5 +108,6 @@ def _build(order: ForkRank, slots: dict[str, SlotFile], connection: SocketConnec
         order.rank,
         order.num_ranks,
         tell_engine=lambda report: rank_loop.tell(connection, report),
+        first_gpus=order.first_gpus,
     )
     return load_builder(order.builder)(site)

@@ -22,6 +22,7 @@ from llamarl.controller.line import Line, role_of
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.envelope import decode_envelope, encode
 from llamarl.engine.forking import READY
+from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.engine.local.fork_server import start_fork_server
 from llamarl.engine.local.protocol import ForkRank, KillFork, RankExited, RankForked, decode_news
 from llamarl.engine.supervision import Rank, Supervision
@@ -92,6 +93,7 @@ class LocalEngine(Supervision[LocalRank]):
                 builder=self._builders[role.name],
                 config=self._config,
                 weights_source=dict(self._line.weights_source),
+                first_gpus=first_gpus(self._line, self._config.placement),
                 slots=tuple(self._slots),
                 snapshot=str(snapshot) if snapshot else "",
                 threads=role.threads or os.cpu_count() or 1,

@@ -27,6 +27,7 @@ class ForkRank(AboutRank, frozen=True):
     builder: str  # MODULE:FUNCTION or FILE.py:FUNCTION
     config: Config
     weights_source: dict[str, str]
+    first_gpus: dict[str, int]
     slots: tuple[str, ...]  # publishing roles, in the order of the descriptors of their slot files
     threads: int
     snapshot: str  # a folder; empty: from the beginning

@@ -20,6 +20,7 @@ from llamarl.config import Config, HostConfig
 from llamarl.controller.line import Line, Role, role_of
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.envelope import Envelope
+from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.engine.monarch import client
 from llamarl.engine.monarch.addresses import url_of
 from llamarl.engine.monarch.bootstrap import forked_command
@@ -230,12 +231,14 @@ class MonarchEngine(Supervision[MonarchRank]):
         first = 0
         for host, num_ranks in places:
             ranks = range(first, first + num_ranks)
-            gpus = tuple(host.take(waiting.executor, rank) for rank in ranks)
+            gpus = tuple(host.take(waiting.executor, rank, gpu=role.gpu) for rank in ranks)
             interface = LOOPBACK if len(places) == 1 else self._network
             self._bear_on(host, ranks, self._birth(waiting, role, first, gpus, interface))
             first += num_ranks
 
-    def _birth(self, waiting: Waiting, role: Role, first: int, gpus: tuple[int, ...], interface: str) -> RankSpec:
+    def _birth(
+        self, waiting: Waiting, role: Role, first: int, gpus: tuple[int | None, ...], interface: str
+    ) -> RankSpec:
         source = self._line.weights_source.get(role.name, role.name)
         writers = {one.name: one.ranks for one in self._line.roles if one.name in self._line.publishers}
         return RankSpec(
@@ -246,6 +249,7 @@ class MonarchEngine(Supervision[MonarchRank]):
             builder=self._builders[role.name],
             config=self._config,
             weights_source=dict(self._line.weights_source),
+            first_gpus=first_gpus(self._line, self._config.placement),
             threads=role.threads or os.cpu_count() or 1,
             snapshot=str(waiting.snapshot.resolve()) if waiting.snapshot else "",
             log=str((self._log_folder / f"{waiting.executor.replace('/', '-')}.log").resolve()),

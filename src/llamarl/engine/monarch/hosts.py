@@ -156,7 +156,7 @@ class Host:
         self.mesh: Any = None
         self._keeper: Any = None
         self._next_try_s = 0.0
-        self.taken: dict[tuple[str, int], int] = {}  # (executor, rank) that lives there -> its GPU
+        self.taken: dict[tuple[str, int], int | None] = {}  # (executor, rank) that lives there -> its GPU, if any
 
     # Room
 
@@ -165,12 +165,12 @@ class Host:
         limit = self._settings.ranks or ANY_NUMBER
         return HostRoom(self.number, len(self.taken), max(0, limit - len(self.taken)) if allowed else 0)
 
-    def take(self, executor: str, rank: int) -> int:
-        """The number of the GPU it gets, if it wants one: the lowest that nobody has."""
+    def take(self, executor: str, rank: int, *, gpu: bool) -> int | None:
+        """Returns the number of the GPU that the rank gets, if its role uses one: the lowest that is free."""
         self._note(f"takes {executor} rank {rank}")
-        gpu = next(number for number in range(ANY_NUMBER) if number not in self.taken.values())
-        self.taken[executor, rank] = gpu
-        return gpu
+        free = (number for number in range(ANY_NUMBER) if number not in self.taken.values())
+        self.taken[executor, rank] = number = next(free) if gpu else None
+        return number
 
     # Life
 

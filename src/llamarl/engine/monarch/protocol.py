@@ -19,11 +19,12 @@ class RankSpec(Struct, frozen=True):
     builder: str  # MODULE:FUNCTION or FILE.py:FUNCTION
     config: Config
     weights_source: dict[str, str]
+    first_gpus: dict[str, int]
     threads: int
     snapshot: str  # a folder, or nothing
     log: str
     interface: str  # over which its ranks talk to each other
-    gpus: tuple[int, ...]  # of the host, one for each of the ranks
+    gpus: tuple[int | None, ...]  # of the host, one for each of the ranks; None: the role uses none
     network: str  # the interface over which weights come and go, where they cross hosts
     num_writers: int  # ranks of the role that publishes, where weights cross hosts; 0: they stay on one
 

@@ -135,6 +135,7 @@ class RankActor(Actor):
             birth.num_ranks,
             tell_engine=lambda report: rank_loop.tell(self._line, report),
             gpu=self._gpu,
+            first_gpus=birth.first_gpus,
             meets=self._meets if birth.num_writers else None,
         )
         return load_builder(birth.builder)(site)
