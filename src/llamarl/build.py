@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from llamarl.executors.reference import Reference
 from llamarl.executors.reward import Reward
 from llamarl.executors.reward_model import RewardModel
 from llamarl.executors.trainer import Trainer
+from llamarl.families.parameters import parameters
 from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
@@ -30,26 +31,26 @@ from llamarl.messages import ReaderStuck, Report
 from llamarl.model.checkpoint import check_headers, load_model
 from llamarl.model.classifier import load_classifier, open_classifier
 from llamarl.model.hf_config import read_shape
+from llamarl.model.shards import Parameters, Shard
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.model.transformer import Transformer
-from llamarl.model_spec import ModelSpec, parameter_shapes
+from llamarl.model_spec import ModelSpec
 from llamarl.plugins import check_call, is_reference, load_function
 from llamarl.tasks.failures import to_stderr
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import TrainerMesh, check_tensor_parallel, make_mesh
-from llamarl.train.parts import owned_parts
 from llamarl.train.policy import Computing, Policy, load_policy
 from llamarl.train.reference import HostedReference
+from llamarl.train.shards import owned_shards
 from llamarl.train.state import load_masters, restore
 from llamarl.weights.group import interface_for
 from llamarl.weights.group_transport import GroupWriter
 from llamarl.weights.memory import HOST
 from llamarl.weights.rendezvous import Rendezvous, RendezvousReader
 from llamarl.weights.select_transport import Place, Transport, select_transport, settle_transport
-from llamarl.weights.shards import Parameters
 from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter, alone
 from llamarl.weights.transport import WeightReader, WeightWriter
@@ -84,7 +85,7 @@ def build_generator(site: Site) -> Executor:
     part = TensorRank(site.rank, site.num_ranks)
     number = index_of(site.executor) * site.num_ranks + site.rank
     device = device_of("generator.device", settings.device, gpu_for(site, "generator", number))
-    model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, shard=part.box)
+    model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, box_of=part.box)
     split_over_ranks(model, part)
     tokenizer = Tokenizer.load(config.model_folder)
     decoder = ContinuousDecoder(
@@ -99,7 +100,7 @@ def build_generator(site: Site) -> Executor:
     )
     return Generator(
         decoder,
-        weight_reader(site, held_parts(model, part), device),
+        weight_reader(site, held_shards(model, part), device),
         make_conversations(config, decoder, tokenizer, part) if config.conversation.tool else None,
         max_failure_share=config.conversation.max_failure_share,
         deterministic=config.schedule.deterministic,
@@ -107,16 +108,14 @@ def build_generator(site: Site) -> Executor:
     )
 
 
-def held_parts(model: Transformer, part: TensorRank) -> Parameters:
-    """Where a generator rank's weights arrive: its parts of all parameters and, where these are narrow, of their scales."""
-    sizes = parameter_shapes(model.shape)
-    held: dict[str, tuple[torch.Tensor, Sequence[slice]]] = {
-        name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()
-    }
+def held_shards(model: Transformer, part: TensorRank) -> dict[str, Shard]:
+    """Where a generator rank's weights arrive: its shards of all parameters and, where these are narrow, of their scales."""
+    specs = parameters(model.shape)
+    held = {name: Shard(tensor, part.box(specs[name])) for name, tensor in model.named_parameters()}
     for name, scale in model.named_buffers():
-        rows, columns = held[name.removesuffix(SCALE)][1]
-        segment = part.rank if columns.start else 0  # one for each rank, where ranks share rows
-        held[name] = (scale, (rows, slice(segment, segment + 1)))
+        rows, (first_column, _) = held[name.removesuffix(SCALE)].box
+        segment = part.rank if first_column else 0  # one for each rank, where ranks share rows
+        held[name] = Shard(scale, (rows, (segment, segment + 1)))
     return held
 
 
@@ -204,17 +203,17 @@ def build_trainer(site: Site) -> Executor:
 def weight_writer(site: Site, policy: Policy) -> WeightWriter:
     """This rank's part of every publication: in device memory where all readers reach it, else in host memory; or in
     memory of its own, from which readers on other hosts pull."""
-    parts = {name: (part.tensor, part.box) for name, part in owned_parts(policy.model).items()}
+    shards = owned_shards(policy.model)
     wire = WireFormat.for_generator(wire_precision(site.config), policy.model.shape, site.config.generator.tensor)
     agree, lease_s = largest_of_all if site.num_ranks > 1 else alone, site.config.weights.lease_s
     if site.meets is not None:
-        writer = GroupWriter(parts, lease_s=lease_s, wire=wire, agree=agree)
+        writer = GroupWriter(shards, lease_s=lease_s, wire=wire, agree=agree)
         site.meets.serve(writer)
         return writer
     transport, device = weight_transport(site.config), policy.computing.device
     return SlotWriter(
         site.slots["trainer"],
-        parts,
+        shards,
         wire=wire,
         lease_s=lease_s,
         on_stuck=lambda pid: site.tell_engine(ReaderStuck(pid)),

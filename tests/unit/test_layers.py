@@ -19,6 +19,7 @@ BOTTOM = (
     "config",
     "io",
     "model_spec",
+    "families",
     "shape_buckets",
     "layout",
     "messages",

@@ -8,7 +8,8 @@ from functools import cache
 
 import torch
 
-from llamarl.model_spec import ModelSpec, matrix_parameters
+from llamarl.families.parameters import matrix_parameters
+from llamarl.model_spec import ModelSpec
 
 # Dense bf16 rates from the vendors' datasheets, TFLOP/s, by a part of the device's name; the longest match counts.
 DATASHEET_TFLOPS = {
