@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llamarl.config import Config
+from llamarl.families.parameters import num_parameters
 from llamarl.model.checkpoint import random_model, save_model
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.model_spec import ModelSpec
@@ -138,7 +139,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(2)
     model = random_model(SHAPE, seed=SEED)
-    print(f"{SHAPE.num_parameters:,} parameters")
+    print(f"{num_parameters(SHAPE):,} parameters")
     Pretraining(model, make_single_task(Config().task, seed=0).train).run()
     save_model(model, folder)
     write_tokenizer(folder)

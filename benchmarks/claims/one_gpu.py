@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from plot import bars
 from watch import gpu_name, memory_used
 
+from llamarl.families.parameters import num_parameters
 from llamarl.model_spec import ModelSpec, shape_named
 
 UPDATES, WARM_UP = 5, 2  # the first update compiles
@@ -100,7 +101,7 @@ def host_memory_used() -> int:
 def figures_of(shape: ModelSpec, record: Record, watch: MemoryWatch) -> dict[str, Any]:
     rows = [row for number, row in sorted(record.updates.items()) if number >= WARM_UP]
     return {
-        "parameters": shape.num_parameters,
+        "parameters": num_parameters(shape),
         "layers": shape.num_layers,
         "updates": len(record.updates),
         "update_s": fmean(row["update_s"] for row in rows),
@@ -134,7 +135,7 @@ def main() -> None:
         return
     started = time.monotonic()
     subprocess.run([sys.executable, *sys.argv, "--only-make"], check=True)
-    print(f"{shape.num_parameters / 1e9:.2f}B parameters made in {time.monotonic() - started:.0f} s", flush=True)
+    print(f"{num_parameters(shape) / 1e9:.2f}B parameters made in {time.monotonic() - started:.0f} s", flush=True)
     args.results.mkdir(parents=True, exist_ok=True)
     options = Options(args.runs, args.results, tuple(args.settings), 1, Path())
     try:

@@ -1,7 +1,6 @@
-"""Model shapes: what a transformer of the Llama family is made of, and well-known ones by name.
+"""Model specs: the sizes and switches that fix a transformer's maths, and those of well-known models by name.
 
-No torch here, so plans and `--help` start at once. A shape fixes the maths; weights and parallelism come from
-elsewhere.
+No torch here, so plans and `--help` start at once. Which parameters follow from a spec is told by `families/`.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ class RopeScaling(Struct, frozen=True, kw_only=True):
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
+    """Sizes and switches of one model."""
+
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -38,6 +39,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     tied_head: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    family: str = "llama"  # whose table of parameters it has (families/)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -57,56 +59,6 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
-
-    @property
-    def num_parameters(self) -> int:
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        if self.qkv_bias:
-            attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        if self.qk_norm:
-            attention += 2 * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        embedding = self.vocab_size * self.hidden_size
-        return self.num_layers * layer + self.hidden_size + embedding * (1 if self.tied_head else 2)
-
-
-def block_parameters(shape: ModelSpec) -> int:
-    """Weights of all layers' matrices."""
-    attention = shape.hidden_size * (2 * shape.q_size + 2 * shape.kv_size)
-    return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
-
-
-def matrix_parameters(shape: ModelSpec) -> int:
-    """Weights that every token is multiplied with: all matrices, the head among them, but not the embedding's lookup."""
-    return block_parameters(shape) + shape.vocab_size * shape.hidden_size
-
-
-def parameter_shapes(shape: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every parameter under its Hugging Face name, in the model's order. A tied head appears once, as the embedding."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size)}
-    layer = _layer_parameter_shapes(shape)
-    for index in range(shape.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": size for name, size in layer.items()}
-    shapes["model.norm.weight"] = (shape.hidden_size,)
-    if not shape.tied_head:
-        shapes["lm_head.weight"] = (shape.vocab_size, shape.hidden_size)
-    return shapes
-
-
-def _layer_parameter_shapes(shape: ModelSpec) -> dict[str, tuple[int, ...]]:
-    hidden, ffn = shape.hidden_size, shape.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    for name, size in (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size)):
-        shapes[f"self_attn.{name}_proj.weight"] = (size, hidden)
-        if shape.qkv_bias:
-            shapes[f"self_attn.{name}_proj.bias"] = (size,)
-    shapes["self_attn.o_proj.weight"] = (hidden, shape.q_size)
-    if shape.qk_norm:
-        shapes |= {f"self_attn.{name}_norm.weight": (shape.head_dim,) for name in "qk"}
-    shapes["post_attention_layernorm.weight"] = (hidden,)
-    shapes |= {f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
-    shapes["mlp.down_proj.weight"] = (hidden, ffn)
-    return shapes
 
 
 _LLAMA_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)

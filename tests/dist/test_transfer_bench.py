@@ -8,6 +8,7 @@ from helpers.cli import llamarl
 
 from llamarl.bench.sync import SyncCase, bench_sync
 from llamarl.errors import InputError
+from llamarl.families.parameters import num_parameters
 from llamarl.layout.mesh import parse_side
 from llamarl.model_spec import SHAPES, ModelSpec
 from llamarl.weights.select_transport import Transport
@@ -32,7 +33,7 @@ def test_every_transport_is_measured(trainer: str, generator: str, transport: Tr
     found = bench_sync(SMALL, *sides, SyncCase("small", trainer, generator, 3, transport))
     assert found.transport == transport
     bytes_each = {"fp8": 1.0, "bf16": 2.0}[sides[1].precision]
-    assert found.bytes >= bytes_each * SMALL.num_parameters * sides[1].mesh.size("replicas")
+    assert found.bytes >= bytes_each * num_parameters(SMALL) * sides[1].mesh.size("replicas")
     assert 0 < max(found.publish_ms, found.load_ms) <= found.end_to_end_ms <= found.slowest_ms
     assert found.copy_ms > 0
 
@@ -40,7 +41,7 @@ def test_every_transport_is_measured(trainer: str, generator: str, transport: Tr
 def test_the_figures_come_as_json_and_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "small", SMALL)
     done = llamarl("bench", "sync", "--model", "small", "--rounds", "1", "--json")
-    assert msgspec.json.decode(done.out)["bytes"] == 2 * SMALL.num_parameters
+    assert msgspec.json.decode(done.out)["bytes"] == 2 * num_parameters(SMALL)
     for wrong in (["--model", "llama-9"], ["--trainer", "pp=2"], ["--transport", "cuda"]):
         done = llamarl("bench", "sync", *wrong)
         assert done.code == 2

@@ -17,6 +17,7 @@ from torch import Tensor
 from llamarl.bench.actors import Actor, Actors
 from llamarl.errors import ConfigError
 from llamarl.layout.boxes import Box, volume
+from llamarl.model.shards import Shard
 from llamarl.process_groups import interface_for
 from llamarl.weights import group_transport
 from llamarl.weights.blocks import DIGEST
@@ -243,7 +244,7 @@ def test_a_reader_of_other_types_is_told_at_the_meeting() -> None:
 
     class Narrow(ReaderRank):
         def serve(self) -> None:
-            self._target = {name: (tensor.half(), slices) for name, (tensor, slices) in self._target.items()}
+            self._target = {name: Shard(tensor.half(), box) for name, (tensor, box) in self._target.items()}
             super().serve()
 
     fd = os.memfd_create("meeting")

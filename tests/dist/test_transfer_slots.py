@@ -9,11 +9,12 @@ from contextlib import suppress
 
 import pytest
 import torch
-from helpers.layouts import as_slices, part, random_tensors
+from helpers.layouts import part, random_tensors
 from torch import Tensor
 
 from llamarl.bench.actors import Actor, Actors
 from llamarl.layout.boxes import Box
+from llamarl.model.shards import Shard
 from llamarl.weights import blocks
 from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
@@ -36,7 +37,7 @@ class Writer:
     def __init__(self, file: SlotFile, rank: int) -> None:
         self._rank, self._edition = rank, 0
         full = random_tensors(SHAPES)
-        self._held = {name: (part(full[name], box).clone(), as_slices(box)) for name, box in TRAINERS[rank].items()}
+        self._held = {name: Shard(part(full[name], box).clone(), box) for name, box in TRAINERS[rank].items()}
         self._writer = SlotWriter(file, self._held, lease_s=20, rank=rank, num_ranks=2, agree=self._agree)
 
     def _agree(self, flags: Tensor) -> None:
@@ -71,7 +72,7 @@ class Reader:
         shapes = {name: [end - first for first, end in box] for name, box in GENERATORS[index].items()}
         self._target = {name: torch.full(size, 9.0) for name, size in shapes.items()}
         self._reader = SlotReader(
-            file, {name: (tensor, as_slices(GENERATORS[index][name])) for name, tensor in self._target.items()}
+            file, {name: Shard(tensor, GENERATORS[index][name]) for name, tensor in self._target.items()}
         )
 
     def load(self, version: int) -> int:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from llamarl.bench.actors import Actor, Actors
+from llamarl.families.parameters import parameter_shapes
 from llamarl.layout.model import SCALE
-from llamarl.model_spec import ModelSpec, parameter_shapes
+from llamarl.model_spec import ModelSpec
 from llamarl.weights.memory import HOST
 from llamarl.weights.overlapped_writer import OverlappedWriter
 from llamarl.weights.rank_slots import find

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from llamarl.layout.boxes import Box, relative, whole
 from llamarl.layout.mesh import AXES, Cut, Mesh, Placement, box_on
+from llamarl.model.shards import Shard
 
 Sizes = tuple[int, ...]
 
@@ -71,18 +71,14 @@ def part(full: Tensor, box: Box) -> Tensor:
     return full[relative(box, whole(full.shape))]
 
 
-def as_slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(first, end) for first, end in box)
+def held(full: dict[str, Tensor], boxes: dict[str, Box]) -> dict[str, Shard]:
+    """What a rank gives to a writer: copies of its shards."""
+    return {name: Shard(part(full[name], box).clone(), box) for name, box in boxes.items()}
 
 
-def held(full: dict[str, Tensor], boxes: dict[str, Box]) -> dict[str, tuple[Tensor, Sequence[slice]]]:
-    """What a rank gives to a writer: copies of its parts, with their slices."""
-    return {name: (part(full[name], box).clone(), as_slices(box)) for name, box in boxes.items()}
-
-
-def empty(full: dict[str, Tensor], boxes: dict[str, Box]) -> dict[str, tuple[Tensor, Sequence[slice]]]:
+def empty(full: dict[str, Tensor], boxes: dict[str, Box]) -> dict[str, Shard]:
     """What a rank gives to a reader: tensors of the right sizes that hold something else."""
-    return {name: (torch.full_like(part(full[name], box), 9.0), as_slices(box)) for name, box in boxes.items()}
+    return {name: Shard(torch.full_like(part(full[name], box), 9.0), box) for name, box in boxes.items()}
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

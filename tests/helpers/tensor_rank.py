@@ -33,7 +33,7 @@ def groups() -> list[PromptGroup]:
 def decode(
     folder: Path, part: TensorRank, precision: Precision = AS_THE_MODEL
 ) -> dict[str, list[tuple[list[int], list[float]]]]:
-    model = load_model(folder, shard=part.box)
+    model = load_model(folder, box_of=part.box)
     split_over_ranks(model, part)
     limits = Limits(slots=SLOTS, max_prompt_tokens=16, max_new_tokens=NEW, page_tokens=4, num_pages=24)
     decoder = ContinuousDecoder(model, limits, eos_ids=(0,), seed=3, tensor_ranks=part.count, precision=precision)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import FileStore
 
+from helpers.layouts import part
 from helpers.ranks import leave_group
 from helpers.training import CPU, make_test_documents
 from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
@@ -24,8 +25,8 @@ from llamarl.model.training_state import POLICY
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import TrainerMesh, make_mesh
-from llamarl.train.parts import owned_parts
 from llamarl.train.policy import Computing, load_policy
+from llamarl.train.shards import owned_shards
 from llamarl.train.state import TrainingState, gather, load_masters, restore
 
 DOCUMENTS = 13
@@ -106,10 +107,10 @@ def updates(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     resumed = whole_masters(second)
     found = whole_masters(straight)
     same = all(torch.equal(resumed[name], master) for name, master in found.items())
-    parts = owned_parts(straight.policy.model)
-    for name, part in parts.items():  # what this rank says it holds is what the whole has there
-        assert torch.equal(part.tensor, found[name][part.box]), name
-    held = sum(part.tensor.numel() for part in parts.values())
+    shards = owned_shards(straight.policy.model)
+    for name, shard in shards.items():  # what this rank says it holds is what the whole has there
+        assert torch.equal(shard.tensor, part(found[name], shard.box)), name
+    held = sum(shard.tensor.numel() for shard in shards.values())
     return {
         **found,
         "same": torch.tensor([int(same)]),

@@ -8,6 +8,7 @@ from helpers.models import SHAPE
 
 from llamarl.bench.decode import DecodeCase, bench_decode, describe_decode, floor_s
 from llamarl.bench.machine import Ceilings
+from llamarl.families.parameters import num_parameters
 from llamarl.model_spec import shape_named
 
 
@@ -25,12 +26,12 @@ def test_the_floor_of_a_step_is_its_bytes_when_few_sequences_run() -> None:
     shape, case = shape_named("llama-3.2-1b"), DecodeCase("1b", 1, 128, 256, 1, "bf16", "cpu")
     slow = floor_s(shape, case, Ceilings(flops=1e15, bytes=1e12))
     assert slow == pytest.approx(2 * floor_s(shape, case, Ceilings(flops=1e15, bytes=2e12)), rel=1e-6)
-    assert slow * 1e12 == pytest.approx(2 * shape.num_parameters, rel=0.03)
+    assert slow * 1e12 == pytest.approx(2 * num_parameters(shape), rel=0.03)
 
 
 def test_the_floor_of_a_step_is_its_work_when_many_run() -> None:
     shape, case = shape_named("llama-3.2-1b"), DecodeCase("1b", 100_000, 1, 16, 1, "bf16", "cpu")
-    work = 2 * shape.num_parameters * case.batch
+    work = 2 * num_parameters(shape) * case.batch
     assert floor_s(shape, case, Ceilings(flops=1e12, bytes=1e18)) * 1e12 == pytest.approx(work, rel=0.01)
 
 

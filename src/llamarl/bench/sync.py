@@ -21,15 +21,17 @@ from torch import Tensor
 from llamarl.bench.actors import Actor, Actors
 from llamarl.bench.machine import best_s
 from llamarl.errors import InputError, JobFailed
+from llamarl.families.family import ParameterSpec
+from llamarl.families.parameters import parameter_shapes, parameters
 from llamarl.layout.boxes import Box, shape_of
 from llamarl.layout.mesh import PRECISIONS, Side, box_on
 from llamarl.layout.model import FP8, SCALE, placement_of, scale_box, wire_dtype
-from llamarl.model_spec import ModelSpec, parameter_shapes
+from llamarl.model.shards import Parameters, Shard
+from llamarl.model_spec import ModelSpec
 from llamarl.weights.group import Group
 from llamarl.weights.group_transport import GroupReader, GroupWriter
 from llamarl.weights.memory import HOST
 from llamarl.weights.select_transport import Place, Transport, select_transport
-from llamarl.weights.shards import Parameters
 from llamarl.weights.slot_file import SlotFile
 from llamarl.weights.slots import SlotReader, SlotWriter
 from llamarl.weights.transport import WeightReader, WeightWriter
@@ -66,16 +68,15 @@ class BenchRank:
     """What a trainer's and a generator's process have in common: random parameters of their own."""
 
     def __init__(self, shape: ModelSpec, side: Side, rank: int, device: str) -> None:
-        self.device, self.held = torch.device(device), dict[str, tuple[Tensor, tuple[slice, ...]]]()
-        for name, size in parameter_shapes(shape).items():
-            self.add(name, box_on(rank, size, placement_of(name, shape), side.mesh))
+        self.device, self.shards = torch.device(device), dict[str, Shard]()
+        for parameter in parameters(shape).values():
+            box = box_on(rank, parameter.shape, placement_of(parameter), side.mesh)
+            self.add(parameter.name, box, self.dtype_of(parameter))
 
-    def add(self, name: str, box: Box) -> None:
-        dtype = self.dtype_of(name)
-        tensor = torch.zeros(shape_of(box), dtype=dtype, device=self.device)
-        self.held[name] = (tensor, tuple(slice(first, end) for first, end in box))
+    def add(self, name: str, box: Box, dtype: torch.dtype) -> None:
+        self.shards[name] = Shard(torch.zeros(shape_of(box), dtype=dtype, device=self.device), box)
 
-    def dtype_of(self, name: str) -> torch.dtype:
+    def dtype_of(self, parameter: ParameterSpec) -> torch.dtype:
         raise NotImplementedError
 
     def probe(self, places: Sequence[tuple[str, list[int]]]) -> list[float | None]:
@@ -83,8 +84,8 @@ class BenchRank:
         return [self._at(name, at) for name, at in places]
 
     def _at(self, name: str, at: list[int]) -> float | None:
-        tensor, slices = self.held[name]
-        inside = [index - part.start for index, part in zip(at, slices, strict=True)]
+        tensor, box = self.shards[name]
+        inside = [index - first for index, (first, _) in zip(at, box, strict=True)]
         if not all(0 <= index < size for index, size in zip(inside, tensor.shape, strict=True)):
             return None
         return float(tensor[tuple(inside)].item())
@@ -100,14 +101,14 @@ class TrainerRank(BenchRank):
         self._dtype: torch.dtype = getattr(torch, PRECISIONS[side.precision])
         super().__init__(shape, side, rank, device)
         numbers = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(rank)).to(self.device, self._dtype)
-        for tensor, _ in self.held.values():
+        for tensor, _ in self.shards.values():
             _fill(tensor.view(-1), numbers)
 
-    def dtype_of(self, name: str) -> torch.dtype:
+    def dtype_of(self, parameter: ParameterSpec) -> torch.dtype:
         return self._dtype
 
     def connect(self, make: Callable[[Parameters], WeightWriter]) -> TrainerRank:
-        self._writer, self._edition = make(self.held), 0
+        self._writer, self._edition = make(self.shards), 0
         return self
 
     def agree(self, flags: Tensor) -> None:
@@ -126,16 +127,14 @@ class GeneratorRank(BenchRank):
         self._precision = side.precision
         super().__init__(shape, side, rank, device)
         for name, segments in wire.segments.items():
-            box: Box = tuple((part.start, part.stop) for part in self.held[name][1])
-            self.add(name + SCALE, scale_box(box, segments.width))
+            self.add(name + SCALE, scale_box(self.shards[name].box, segments.width), torch.float32)
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        named = "float32" if name.endswith(SCALE) else wire_dtype(name, self._precision)
-        dtype: torch.dtype = getattr(torch, named)
+    def dtype_of(self, parameter: ParameterSpec) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, wire_dtype(parameter, self._precision))
         return dtype
 
     def connect(self, make: Callable[[Parameters], WeightReader]) -> GeneratorRank:
-        self._reader = make(self.held)
+        self._reader = make(self.shards)
         return self
 
     def load(self, version: int) -> tuple[float, float, int]:

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
 from llamarl.builders.devices import device_of, dtype_of, gpu_for
 from llamarl.builders.site import Site
 from llamarl.builders.weights import make_weight_reader, wire_precision
 from llamarl.executors.executor import Executor
 from llamarl.executors.generator import Generator
+from llamarl.families.parameters import parameters
 from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.layout.model import SCALE
 from llamarl.model.checkpoint import load_model
+from llamarl.model.shards import Shard
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer
-from llamarl.model_spec import parameter_shapes
-from llamarl.weights.shards import Parameters
 
 
 def build_generator(site: Site) -> Executor:
     config, settings = site.config, site.config.generator
     part = TensorRank(site.rank, site.num_ranks)
     device = device_of("generator.device", settings.device, gpu_for(site))
-    model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, shard=part.box)
+    model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, box_of=part.box)
     split_over_ranks(model, part)
     tokenizer = Tokenizer.load(config.model_folder)
     decoder = ContinuousDecoder(
@@ -49,14 +45,12 @@ def build_generator(site: Site) -> Executor:
     )
 
 
-def held_shards(model: Transformer, part: TensorRank) -> Parameters:
+def held_shards(model: Transformer, part: TensorRank) -> dict[str, Shard]:
     """Maps each parameter of a generator rank to its shard; quantized ones have a shard of their scales too."""
-    sizes = parameter_shapes(model.shape)
-    held: dict[str, tuple[torch.Tensor, Sequence[slice]]] = {
-        name: (parameter, part.box(name, sizes[name])) for name, parameter in model.named_parameters()
-    }
+    specs = parameters(model.shape)
+    held = {name: Shard(tensor, part.box(specs[name])) for name, tensor in model.named_parameters()}
     for name, scale in model.named_buffers():
-        rows, columns = held[name.removesuffix(SCALE)][1]
-        segment = part.rank if columns.start else 0  # one for each rank, where ranks share rows
-        held[name] = (scale, (rows, slice(segment, segment + 1)))
+        rows, (first_column, _) = held[name.removesuffix(SCALE)].box
+        segment = part.rank if first_column else 0  # one for each rank, where ranks share rows
+        held[name] = Shard(scale, (rows, (segment, segment + 1)))
     return held

@@ -11,14 +11,14 @@ from llamarl.builders.site import Site
 from llamarl.config import Config
 from llamarl.controller.line import role_of
 from llamarl.messages import ReaderStuck
+from llamarl.model.shards import Parameters
 from llamarl.process_groups import interface_for, max_over_ranks, true_on_all_ranks
-from llamarl.train.parts import owned_parts
 from llamarl.train.policy import Policy
+from llamarl.train.shards import owned_shards
 from llamarl.weights.group_transport import GroupWriter
 from llamarl.weights.memory import HOST
 from llamarl.weights.rendezvous import RendezvousReader
 from llamarl.weights.select_transport import Place, Transport, select_transport, settle_transport
-from llamarl.weights.shards import Parameters
 from llamarl.weights.slots import SlotReader, SlotWriter, alone
 from llamarl.weights.transport import WeightReader, WeightWriter
 from llamarl.weights.wire import WireFormat
@@ -27,17 +27,17 @@ from llamarl.weights.wire import WireFormat
 def make_weight_writer(site: Site, policy: Policy) -> WeightWriter:
     """This rank's part of every publication: in device memory where all readers reach it, otherwise in host memory; or, for
     readers on other hosts, in its own memory, from which they pull."""
-    parts = {name: (part.tensor, part.box) for name, part in owned_parts(policy.model).items()}
+    shards = owned_shards(policy.model)
     wire = WireFormat.for_generator(wire_precision(site.config), policy.model.shape, site.config.generator.tensor)
     agree, lease_s = max_over_ranks if site.num_ranks > 1 else alone, site.config.weights.lease_s
     if site.meets is not None:
-        writer = GroupWriter(parts, lease_s=lease_s, wire=wire, agree=agree)
+        writer = GroupWriter(shards, lease_s=lease_s, wire=wire, agree=agree)
         site.meets.serve(writer)
         return writer
     transport, device = weight_transport(site.config, site.first_gpus), policy.computing.device
     return SlotWriter(
         site.slots[role_of(site.executor)],
-        parts,
+        shards,
         wire=wire,
         lease_s=lease_s,
         on_stuck=lambda pid: site.tell_engine(ReaderStuck(pid)),

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from llamarl.errors import ConfigError
+from llamarl.families.family import ParameterSpec
+from llamarl.families.parameters import embedding_of
+from llamarl.layout.boxes import Box
+from llamarl.layout.mesh import Mesh, box_on
+from llamarl.layout.model import placement_of
 from llamarl.model.transformer import MLP, Attention, ProductLinear, Transformer
 from llamarl.model_spec import ModelSpec
-
-_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-_BY_COLUMNS = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,9 @@ class TensorRank:
                     f"generator.tensor: {self.count} ranks cannot share the model's {name} ({size}) evenly"
                 )
 
-    def box(self, name: str, size: tuple[int, ...]) -> tuple[slice, ...]:
-        """Which part of a parameter this rank holds: a `shard` for `load_model`."""
-        layer = name.split(".")[-2]
-        if self.count == 1 or layer not in _BY_ROWS + _BY_COLUMNS:
-            return tuple(slice(0, length) for length in size)
-        cut = 1 if layer in _BY_COLUMNS else 0
-        return tuple(self._part(length) if at == cut else slice(0, length) for at, length in enumerate(size))
-
-    def _part(self, length: int) -> slice:
-        """Equal parts; only a vocabulary may leave the last rank a smaller one."""
-        each = -(-length // self.count)
-        return slice(min(length, self.rank * each), min(length, (self.rank + 1) * each))
+    def box(self, parameter: ParameterSpec) -> Box:
+        """The part of a parameter that this rank holds. Only a vocabulary may leave the last rank a smaller one."""
+        return box_on(self.rank, parameter.shape, placement_of(parameter), Mesh((("tp", self.count),)))
 
 
 class SummedLinear(ProductLinear):
@@ -83,8 +76,8 @@ def split_over_ranks(model: Transformer, part: TensorRank) -> None:
         elif isinstance(module, MLP):
             module.down_proj = SummedLinear(module.down_proj)
     vocabulary = model.shape.vocab_size
-    rows, _ = part.box("model.embed_tokens.weight", (vocabulary, model.shape.hidden_size))
-    model.model.embed_tokens = SplitEmbedding(model.model.embed_tokens, rows.start)
+    (first_row, _), _ = part.box(embedding_of(model.shape))
+    model.model.embed_tokens = SplitEmbedding(model.model.embed_tokens, first_row)
     model.gather = lambda scores: gather_vocabulary(scores, vocabulary, part.count)
 
 

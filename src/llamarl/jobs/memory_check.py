@@ -19,6 +19,7 @@ from llamarl.config import Config
 from llamarl.controller.default_line import default_line
 from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.errors import ConfigError
+from llamarl.families.parameters import num_parameters
 from llamarl.generate.decoder import Limits
 from llamarl.machine import FreeMemory, host_memory
 from llamarl.model.hf_config import read_classifier_shape, read_shape
@@ -158,7 +159,7 @@ def _trainer_parts(config: Config, shape: ModelSpec, device: torch.device) -> It
         "set weights.transport=memfd" if on_device else "set generator.dtype=bfloat16",
     )
     if _saves_whole(config):
-        copied = 12 * shape.num_parameters / settings.ranks
+        copied = 12 * num_parameters(shape) / settings.ranks
         yield MemoryItem("copy for snapshots", HOST, copied, "set snapshots.every=0 and snapshots.at_end=policy")
     yield _process(device)
 
@@ -173,11 +174,11 @@ def _reference_parts(config: Config) -> Iterator[MemoryItem]:
     shape, settings, advice = read_shape(config.reference_folder), config.reference, "take a smaller reference.model"
     if not config.reference_alone:
         device = device_of("trainer.device", config.trainer.device)
-        yield MemoryItem("weights of the reference", HOST, shape.num_parameters * _width(config, device), advice)
+        yield MemoryItem("weights of the reference", HOST, num_parameters(shape) * _width(config, device), advice)
         return
     for rank in range(settings.ranks):
         device = device_of("reference.device", settings.device, _first_gpus(config)["reference"] + rank)
-        each = shape.num_parameters * _width(config, device) / settings.ranks
+        each = num_parameters(shape) * _width(config, device) / settings.ranks
         yield MemoryItem("weights of the reference", _place(device), each, advice)
         yield _process(device)
 
@@ -193,7 +194,7 @@ def _width(config: Config, device: torch.device) -> int:
 def _reward_model_part(config: Config) -> MemoryItem:
     device = device_of("reward_model.device", config.reward_model.device, _first_gpus(config)["reward_model"])
     shape = read_classifier_shape(reward_model_folder(config))
-    each = shape.num_parameters * dtype_of(config.reward_model.dtype, device).itemsize
+    each = num_parameters(shape) * dtype_of(config.reward_model.dtype, device).itemsize
     return MemoryItem("weights of the reward model", _place(device), each, "take a smaller reward_model.path")
 
 

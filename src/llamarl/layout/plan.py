@@ -15,9 +15,9 @@ from math import gcd
 from msgspec import Struct
 
 from llamarl.errors import InputError
+from llamarl.families.parameters import tied_name
 from llamarl.layout.boxes import Box, intersect, split_rows, subtract, volume
 
-ALIASES = {"lm_head.weight": "model.embed_tokens.weight"}  # a tied head is the embedding
 MIN_SHARED_BYTES = 1 << 20  # smaller pieces are not cut only to spread them over those that hold them
 
 
@@ -120,7 +120,7 @@ def shard_patterns(
     alike: dict[tuple[int, tuple[Box | None, ...], tuple[Box | None, ...]], list[tuple[str, str]]] = defaultdict(list)
     held = {name for source in sources for name in source}
     for name in dict.fromkeys(name for target in targets for name in target):
-        at_source = name if name in held else ALIASES.get(name, name)
+        at_source = name if name in held else tied_name(name)
         widths = {
             rank[key].item_bytes
             for ranks, key in ((sources, at_source), (targets, name))

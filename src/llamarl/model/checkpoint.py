@@ -24,16 +24,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from llamarl.errors import ModelError
+from llamarl.families.family import Family, ParameterSpec
+from llamarl.families.parameters import family_of, parameter_shapes, parameters
 from llamarl.io.record_log import sync_path
+from llamarl.layout.boxes import Box, shape_of, whole
 from llamarl.model.folders import no_weights
 from llamarl.model.hf_config import carried_config, read_json_object, read_shape
 from llamarl.model.safetensors_file import TensorSpan, read_spans
 from llamarl.model.tensor_io import DTYPES, read_tensor, same_bytes, write_tensors
 from llamarl.model.transformer import Transformer
-from llamarl.model_spec import ModelSpec, parameter_shapes
+from llamarl.model_spec import ModelSpec
 
-# (name, full shape) -> the part of the tensor that this rank holds, one slice per dimension.
-Shard = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
+BoxOf = Callable[[ParameterSpec], Box]  # the part of a parameter that a rank holds
 
 # What travels with the weights when a model is saved under a new name.
 CARRIED = (
@@ -49,14 +51,11 @@ CARRIED = (
     "generation_config.json",
 )
 _MAX_THREADS = 8
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Old Llama checkpoints carry the rotary frequencies, which follow from the config.
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
-def whole(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The shard of a rank that holds everything."""
-    return tuple(slice(0, size) for size in shape)
+def all_of(parameter: ParameterSpec) -> Box:
+    """The box of a rank that holds everything."""
+    return whole(parameter.shape)
 
 
 class Checkpoint(Struct, frozen=True):
@@ -66,17 +65,17 @@ class Checkpoint(Struct, frozen=True):
     shape: ModelSpec
     spans: Mapping[str, TensorSpan]
 
-    def fill(self, parameters: Mapping[str, Tensor], shard: Shard = whole) -> None:
+    def fill(self, memory: Mapping[str, Tensor], box_of: BoxOf = all_of) -> None:
         """Reads the shard of each named parameter into the given memory, whatever its dtype and device."""
+        specs = parameters(self.shape)
 
         def read(name: str) -> None:
-            span = self.spans[name]
-            read_tensor(span, parameters[name].detach(), shard(name, span.shape))
+            read_tensor(self.spans[name], memory[name].detach(), box_of(specs[name]))
 
         # Most of the time goes to the kernel, which copies and finds pages for one thread at a time. Largest first, so
         # that the threads end together.
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-            for _ in pool.map(read, sorted(parameters, key=lambda name: -parameters[name].nbytes)):
+            for _ in pool.map(read, sorted(memory, key=lambda name: -memory[name].nbytes)):
                 pass
 
 
@@ -85,12 +84,12 @@ def load_model(
     *,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    shard: Shard = whole,
+    box_of: BoxOf = all_of,
 ) -> Transformer:
-    """The folder's model in the given dtype, on the device; with `shard`, only this rank's part of each parameter."""
+    """The folder's model in the given dtype, on the device; with `box_of`, only this rank's shard of each parameter."""
     checkpoint = open_checkpoint(folder)
-    model = empty_model(checkpoint.shape, dtype=dtype, device=device, shard=shard)
-    checkpoint.fill(dict(model.named_parameters()), shard)
+    model = empty_model(checkpoint.shape, dtype=dtype, device=device, box_of=box_of)
+    checkpoint.fill(dict(model.named_parameters()), box_of)
     return model
 
 
@@ -106,23 +105,24 @@ def random_model(
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.02, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            match parameters(shape)[name].kind:
+                case "bias":
+                    parameter.zero_()
+                case "norm" | "head_norm":
+                    parameter.fill_(1.0)
+                case _:
+                    parameter.normal_(0.0, 0.02, generator=generator)
     return model
 
 
 def empty_model(
-    shape: ModelSpec, *, dtype: torch.dtype, device: str | torch.device, shard: Shard = whole
+    shape: ModelSpec, *, dtype: torch.dtype, device: str | torch.device, box_of: BoxOf = all_of
 ) -> Transformer:
     """The model with memory for its shard of each parameter, not yet written."""
     model = meta_model(shape)
-    for name, parameter in list(model.named_parameters()):
-        full = tuple(parameter.shape)
-        local = [len(range(*part.indices(size))) for part, size in zip(shard(name, full), full, strict=True)]
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, nn.Parameter(torch.empty(local, dtype=dtype, device=device)))
+    for name, parameter in parameters(shape).items():
+        memory = torch.empty(shape_of(box_of(parameter)), dtype=dtype, device=device)
+        setattr(model.get_submodule(parameter.module), name.rpartition(".")[2], nn.Parameter(memory))
     if shape.tied_head:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
@@ -148,21 +148,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Config, index and headers, checked against one another. Reads no weights, but for a tied model that has its matrix
     twice."""
     shape = read_shape(folder)
-    return Checkpoint(folder, shape, checked_spans(folder, parameter_shapes(shape)))
+    return Checkpoint(folder, shape, checked_spans(folder, shape))
 
 
 def check_headers(folder: Path) -> ModelSpec:
     """Refuse a folder whose weights are missing, cut short or of another shape, before anything starts. Reads no weights."""
     shape = read_shape(folder)
-    checked_spans(folder, parameter_shapes(shape), compare_tied=False)
+    checked_spans(folder, shape, compare_tied=False)
     return shape
 
 
 def checked_spans(
-    folder: Path, expected: Mapping[str, tuple[int, ...]], *, compare_tied: bool = True
+    folder: Path, shape: ModelSpec, more: Mapping[str, tuple[int, ...]] | None = None, *, compare_tied: bool = True
 ) -> dict[str, TensorSpan]:
-    """Where each tensor lies: all that are expected, at their size, and nothing else."""
-    spans = _all_spans(folder)
+    """Where each tensor lies: the model's parameters and those of `more`, at their size, and nothing else."""
+    spans, family = _all_spans(folder), family_of(shape)
+    expected = {**parameter_shapes(shape), **(more or {})}
     for name, size in expected.items():
         if name not in spans:
             raise ModelError(f"{folder}: tensor {name} is missing")
@@ -170,20 +171,22 @@ def checked_spans(
             found = list(spans[name].shape)
             raise ModelError(f"{folder}: tensor {name} has shape {found}; config.json says {list(size)}")
     for name in spans.keys() - expected.keys():
-        if name == _HEAD:
+        if name == family.head:
             if compare_tied:
-                _check_tied_copy(folder, spans)
-        elif not _DERIVED.fullmatch(name):
+                _check_tied_copy(folder, spans, family)
+        elif not re.fullmatch(family.derived, name):
             raise ModelError(f"{folder}: tensor {name} is not part of the model that config.json describes")
     return {name: spans[name] for name in expected}
 
 
-def _check_tied_copy(folder: Path, spans: Mapping[str, TensorSpan]) -> None:
-    """A tied model may carry its matrix twice, if both say the same."""
-    head, embedding = spans[_HEAD], spans[_EMBEDDING]
+def _check_tied_copy(folder: Path, spans: Mapping[str, TensorSpan], family: Family) -> None:
+    """A tied model may carry its matrix twice, if both copies are equal."""
+    head, embedding = spans[family.head], spans[family.embedding]
     same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
     if not same or not same_bytes(head, embedding):
-        raise ModelError(f"{folder}: {_HEAD} differs from {_EMBEDDING}, but config.json says tie_word_embeddings")
+        raise ModelError(
+            f"{folder}: {family.head} differs from {family.embedding}, but config.json says tie_word_embeddings"
+        )
 
 
 def _all_spans(folder: Path) -> dict[str, TensorSpan]:
@@ -235,8 +238,8 @@ def save_model(
 
     With `carry_from`, the tokenizer, chat template and generation config of that folder come along.
     """
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    chosen = dtype or next(iter(parameters.values())).dtype
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    chosen = dtype or next(iter(tensors.values())).dtype
     if chosen not in DTYPES.values():
         raise ModelError(f"{folder}: cannot save a model in {chosen}; expected one of {', '.join(DTYPES)}")
     with new_folder(folder) as temporary:
@@ -244,7 +247,7 @@ def save_model(
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if carry_from:
             carry_files(carry_from, temporary)
-        _write_weights(temporary, parameters, chosen, max_shard_bytes)
+        _write_weights(temporary, tensors, chosen, max_shard_bytes)
 
 
 def carry_files(source: Path, folder: Path) -> None:
@@ -253,8 +256,8 @@ def carry_files(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _write_weights(folder: Path, parameters: Mapping[str, Tensor], dtype: torch.dtype, max_shard_bytes: int) -> None:
-    groups = _split(parameters, dtype.itemsize, max_shard_bytes)
+def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, max_shard_bytes: int) -> None:
+    groups = _split(tensors, dtype.itemsize, max_shard_bytes)
     if len(groups) == 1:
         write_tensors(folder / "model.safetensors", groups[0], dtype)
         return
@@ -263,21 +266,21 @@ def _write_weights(folder: Path, parameters: Mapping[str, Tensor], dtype: torch.
         file = f"model-{number:05}-of-{len(groups):05}.safetensors"
         write_tensors(folder / file, group, dtype)
         weight_map |= dict.fromkeys(group, file)
-    total_bytes = sum(parameter.numel() for parameter in parameters.values()) * dtype.itemsize
+    total_bytes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _split(parameters: Mapping[str, Tensor], item_bytes: int, max_shard_bytes: int) -> list[dict[str, Tensor]]:
+def _split(tensors: Mapping[str, Tensor], item_bytes: int, max_shard_bytes: int) -> list[dict[str, Tensor]]:
     """Whole tensors in order, as many to a file as the limit allows; a larger one has a file of its own."""
     groups: list[dict[str, Tensor]] = []
     num_bytes = max_shard_bytes + 1
-    for name, parameter in parameters.items():
-        size = parameter.numel() * item_bytes
+    for name, tensor in tensors.items():
+        size = tensor.numel() * item_bytes
         if num_bytes + size > max_shard_bytes:
             groups.append({})
             num_bytes = 0
-        groups[-1][name] = parameter
+        groups[-1][name] = tensor
         num_bytes += size
     return groups
 

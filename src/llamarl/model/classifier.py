@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,6 @@ from llamarl.model.checkpoint import Checkpoint, checked_spans, empty_model
 from llamarl.model.hf_config import config_path, read_classifier_shape, read_json_object
 from llamarl.model.tensor_io import read_tensor
 from llamarl.model.transformer import Transformer, causal_attention
-from llamarl.model_spec import parameter_shapes
 
 _SCORE = "score.weight"
 
@@ -54,8 +53,7 @@ class Classifier:
 def open_classifier(folder: Path) -> Checkpoint:
     """Config and headers, checked against one another. Reads no weights."""
     shape = read_classifier_shape(folder)
-    expected: Mapping[str, tuple[int, ...]] = {**parameter_shapes(shape), _SCORE: (1, shape.hidden_size)}
-    return Checkpoint(folder, shape, checked_spans(folder, expected))
+    return Checkpoint(folder, shape, checked_spans(folder, shape, {_SCORE: (1, shape.hidden_size)}))
 
 
 def load_classifier(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Classifier:
@@ -63,7 +61,7 @@ def load_classifier(folder: Path, *, dtype: torch.dtype, device: torch.device) -
     model = empty_model(checkpoint.shape, dtype=dtype, device=device)
     checkpoint.fill(dict(model.named_parameters()))
     score_1C = torch.empty(1, checkpoint.shape.hidden_size, dtype=dtype, device=device)
-    read_tensor(checkpoint.spans[_SCORE], score_1C, (slice(0, 1), slice(0, checkpoint.shape.hidden_size)))
+    read_tensor(checkpoint.spans[_SCORE], score_1C)
     return Classifier(model, score_1C, _padding(folder))
 
 

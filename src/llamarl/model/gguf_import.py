@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llamarl.errors import InputError, ModelError
+from llamarl.families.parameters import parameter_shapes
 from llamarl.model.checkpoint import empty_model, save_model
 from llamarl.model.gguf_file import KINDS, GGUFFile, GGUFTensor, read_gguf
 from llamarl.model.gguf_tokenizer import write_tokenizer
 from llamarl.model.hf_config import write_config
 from llamarl.model.transformer import rope_frequencies
-from llamarl.model_spec import SHAPES, ModelSpec, parameter_shapes
+from llamarl.model_spec import SHAPES, ModelSpec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

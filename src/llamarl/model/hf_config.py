@@ -276,7 +276,7 @@ def _number(value: Any, name: str) -> float:
     return float(value)
 
 
-def family_of(shape: ModelSpec) -> str:
+def model_type_of(shape: ModelSpec) -> str:
     """The Hugging Face family whose maths the shape has. Mistral without a window is Llama under another name."""
     if shape.qk_norm and shape.qkv_bias:
         raise ModelError("no Hugging Face family has both QKV biases and QK norms")
@@ -285,7 +285,7 @@ def family_of(shape: ModelSpec) -> str:
 
 def config_of(shape: ModelSpec, *, dtype: str = "float32") -> dict[str, Any]:
     """`config.json` in the form that both transformers 4 and 5 read."""
-    family = family_of(shape)
+    family = model_type_of(shape)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,

@@ -16,6 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from llamarl.errors import ModelError
+from llamarl.layout.boxes import Box
 from llamarl.model.folders import is_git_lfs_pointer
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -107,37 +108,32 @@ def _is_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
 
 
-def segments(span: TensorSpan, slices: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
-    """The (offset, length) runs of the file that hold `tensor[slices]`, in row-major order."""
-    bounds = [part.indices(size) for part, size in zip(slices, span.shape, strict=True)]
-    if any(step != 1 for _, _, step in bounds):
-        raise ValueError("a shard is made of plain slices, without steps")
+def segments(span: TensorSpan, box: Box) -> Iterator[tuple[int, int]]:
+    """The (offset, length) runs of the file that hold a box of a tensor, in row-major order."""
     run = ITEM_BYTES[span.dtype]
-    inner = len(bounds)
-    while inner and bounds[inner - 1][:2] == (0, span.shape[inner - 1]):
+    inner = len(box)
+    while inner and box[inner - 1] == (0, span.shape[inner - 1]):
         inner -= 1
         run *= span.shape[inner]
-    yield from _runs(span.shape[:inner], bounds[:inner], span.offset, run)
+    yield from _runs(span.shape[:inner], box[:inner], span.offset, run)
 
 
-def _runs(
-    shape: tuple[int, ...], bounds: list[tuple[int, int, int]], base: int, row_bytes: int
-) -> Iterator[tuple[int, int]]:
-    if len(bounds) <= 1:
-        start, stop = bounds[0][:2] if bounds else (0, 1)
-        yield base + start * row_bytes, max(0, stop - start) * row_bytes
+def _runs(shape: tuple[int, ...], box: Box, base: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    if len(box) <= 1:
+        first, end = box[0] if box else (0, 1)
+        yield base + first * row_bytes, max(0, end - first) * row_bytes
         return
     stride = math.prod(shape[1:]) * row_bytes
-    for index in range(*bounds[0]):
-        yield from _runs(shape[1:], bounds[1:], base + index * stride, row_bytes)
+    for index in range(*box[0]):
+        yield from _runs(shape[1:], box[1:], base + index * stride, row_bytes)
 
 
 class SegmentReader:
     """Reads runs of one file, one after another, into buffers of any size."""
 
-    def __init__(self, span: TensorSpan, slices: tuple[slice, ...]) -> None:
+    def __init__(self, span: TensorSpan, box: Box) -> None:
         self._path = span.path
-        self._segments = segments(span, slices)
+        self._segments = segments(span, box)
         self._offset, self._left = 0, 0
         self._fd = -1
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.layout.boxes import Box, whole
 from llamarl.model.safetensors_file import SegmentReader, TensorSpan, header_bytes
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -18,12 +19,12 @@ _CACHED_BYTES = 256 << 10  # on a CPU: stays in its cache between reading and co
 _ONE_THREAD = 32_768  # so many numbers torch converts on the calling thread
 
 
-def read_tensor(span: TensorSpan, out: Tensor, slices: tuple[slice, ...]) -> None:
-    """Reads `tensor[slices]` into `out`: in place where the bytes are right already, else through a small buffer."""
+def read_tensor(span: TensorSpan, out: Tensor, box: Box | None = None) -> None:
+    """Reads a box of a tensor, or all of it, into `out`: in place where the type is the same, else by a small buffer."""
     if not out.is_contiguous():
         raise ValueError("parameters are read into contiguous memory")
     dtype, on_cpu = DTYPES[span.dtype], out.device.type == "cpu"
-    with SegmentReader(span, slices) as reader:
+    with SegmentReader(span, whole(span.shape) if box is None else box) as reader:
         if on_cpu and out.dtype == dtype:
             reader.fill(bytes_of(out))
             return
@@ -69,8 +70,7 @@ def _pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
 def same_bytes(a: TensorSpan, b: TensorSpan) -> bool:
     """Whether two tensors of equal dtype and shape are equal bit for bit."""
     left, right = bytearray(_STAGING_BYTES), bytearray(_STAGING_BYTES)
-    everything = tuple(slice(0, size) for size in a.shape)
-    with SegmentReader(a, everything) as a_reader, SegmentReader(b, everything) as b_reader:
+    with SegmentReader(a, whole(a.shape)) as a_reader, SegmentReader(b, whole(b.shape)) as b_reader:
         for start in range(0, a.num_bytes, _STAGING_BYTES):
             size = min(_STAGING_BYTES, a.num_bytes - start)
             a_reader.fill(memoryview(left)[:size])

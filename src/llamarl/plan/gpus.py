@@ -116,20 +116,42 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-def _gpu(name: str, gib: float, tflops: Rates, gb_s: float, nvlink: float, nic: float = 50.0) -> Gpu:
-    return Gpu(name=name, memory_gib=gib, tflops=tflops, memory_gb_s=gb_s, nvlink_gb_s=nvlink, nic_gb_s=nic)
+# Dense peaks from the vendors' datasheets, by a part of the device's name.
+PEAKS: dict[str, Rates] = {
+    "A100": Rates(bf16=312, fp32=19.5),
+    "H100": Rates(bf16=989, fp8=1979, fp32=67),
+    "H100 PCIe": Rates(bf16=756),
+    "H200": Rates(bf16=989, fp8=1979, fp32=67),
+    "GH200": Rates(bf16=989, fp8=1979, fp32=67),
+    "B200": Rates(bf16=2250, fp8=4500, fp32=75),
+    "L40S": Rates(bf16=362, fp8=733, fp32=91.6),
+    "L4": Rates(bf16=121),
+    "A10": Rates(bf16=125),
+}
 
 
-# Datasheets of the SXM or HGX forms: dense TFLOP/s, GB/s of memory, GB/s of NVLink in each direction (the L40S has none:
-# PCIe 4.0 x16), one 400 Gbit/s NIC for each GPU (A100 and L40S: 200).
+def peaks_of(device_name: str) -> Rates | None:
+    """Peaks of a device by the name that its driver reports; the longest match counts."""
+    found = [part for part in PEAKS if part in device_name]
+    return PEAKS[max(found, key=len)] if found else None
+
+
+def _gpu(product: str, gib: float, gb_s: float, nvlink: float, nic: float = 50.0) -> Gpu:
+    return Gpu(
+        name=product.lower(), memory_gib=gib, tflops=PEAKS[product], memory_gb_s=gb_s, nvlink_gb_s=nvlink, nic_gb_s=nic
+    )
+
+
+# Datasheets of the SXM or HGX forms: GB/s of memory, GB/s of NVLink in each direction (the L40S has none: PCIe 4.0 x16), one
+# 400 Gbit/s NIC for each GPU (A100 and L40S: 200).
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("a100", 80, Rates(bf16=312, fp32=19.5), 2039, 300, 25),
-        _gpu("h100", 80, Rates(bf16=989, fp8=1979, fp32=67), 3350, 450),
-        _gpu("h200", 141e9 / GIB, Rates(bf16=989, fp8=1979, fp32=67), 4800, 450),
-        _gpu("b200", 180e9 / GIB, Rates(bf16=2250, fp8=4500, fp32=75), 7700, 900),
-        _gpu("l40s", 48e9 / GIB, Rates(bf16=362, fp8=733, fp32=91.6), 864, 32, 25),
+        _gpu("A100", 80, 2039, 300, 25),
+        _gpu("H100", 80, 3350, 450),
+        _gpu("H200", 141e9 / GIB, 4800, 450),
+        _gpu("B200", 180e9 / GIB, 7700, 900),
+        _gpu("L40S", 48e9 / GIB, 864, 32, 25),
     )
 }
 

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from llamarl.errors import InputError
+from llamarl.families.parameters import num_parameters
 from llamarl.model_spec import SHAPES, ModelSpec
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GPUS, DecodeFactors, Gpu, TrainFactors
@@ -103,7 +104,7 @@ def _sync_options(row: PaperRow, answers: Lengths, assumed: Assumed) -> Iterator
         count = assumed.answers * m / row.gpus
         shape, slots = question.shape, max(1, round(count))
         cache = count * kv_bytes_per_token(shape, assumed.precision) * (assumed.prompt / assumed.samples + answers.mean)
-        held = assumed.state_bytes * shape.num_parameters + weight_bytes(shape, assumed.precision) + cache
+        held = assumed.state_bytes * num_parameters(shape) + weight_bytes(shape, assumed.precision) + cache
         if held / m > gpu.memory_bytes * MEMORY_SHARE:
             continue
         replica = Replica(shape, gpu, assumed.precision, m, slots, assumed.prompt, assumed.prompt + answers.longest)

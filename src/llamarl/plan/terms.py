@@ -7,10 +7,13 @@ share every product, `rows` the number of tokens that a product is applied to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from math import log2
 
-from llamarl.model_spec import ModelSpec, block_parameters
+from llamarl.families.family import COLUMNS, ROWS
+from llamarl.families.parameters import block_parameters, embedding_of, family_of, head_of, num_parameters
+from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Factors, Gpu
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}  # bytes of a weight
@@ -31,11 +34,15 @@ def activation_width(precision: str) -> int:
 # Products
 
 
-def layer_products(shape: ModelSpec, tp: int) -> Iterator[tuple[float, float]]:
-    """(outputs, inputs) of a layer's four products on one rank. Key-value heads are held twice rather than cut."""
-    q, kv = shape.q_size / tp, shape.kv_size / min(tp, shape.num_kv_heads)
-    ffn, hidden = shape.intermediate_size / tp, shape.hidden_size
-    return iter(((q + 2 * kv, hidden), (hidden, q), (2 * ffn, hidden), (hidden, ffn)))
+@lru_cache(maxsize=256)
+def layer_products(shape: ModelSpec, tp: int) -> tuple[tuple[float, float], ...]:
+    """(outputs, inputs) of a layer's products on one rank. Matrices that read the same input are one product."""
+    outputs, inputs = dict[str, float](), dict[str, float]()
+    for matrix in family_of(shape).layer(shape):
+        if matrix.is_product:
+            outputs[matrix.kind] = outputs.get(matrix.kind, 0.0) + matrix.local_size(ROWS, tp)
+            inputs[matrix.kind] = matrix.local_size(COLUMNS, tp)
+    return tuple((outputs[kind], inputs[kind]) for kind in outputs)
 
 
 def product_s(gpu: Gpu, precision: str, rows: float, outputs: float, inputs: float, out_width: int = 2) -> float:
@@ -54,7 +61,8 @@ def block_products_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp
 
 def head_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
     """The head's product, whose fp32 scores are written; the head stays bf16 where the rest is narrower."""
-    return product_s(gpu, _products_in(precision), rows, shape.vocab_size / tp, shape.hidden_size, out_width=4)
+    outputs, inputs = head_of(shape).shape
+    return product_s(gpu, _products_in(precision), rows, outputs / tp, inputs, out_width=4)
 
 
 # Generating
@@ -118,9 +126,11 @@ def _products_in(precision: str) -> str:
 
 
 def recomputed_parameters(shape: ModelSpec, recompute: str) -> int:
-    """Weights whose product is made once more in the backward pass."""
-    mlps = shape.num_layers * 3 * shape.hidden_size * shape.intermediate_size
-    return {"none": 0, "selective": mlps, "full": block_parameters(shape)}[recompute]
+    """Number of weights whose product is computed again in the backward pass: of none, of the MLPs, or of all layers."""
+    if recompute == "selective":
+        mlp = (one.size for one in family_of(shape).layer(shape) if one.kind in ("mlp_in", "mlp_out"))
+        return shape.num_layers * sum(mlp)
+    return block_parameters(shape) if recompute == "full" else 0
 
 
 def train_terms(
@@ -140,14 +150,14 @@ def train_terms(
     documents) are those of the whole update; `passes` is what one rank makes."""
     ranks, rate = tp * data, gpu.flops(precision)
     blocks = (6 * block_parameters(shape) + 2 * recomputed_parameters(shape, recompute)) * tokens
-    head = 6 * shape.vocab_size * shape.hidden_size * answer_tokens
+    head = 6 * head_of(shape).size * answer_tokens
     attention = 6 * shape.num_layers * shape.q_size * squares * (1 + (recompute == "full") / 3)
     traffic = activation_traffic(shape, precision) * tokens + 3 * 4 * shape.vocab_size * answer_tokens
     return {
         "products": (blocks + head) / ranks / rate,
         "attention": attention / ranks / rate,
         "traffic": traffic / ranks / gpu.bytes_per_s,
-        "optimizer": 26 * shape.num_parameters / ranks / gpu.bytes_per_s,
+        "optimizer": 26 * num_parameters(shape) / ranks / gpu.bytes_per_s,
         "layer_s": shape.num_layers * passes,
         "update_s": 1.0,
     }
@@ -163,7 +173,7 @@ def shard_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, passes: flo
     """FSDP: every pass gathers the weights twice (forward, backward) and reduces the gradients once, all in bf16."""
     if data == 1:
         return 0.0
-    each = shape.num_parameters / tp * 2 * (data - 1) / data
+    each = num_parameters(shape) / tp * 2 * (data - 1) / data
     return passes * 3 * each / (link_gb_s(gpu, tp * data) * 1e9)
 
 
@@ -220,16 +230,16 @@ MEMORY_SHARE = 0.94  # of a GPU that may be planned with
 def weight_bytes(shape: ModelSpec, precision: str) -> float:
     """Of all weights as a generator holds them: embedding, head and norms are bf16 at least."""
     blocks = block_parameters(shape)
-    return blocks * WIDTH[precision] + (shape.num_parameters - blocks) * activation_width(precision)
+    return blocks * WIDTH[precision] + (num_parameters(shape) - blocks) * activation_width(precision)
 
 
 def training_state_bytes(shape: ModelSpec, tp: int, data: int) -> float:
     """Masters, moments and gradients, 16 bytes per parameter, sharded over all ranks; with FSDP also two gathered layers
     and the embedding. On one data rank: 12 bytes and a bf16 gradient (fp32, where an update has several passes)."""
     if data == 1:
-        return 16 * shape.num_parameters / tp
-    gathered = 2 * block_parameters(shape) / shape.num_layers + 2 * shape.vocab_size * shape.hidden_size
-    return 16 * shape.num_parameters / (tp * data) + 2 * gathered / tp
+        return 16 * num_parameters(shape) / tp
+    gathered = 2 * block_parameters(shape) / shape.num_layers + embedding_of(shape).size + head_of(shape).size
+    return 16 * num_parameters(shape) / (tp * data) + 2 * gathered / tp
 
 
 def activation_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int = 2) -> float:

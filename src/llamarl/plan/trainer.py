@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from llamarl.families.parameters import num_parameters
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.terms import (
@@ -82,7 +83,7 @@ class TrainerRanks(Struct, frozen=True):
     def _accumulate_s(self, passes: float) -> float:
         if passes == 1:
             return 0.0
-        return passes * ACCUMULATE_BYTES * self.shape.num_parameters / self.ranks / self.gpu.bytes_per_s
+        return passes * ACCUMULATE_BYTES * num_parameters(self.shape) / self.ranks / self.gpu.bytes_per_s
 
     @property
     def memory_bytes(self) -> float:

@@ -13,6 +13,7 @@ from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import Record
 from llamarl.controller.line import Line, executor_names
 from llamarl.errors import InputError
+from llamarl.families.parameters import num_parameters
 from llamarl.model.hf_config import read_shape
 from llamarl.model_spec import SHAPES, ModelSpec, shape_named
 from llamarl.observe.timeline import Timeline
@@ -133,7 +134,7 @@ def _saved_bytes(scene: Scene, command: ev.AnyCommand) -> float:
     config = scene.config
     last = isinstance(command, ev.Save) and command.version == config.schedule.updates
     policy_only = last and config.snapshots.at_end == "policy"
-    return (POLICY_BYTES if policy_only else STATE_BYTES) * scene.shape.num_parameters / scene.trainer.ranks
+    return (POLICY_BYTES if policy_only else STATE_BYTES) * num_parameters(scene.shape) / scene.trainer.ranks
 
 
 def _answers(scene: Scene) -> Answers:
@@ -200,7 +201,7 @@ def _threads(scene: Scene, setting: int, section: str) -> int:
 def _trainer_plan(scene: Scene, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
     engine, trainer = scene.gpu.engine, scene.trainer
     publish_s = copy_s(scene.gpu, weight_bytes(scene.shape, wire(scene.generator_precision)) / trainer.ranks)
-    save_s = copy_s(scene.gpu, STATE_BYTES * scene.shape.num_parameters / trainer.ranks)
+    save_s = copy_s(scene.gpu, STATE_BYTES * num_parameters(scene.shape) / trainer.ranks)
 
     def plan(command: ev.ExecutorCommand) -> WorkItem:
         match command:

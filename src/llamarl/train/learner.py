@@ -70,7 +70,7 @@ class Learner:
             seen.add_loss(loss)
             if len(packs) > 1:
                 self.optimizer.collect()
-        complete_gradients(self.optimizer.gradients(), self.policy.computing.mesh)
+        complete_gradients(self.optimizer.gradients(), self.policy.model.shape, self.policy.computing.mesh)
         return seen
 
     def _forward(self, pack: Pack, seen: Seen, *, num_tokens: int, num_sequences: int) -> Tensor:

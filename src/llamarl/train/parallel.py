@@ -5,7 +5,7 @@ Nothing is wrapped: parameters keep their Hugging Face names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -16,14 +16,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
 
+from llamarl.families.family import ROWS, ParameterSpec
+from llamarl.families.parameters import family_of, parameters
 from llamarl.model.ops import Rope
 from llamarl.model.transformer import Transformer
+from llamarl.model_spec import ModelSpec
 from llamarl.train.mesh import TrainerMesh
 
 _MAX_GRAPHS = 64
@@ -49,25 +53,30 @@ def parallelize(
 
 
 def _share_products(model: Transformer, mesh: TrainerMesh) -> None:
+    family, spec = family_of(model.shape), model.shape
     block_plan = {
         "self_attn": PrepareModuleInput(
             input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
         ),
         "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
-        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-        "self_attn.o_proj": RowwiseParallel(),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(),
+        **_styles(family.layer(spec)),
     }
     for block in model.model.layers:
         parallelize_module(block, mesh.tensor_mesh, block_plan)
-    parallelize_module(
-        model,
-        mesh.tensor_mesh,
-        {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": ColwiseParallel()},
-    )
+    parallelize_module(model, mesh.tensor_mesh, _styles([*family.before(spec), *family.after(spec)]))
     tie_head(model)
+
+
+def _styles(parameters: Iterable[ParameterSpec]) -> dict[str, ParallelStyle]:
+    """Maps each module that tensor parallelism cuts to how torch does that. Torch speaks of weights that are transposed, so
+    its columns are our rows, but not those of an embedding."""
+    found: dict[str, ParallelStyle] = {}
+    for parameter in parameters:
+        if parameter.kind == "embedding":
+            found[parameter.module] = RowwiseParallel(input_layouts=Replicate())
+        elif parameter.split is not None:
+            found[parameter.module] = ColwiseParallel() if parameter.split == ROWS else RowwiseParallel()
+    return found
 
 
 def tie_head(model: Transformer) -> None:
@@ -128,10 +137,10 @@ def is_shared_out(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def complete_gradients(grads: Mapping[str, Tensor], mesh: TrainerMesh) -> None:
-    """Norms of query and key heads are whole on every tensor rank, which sees only its own heads' share of their
-    gradients. All other whole parameters work on whole states, and their gradients are whole."""
+def complete_gradients(grads: Mapping[str, Tensor], spec: ModelSpec, mesh: TrainerMesh) -> None:
+    """Sums the gradients of norms of heads over the tensor ranks: each rank holds such a norm whole and applies it to its own
+    heads. All other whole parameters are applied to whole states, so their gradients are whole."""
     if mesh.tensor > 1:
         for name, grad in grads.items():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
+            if parameters(spec)[name].kind == "head_norm":
                 dist.all_reduce(grad, group=mesh.tensor_group)

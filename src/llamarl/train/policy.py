@@ -21,7 +21,7 @@ from llamarl.train.head import Head, Vocabulary, chunked_logprobs
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.packing import Pack, make_packs
 from llamarl.train.parallel import parallelize, tie_head
-from llamarl.train.parts import owned_parts
+from llamarl.train.shards import owned_shards
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,10 @@ def load_policy(folder: Path, computing: Computing) -> Policy:
         return Policy(model, computing)
     checkpoint = open_checkpoint(folder)
     model = sharded_model(checkpoint.shape, computing)
-    parts = {name: part for name, part in owned_parts(model).items() if part.tensor.numel()}
-    checkpoint.fill({name: part.tensor for name, part in parts.items()}, lambda name, shape: parts[name].box)
+    shards = {name: shard for name, shard in owned_shards(model).items() if shard.tensor.numel()}
+    checkpoint.fill(
+        {name: shard.tensor for name, shard in shards.items()}, lambda parameter: shards[parameter.name].box
+    )
     return Policy(model, computing)
 
 

@@ -8,20 +8,10 @@ from functools import cache
 
 import torch
 
-from llamarl.model_spec import ModelSpec, matrix_parameters
+from llamarl.families.parameters import matrix_parameters
+from llamarl.model_spec import ModelSpec
+from llamarl.plan.gpus import peaks_of
 
-# Dense bf16 rates from the vendors' datasheets, TFLOP/s, by a part of the device's name; the longest match counts.
-DATASHEET_TFLOPS = {
-    "A100": 312.0,
-    "H100": 989.0,
-    "H100 PCIe": 756.0,
-    "H200": 989.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
-    "L40S": 362.0,
-    "L4": 121.0,
-    "A10": 125.0,
-}
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
 
 
@@ -36,10 +26,11 @@ def training_flops(shape: ModelSpec, lengths: Iterable[int]) -> float:
 
 
 def datasheet_tflops(device: torch.device) -> float | None:
+    """Peak of dense bf16 products; None where no datasheet is known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return max(((len(part), rate) for part, rate in DATASHEET_TFLOPS.items() if part in name), default=(0, None))[1]
+    peaks = peaks_of(torch.cuda.get_device_name(device))
+    return float(peaks.bf16) if peaks else None
 
 
 @cache

@@ -26,7 +26,7 @@ from llamarl.model.training_state import OPTIMIZER, POLICY, hash_files
 from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.optimizer import AdamW
-from llamarl.train.parts import owned_parts
+from llamarl.train.shards import owned_shards
 
 _MESH_FILE = "mesh.json"
 _STEPS = "num_steps"
@@ -132,18 +132,18 @@ def restore(optimizer: AdamW, folder: Path, mesh: TrainerMesh = LONE_RANK) -> No
     for name, span in spans.items():
         if name not in tensors:
             raise ModelError(f"{folder}: optimizer state of an unknown parameter {name.partition('/')[0]}")
-        read_tensor(span, tensors[name], tuple(slice(0, size) for size in span.shape))
+        read_tensor(span, tensors[name])
 
 
 @torch.no_grad()
 def load_masters(model: Transformer, optimizer: AdamW, folder: Path) -> None:
     """Parameters in bf16 hold rounded weights: the optimizer gets the folder's own."""
     checkpoint = None
-    for name, part in owned_parts(model).items():
-        if part.tensor.dtype == torch.bfloat16:
+    for name, shard in owned_shards(model).items():
+        if shard.tensor.dtype == torch.bfloat16:
             checkpoint = checkpoint or open_checkpoint(folder)
-            master = torch.empty(part.tensor.shape, dtype=torch.float32, device=part.tensor.device)
-            checkpoint.fill({name: master}, lambda _, shape, box=part.box: box)  # type: ignore[misc]
+            master = torch.empty(shard.tensor.shape, dtype=torch.float32, device=shard.tensor.device)
+            checkpoint.fill({name: master}, lambda _, box=shard.box: box)  # type: ignore[misc]
             optimizer.set_master(name, master)
 
 
@@ -178,7 +178,7 @@ def _prefix(mesh: TrainerMesh) -> str:
 
 def _read(span: TensorSpan) -> float:
     value = torch.empty(span.shape)
-    read_tensor(span, value, tuple(slice(0, size) for size in span.shape))
+    read_tensor(span, value)
     return value.item()
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from llamarl.layout.boxes import Box, relative, shape_of, split_rows, volume
 from llamarl.layout.plan import TransferPlan
+from llamarl.model.shards import Shard
 from llamarl.weights.blocks import DIGEST, digest
 from llamarl.weights.memory import copy_tensor
-from llamarl.weights.shards import Shard
 from llamarl.weights.wire import SlotShard
 
 

@@ -24,12 +24,12 @@ from llamarl.errors import CorruptWeights, LeaseTimeout, LostWeights, StaleWeigh
 from llamarl.layout.boxes import volume
 from llamarl.layout.cost import BUCKET_BYTES
 from llamarl.layout.plan import TransferPlan, plan_transfer, shard_patterns
+from llamarl.model.shards import Parameters
 from llamarl.weights.buckets import Bucket, Copies, Route, buckets_of, copies_in, copies_out, is_sound, pack
 from llamarl.weights.group import Deadline, Group, PeerLost, RankShards
 from llamarl.weights.memory import HOST, HostMemory, SlotMemory, copy_tensor, padded
 from llamarl.weights.rank_slots import device_of
 from llamarl.weights.read_plan import ReadPlan
-from llamarl.weights.shards import Parameters
 from llamarl.weights.slot_file import NUM_SLOTS, Header
 from llamarl.weights.slots import Agree, agreed, alone
 from llamarl.weights.transport import Publication

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from llamarl.errors import InputError
+from llamarl.families.parameters import tied_name
 from llamarl.layout.boxes import Box, relative
-from llamarl.layout.plan import ALIASES, ShardSpec, plan_transfer, shard_patterns
+from llamarl.layout.plan import ShardSpec, plan_transfer, shard_patterns
+from llamarl.model.shards import Parameters, Shard, shards_of
 from llamarl.weights.memory import ShardRead, SlotManifest
-from llamarl.weights.shards import Parameters, Shard, shards_of
 from llamarl.weights.wire import SlotShard
 
 
@@ -60,7 +61,7 @@ class ReadPlan:
 
 def source_of(name: str, published: Mapping[str, object]) -> str:
     """The name under which a parameter is published: a tied head's is the embedding's."""
-    return name if name in published else ALIASES.get(name, name)
+    return name if name in published else tied_name(name)
 
 
 def _check_size(name: str, shard: Shard, entries: Sequence[SlotShard], *, whole: bool) -> None:

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from llamarl.errors import BrokenWeights, LlamaRLError, LostWeights
+from llamarl.model.shards import Parameters
 from llamarl.weights.group import Group, PeerLost
 from llamarl.weights.group_transport import GroupReader, GroupWriter
-from llamarl.weights.shards import Parameters
 
 AllTrue = Callable[[bool], bool]  # over the ranks of one executor; every rank calls it
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from llamarl.errors import BrokenWeights, CorruptWeights, InputError, StaleWeights
 from llamarl.failpoints import failpoint
+from llamarl.model.shards import Parameters
 from llamarl.weights.memory import HOST, ShardRead, SlotManifest, blocks_of
 from llamarl.weights.rank_slots import RankSlots, device_of, find, read_manifest, settle
 from llamarl.weights.read_plan import ReadPlan
-from llamarl.weights.shards import Parameters
 from llamarl.weights.slot_file import NO_VERSION, NUM_SLOTS, Header, SlotFile
 from llamarl.weights.transport import Publication
 from llamarl.weights.wire import CombineMax, Staging, WireFormat

@@ -14,12 +14,14 @@ from msgspec import Struct
 from torch import Tensor
 
 from llamarl.errors import InputError
+from llamarl.families.parameters import parameters
 from llamarl.layout.boxes import Box, shape_of
 from llamarl.layout.flat import FlatLayout, TensorSpec, flat_layout
-from llamarl.layout.model import FP8, SCALE, scale_box, segment_columns, wire_dtype
+from llamarl.layout.mesh import PRECISIONS
+from llamarl.layout.model import FP8, SCALE, WIDE, scale_box, segment_columns, wire_dtype
 from llamarl.layout.plan import ShardSpec
-from llamarl.model_spec import ModelSpec, parameter_shapes
-from llamarl.weights.shards import Parameters, Shard, shards_of
+from llamarl.model.shards import Parameters, Shard, shards_of
+from llamarl.model_spec import ModelSpec
 
 MAX_FP8 = 448.0
 LEAST_SCALE = 2.0**-100  # its inverse is a number too
@@ -45,14 +47,14 @@ class WireFormat(Struct, frozen=True):
 
     @classmethod
     def for_generator(cls, precision: str, shape: ModelSpec, tp: int = 1) -> WireFormat:
-        sizes = {name: size for name, size in parameter_shapes(shape).items() if wire_dtype(name, precision) == FP8}
-        return cls(
-            precision,
-            {name: Segments(size[1], segment_columns(name, size[1], shape, tp)) for name, size in sizes.items()},
-        )
+        narrow = [one for one in parameters(shape).values() if wire_dtype(one, precision) == FP8]
+        return cls(precision, {one.name: Segments(one.shape[1], segment_columns(one, tp)) for one in narrow})
 
     def dtype(self, name: str, held: torch.dtype) -> torch.dtype:
-        found: torch.dtype = getattr(torch, wire_dtype(name, self.precision)) if self.precision else held
+        if not self.precision:
+            return held
+        dtype = PRECISIONS[self.precision]
+        found: torch.dtype = getattr(torch, WIDE if dtype == FP8 and name not in self.segments else dtype)
         return found
 
 

@@ -7,12 +7,13 @@ import time
 import pytest
 
 from llamarl.errors import InputError
+from llamarl.families.parameters import num_parameters, parameters
 from llamarl.layout.boxes import volume
 from llamarl.layout.cost import Links, Prediction, predict
 from llamarl.layout.mesh import Mesh, box_on, parse_side
 from llamarl.layout.model import model_plan, placement_of
 from llamarl.layout.plan import TransferPlan
-from llamarl.model_spec import parameter_shapes, shape_named
+from llamarl.model_spec import shape_named
 
 GB = 1e9
 
@@ -41,16 +42,17 @@ def test_405b_to_512_generators_is_planned_in_seconds_and_reaches_the_wire() -> 
 @pytest.mark.parametrize("mesh", [Mesh((("fsdp", 3), ("tp", 2))), Mesh((("replicas", 2), ("tp", 3))), Mesh()])
 def test_a_layout_holds_every_element_once_per_replica(model: str, mesh: Mesh) -> None:
     shape = shape_named(model)
-    for name, size in parameter_shapes(shape).items():
-        boxes = {box_on(rank, size, placement_of(name, shape), mesh) for rank in range(mesh.num_ranks)}
-        assert sum(map(volume, boxes)) == volume(tuple((0, extent) for extent in size)), name
+    for parameter in parameters(shape).values():
+        size = parameter.shape
+        boxes = {box_on(rank, size, placement_of(parameter), mesh) for rank in range(mesh.num_ranks)}
+        assert sum(map(volume, boxes)) == volume(tuple((0, extent) for extent in size)), parameter.name
 
 
 def test_heads_stay_whole_and_with_the_keys_they_read() -> None:
     """Nine heads share three key-value heads: on two ranks, six heads and two keys, then three and one."""
-    shape, mesh = shape_named("smollm2-135m"), Mesh((("tp", 2),))
+    found, mesh = parameters(shape_named("smollm2-135m")), Mesh((("tp", 2),))
     rows = {
-        name: [box_on(rank, parameter_shapes(shape)[name], placement_of(name, shape), mesh)[dim] for rank in range(2)]
+        name: [box_on(rank, found[name].shape, placement_of(found[name]), mesh)[dim] for rank in range(2)]
         for name, dim in (
             ("model.layers.0.self_attn.q_proj.weight", 0),
             ("model.layers.0.self_attn.k_proj.weight", 0),
@@ -61,11 +63,11 @@ def test_heads_stay_whole_and_with_the_keys_they_read() -> None:
 
 
 def test_bytes_follow_the_precision() -> None:
-    parameters = shape_named("llama-3.1-8b").num_parameters
-    assert predicted("llama-3.1-8b", "fsdp=8", "precision=bf16").total_bytes == 2 * parameters
-    assert predicted("llama-3.1-8b", "fsdp=8", "precision=fp32").total_bytes == 4 * parameters
+    count = num_parameters(shape_named("llama-3.1-8b"))
+    assert predicted("llama-3.1-8b", "fsdp=8", "precision=bf16").total_bytes == 2 * count
+    assert predicted("llama-3.1-8b", "fsdp=8", "precision=fp32").total_bytes == 4 * count
     fp8 = predicted("llama-3.1-8b", "fsdp=8", "precision=fp8").total_bytes
-    assert 1.1 * parameters < fp8 < 1.2 * parameters, "embedding and head stay in bf16"
+    assert 1.1 * count < fp8 < 1.2 * count, "embedding and head stay in bf16"
 
 
 def test_replicas_of_the_generator_cost_the_trainer_and_more_trainers_share_it() -> None:

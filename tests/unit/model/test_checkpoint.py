@@ -15,9 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llamarl.errors import ModelError
-from llamarl.model.checkpoint import Shard, load_model, meta_model, open_checkpoint, random_model, save_model
+from llamarl.families.family import ParameterSpec
+from llamarl.families.parameters import num_parameters, parameter_shapes, parameters
+from llamarl.layout.boxes import Box, relative, whole
+from llamarl.model.checkpoint import BoxOf, load_model, meta_model, open_checkpoint, random_model, save_model
 from llamarl.model.transformer import Transformer
-from llamarl.model_spec import SHAPES, ModelSpec, parameter_shapes
+from llamarl.model_spec import SHAPES, ModelSpec
 
 
 def assert_same(found: Transformer, expected: Transformer) -> None:
@@ -57,27 +60,29 @@ def test_files_keep_to_the_limit_and_the_index_adds_up(tiny_model: Transformer, 
     assert {name: file for file, tensors in files.items() for name in tensors} == index["weight_map"]
 
 
-def columns(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+def columns(parameter: ParameterSpec) -> Box:
     """The second of two ranks: half the columns of what a row-parallel layer splits, half the rows of the rest."""
+    name, shape = parameter.name, parameter.shape
     if name.endswith(("o_proj.weight", "down_proj.weight")):
-        return slice(0, shape[0]), slice(shape[1] // 2, shape[1])
-    return slice(shape[0] // 2, shape[0]), *(slice(0, size) for size in shape[1:])
+        return (0, shape[0]), (shape[1] // 2, shape[1])
+    return (shape[0] // 2, shape[0]), *((0, size) for size in shape[1:])
 
 
-def nothing(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+def nothing(parameter: ParameterSpec) -> Box:
     """A rank beyond the last row, as uneven sharding leaves it."""
-    return slice(shape[0], shape[0]), *(slice(0, size) for size in shape[1:])
+    return (parameter.shape[0], parameter.shape[0]), *((0, size) for size in parameter.shape[1:])
 
 
-@pytest.mark.parametrize("shard", [columns, nothing])
+@pytest.mark.parametrize("box_of", [columns, nothing])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shard_is_that_part_of_the_whole(
-    tiny_model: Transformer, tmp_path: Path, shard: Shard, dtype: torch.dtype
+    tiny_model: Transformer, tmp_path: Path, box_of: BoxOf, dtype: torch.dtype
 ) -> None:
     save_model(tiny_model, tmp_path / "m")
-    part = load_model(tmp_path / "m", shard=shard, dtype=dtype)
+    part = load_model(tmp_path / "m", box_of=box_of, dtype=dtype)
     for name, parameter in tiny_model.named_parameters():
-        expected = parameter[shard(name, tuple(parameter.shape))].to(dtype)
+        box = box_of(parameters(tiny_model.shape)[name])
+        expected = parameter[relative(box, whole(parameter.shape))].to(dtype)
         assert torch.equal(part.get_parameter(name), expected), name
 
 
@@ -94,7 +99,7 @@ def test_only_the_bytes_of_a_shard_are_read(
         return got
 
     monkeypatch.setattr(os, "preadv", counting)
-    part = load_model(tmp_path / "m", shard=columns)
+    part = load_model(tmp_path / "m", box_of=columns)
     assert num_bytes == sum(parameter.nbytes for parameter in part.parameters())
 
 
@@ -179,11 +184,11 @@ def test_a_save_that_fails_leaves_nothing(
 def test_parameter_shapes_are_those_of_the_model(name: str) -> None:
     model = meta_model(SHAPES[name])
     assert parameter_shapes(SHAPES[name]) == {key: tuple(p.shape) for key, p in model.named_parameters()}
-    assert SHAPES[name].num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters(SHAPES[name]) == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("name", "num_parameters"),
+    ("name", "expected"),
     [
         ("smollm2-135m", 134_515_008),
         ("llama-3.2-1b", 1_235_814_400),
@@ -195,8 +200,8 @@ def test_parameter_shapes_are_those_of_the_model(name: str) -> None:
         ("qwen3-0.6b", 596_049_920),
     ],
 )
-def test_named_shapes_have_their_published_parameter_counts(name: str, num_parameters: int) -> None:
-    assert SHAPES[name].num_parameters == num_parameters
+def test_named_shapes_have_their_published_parameter_counts(name: str, expected: int) -> None:
+    assert num_parameters(SHAPES[name]) == expected
 
 
 def test_a_random_model_follows_from_its_seed(tiny: ModelSpec) -> None:

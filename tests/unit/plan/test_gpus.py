@@ -9,7 +9,7 @@ import pytest
 
 from llamarl.errors import InputError
 from llamarl.plan.fit import Measured, fit_factors
-from llamarl.plan.gpus import GPUS, TrainFactors, gpu_named, gpu_to_json, read_gpu
+from llamarl.plan.gpus import GPUS, TrainFactors, gpu_named, gpu_to_json, peaks_of, read_gpu
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "a100", "b200", "l40s"])
@@ -17,6 +17,27 @@ def test_known_by_name(name: str) -> None:
     gpu = gpu_named(name.upper())
     assert gpu.name == name
     assert gpu.flops("bf16") < gpu.tflops.bf16 * 1e12
+
+
+@pytest.mark.parametrize(
+    ("device", "bf16"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GH200 480GB", 989),
+    ],
+)
+def test_peaks_are_those_of_the_longest_name_that_fits(device: str, bf16: float) -> None:
+    found = peaks_of(device)
+    assert found is not None
+    assert found.bf16 == bf16
+
+
+def test_an_unknown_device_has_no_peaks() -> None:
+    assert peaks_of("NVIDIA GeForce GTX 1080") is None
 
 
 def test_a_file_says_what_was_written(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llamarl.model_spec import block_parameters, shape_named
+from llamarl.families.parameters import block_parameters, num_parameters
+from llamarl.model_spec import shape_named
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GPUS
 from llamarl.plan.terms import (
@@ -39,7 +40,7 @@ def test_the_cache_of_an_8b_takes_128_kib_a_token() -> None:
 
 def test_fp8_halves_the_layers_but_neither_embedding_nor_head() -> None:
     narrow, wide = weight_bytes(EIGHT, "fp8"), weight_bytes(EIGHT, "bf16")
-    assert wide == 2 * EIGHT.num_parameters
+    assert wide == 2 * num_parameters(EIGHT)
     assert wide / 2 < narrow < 0.57 * wide
 
 
@@ -51,7 +52,7 @@ def test_fp8_arrives_as_it_is_held_and_int8_stands_beside_what_arrived() -> None
 
 def test_training_costs_six_operations_for_each_weight_and_token() -> None:
     terms = train_terms(ONE, H200, "bf16", tokens=1000, answer_tokens=1000, squares=0, passes=1)
-    matrices = ONE.num_parameters - (2 * 16 + 1) * 2048
+    matrices = num_parameters(ONE) - (2 * 16 + 1) * 2048
     assert terms["products"] * H200.flops("bf16") == pytest.approx(6 * matrices * 1000)
     full = train_terms(ONE, H200, "bf16", tokens=1000, answer_tokens=0, squares=0, passes=1, recompute="full")
     bare = train_terms(ONE, H200, "bf16", tokens=1000, answer_tokens=0, squares=0, passes=1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.model_spec import ModelSpec, matrix_parameters, shape_named
+from llamarl.families.parameters import matrix_parameters, num_parameters
+from llamarl.model_spec import ModelSpec, shape_named
 from llamarl.train.speed import speed_of, training_flops
 
 SHAPE = ModelSpec(
@@ -33,8 +34,8 @@ def test_by_hand() -> None:
 def test_a_lookup_is_no_product() -> None:
     """All parameters of a tied model but its norms; an untied one has its embedding beside."""
     tied, untied = shape_named("llama-3.2-1b"), shape_named("llama-3.1-8b")
-    assert matrix_parameters(tied) == tied.num_parameters - (2 * 16 + 1) * 2048
-    assert matrix_parameters(untied) == untied.num_parameters - (2 * 32 + 1) * 4096 - 128_256 * 4096
+    assert matrix_parameters(tied) == num_parameters(tied) - (2 * 16 + 1) * 2048
+    assert matrix_parameters(untied) == num_parameters(untied) - (2 * 32 + 1) * 4096 - 128_256 * 4096
 
 
 def test_speed_is_work_over_time_and_mfu_its_share_of_the_peak() -> None:

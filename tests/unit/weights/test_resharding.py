@@ -9,16 +9,18 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers.layouts import Ends, as_slices, empty, ends, held, held_by, part, random_tensors, same_bits
+from helpers.layouts import Ends, empty, ends, held, held_by, part, random_tensors, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from llamarl.errors import CorruptWeights, InputError, StaleWeights
+from llamarl.families.parameters import parameter_shapes, parameters
 from llamarl.layout.boxes import Box, volume
 from llamarl.layout.mesh import Mesh
 from llamarl.layout.model import SCALE, placement_of, scale_box
-from llamarl.model_spec import ModelSpec, parameter_shapes
+from llamarl.model.shards import Shard
+from llamarl.model_spec import ModelSpec
 from llamarl.weights.memory import copy_tensor
 from llamarl.weights.rank_slots import find
 from llamarl.weights.slot_file import SlotFile
@@ -227,7 +229,7 @@ def quantized(full: Tensor, width: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_fp8_has_one_scale_per_row_of_each_generator_rank(trainer: Mesh, tp: int) -> None:
     shapes = parameter_shapes(TINY)
-    placed = {name: placement_of(name, TINY) for name in shapes}
+    placed = {name: placement_of(parameter) for name, parameter in parameters(TINY).items()}
     full, wire = random_tensors(shapes), WireFormat.for_generator("fp8", TINY, tp)
     targets = held_by(Mesh((("tp", tp),)), shapes, placed)
     with slot_file() as file:
@@ -249,16 +251,14 @@ def test_fp8_has_one_scale_per_row_of_each_generator_rank(trainer: Mesh, tp: int
                 assert same_bits(target[name + SCALE][0], part(scale, scale_box(box, width))), name
 
 
-def fp8_target(
-    full: dict[str, Tensor], boxes: dict[str, Box], wire: WireFormat
-) -> dict[str, tuple[Tensor, Sequence[slice]]]:
-    target: dict[str, tuple[Tensor, Sequence[slice]]] = {}
+def fp8_target(full: dict[str, Tensor], boxes: dict[str, Box], wire: WireFormat) -> dict[str, Shard]:
+    target: dict[str, Shard] = {}
     for name, box in boxes.items():
         dtype = torch.float8_e4m3fn if name in wire.segments else torch.bfloat16
-        target[name] = (torch.zeros(part(full[name], box).shape, dtype=dtype), as_slices(box))
+        target[name] = Shard(torch.zeros(part(full[name], box).shape, dtype=dtype), box)
         if name in wire.segments:
             scales = scale_box(box, wire.segments[name].width)
-            target[name + SCALE] = (torch.zeros([end - first for first, end in scales]), as_slices(scales))
+            target[name + SCALE] = Shard(torch.zeros([end - first for first, end in scales]), scales)
     return target
 
 
@@ -268,18 +268,16 @@ def test_rows_that_trainers_share_get_the_scale_of_their_largest_value() -> None
     full = random_tensors({name: parameter_shapes(TINY)[name]})
     wire = WireFormat.for_generator("fp8", TINY, tp=1)
     largest = full[name].abs().amax(dim=1)
-    holdings = [
-        (full[name][:, first : first + 12].clone(), (slice(0, 16), slice(first, first + 12))) for first in (0, 12)
-    ]
+    shards = [Shard(full[name][:, first : first + 12].clone(), ((0, 16), (first, first + 12))) for first in (0, 12)]
     with slot_file() as file:
         agreement = Agreement()
 
         def take_largest(maxima: Tensor) -> None:
             maxima.copy_(largest)
 
-        for rank, holding in enumerate(holdings):
+        for rank, shard in enumerate(shards):
             writer = SlotWriter(
-                file, {name: holding}, lease_s=1, rank=rank, num_ranks=2, agree=agreement,
+                file, {name: shard}, lease_s=1, rank=rank, num_ranks=2, agree=agreement,
                 wire=wire, combine_max=take_largest,
             )  # fmt: skip
             writer.publish(0)

@@ -1,0 +1,72 @@
+"""The parameters of a model, looked up in the table of its family, and sums over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+
+from msgspec.structs import replace
+
+from llamarl.families.family import Family, ParameterSpec
+from llamarl.families.llama import LLAMA
+from llamarl.model_spec import ModelSpec
+
+FAMILIES: dict[str, Family] = {"llama": LLAMA}
+
+
+def family_of(spec: ModelSpec) -> Family:
+    return FAMILIES[spec.family]
+
+
+@lru_cache(maxsize=64)
+def parameters(spec: ModelSpec) -> Mapping[str, ParameterSpec]:
+    """Maps the name of every parameter to its row, in the model's order. A tied head appears once, as the embedding."""
+    return MappingProxyType({parameter.name: parameter for parameter in _all(spec)})
+
+
+def _all(spec: ModelSpec) -> Iterator[ParameterSpec]:
+    family = family_of(spec)
+    layer = tuple(family.layer(spec))
+    yield from family.before(spec)
+    for index in range(spec.num_layers):
+        prefix = family.layer_prefix.format(index=index)
+        yield from (replace(parameter, name=prefix + parameter.name) for parameter in layer)
+    yield from (parameter for parameter in family.after(spec) if parameter.name != family.head or not spec.tied_head)
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Maps the name of every parameter to its shape."""
+    return {name: parameter.shape for name, parameter in parameters(spec).items()}
+
+
+def embedding_of(spec: ModelSpec) -> ParameterSpec:
+    return parameters(spec)[family_of(spec).embedding]
+
+
+def head_of(spec: ModelSpec) -> ParameterSpec:
+    """The head; the embedding where it is tied."""
+    family = family_of(spec)
+    return parameters(spec)[family.embedding if spec.tied_head else family.head]
+
+
+def tied_name(name: str) -> str:
+    """Name under which a tied head is stored: the embedding's. Other names are returned as they are."""
+    return next((family.embedding for family in FAMILIES.values() if family.head == name), name)
+
+
+@lru_cache(maxsize=64)
+def num_parameters(spec: ModelSpec) -> int:
+    """Number of weights of the whole model."""
+    return sum(parameter.size for parameter in parameters(spec).values())
+
+
+@lru_cache(maxsize=64)
+def block_parameters(spec: ModelSpec) -> int:
+    """Number of weights in the matrices of all layers."""
+    return sum(parameter.size for parameter in parameters(spec).values() if parameter.is_product)
+
+
+def matrix_parameters(spec: ModelSpec) -> int:
+    """Number of weights that every token is multiplied with: all matrices with the head, without the embedding's lookup."""
+    return block_parameters(spec) + head_of(spec).size

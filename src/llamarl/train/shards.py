@@ -1,0 +1,26 @@
+"""The shards of a model that this rank of the trainer owns."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from llamarl.layout.boxes import whole
+from llamarl.model.shards import Shard
+from llamarl.model.transformer import Transformer
+
+
+def owned_shards(model: Transformer) -> dict[str, Shard]:
+    """Maps each parameter name to this rank's shard, which may be empty. The shards of all ranks cover every parameter. Ranks
+    with the same shard (tensor ranks, of a parameter that tensor parallelism leaves whole) hold the same numbers."""
+    return {name: shard_of(parameter) for name, parameter in model.named_parameters()}
+
+
+def shard_of(tensor: Tensor) -> Shard:
+    """Writing into the shard's tensor writes the parameter."""
+    if not isinstance(tensor, DTensor):
+        return Shard(tensor.detach(), whole(tensor.shape))
+    local, offset = compute_local_shape_and_global_offset(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+    box = tuple((first, first + size) for first, size in zip(offset, local, strict=True))
+    return Shard(tensor.to_local().detach(), box)
