@@ -7,10 +7,10 @@ same objects travel between threads, processes and hosts without a copy into Pyt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 
@@ -32,18 +32,24 @@ class Problem(Struct, frozen=True, omit_defaults=True):
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How completions are drawn. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave every token possible."""
+    """How the completions of one prompt are drawn; the same struct from the config down to the decoder's slots.
 
-    samples: int
-    max_new_tokens: int
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    Every field is a number. A new filter is a field here, a setting of the same name in `config/generator.py`, and a few
+    lines in `generate/sampling.py` and its twin `sampling_kernels.py`; everything between takes the fields as they come.
+    """
+
+    samples: Annotated[int, Meta(ge=1)] = 1
+    max_new_tokens: Annotated[int, Meta(ge=1)] = 128
+    temperature: Annotated[float, Meta(ge=0)] = 1.0  # 0 takes the likeliest token
+    # Filters. Each default leaves every token possible.
+    top_k: Annotated[int, Meta(ge=0)] = 0  # keep the k likeliest tokens
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0  # keep the fewest likeliest tokens that make up this probability
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0  # keep tokens at least this share as likely as the likeliest
 
     @property
     def filtered(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        """Whether a filter may rule tokens out."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 class PromptGroup(Struct, frozen=True, tag="prompt"):

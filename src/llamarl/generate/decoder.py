@@ -349,8 +349,7 @@ class ContinuousDecoder:
 
 
 def _opening(running: Running) -> Opening:
-    sequence, sampling = running.sequence, running.sequence.group.prompt.sampling
-    read = sequence.read
+    sequence, read = running.sequence, running.sequence.read
     return Opening(
         slot=running.slot,
         ordinal=sequence.group.prompt.ordinal,
@@ -358,11 +357,7 @@ def _opening(running: Running) -> Opening:
         token=read[-1],
         position=len(read) - 1,
         count=len(sequence.sampled.tokens),
-        limit=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
+        sampling=sequence.group.prompt.sampling,
     )
 
 

@@ -192,14 +192,7 @@ def evaluate(
     judge.prepare()
     starting()
     model = load_model(folder, dtype=dtype_on(settings.dtype, device), device=device)
-    sampling = Sampling(
-        samples=samples,
-        max_new_tokens=settings.max_new_tokens,
-        temperature=temperature,
-        top_k=settings.top_k if temperature else 0,
-        top_p=settings.top_p if temperature else 1.0,
-        min_p=settings.min_p if temperature else 0.0,
-    )
+    sampling = replace(settings.sampling, samples=samples, temperature=temperature)
     talk = config.conversation
     decoder = ContinuousDecoder(
         model,

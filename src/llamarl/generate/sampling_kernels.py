@@ -320,10 +320,10 @@ def least_kept(logits_BV: Tensor, slots_B: Tensor, state: SlotState) -> Tensor:
     _least_kept[(len(logits_BV),)](
         logits_BV,
         slots_B,
-        state.temperatures,
-        state.top_k,
-        state.top_p,
-        state.min_p,
+        state.sampling["temperature"],
+        state.sampling["top_k"],
+        state.sampling["top_p"],
+        state.sampling["min_p"],
         least_B,
         kept_BN,
         logits_BV.shape[1],
@@ -341,13 +341,14 @@ def sample_and_advance(
     """One token for every active slot of the batch, and all that follows from it. `seed_state`: see `sampling.seed_state`."""
     rows, vocabulary = logits_BV.shape
     blocks = triton.cdiv(vocabulary, _VOCABULARY_BLOCK)
-    least_B = least_kept(logits_BV, slots_B, state) if filtered else state.temperatures
+    temperatures = state.sampling["temperature"]
+    least_B = least_kept(logits_BV, slots_B, state) if filtered else temperatures
     sums, largest = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits_BV.device)
     where = torch.empty(rows, blocks, dtype=torch.int32, device=logits_BV.device)
     _summarize[(rows, blocks)](
         logits_BV,
         slots_B,
-        state.temperatures,
+        temperatures,
         least_B,
         sums,
         largest,
@@ -361,7 +362,7 @@ def sample_and_advance(
     _pick[(rows,)](
         logits_BV,
         slots_B,
-        state.temperatures,
+        temperatures,
         least_B,
         sums,
         largest,
@@ -371,7 +372,7 @@ def sample_and_advance(
         state.counts,
         state.positions,
         state.tokens,
-        state.limits,
+        state.sampling["max_new_tokens"],
         state.active,
         state.eos,
         state.version,

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import astuple
 from torch import Tensor
 
-from llamarl.generate.sampling import Knobs
+from llamarl.generate.sampling import SAMPLING_DTYPES, SamplingColumns
+from llamarl.types import Sampling
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,7 @@ class Opening:
     token: int  # the next to be read; all before it are in the cache
     position: int  # where it stands
     count: int  # tokens sampled so far
-    limit: int  # tokens to sample in all
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    sampling: Sampling
 
 
 class SlotState:
@@ -41,9 +39,8 @@ class SlotState:
 
         self.active, self.version = column(torch.bool), torch.zeros((), dtype=torch.int32, device=device)
         self.tokens, self.positions = column(), column()
-        self.ordinals, self.samples, self.counts, self.limits = column(), column(), column(), column()
-        self.temperatures, self.top_k = column(torch.float32), column(torch.int32)
-        self.top_p, self.min_p = column(torch.float32), column(torch.float32)
+        self.ordinals, self.samples, self.counts = column(), column(), column()
+        self.sampling = {name: column(dtype) for name, dtype in SAMPLING_DTYPES.items()}
         self.eos = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
         self.out_tokens = torch.zeros(rows, max_new_tokens, dtype=torch.int32, device=device)
         self.out_versions = torch.zeros_like(self.out_tokens)
@@ -52,17 +49,15 @@ class SlotState:
     def open(self, openings: Sequence[Opening]) -> None:
         if not openings:
             return
-        whole = torch.tensor(
-            [[o.slot, o.token, o.position, o.ordinal, o.sample, o.count, o.limit, o.top_k] for o in openings]
-        )
-        real = torch.tensor([[o.temperature, o.top_p, o.min_p] for o in openings])
+        whole = torch.tensor([[o.slot, o.token, o.position, o.ordinal, o.sample, o.count] for o in openings])
+        real = torch.tensor([astuple(o.sampling) for o in openings], dtype=torch.float64)  # exact for whole numbers too
         whole, real = upload(whole, self.device), upload(real, self.device)
         rows = whole[:, 0]
-        columns = (self.tokens, self.positions, self.ordinals, self.samples, self.counts, self.limits, self.top_k)
+        columns = (self.tokens, self.positions, self.ordinals, self.samples, self.counts)
         for index, column in enumerate(columns, start=1):
-            column[rows] = whole[:, index].to(column.dtype)
-        for index, column in enumerate((self.temperatures, self.top_p, self.min_p)):
-            column[rows] = real[:, index]
+            column[rows] = whole[:, index]
+        for index, column in enumerate(self.sampling.values()):
+            column[rows] = real[:, index].to(column.dtype)
         self.active.index_fill_(0, rows, True)  # `[rows] = True` would wait for the device
 
     def close(self, slot: int) -> None:
@@ -74,9 +69,8 @@ class SlotState:
         for kept, column in ((tokens, self.out_tokens), (logprobs, self.out_logprobs), (versions, self.out_versions)):
             column[slot, : len(kept)] = kept.to(self.device)
 
-    def knobs(self, slots_B: Tensor, *, filtered: bool) -> Knobs:
-        filters = (self.top_k[slots_B], self.top_p[slots_B], self.min_p[slots_B]) if filtered else None
-        return Knobs(self.temperatures[slots_B], filters)
+    def sampling_of(self, slots_B: Tensor) -> SamplingColumns:
+        return {name: column[slots_B] for name, column in self.sampling.items()}
 
     def advance(self, slots_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
         """Append one token to every active slot, and end those it completes."""
@@ -86,7 +80,7 @@ class SlotState:
         self.out_logprobs[slots_B, at_B] = logprobs_B
         self.out_versions[slots_B, at_B] = self.version
         count_B = self.counts[slots_B] + 1
-        ended_B = torch.isin(tokens_B, self.eos) | (count_B >= self.limits[slots_B])
+        ended_B = torch.isin(tokens_B, self.eos) | (count_B >= self.sampling["max_new_tokens"][slots_B])
         self.counts[slots_B] = count_B
         self.positions[slots_B] += 1
         self.tokens[slots_B] = tokens_B

@@ -49,7 +49,7 @@ class Steps:
             sample_and_advance(logits_BV, slots_B, state, seed_state(self._seed), filtered=filtered)
             return
         draws_B = uniform_draws(self._seed, state.ordinals[slots_B], state.samples[slots_B], state.counts[slots_B])
-        state.advance(slots_B, *sample_tokens(logits_BV, draws_B, state.knobs(slots_B, filtered=filtered)))
+        state.advance(slots_B, *sample_tokens(logits_BV, draws_B, state.sampling_of(slots_B), filtered=filtered))
 
     def _rope_at(self, positions_BT: Tensor) -> Rope:
         cos, sin = self._rope
