@@ -15,7 +15,8 @@ from llamarl.algo.batch import Document
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import Config
 from llamarl.config.file import load_config
-from llamarl.generate.kv_cache import DecodeAttention, PagedCache, PrefillAttention
+from llamarl.generate.attention import DecodeAttention, PrefillAttention
+from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.sampling import sample_tokens, uniform_draws
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.generate.kv_cache import PagedCache, Pages, Readings, attend_pages, members_of_reading
+from llamarl.generate.attention import Readings, attend_pages, members_of_reading
+from llamarl.generate.kv_cache import PagedCache, Pages
 from llamarl.generate.sampling import least_kept, sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.model import ops

@@ -1,4 +1,4 @@
-"""Attention of decoding over pages in Triton, the twin of `cache.DecodeAttention`.
+"""Attention of decoding over pages in Triton, the twin of `attention.DecodeAttention`.
 
 One kernel does all that lies between the product that makes queries, keys and values and the one that reads attention's
 result: it turns query and key to their position, attends, and writes the new key and value to their page. Imported only where
@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llamarl.generate.attention import Readings, members_of_reading
 from llamarl.generate.attention_blocks import add_one, add_shared, attend_range, operand, put, store, turned
-from llamarl.generate.kv_cache import Pages, Readings, members_of_reading
+from llamarl.generate.kv_cache import Pages
 from llamarl.generate.kv_splits import PART_TOKENS, parts_of_all
 from llamarl.model.ops import Rope
 

@@ -17,8 +17,9 @@ import torch
 
 from llamarl.config import Config, GeneratorConfig
 from llamarl.errors import ConfigError
+from llamarl.generate.attention import members_of_reading
 from llamarl.generate.device import Burst, DeviceSide
-from llamarl.generate.kv_cache import PagedCache, members_of_reading, page_bytes
+from llamarl.generate.kv_cache import PagedCache, page_bytes
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
 from llamarl.generate.scheduler import NOBODY, GroupUnderway, Key, Running, Scheduler, Sequence, make_batch
 from llamarl.generate.slots import Opening, SlotState

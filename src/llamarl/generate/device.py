@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llamarl.generate.attention import Readings
 from llamarl.generate.graphs import Body, Graphs
-from llamarl.generate.kv_cache import Readings
 from llamarl.generate.kv_splits import enough_programs
 from llamarl.generate.pages import NO_PAGE
 from llamarl.generate.scheduler import DecodeBatch, Extension, Fill, Sampled

@@ -1,4 +1,4 @@
-"""Which page of the KV cache belongs to whom. Plain bookkeeping on the host; the pages themselves are in `cache.py`."""
+"""Which page of the KV cache belongs to whom. Plain bookkeeping on the host; the pages themselves are in `kv_cache.py`."""
 
 from __future__ import annotations
 

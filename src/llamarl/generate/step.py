@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llamarl.generate.extend import ExtendAttention
-from llamarl.generate.kv_cache import DecodeAttention, PagedCache, PrefillAttention, Readings
+from llamarl.generate.attention import DecodeAttention, ExtendAttention, PrefillAttention, Readings
+from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import SlotState
 from llamarl.model.ops import Rope
