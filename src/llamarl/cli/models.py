@@ -17,7 +17,7 @@ import typer
 from llamarl.cli.devices import DeviceOption, device_or_refuse, say_device
 from llamarl.config import Config, model_folder
 from llamarl.config.file import load_config
-from llamarl.errors import InputError
+from llamarl.errors import ArgumentError, InputError
 
 if TYPE_CHECKING:
     from llamarl.tasks.task import Prompter
@@ -60,15 +60,12 @@ def generate_command(
     device: DeviceOption = "auto",
 ) -> None:
     """Sample from a model folder."""
-    from llamarl.generate.complete import complete
-    from llamarl.generate.evaluate import dtype_on
+    from llamarl.generate.llm import LLM
     from llamarl.types import Sampling
 
     folder = model_folder(model)
     _say_ignored_keys(folder)
-    settled = device_or_refuse(device)
-    precision = dtype_on(dtype.value, settled)
-
+    llm = LLM(folder, device=device_or_refuse(device), dtype=dtype.value, slots=samples)
     sampling = Sampling(
         samples=samples,
         max_new_tokens=max_new_tokens,
@@ -77,20 +74,20 @@ def generate_command(
         top_p=top_p,
         min_p=min_p,
     )
-    texts = complete(
-        folder,
-        prompt,
-        sampling,
-        chat=chat,
-        seed=seed,
-        dtype=precision,
-        device=settled,
-        starting=lambda: say_device(settled, str(precision).removeprefix("torch.")),
-    )
-    for number, text in enumerate(texts, start=1):
+    try:
+        asked = llm.encode([[{"role": "user", "content": prompt}] if chat else prompt], sampling)
+    except ArgumentError as error:
+        raise InputError(f"{_option_of(error.argument)}: {error.reason}") from None
+    say_device(llm.device, llm.precision)
+    for number, completion in enumerate(llm.generate(asked, sampling, seed=seed)[0], start=1):
         if samples > 1:
             print(f"--- {number} of {samples}")
-        print(text)
+        print(completion.text)
+
+
+def _option_of(argument: str) -> str:
+    """The option of `generate` that gives this argument of `LLM`."""
+    return "--prompt" if argument.startswith("prompts") else f"--{argument.removeprefix('sampling.').replace('_', '-')}"
 
 
 def import_gguf_command(
@@ -134,13 +131,11 @@ def eval_command(
     chosen = choose_problems(open_task(config), split, problems)
     settled = device_or_refuse(device)
 
-    from llamarl.generate.evaluate import describe_evaluation, dtype_on, evaluate
+    from llamarl.generate.evaluate import describe_evaluation, evaluate
     from llamarl.memory_check import check_evaluation_memory
 
     for note in check_evaluation_memory(config, settled, max(1, len(chosen)) * samples):
         print(note, file=sys.stderr, flush=True)
-    precision = str(dtype_on(config.generator.dtype, settled)).removeprefix("torch.")
-
     if temperature < 0:
         temperature = 0.0 if samples == 1 else config.generator.temperature
     with _answer_file(answers) as tell:
@@ -152,7 +147,7 @@ def eval_command(
             device=settled,
             progress=_progress_on_stderr(),
             tell=tell,
-            starting=lambda: say_device(settled, precision),
+            starting=lambda llm: say_device(llm.device, llm.precision),
         )
     print(msgspec.json.encode(found).decode() if as_json else describe_evaluation(found, config.score_name))
 

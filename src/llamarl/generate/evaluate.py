@@ -6,16 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
-import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
 from llamarl.config import Config
-from llamarl.errors import InputError, ModelError
+from llamarl.errors import InputError
 from llamarl.generate.conversation import Conversations, make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.llm import LLM
 from llamarl.generate.prompting import judged_text, prompt_tokens
-from llamarl.model.checkpoint import check_headers, load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
@@ -174,51 +173,33 @@ def evaluate(
     device: str,
     progress: Progress,
     tell: Tell = lambda answer: None,
-    starting: Callable[[], None] = lambda: None,
+    starting: Callable[[LLM], None] = lambda llm: None,
 ) -> EvaluationResult:
     """`tell` is given every answer as soon as it is judged; `starting` is called when nothing was found to be wrong."""
-    folder, settings = config.model_folder, config.generator
-    shape = check_headers(folder)
-    tokenizer = Tokenizer.load(folder)
-    if not tokenizer.eos_ids:
-        raise ModelError(f"{folder}: names no end token")
-    length = settings.max_prompt_tokens + settings.max_new_tokens
-    if length > shape.max_positions:
+    settings, talk = config.generator, config.conversation
+    limits = Limits.of(config, sequences=max(1, len(problems)) * samples)
+    llm = LLM(config.model_folder, device=device, dtype=settings.dtype)
+    if limits.length > llm.shape.max_positions:
         raise InputError(
-            f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
-            f"but {folder} has {shape.max_positions} positions"
+            f"generator.max_new_tokens: prompt and completion may take {limits.length} tokens, "
+            f"but {llm.folder} has {llm.shape.max_positions} positions"
         )
     judge = Judge.of(config, own_scorers(config.task))
     judge.prepare()
-    starting()
-    model = load_model(folder, dtype=dtype_on(settings.dtype, device), device=device)
+    starting(llm)
     sampling = replace(settings.sampling, samples=samples, temperature=temperature)
-    talk = config.conversation
-    decoder = ContinuousDecoder(
-        model,
-        Limits.of(config, sequences=max(1, len(problems)) * samples),
-        eos_ids=tokenizer.eos_ids,
-        seed=config.seed,
-        precision=Precision.of(settings),
-        max_turns=talk.max_turns if talk.tool else 1,
+    decoder = llm.decoder(
+        limits, seed=config.seed, precision=Precision.of(settings), max_turns=talk.max_turns if talk.tool else 1
     )
-    conversations = make_conversations(config, decoder, tokenizer) if talk.tool else None
+    conversations = make_conversations(config, decoder, llm.tokenizer) if talk.tool else None
     try:
-        return EvaluationRun(decoder, tokenizer, judge, sampling, tell, conversations, talk.judge).run(
+        return EvaluationRun(decoder, llm.tokenizer, judge, sampling, tell, conversations, talk.judge).run(
             problems, progress
         )
     finally:
         judge.close()
         if conversations is not None:
             conversations.close()
-
-
-def dtype_on(setting: str, device: str) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU, float32 elsewhere."""
-    if setting == "auto":
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    dtype: torch.dtype = getattr(torch, setting)
-    return dtype
 
 
 def describe_evaluation(found: EvaluationResult, score_name: str = "accuracy") -> str:
