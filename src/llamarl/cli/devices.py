@@ -1,4 +1,4 @@
-"""Which device a command computes on, chosen and said."""
+"""Choosing the device that a command computes on, and saying which it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def device_or_refuse(device: str) -> str:
 
 
 def describe_device(device: str) -> str:
-    """With the GPU's name, or the reason why a GPU that is there is not used."""
+    """The device with the GPU's name, or with the reason why a GPU of this machine is not used."""
     import torch
 
     if device.startswith("cuda"):

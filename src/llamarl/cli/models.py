@@ -1,4 +1,4 @@
-"""`llamarl generate`, `eval` and `import-gguf`: what is done with a model folder besides training it."""
+"""`llamarl generate`, `eval` and `import-gguf`: commands for a model folder besides training."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def eval_command(
     """Measure how well a model answers a task: accuracy and pass@k, with intervals."""
     from llamarl.tasks.registry import open_task
 
-    # Nothing is trained, so a group's size must not stand in the way of few slots.
+    # Nothing is trained, so few slots must not be refused for the size of a training group.
     config = task_config(task, [*(overrides or []), f"model.path={json.dumps(model)}", "schedule.samples_per_group=2"])
     _say_ignored_keys(config.model_folder)
     chosen = choose_problems(open_task(config), split, problems)
@@ -154,7 +154,7 @@ def eval_command(
 
 @contextmanager
 def _answer_file(path: Path | None) -> Iterator[Callable[[msgspec.Struct], None]]:
-    """A function that appends a line to a new file, or does nothing."""
+    """Gives a function that appends a line to a new file; without a path it does nothing."""
     if path is None:
         yield lambda answer: None
         return
@@ -171,7 +171,7 @@ def _answer_file(path: Path | None) -> Iterator[Callable[[msgspec.Struct], None]
 
 
 def choose_problems(task: Prompter, split: Split, count: int) -> Sequence[Problem]:
-    """The fixed test problems where there are any, else those that are held out."""
+    """At most `count` problems (0: all). `auto` takes the fixed test problems if there are any, else the held-out ones."""
     wanted = count or sys.maxsize
     if split is not Split.auto:
         return task.evaluation(wanted, split.value)
@@ -182,7 +182,7 @@ def choose_problems(task: Prompter, split: Split, count: int) -> Sequence[Proble
 
 
 def _progress_on_stderr() -> Callable[[int, int], None]:
-    """A line now and then, for people; nothing where no one looks."""
+    """Prints a line to stderr every few seconds."""
     last_s = time.monotonic()
 
     def show(done: int, of: int) -> None:
@@ -195,7 +195,7 @@ def _progress_on_stderr() -> Callable[[int, int], None]:
 
 
 def task_config(task: str, overrides: list[str]) -> Config:
-    """TASK is the name of a kind, with default settings, or a YAML file."""
+    """The config of a TASK argument: the name of a task kind, with default settings, or a YAML file."""
     if task.endswith((".yaml", ".yml")):
         return load_config(Path(task), overrides)
     return load_config(None, [f"task.kind={task}", *overrides])

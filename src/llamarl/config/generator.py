@@ -1,4 +1,4 @@
-"""`generator`: how answers are sampled, and on what."""
+"""The section `generator`: how answers are sampled, and on which devices."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Attention over the pages of the KV cache, in plain PyTorch: of whole prompts, of tokens behind a cache, of one new token.
-
-On a GPU, `attention_kernels.py` holds the twin of `DecodeAttention`.
+"""Attention over the pages of the KV cache in plain PyTorch: for whole sequences, for several tokens that follow cached
+ones, and for one new token per row. `attention_kernels.py` is the twin of `DecodeAttention` on a GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from llamarl.model.ops import Rope, rotate
 
 
 class PrefillAttention:
-    """Whole sequences, causal, padded on the right; every token's key and value goes to its page as it is computed, and is
-    attended to as it stands there, so that reading a sequence again gives what decoding it gave."""
+    """Attention of whole sequences, causal, padded on the right. Keys and values are written to their pages and attended to
+    as stored there, so that reading a sequence again gives what decoding it gave."""
 
     def __init__(self, cache: PagedCache, pages_RT: Tensor) -> None:
-        """`pages_RT`: the page of each token; 0 where there is none, or where another row writes the same."""
+        """`pages_RT`: the page of each token; 0 where there is no token, or where another row writes the same page."""
         self._cache = cache
         self._pages_N = pages_RT.flatten()
         within_T = torch.arange(pages_RT.shape[1], device=pages_RT.device) % cache.page_tokens
@@ -31,7 +30,7 @@ class PrefillAttention:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
     def _write(self, layer: int, k_RTKD: Tensor, v_RTKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what can be read there afterwards."""
+        """Write keys and values; returns them as they can be read afterwards."""
         keys, values = self._cache.keys(layer), self._cache.values(layer)
         if k_RTKD.is_cuda and not keys.narrow:
             from llamarl.generate.page_kernels import write_pages
@@ -44,11 +43,11 @@ class PrefillAttention:
 
 
 class ExtendAttention:
-    """Every token's key and value goes to its page, then it attends to all up to it. Always over all pages of a row, so
-    that a row's rounding does not depend on how long the others are."""
+    """Attention of several tokens that follow cached ones, such as a tool's reply: the cached ones are not read again. Always
+    over all pages of a row, so that a row's rounding does not depend on the length of others."""
 
     def __init__(self, cache: PagedCache, table_RP: Tensor, positions_RT: Tensor, pages_RT: Tensor) -> None:
-        """`pages_RT`: the page of each token; 0 where there is none."""
+        """`pages_RT`: the page of each token; 0 where there is no token."""
         self._cache, self._table_RP = cache, table_RP
         self._pages_N = pages_RT.flatten()
         self._within_N = (positions_RT % cache.page_tokens).flatten()
@@ -63,8 +62,8 @@ class ExtendAttention:
 
 
 class Readings(NamedTuple):
-    """Pages that several rows begin with, each read once for all of them. Reading i serves `counts_B[i]` rows from
-    `firsts_B[i]` on; row b finds its first `skips_B[b]` tokens done. On a CPU there are none."""
+    """Pages that several rows begin with, read once for all of them. Reading i serves `counts_B[i]` rows from `firsts_B[i]`
+    on; row b gets its first `skips_B[b]` tokens from there. Used on a GPU only."""
 
     firsts_B: Tensor
     counts_B: Tensor
@@ -72,15 +71,16 @@ class Readings(NamedTuple):
 
 
 def members_of_reading(group: int) -> int:
-    """Rows that one reading can serve, each with `group` query heads for a key-value head: as many as fill a tensor core."""
+    """Number of rows that one reading serves, each with `group` query heads for a key-value head: as many as fill a tensor
+    core."""
     return max(1, min(8, 64 // group))
 
 
 class DecodeAttention:
-    """One new token per row: turn query and key to their position, write key and value, attend to everything up to it.
+    """Attention of one new token per row: rotates query and key, writes key and value, attends to all tokens so far.
 
-    On a CPU always over all pages of the table's row: with shapes that never change, a row's result does not depend on what
-    the other rows hold.
+    On a CPU always over all pages of the table's row: since shapes never change, a row's result does not depend on the
+    other rows.
     """
 
     rotates = True
@@ -96,7 +96,7 @@ class DecodeAttention:
         *,
         parts: int = 0,
     ) -> None:
-        """`rope`: cos and sin of all positions, [T, 1, D]. `parts`: see `Batch`."""
+        """`rope`: cos and sin of all positions, [T, 1, D]. `parts`: see `DecodeBatch`."""
         self._cache, self._table_SP, self._slots_B, self._positions_S = cache, table_SP, slots_B, positions_S
         self._rope, self._readings, self._parts = rope, readings, parts
         if table_SP.is_cuda:

@@ -1,4 +1,4 @@
-"""How well a model folder answers a task: accuracy and pass@k with intervals, on our own decoder."""
+"""Evaluation of a model folder on a task: accuracy and pass@k with intervals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llamarl.tasks.registry import own_scorers
 from llamarl.tasks.statistics import Interval, bootstrap, pass_at_k, wilson
 from llamarl.types import Completion, CompletionGroup, Problem, PromptGroup, Sampling, tokens_to_bytes
 
-Progress = Callable[[int, int], None]  # (answers judged, answers in all)
+Progress = Callable[[int, int], None]  # called with the number of answers judged, and of all
 
 
 class PassAtK(Struct, frozen=True):
@@ -31,24 +31,24 @@ class PassAtK(Struct, frozen=True):
 
 
 class EvaluationResult(Struct, frozen=True):
-    """Shares are of the answers that could be judged; the others are counted in `failed`."""
+    """Figures of an evaluation. Shares are of the answers that could be judged; `failed` counts the others."""
 
     problems: int
-    samples: int  # of each problem
+    samples: int  # answers to each problem
     accuracy: float  # mean over problems and samples; the mean reward where rewards are not 0 or 1
     interval: Interval
     pass_at: tuple[PassAtK, ...]
-    truncated: int  # answers that the token limit ended
-    too_long: int  # problems whose prompt exceeded generator.max_prompt_tokens; not counted
+    truncated: int  # answers ended by the token limit
+    too_long: int  # problems left out because their prompt exceeds generator.max_prompt_tokens
     failed: int  # answers that could not be judged
     tokens: int
     seconds: float
 
 
 class Answer(Struct, frozen=True):
-    """One answer and what it was worth; `reward` is None where it could not be judged, for which `reason` is why."""
+    """One answer and its reward; None if it could not be judged, for the `reason` given."""
 
-    problem: int  # its number in this evaluation; the same in every evaluation of the same problems
+    problem: int  # number of its problem, the same in every evaluation of the same problems
     sample: int
     prompt: str
     gold: str
@@ -62,7 +62,7 @@ Tell = Callable[[Answer], None]
 
 
 class EvaluationRun:
-    """One evaluation: every problem is asked `sampling.samples` times; answers are judged while others are written."""
+    """One evaluation. Every problem is asked `sampling.samples` times; answers are judged while others are decoded."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ def _ks(samples: int) -> list[int]:
 
 
 def _pass_at(rewards: Sequence[Sequence[float]], k: int) -> PassAtK:
-    """An answer is right when it has the full mark of 1. Problems with fewer than k judged answers are left out."""
+    """pass@k, where a reward of 1 or more is right. Problems with fewer than k judged answers are left out."""
     values = [pass_at_k(len(row), sum(reward >= 1.0 for reward in row), k) for row in rewards if len(row) >= k]
     return PassAtK(k, sum(values) / len(values) if values else 0.0, bootstrap(values))
 
@@ -175,7 +175,7 @@ def evaluate(
     tell: Tell = lambda answer: None,
     starting: Callable[[LLM], None] = lambda llm: None,
 ) -> EvaluationResult:
-    """`tell` is given every answer as soon as it is judged; `starting` is called when nothing was found to be wrong."""
+    """Ask a model the problems. `tell` gets each answer once it is judged; `starting` is called when all checks passed."""
     settings, talk = config.generator, config.conversation
     limits = Limits.of(config, sequences=max(1, len(problems)) * samples)
     llm = LLM(config.model_folder, device=device, dtype=settings.dtype)

@@ -29,24 +29,24 @@ class Pages:
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor]:
-        """For a kernel: the values, in fp8 two by two, and the scales (or anything)."""
+        """Arguments of a kernel: the values (pairs of them in fp8) and the scales; without scales, any tensor."""
         if self.scales_KPT is None:
             return self.values_KPTD, self.values_KPTD
         return self.values_KPTD.view(torch.int16), self.scales_KPT
 
     def put(self, pages_N: Tensor, within_N: Tensor, new_NKD: Tensor) -> Tensor:
-        """Returns what can be read there afterwards, [N, K, D]."""
+        """Write vectors to their places; returns them as they can be read afterwards, [N, K, D]."""
         stored_NKD = new_NKD
         if self.scales_KPT is not None:
             narrow_NKD, scales_NK = quantize_rows(new_NKD, FP8)
             self.scales_KPT[:, pages_N, within_N] = scales_NK.t()
             stored_NKD = (narrow_NKD.float() * scales_NK[..., None]).to(new_NKD.dtype)
-            new_NKD = narrow_NKD.view(torch.uint8)  # few operations of PyTorch know fp8
+            new_NKD = narrow_NKD.view(torch.uint8)  # few operations of PyTorch support fp8
         self.values_KPTD[:, pages_N, within_N] = new_NKD.transpose(0, 1)
         return stored_NKD
 
     def read(self, table_BP: Tensor, dtype: torch.dtype) -> Tensor:
-        """What these pages hold, [B, K, P * T, D]."""
+        """The contents of these pages, [B, K, P * T, D]."""
         read = self.values_KPTD.index_select(1, table_BP.flatten())
         if self.scales_KPT is not None:
             scales = self.scales_KPT.index_select(1, table_BP.flatten())
@@ -55,6 +55,8 @@ class Pages:
 
 
 class PagedCache:
+    """Keys and values of all layers, in pages."""
+
     def __init__(
         self,
         shape: ModelSpec,
@@ -65,7 +67,7 @@ class PagedCache:
         device: torch.device | str,
         tensor_ranks: int = 1,
     ) -> None:
-        """Room for `num_pages` pages and page 0, which belongs to nobody; with `tensor_ranks`, for one rank's heads."""
+        """Room for `num_pages` pages besides page 0, which no sequence holds; of the heads of one of `tensor_ranks` ranks."""
         size = (shape.num_layers, shape.num_kv_heads // tensor_ranks, num_pages + 1, page_tokens, shape.head_dim)
         narrow = dtype == FP8
         self._parts = [
@@ -75,7 +77,7 @@ class PagedCache:
         if narrow:
             self._parts += [torch.zeros(size[:-1], dtype=torch.float32, device=device) for _ in range(2)]
         self.page_tokens, self.num_kv_heads, self.narrow = page_tokens, size[1], narrow
-        self.token_bytes = 2 * size[1] * size[-1] * dtype.itemsize  # of one layer
+        self.token_bytes = 2 * size[1] * size[-1] * dtype.itemsize  # of one token in one layer
 
     def keys(self, layer: int) -> Pages:
         return self._pages(0, layer)
@@ -88,11 +90,12 @@ class PagedCache:
         return Pages(self._parts[which][layer], scales)
 
     def copy_pages(self, sources_P: Tensor, targets_P: Tensor) -> None:
-        """What several sequences begin with, into pages that each will write on by itself."""
+        """Copy pages that several sequences begin with into pages that each sequence goes on writing."""
         for tensor in self._parts:
             tensor[:, :, targets_P] = tensor[:, :, sources_P]
 
 
 def page_bytes(shape: ModelSpec, page_tokens: int, dtype: torch.dtype, tensor_ranks: int = 1) -> int:
+    """Memory of one page over all layers, on one rank."""
     each = shape.head_dim * dtype.itemsize + (_SCALE_BYTES if dtype == FP8 else 0)
     return 2 * shape.num_layers * (shape.num_kv_heads // tensor_ranks) * page_tokens * each

@@ -1,7 +1,7 @@
-"""Tensor parallelism inside a replica: every rank holds some heads, some of the inner width and a part of the vocabulary.
+"""Tensor parallelism inside a replica: every rank holds some heads, a part of the inner width and of the vocabulary.
 
-Applied from outside to the one model: attention's output and the MLP's are summed over ranks, embeddings are looked up
-where they lie and summed, and the head's scores are gathered, so every rank draws the same tokens from the same numbers.
+Applied to the model from outside: the outputs of attention and MLP are summed over ranks, embeddings are looked up on the
+rank that has them and summed, and the head's scores are gathered, so every rank draws the same tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BY_COLUMNS = ("o_proj", "down_proj")
 
 @dataclass(frozen=True)
 class TensorRank:
-    """One of `count` ranks that hold a model together."""
+    """One of `count` ranks that share a model."""
 
     rank: int = 0
     count: int = 1
@@ -36,7 +36,7 @@ class TensorRank:
                 )
 
     def box(self, name: str, size: tuple[int, ...]) -> tuple[slice, ...]:
-        """Which part of a parameter this rank holds: a `shard` for `load_model`."""
+        """The shard of a parameter that this rank holds, as `load_model` takes it."""
         layer = name.split(".")[-2]
         if self.count == 1 or layer not in _BY_ROWS + _BY_COLUMNS:
             return tuple(slice(0, length) for length in size)
@@ -44,13 +44,13 @@ class TensorRank:
         return tuple(self._part(length) if at == cut else slice(0, length) for at, length in enumerate(size))
 
     def _part(self, length: int) -> slice:
-        """Equal parts; only a vocabulary may leave the last rank a smaller one."""
+        """This rank's part of a dimension. Parts are equal; only of a vocabulary the last may be smaller."""
         each = -(-length // self.count)
         return slice(min(length, self.rank * each), min(length, (self.rank + 1) * each))
 
 
 class SummedLinear(ProductLinear):
-    """Each rank multiplies its columns; the sum over ranks is the product."""
+    """A linear layer whose columns are spread over ranks; the product is the sum over them."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -59,7 +59,7 @@ class SummedLinear(ProductLinear):
 
 
 class SplitEmbedding(nn.Embedding):
-    """Each rank looks up its own tokens; the others' rows come as zeros, and the sum is the embedding."""
+    """An embedding whose rows are spread over ranks. Each gives zeros for tokens of others; the sum is the embedding."""
 
     def __init__(self, part: nn.Embedding, first: int) -> None:
         super().__init__(1, 1, device="meta")
@@ -74,7 +74,7 @@ class SplitEmbedding(nn.Embedding):
 
 
 def split_over_ranks(model: Transformer, part: TensorRank) -> None:
-    """Turn a model that was loaded with `part.box` into one rank of the whole."""
+    """Turn a model loaded with `part.box` into one rank of the whole."""
     if part.count == 1:
         return
     for module in list(model.modules()):
@@ -89,7 +89,7 @@ def split_over_ranks(model: Transformer, part: TensorRank) -> None:
 
 
 def tell_all_ranks(part: TensorRank, data: bytes) -> bytes:
-    """What the first rank has to say; the others' own words do not count. All ranks call this together."""
+    """Broadcast the first rank's `data`; what other ranks pass is ignored. All ranks must call this together."""
     length = torch.tensor([len(data)])
     dist.broadcast(length, src=0)
     told = torch.zeros(int(length.item()), dtype=torch.uint8)
@@ -100,6 +100,7 @@ def tell_all_ranks(part: TensorRank, data: bytes) -> bytes:
 
 
 def gather_vocabulary(scores: Tensor, vocabulary: int, count: int) -> Tensor:
+    """Scores of the whole vocabulary, from the parts of all ranks."""
     each = -(-vocabulary // count)
     padded = F.pad(scores, (0, each - scores.shape[-1]))
     parts = [torch.empty_like(padded) for _ in range(count)]

@@ -1,7 +1,7 @@
-"""One sampling step, as a pure function of logits and counters. `sampling_kernels.py` holds the twins that run on a GPU.
+"""One sampling step as a pure function of logits and counters. `sampling_kernels.py` holds the twins that run on a GPU.
 
-Random numbers come from (seed, ordinal, sample, position) alone, so a completion does not depend on what else is in the
-batch, on which replica drew it, or on how often it was interrupted.
+Random numbers follow from (seed, ordinal, sample, position) alone, so a completion does not depend on what else is in the
+batch, on which replica drew it, or on how often it was paused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llamarl.types import Sampling
 
-_MASK = (1 << 63) - 1  # int64 arithmetic wraps; masking keeps shifts logical
+_MASK = (1 << 63) - 1  # int64 arithmetic wraps around; masking keeps shifts logical
 _GOLDEN = 0x1E3779B97F4A7C15
 _MIX_1 = 0x3F58476D1CE4E5B9
 _MIX_2 = 0x14D049BB133111EB
@@ -33,12 +33,12 @@ def _mix(x: _Whole) -> _Whole:
 
 
 def seed_state(seed: int) -> int:
-    """Mixed twice, so that seed 1, ordinal 2 and seed 2, ordinal 1 do not meet in the sums below."""
+    """Start state of a seed. Mixed twice, so that (seed 1, ordinal 2) and (seed 2, ordinal 1) draw different numbers."""
     return _mix(_mix(seed + _GOLDEN))
 
 
 def uniform_draws(seed: int, ordinals: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) for each (ordinal, sample, position), as float64."""
+    """A number in [0, 1) for each (ordinal, sample, position), as float64."""
     state = torch.full_like(ordinals, seed_state(seed), dtype=torch.int64)
     for counter in (ordinals, samples, positions):
         state = _mix(state + _mix(counter.to(torch.int64) + _GOLDEN))
@@ -75,10 +75,10 @@ def sample_tokens(
 
 
 def least_kept(scaled_BV: Tensor, sampling: SamplingColumns) -> Tensor:
-    """The smallest score of each row that may still be drawn; equals share their fate.
+    """The smallest score of each row that may still be drawn. Tokens with equal scores are kept or dropped together.
 
-    top-k keeps the k likeliest; of these, top-p keeps the fewest likeliest whose probabilities reach p; of these, min-p
-    keeps those at least min_p times as likely as the likeliest. 0, 1 and 0 keep everything.
+    top-k keeps the k likeliest tokens; of these, top-p keeps the fewest likeliest whose probabilities reach p; of these,
+    min-p keeps those at least min_p times as likely as the likeliest. 0, 1 and 0 keep everything.
     """
     top_k_B, top_p_B, min_p_B = (sampling[name] for name in ("top_k", "top_p", "min_p"))
     sorted_BV = scaled_BV.sort(dim=-1, descending=True).values

@@ -1,6 +1,6 @@
-"""The state of every slot, on the device: what a decode step reads and writes without asking the host.
+"""The state of every slot on the device: what a decode step reads and writes without the host.
 
-One row more than there are slots: rows of a batch that have no sequence point to it, and it stays inactive.
+There is one row more than slots. Rows of a batch without a sequence point to it, and it stays inactive.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from llamarl.types import Sampling
 
 @dataclass(frozen=True)
 class Opening:
-    """A sequence that enters a slot: as much of it as has been read or sampled, and how to go on."""
+    """A sequence that enters a slot: where it stands, and how it is sampled."""
 
     slot: int
     ordinal: int
     sample: int
-    token: int  # the next to be read; all before it are in the cache
-    position: int  # where it stands
+    token: int  # next token to read; all before it are in the cache
+    position: int  # of that token
     count: int  # tokens sampled so far
     sampling: Sampling
 
 
 class SlotState:
+    """One column for each fact about a slot; `sampling` has a column for each field of `Sampling`, by name."""
+
     def __init__(self, slots: int, max_new_tokens: int, eos_ids: Sequence[int], device: torch.device) -> None:
         self.num_slots, self.nobody, self.device = slots, slots, device
         rows = slots + 1
@@ -58,22 +60,23 @@ class SlotState:
             column[rows] = whole[:, index]
         for index, column in enumerate(self.sampling.values()):
             column[rows] = real[:, index].to(column.dtype)
-        self.active.index_fill_(0, rows, True)  # `[rows] = True` would wait for the device
+        self.active.index_fill_(0, rows, True)  # `active[rows] = True` would wait for the device
 
     def close(self, slot: int) -> None:
-        """Stop a slot from outside; those that ended by themselves are inactive already."""
+        """Stop a slot from outside; slots whose sequence ended are inactive already."""
         self.active[slot] = False
 
     def put_back(self, slot: int, tokens: Tensor, logprobs: Tensor, versions: Tensor) -> None:
-        """What a paused sequence had sampled before."""
+        """Restore what a sequence had sampled before it was paused."""
         for kept, column in ((tokens, self.out_tokens), (logprobs, self.out_logprobs), (versions, self.out_versions)):
             column[slot, : len(kept)] = kept.to(self.device)
 
     def sampling_of(self, slots_B: Tensor) -> SamplingColumns:
+        """How these slots are sampled, one row for each."""
         return {name: column[slots_B] for name, column in self.sampling.items()}
 
     def advance(self, slots_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
-        """Append one token to every active slot, and end those it completes."""
+        """Append one token to every active slot; stop those whose sequence it ends."""
         slots_B = torch.where(self.active[slots_B], slots_B, self.nobody)
         at_B = self.counts[slots_B].clamp(max=self.out_tokens.shape[1] - 1)
         self.out_tokens[slots_B, at_B] = tokens_B.to(torch.int32)
@@ -94,5 +97,5 @@ class SlotState:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for the device."""
+    """Copy to the device without waiting for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
