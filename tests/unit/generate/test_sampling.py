@@ -9,9 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import asdict, fields
 from torch import Tensor
 
+from llamarl.config import GeneratorConfig
 from llamarl.generate.sampling import sample_tokens, uniform_draws
+from llamarl.generate.slots import Opening, SlotState
+from llamarl.types import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, -6.0])
 
@@ -199,3 +203,13 @@ def test_rows_without_filters_do_not_notice_that_others_have_them() -> None:
     filtered = sample_tokens(logits, draws(40), {"temperature": temperatures, **idle}, filtered=True)
     assert torch.equal(plain[0], filtered[0])
     assert torch.equal(plain[1], filtered[1])
+
+
+def test_every_field_of_sampling_is_a_setting_and_reaches_its_slot() -> None:
+    settings = GeneratorConfig(max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
+    assert all(hasattr(settings, field.name) for field in fields(Sampling) if field.name != "samples")
+    expected = Sampling(samples=1, max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
+    state = SlotState(2, 4, (0,), torch.device("cpu"))
+    state.open([Opening(slot=1, ordinal=0, sample=0, token=1, position=0, count=0, sampling=settings.sampling)])
+    assert settings.sampling == expected
+    assert {name: column[1].item() for name, column in state.sampling.items()} == asdict(expected)
