@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from llamarl.bench.machine import measure_ceilings
-from llamarl.generate.kv_cache import PagedCache, Pages, Readings, attend_pages, members_of_reading
+from llamarl.generate.attention import Readings, attend_pages, members_of_reading
+from llamarl.generate.kv_cache import PagedCache, Pages
 from llamarl.model import ops
 from llamarl.model.quantize import FP8
 from llamarl.model.transformer import rope_up_to

@@ -25,13 +25,14 @@ from typing import Literal
 
 import torch
 from attention_variants import graph_s, plain_s  # beside this script
-from msgspec import structs
+from msgspec import convert, structs
 
 from llamarl.bench.decode import DecodeBench, DecodeCase
 from llamarl.bench.machine import process_age_s
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.model_spec import ModelSpec, shape_named
+from llamarl.types import Sampling
 
 RUNS, SAMPLES = 3, 8
 TINY = ModelSpec(
@@ -156,26 +157,15 @@ def sampling_s(logits_BV: torch.Tensor, filters: dict[str, float]) -> float:
 
     def plain() -> None:
         draws_B = uniform_draws(0, state.ordinals[slots_B], state.samples[slots_B], state.counts[slots_B])
-        state.advance(slots_B, *sample_tokens(logits_BV, draws_B, state.knobs(slots_B, filtered=filtered)))
+        state.advance(slots_B, *sample_tokens(logits_BV, draws_B, state.sampling_of(slots_B), filtered=filtered))
 
     timed, action = (graph_s, on_gpu) if device.type == "cuda" else (plain_s, plain)
     return timed(action)
 
 
 def opening(slot: int, filters: dict[str, float]) -> Opening:
-    return Opening(
-        slot=slot,
-        ordinal=slot,
-        sample=0,
-        token=1,
-        position=4,
-        count=0,
-        limit=1024,
-        temperature=1.0,
-        top_k=int(filters.get("top_k", 0)),
-        top_p=filters.get("top_p", 1.0),
-        min_p=filters.get("min_p", 0.0),
-    )
+    sampling = convert({"max_new_tokens": 1024, **filters}, Sampling)
+    return Opening(slot=slot, ordinal=slot, sample=0, token=1, position=4, count=0, sampling=sampling)
 
 
 def first_token_rows(tiny: bool) -> Iterable[Row]:

@@ -23,6 +23,14 @@ class InputError(LlamaRLError):
     exit_code = 2
 
 
+class ArgumentError(InputError):
+    """An argument of a function of the library cannot work."""
+
+    def __init__(self, argument: str, reason: str) -> None:
+        super().__init__(f"{argument}: {reason}")
+        self.argument, self.reason = argument, reason
+
+
 class ConfigError(InputError):
     """A setting is unknown, of the wrong type, out of range, or cannot take effect."""
 

@@ -1,16 +1,16 @@
-"""What flows down the line: Problem -> PromptGroup -> CompletionGroup -> RolloutGroup.
+"""The types that flow down the line: Problem -> PromptGroup -> CompletionGroup -> RolloutGroup.
 
 Each stage returns the next frozen type; nothing is half-filled. Tokens and log-probs are raw bytes (int32, fp32), so the
-same objects travel between threads, processes and hosts without a copy into Python lists. No torch here.
+same objects travel between threads, processes and hosts without a copy into Python lists. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 
@@ -22,35 +22,41 @@ class Turn(Struct, frozen=True):
 
 
 class Problem(Struct, frozen=True, omit_defaults=True):
-    """One question of a task and the answer that its scorer holds completions against."""
+    """One question of a task, and the answer that completions are scored against."""
 
     prompt: str
     answer: str
-    turns: tuple[Turn, ...] = ()  # the same as a chat, for models that were taught one; else the prompt is plain text
-    scorer: str = ""  # the one that suits it, for reward.scorer=auto
-    columns: dict[str, Any] = {}  # of its row, those that a scorer of the user's asks for
+    turns: tuple[Turn, ...] = ()  # the prompt as a chat, for models with a chat template; empty: it is plain text
+    scorer: str = ""  # the scorer to use when reward.scorer=auto
+    columns: dict[str, Any] = {}  # columns of its data row that a user's scorer asks for
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How completions are drawn. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave every token possible."""
+    """How the completions of one prompt are drawn; the same struct from the config down to the decoder's slots.
 
-    samples: int
-    max_new_tokens: int
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    Every field is a number. A new filter is a field here, a setting of the same name in `config/generator.py`, and a few
+    lines in `generate/sampling.py` and its twin `sampling_kernels.py`; everything between takes the fields as they come.
+    """
+
+    samples: Annotated[int, Meta(ge=1)] = 1
+    max_new_tokens: Annotated[int, Meta(ge=1)] = 128
+    temperature: Annotated[float, Meta(ge=0)] = 1.0  # 0 takes the likeliest token
+    # Filters. Each default leaves every token possible.
+    top_k: Annotated[int, Meta(ge=0)] = 0  # keep the k likeliest tokens
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0  # keep the fewest likeliest tokens that make up this probability
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0  # keep tokens at least this share as likely as the likeliest
 
     @property
     def filtered(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        """Whether a filter may rule tokens out."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 GroupKind = Literal["train", "evaluation", "probe"]
 
 
 class PromptGroup(Struct, frozen=True, tag="prompt", omit_defaults=True):
-    """One prompt, to be answered `sampling.samples` times. The ordinal names the group for its whole life."""
+    """One prompt, to be answered `sampling.samples` times. The ordinal identifies the group from start to end."""
 
     ordinal: int
     problem: Problem
@@ -60,43 +66,42 @@ class PromptGroup(Struct, frozen=True, tag="prompt", omit_defaults=True):
 
 
 class VersionRun(Struct, frozen=True, array_like=True):
-    """`count` consecutive tokens that were sampled by `version` of the policy."""
+    """A run of `count` consecutive tokens sampled by `version` of the policy."""
 
     version: int
     count: int
 
 
 class Given(Struct, frozen=True, array_like=True):
-    """`count` consecutive tokens of a completion, from `start` on, that were not sampled: a tool's reply."""
+    """A tool's reply inside a completion: `count` tokens from `start` on, not sampled by the policy."""
 
     start: int
     count: int
 
 
 class Completion(Struct, frozen=True, omit_defaults=True):
-    """One answer: its tokens; and of those that were sampled, which alone are trained, the log-probs under the distribution
-    really sampled from and who sampled them."""
+    """One answer. Only its sampled tokens are trained; log-probs and versions exist for these alone."""
 
-    tokens: bytes
-    behavior_logprobs: bytes
-    versions: tuple[VersionRun, ...]
-    truncated: bool  # the token limit ended it, not a stop token
-    given: tuple[Given, ...] = ()  # in a conversation, the replies between the model's turns
+    tokens: bytes  # all tokens, tool replies included
+    behavior_logprobs: bytes  # of the sampled tokens, under the distribution they were drawn from
+    versions: tuple[VersionRun, ...]  # the policy versions that sampled them, in order
+    truncated: bool  # ended by the token limit, not by a stop token
+    given: tuple[Given, ...] = ()  # tool replies between the model's turns
 
     @property
     def num_tokens(self) -> int:
-        """That were sampled."""
+        """Number of sampled tokens; tool replies excluded."""
         return len(self.behavior_logprobs) // 4
 
     @property
     def last_turn(self) -> NDArray[np.int32]:
-        """Its tokens after the last reply; all of them where there was none."""
+        """Tokens after the last tool reply; all tokens if there was none."""
         start = self.given[-1].start + self.given[-1].count if self.given else 0
         return bytes_to_tokens(self.tokens)[start:]
 
 
 def sampled_places(num_tokens: int, given: Sequence[Given]) -> NDArray[np.int64]:
-    """Which of so many tokens of a completion were sampled."""
+    """Indices of the sampled tokens in a completion of `num_tokens` tokens."""
     sampled = np.ones(num_tokens, dtype=bool)
     for reply in given:
         sampled[reply.start : reply.start + reply.count] = False
@@ -117,7 +122,7 @@ class CompletionGroup(Struct, frozen=True, tag="completion"):
 
 
 class Rollout(Struct, frozen=True):
-    """A completion with its reward. `columns` holds fp32 values per token that further roles add by name."""
+    """A completion with its reward. `columns` holds fp32 values per token, added by further roles under a name."""
 
     completion: Completion
     reward: float
@@ -145,18 +150,18 @@ Group = PromptGroup | CompletionGroup | RolloutGroup
 
 
 def completions_of(group: Group) -> tuple[Completion, ...]:
-    """The answers a group has so far; none while it is only a prompt."""
+    """Completions of a group; none while it is only a prompt."""
     if isinstance(group, RolloutGroup):
         return tuple(rollout.completion for rollout in group.rollouts)
     return group.completions if isinstance(group, CompletionGroup) else ()
 
 
 class GroupFacts(Struct, frozen=True):
-    """All that the controller ever sees of a group's payload."""
+    """Everything the controller ever sees of a group's payload."""
 
-    num_tokens: int = 0
-    first_version: int = 0  # the oldest version that sampled any of its tokens
-    last_version: int = 0
+    num_tokens: int = 0  # sampled tokens of all its completions
+    first_version: int = 0  # oldest version that sampled any of them
+    last_version: int = 0  # newest such version
     reward: float = 0.0  # mean over the group
 
 

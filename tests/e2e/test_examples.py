@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,14 @@ def test_math_trains_with_the_tiny_model_and_is_judged_by_workers(tmp_path: Path
     code, _, err = llamarl("train", "examples/math_qwen.yaml", *small, *data, "--run", tmp_path / "run")
     assert (code, err) == (0, "")
     assert llamarl("audit", tmp_path / "run").code == 0
+
+
+def test_generate_prints_every_sample_with_its_worth() -> None:
+    command = [sys.executable, "examples/generate.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.partition("=")[0] for line in lines] == ["12+34"] * 3 + ["7+8"] * 3
+    assert all(line.endswith((", stop", ", length")) for line in lines)
 
 
 def test_the_custom_loss_trains_a_job_from_the_command_line(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from llamarl.algo.batch import Document
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import Config
 from llamarl.config.file import load_config
-from llamarl.generate.kv_cache import DecodeAttention, PagedCache, PrefillAttention
-from llamarl.generate.sampling import Knobs, sample_tokens, uniform_draws
+from llamarl.generate.attention import DecodeAttention, PrefillAttention
+from llamarl.generate.kv_cache import PagedCache
+from llamarl.generate.sampling import sample_tokens, uniform_draws
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer, causal_attention, fuse, rope_up_to
@@ -129,7 +130,7 @@ def generate(
         draws_B = uniform_draws(config.seed, ordinals_B, samples_B, torch.full_like(samples_B, position))
         attend = DecodeAttention(cache, table_BP, slots_B, positions_B, rope)
         hidden_B1C = model(tokens_B[:, None], positions_B[:, None], attend)
-        tokens_B, logprobs_B = sample_tokens(model.logits(hidden_B1C[:, 0]), draws_B, Knobs(temperatures_B))
+        tokens_B, logprobs_B = sample_tokens(model.logits(hidden_B1C[:, 0]), draws_B, {"temperature": temperatures_B})
         for row, completion in enumerate(completions):
             if eos not in completion:
                 completion.append(int(tokens_B[row]))

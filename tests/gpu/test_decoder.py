@@ -9,11 +9,11 @@ import pytest
 import torch
 from helpers.groups import prompt_group
 from helpers.models import copy_weights, lively_model
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from torch import Tensor
 
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
-from llamarl.generate.sampling import Knobs, least_kept, sample_tokens, uniform_draws
+from llamarl.generate.sampling import least_kept, sample_tokens, uniform_draws
 from llamarl.model import ops
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer, causal_attention
@@ -90,7 +90,7 @@ def plain_loop(model: Transformer, group: PromptGroup, sample: int) -> list[int]
         tokens = torch.tensor([read + answer], device=device)
         hidden = model(tokens, torch.arange(tokens.shape[1], device=device)[None], causal_attention)
         counters = (torch.tensor([value], device=device) for value in (group.ordinal, sample, len(answer)))
-        knobs = Knobs(torch.tensor([group.sampling.temperature], device=device))
+        knobs = {"temperature": torch.tensor([group.sampling.temperature], device=device)}
         token, _ = sample_tokens(model.logits(hidden[:, -1]), uniform_draws(SEED, *counters), knobs)
         answer.append(int(token))
     return answer
@@ -285,11 +285,8 @@ def test_frequencies_match_probabilities(filters: dict[str, float], device: torc
     with torch.no_grad():
         hidden = model(torch.tensor([[5, 3]], device=device), torch.arange(2, device=device)[None], causal_attention)
         scores_1V = model.logits(hidden[:, -1])
-    knobs = (
-        torch.tensor([filters.get(name, default)], device=device)
-        for name, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
-    )
-    least = least_kept(scores_1V, *knobs)
+    knobs = {name: torch.tensor([value], device=device) for name, value in asdict(group.sampling).items()}
+    least = least_kept(scores_1V, knobs)
     expected = torch.softmax(scores_1V.masked_fill(scores_1V < least[:, None], -torch.inf), -1)[0].cpu() * samples
     counted = torch.bincount(found, minlength=SHAPE.vocab_size).float()
     assert counted[expected == 0].sum() == 0

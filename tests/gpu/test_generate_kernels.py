@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.generate.kv_cache import PagedCache, Pages, Readings, attend_pages, members_of_reading
-from llamarl.generate.sampling import Knobs, least_kept, sample_tokens, seed_state, uniform_draws
+from llamarl.generate.attention import Readings, attend_pages, members_of_reading
+from llamarl.generate.kv_cache import PagedCache, Pages
+from llamarl.generate.sampling import least_kept, sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.model import ops
 from llamarl.model.quantize import FP8
 from llamarl.model.transformer import rope_up_to
 from llamarl.model_spec import ModelSpec
+from llamarl.types import Sampling
 
 pytestmark = pytest.mark.gpu
 SEED = 3
@@ -172,11 +174,13 @@ def open_slots(rows: int, device: torch.device, temperatures: list[float], filte
                 token=1,
                 position=4,
                 count=slot % 3,
-                limit=1 + slot % 4,
-                temperature=temperatures[slot % len(temperatures)],
-                top_k=knobs[slot % 6][0] if filters else 0,
-                top_p=knobs[slot % 6][1] if filters else 1.0,
-                min_p=knobs[slot % 6][2] if filters else 0.0,
+                sampling=Sampling(
+                    max_new_tokens=1 + slot % 4,
+                    temperature=temperatures[slot % len(temperatures)],
+                    top_k=knobs[slot % 6][0] if filters else 0,
+                    top_p=knobs[slot % 6][1] if filters else 1.0,
+                    min_p=knobs[slot % 6][2] if filters else 0.0,
+                ),
             )
             for slot in range(0, rows, 2 if rows > 20 else 1)
         ]
@@ -196,7 +200,7 @@ def test_sampling_and_the_bookkeeping_of_slots(vocabulary: int, filtered: bool, 
     ours, twin = (open_slots(rows, device, temperatures, filtered) for _ in range(2))
     slots_B = torch.arange(rows - 1, -1, -1, device=device)
     draws_B = uniform_draws(SEED, twin.ordinals[slots_B], twin.samples[slots_B], twin.counts[slots_B])
-    tokens_B, logprobs_B = sample_tokens(logits_BV, draws_B, twin.knobs(slots_B, filtered=filtered))
+    tokens_B, logprobs_B = sample_tokens(logits_BV, draws_B, twin.sampling_of(slots_B), filtered=filtered)
     twin.advance(slots_B, tokens_B, logprobs_B)
     kernels.sample_and_advance(logits_BV, slots_B, ours, seed_state(SEED), filtered=filtered)
     # A draw may fall so near the border of two tokens that fp32 and float64 sums differ.
@@ -218,11 +222,11 @@ def test_what_the_filters_leave(vocabulary: int, device: torch.device) -> None:
     )
     logits_BV[:, 1] = logits_BV[:, 2]  # equals share their fate
     slots_B = torch.arange(rows, device=device)
-    state.temperatures[:rows] = torch.where(state.temperatures[:rows] == 0, 1.0, state.temperatures[:rows])
-    knobs: Knobs = state.knobs(slots_B, filtered=True)
-    assert knobs.filters is not None
-    scaled_BV = logits_BV / knobs.temperatures_B[:, None]
-    expected_B = least_kept(scaled_BV, *knobs.filters)
+    temperatures = state.sampling["temperature"]
+    temperatures[:rows] = torch.where(temperatures[:rows] == 0, 1.0, temperatures[:rows])
+    sampling = state.sampling_of(slots_B)
+    scaled_BV = logits_BV / sampling["temperature"][:, None]
+    expected_B = least_kept(scaled_BV, sampling)
     found_B = kernels.least_kept(logits_BV, slots_B, state)
     kept, expected = scaled_BV >= found_B[:, None], scaled_BV >= expected_B[:, None]
     assert (kept.sum(1) - expected.sum(1)).abs().max() <= 1  # a border of top-p, where sums round

@@ -1,15 +1,12 @@
-"""Which device a command computes on, chosen and said."""
+"""Choosing the device that a command computes on, and saying which it is."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from llamarl.errors import InputError
 
 DeviceOption = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N")]
 
@@ -17,22 +14,14 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def device_or_refuse(device: str) -> str:
-    """The device by its own name: what `auto` means here, or what was asked for, if it can be used."""
-    import torch
+    """What `auto` means here, or the device asked for if it can be used."""
+    from llamarl.generate.llm import choose_device
 
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        raise InputError(f"--device {device}: expected auto, cpu, cuda or cuda:N")
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {device}: cannot be used here ({str(error).splitlines()[0]})") from None
-    return device
+    return choose_device(device, "--device")
 
 
 def describe_device(device: str) -> str:
-    """With the GPU's name, or the reason why a GPU that is there is not used."""
+    """The device with the GPU's name, or with the reason why a GPU of this machine is not used."""
     import torch
 
     if device.startswith("cuda"):

@@ -1,4 +1,4 @@
-"""`llamarl generate`, `eval` and `import-gguf`: what is done with a model folder besides training it."""
+"""`llamarl generate`, `eval` and `import-gguf`: commands for a model folder besides training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import typer
 from llamarl.cli.devices import DeviceOption, device_or_refuse, say_device
 from llamarl.config import Config, model_folder
 from llamarl.config.file import load_config
-from llamarl.errors import InputError
+from llamarl.errors import ArgumentError, InputError
 
 if TYPE_CHECKING:
     from llamarl.tasks.task import Prompter
@@ -60,15 +60,12 @@ def generate_command(
     device: DeviceOption = "auto",
 ) -> None:
     """Sample from a model folder."""
-    from llamarl.generate.complete import complete
-    from llamarl.generate.evaluate import dtype_on
+    from llamarl.generate.llm import LLM
     from llamarl.types import Sampling
 
     folder = model_folder(model)
     _say_ignored_keys(folder)
-    settled = device_or_refuse(device)
-    precision = dtype_on(dtype.value, settled)
-
+    llm = LLM(folder, device=device_or_refuse(device), dtype=dtype.value, slots=samples)
     sampling = Sampling(
         samples=samples,
         max_new_tokens=max_new_tokens,
@@ -77,20 +74,20 @@ def generate_command(
         top_p=top_p,
         min_p=min_p,
     )
-    texts = complete(
-        folder,
-        prompt,
-        sampling,
-        chat=chat,
-        seed=seed,
-        dtype=precision,
-        device=settled,
-        starting=lambda: say_device(settled, str(precision).removeprefix("torch.")),
-    )
-    for number, text in enumerate(texts, start=1):
+    try:
+        asked = llm.encode([[{"role": "user", "content": prompt}] if chat else prompt], sampling)
+    except ArgumentError as error:
+        raise InputError(f"{_option_of(error.argument)}: {error.reason}") from None
+    say_device(llm.device, llm.precision)
+    for number, completion in enumerate(llm.generate(asked, sampling, seed=seed)[0], start=1):
         if samples > 1:
             print(f"--- {number} of {samples}")
-        print(text)
+        print(completion.text)
+
+
+def _option_of(argument: str) -> str:
+    """The option of `generate` that gives this argument of `LLM`."""
+    return "--prompt" if argument.startswith("prompts") else f"--{argument.removeprefix('sampling.').replace('_', '-')}"
 
 
 def import_gguf_command(
@@ -128,19 +125,17 @@ def eval_command(
     """Measure how well a model answers a task: accuracy and pass@k, with intervals."""
     from llamarl.tasks.registry import open_task
 
-    # Nothing is trained, so a group's size must not stand in the way of few slots.
+    # Nothing is trained, so few slots must not be refused for the size of a training group.
     config = task_config(task, [*(overrides or []), f"model.path={json.dumps(model)}", "schedule.samples_per_group=2"])
     _say_ignored_keys(config.model_folder)
     chosen = choose_problems(open_task(config), split, problems)
     settled = device_or_refuse(device)
 
-    from llamarl.generate.evaluate import describe_evaluation, dtype_on, evaluate
+    from llamarl.generate.evaluate import describe_evaluation, evaluate
     from llamarl.jobs.memory_check import check_evaluation_memory
 
     for note in check_evaluation_memory(config, settled, max(1, len(chosen)) * samples):
         print(note, file=sys.stderr, flush=True)
-    precision = str(dtype_on(config.generator.dtype, settled)).removeprefix("torch.")
-
     if temperature < 0:
         temperature = 0.0 if samples == 1 else config.generator.temperature
     with _answer_file(answers) as tell:
@@ -152,14 +147,14 @@ def eval_command(
             device=settled,
             progress=_progress_on_stderr(),
             tell=tell,
-            starting=lambda: say_device(settled, precision),
+            starting=lambda llm: say_device(llm.device, llm.precision),
         )
     print(msgspec.json.encode(found).decode() if as_json else describe_evaluation(found, config.score_name))
 
 
 @contextmanager
 def _answer_file(path: Path | None) -> Iterator[Callable[[msgspec.Struct], None]]:
-    """A function that appends a line to a new file, or does nothing."""
+    """Gives a function that appends a line to a new file; without a path it does nothing."""
     if path is None:
         yield lambda answer: None
         return
@@ -176,7 +171,7 @@ def _answer_file(path: Path | None) -> Iterator[Callable[[msgspec.Struct], None]
 
 
 def choose_problems(task: Prompter, split: Split, count: int) -> Sequence[Problem]:
-    """The fixed test problems where there are any, else those that are held out."""
+    """At most `count` problems (0: all). `auto` takes the fixed test problems if there are any, else the held-out ones."""
     wanted = count or sys.maxsize
     if split is not Split.auto:
         return task.evaluation(wanted, split.value)
@@ -187,7 +182,7 @@ def choose_problems(task: Prompter, split: Split, count: int) -> Sequence[Proble
 
 
 def _progress_on_stderr() -> Callable[[int, int], None]:
-    """A line now and then, for people; nothing where no one looks."""
+    """Prints a line to stderr every few seconds."""
     last_s = time.monotonic()
 
     def show(done: int, of: int) -> None:
@@ -200,7 +195,7 @@ def _progress_on_stderr() -> Callable[[int, int], None]:
 
 
 def task_config(task: str, overrides: list[str]) -> Config:
-    """TASK is the name of a kind, with default settings, or a YAML file."""
+    """The config of a TASK argument: the name of a task kind, with default settings, or a YAML file."""
     if task.endswith((".yaml", ".yml")):
         return load_config(Path(task), overrides)
     return load_config(None, [f"task.kind={task}", *overrides])

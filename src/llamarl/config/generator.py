@@ -1,12 +1,13 @@
-"""`generator`: how answers are sampled, and on what."""
+"""The section `generator`: how answers are sampled, and on which devices."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, convert
 
 from llamarl.config.section import Device, Section, Threads
+from llamarl.types import Sampling
 
 
 class GeneratorConfig(Section, frozen=True):
@@ -55,3 +56,8 @@ class GeneratorConfig(Section, frozen=True):
     ] = 0
     device: Device = "auto"
     threads: Threads = 0
+
+    @property
+    def sampling(self) -> Sampling:
+        """One completion of each prompt; each field of `Sampling` is the setting of the same name."""
+        return convert(self, Sampling, from_attributes=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from llamarl.config.algo import AlgoConfig
 from llamarl.config.conversation import ConversationConfig
@@ -68,14 +69,7 @@ class Config(Section, frozen=True):
 
     @property
     def training_sampling(self) -> Sampling:
-        return Sampling(
-            samples=self.schedule.samples_per_group,
-            max_new_tokens=self.generator.max_new_tokens,
-            temperature=self.generator.temperature,
-            top_k=self.generator.top_k,
-            top_p=self.generator.top_p,
-            min_p=self.generator.min_p,
-        )
+        return replace(self.generator.sampling, samples=self.schedule.samples_per_group)
 
     @property
     def greedy_sampling(self) -> Sampling:

@@ -1,4 +1,4 @@
-"""Where the line begins: the prompt of every ordinal, tokenized, with the way its answers are to be sampled."""
+"""The start of the line: makes the tokenized prompt of every ordinal, with how its answers are sampled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from llamarl.types import GroupKind, PromptGroup, tokens_to_bytes
 
 
 class Prompts:
+    """Makes the prompt group of any ordinal: training, evaluation or probe."""
+
     def __init__(self, task: Prompter, tokenizer: Tokenizer, config: Config) -> None:
         self._task, self._tokenizer = task, tokenizer
         self._training, self._greedy = config.training_sampling, config.greedy_sampling
         self._evaluation = task.evaluation(config.evaluate.prompts, config.evaluate.split)
-        # A small task may hold out fewer problems than the setting asks for: then all of them, each once.
+        # A small task may hold out fewer problems than evaluate.prompts asks for; then each is asked once.
         self.evaluate = replace(config.evaluate, prompts=len(self._evaluation))
 
     def group(self, ordinal: int, kind: GroupKind = "train") -> PromptGroup:
@@ -30,12 +32,12 @@ class Prompts:
         return PromptGroup(ordinal, problem, tokens_to_bytes(prompt_tokens(self._tokenizer, problem)), sampling, kind)
 
 
-_MAX_LOOKED_AT = 1000  # some tenths of a second
+_MAX_LOOKED_AT = 1000  # takes some tenths of a second
 
 
 def check_lengths(prompts: Prompts, config: Config) -> list[str]:
-    """What to tell of prompts that are too long, which will be dropped; InputError if all are. Looks at the first of those
-    that the job will ask."""
+    """Notes about prompts that are too long and will be dropped; InputError if all are. Looks only at the job's first
+    prompts."""
     limit = config.generator.max_prompt_tokens
     asked: tuple[tuple[str, str, GroupKind, range], ...] = (
         ("prompts", "are dropped", "train", range(min(config.schedule.num_groups, _MAX_LOOKED_AT))),

@@ -1,4 +1,4 @@
-"""The generator: prompts in, completions out; takes new weights between any two decode steps, with work in flight."""
+"""The generator: prompts in, completions out. New weights are taken between two decode steps, with work in flight."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from llamarl.weights.transport import WeightReader
 
 
 class Generator:
-    """With `conversations`, completions have several turns. `max_failure_share` of the tool's replies may fail to come; and
-    none may be late in a deterministic job."""
+    """Serves one replica. With `conversations`, completions have several turns; the job stops when more than
+    `max_failure_share` of the tool's calls fail, or, in a deterministic job, when one is late."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Generator:
         return WeightsLoaded(version, num_bytes)
 
     def _failed_tools(self, conversations: Conversations) -> Iterable[Report]:
-        """A group whose tool failed is dropped, as one that cannot be judged is."""
+        """Reports on failed tools. A group whose tool failed is dropped, like a group that cannot be scored."""
         for failed in conversations.take_outcomes():
             self._failures.note(failed=failed)
         failures = conversations.take_failures()

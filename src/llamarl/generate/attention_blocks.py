@@ -1,8 +1,8 @@
-"""What the kernels of decode attention are made of: turning, widening, one block of tokens, sums that go on. In Triton.
+"""Building blocks of the decode attention kernels in Triton: rotation, widening of fp8, a block of tokens, a running softmax.
 
-The softmax so far is (largest, total, low, high), with all exponents to the base 2: the largest score of each query head, the
-sum of its weights, and the weighted sum of values. Of fp8 the cache gives pairs of values, which one instruction widens in
-the order of the product; `low` and `high` are those of even and of odd place. Otherwise `low` holds all of them.
+The running softmax is (largest, total, low, high), with exponents to the base 2: the largest score of each query head, the
+sum of its weights, and the weighted sum of values. An fp8 cache gives pairs of values, which one instruction widens in the
+order of the product; `low` and `high` hold those of even and of odd place. Otherwise `low` holds all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llamarl.model.kernels import narrowed
 
 @triton.jit
 def turned(at, cos_at, sin_at, size, in_size, mask, SIZE: tl.constexpr):
-    """`ops.rotate` of the vectors that begin at these places: each pair (i, i + SIZE / 2), rounded once."""
+    """`ops.rotate` of the vectors that begin at these places: rotates each pair (i, i + SIZE / 2), rounded once."""
     half: tl.constexpr = SIZE // 2
     partner = tl.where(size < half, size + half, size - half)
     sign = tl.where(size < half, -1.0, 1.0)
@@ -28,7 +28,7 @@ def turned(at, cos_at, sin_at, size, in_size, mask, SIZE: tl.constexpr):
 
 @triton.jit
 def operand(q, NARROW: tl.constexpr):
-    """A query as it meets the keys: fp8 is widened to fp16, which is one instruction."""
+    """The query in the dtype of its product with the keys: fp8 keys are widened to fp16, in one instruction."""
     if NARROW and q.dtype != tl.float32:
         q = narrowed(q.to(tl.float32), tl.float16)
     return q
@@ -36,7 +36,7 @@ def operand(q, NARROW: tl.constexpr):
 
 @triton.jit
 def _widened(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The lower and the upper of each two fp8 values."""
+    """The lower and the upper value of each pair of fp8 values."""
     if INTERPRETED:
         low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         high = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
@@ -63,7 +63,7 @@ def _widened(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def put(low, high, values_ptr, scales_ptr, where, column, mask, WIDTH: tl.constexpr, NARROW: tl.constexpr):
-    """Write one vector to its place in the cache; returns it as it can be read there, in fp32."""
+    """Write one vector to its place in the cache; returns it as it can be read afterwards, in fp32."""
     at = values_ptr + where * WIDTH + column
     if NARROW:
         low, high = low.to(tl.float32), high.to(tl.float32)
@@ -97,8 +97,8 @@ def _attend_block(
     NARROW: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Softmax over the tokens so far, extended by those of one block. With narrow values their scales go into the weights,
-    which are held against the largest of these products, so that they fit fp16."""
+    """The running softmax, extended by the tokens of one block. With narrow values, their scales go into the weights, which
+    are taken relative to the largest of these products, so that they fit fp16."""
     k = tl.load(keys_at, mask=inside[:, None] & in_width[None, :], other=0)
     if NARROW:
         k_low, k_high = _widened(k, q_low.dtype, INTERPRETED)
@@ -151,8 +151,8 @@ def attend_range(
     NARROW: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Blocks from `first` to before `last`, of the tokens from `begin`, where a page begins, to before `end`. Pages are
-    looked up one block ahead: only then can the loads of several blocks be under way at once."""
+    """The running softmax, extended by blocks `first` to before `last` of the tokens from `begin`, where a page begins, to
+    before `end`. Pages are looked up one block ahead: only then can the loads of several blocks overlap."""
     within = tl.arange(0, BLOCK)
     in_width = column < WIDTH
     one_page: tl.constexpr = PAGE % BLOCK == 0
@@ -185,7 +185,7 @@ def attend_range(
 
 @triton.jit
 def add_one(score, v_low, v_high, largest, total, low, high, NARROW: tl.constexpr):
-    """Softmax over the tokens so far, extended by one more, or by the mean of several whose sum has this logarithm."""
+    """The running softmax, extended by one token, or by the mean of several whose sum of weights has this logarithm."""
     higher = tl.maximum(largest, score)
     weight, shrink = tl.exp2(score - higher), tl.exp2(largest - higher)
     total = total * shrink + weight
@@ -211,7 +211,7 @@ def add_shared(
     PARTS: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """Softmax extended by what `_attend_shared` has found."""
+    """The running softmax, extended by the results of `_attend_shared`."""
     for part in tl.static_range(PARTS):
         sums = tl.load(sums_ptr + heads * PARTS + part, mask=in_group, other=float("-inf"))
         at = shared_ptr + (heads * PARTS + part)[None, :] * SIZE + size

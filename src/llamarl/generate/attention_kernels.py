@@ -1,11 +1,11 @@
-"""Attention of decoding over pages in Triton, the twin of `cache.DecodeAttention`.
+"""Decode attention over pages in Triton, the twin of `attention.DecodeAttention`.
 
-One kernel does all that lies between the product that makes queries, keys and values and the one that reads attention's
-result: it turns query and key to their position, attends, and writes the new key and value to their page. Imported only where
-a GPU decodes. All shapes follow from the batch and the model, so a captured graph serves any content.
+One kernel does everything between the product that makes queries, keys and values and the product that reads attention's
+result: it rotates query and key, attends, and writes the new key and value to their page. Imported only where a GPU decodes.
+All shapes follow from the batch and the model, so a captured graph serves any content.
 
 Tokens are the rows of a product and query heads its columns, so a tensor core wastes little, and one warp does a block alone,
-without meeting others. The new token comes last, so that reading the cache begins at once.
+without synchronizing. The new token comes last, so that reading the cache begins at once.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llamarl.generate.attention import Readings, members_of_reading
 from llamarl.generate.attention_blocks import add_one, add_shared, attend_range, operand, put, store, turned
-from llamarl.generate.kv_cache import Pages, Readings, members_of_reading
+from llamarl.generate.kv_cache import Pages
 from llamarl.generate.kv_splits import PART_TOKENS, parts_of_all
 from llamarl.model.ops import Rope
 
 _SHARED_PARTS = 4
-_MIN_COLUMNS = 8  # of a product of a tensor core, which are query heads here
+_MIN_COLUMNS = 8  # least columns of a tensor core's product; here they are query heads
 _MIN_INNER = 16
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # a CPU knows no assembler
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, where inline assembler cannot run
 
 
 class Tiling(NamedTuple):
-    block: int  # tokens of the cache, read at once
+    """How a kernel splits its work."""
+
+    block: int  # tokens of the cache read at once
     warps: int
     stages: int
-    parts: int = 0  # that a sequence is cut into at most; 0: as many as it takes to keep a GPU busy
-    least: int = 1  # blocks of a part, so that only long sequences are cut
+    parts: int = 0  # most parts that a sequence is split into; 0: as many as keep a GPU busy
+    least: int = 1  # least blocks of a part, so that only long sequences are split
 
     @property
     def options(self) -> dict[str, int]:
@@ -43,8 +46,8 @@ class Tiling(NamedTuple):
 
 
 def tiling(head_dim: int, columns: int, *, narrow: bool = False, shared: bool = False, parts: int = 0) -> Tiling:
-    """As measured by benchmarks/attention_variants.py. `columns`: query heads side by side; many leave no registers for one
-    warp. A sequence that is far longer than others would be read alone in the end: such are cut into `parts` at most."""
+    """The fastest tiling, as measured by benchmarks/attention_variants.py. `columns`: query heads side by side; many leave no
+    registers for one warp. `parts`: most parts of a sequence far longer than others, which would be read alone in the end."""
     if shared or columns > 16:
         return Tiling(16, 4, 4)
     if narrow:
@@ -58,7 +61,7 @@ def _cutting(how: Tiling, parts: int) -> Tiling:
 
 @triton.jit
 def _cut(tokens, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
-    """Blocks of the sequence, of one of its parts, and how many parts it has."""
+    """Number of blocks of the sequence, of blocks of one part, and of parts."""
     num_blocks = tl.cdiv(tokens, BLOCK)
     per_part = tl.maximum(tl.cdiv(num_blocks, PARTS), LEAST)
     return num_blocks, per_part, tl.maximum(tl.cdiv(num_blocks, per_part), 1)
@@ -103,8 +106,8 @@ def _attend_pages(
     SHARED_PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program: the query heads that share one key-value head of one sequence, over one part of its tokens; those of long
-    sequences come first. With SHARED_PARTS, what several sequences have in common has been attended to, in so many parts."""
+    """One program: the query heads that share one key-value head of one sequence, over one part of its tokens. Long
+    sequences come first. With SHARED_PARTS, tokens shared by several sequences were attended to before, in so many parts."""
     head, row, part = tl.program_id(0), tl.program_id(1), PARTS - 1 - tl.program_id(2)
     slot = tl.load(slots_ptr + row)
     position = tl.load(positions_ptr + slot).to(tl.int32)
@@ -140,7 +143,7 @@ def _attend_pages(
     # fmt: on
     heads = row * HEADS + head * GROUP + query
     if part == parts - 1:
-        # The new token: it is in nobody's cache yet, so it goes there from here.
+        # The new token is not in the cache yet; it is written there from here.
         new = step * column
         k_at, v_at = k_ptr + row * k_row + head * SIZE, v_ptr + row * v_row + head * SIZE
         k_low = turned(k_at, cos_at, sin_at, new, in_width, in_width, SIZE)
@@ -211,7 +214,7 @@ def _attend_shared(
     INTERPRETED: tl.constexpr,
 ):
     """One program: the query heads that share one key-value head, of all sequences that begin with the same pages, over one
-    part of these pages. They are read once for all of them."""
+    part of these pages, which are read once for all."""
     head, reading, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(counts_ptr + reading)
     if count == 0:
@@ -271,7 +274,7 @@ def _join_parts(
     PARTS: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """One program: the query heads that share one key-value head of one sequence, if that was cut."""
+    """One program: the query heads that share one key-value head of one sequence, if it was split."""
     head, row = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_ptr + tl.load(slots_ptr + row)).to(tl.int32)
     _, _, parts = _cut(position, BLOCK, PARTS, LEAST)
@@ -305,9 +308,9 @@ def attend_pages(
     how: Tiling | None = None,
     shared_how: Tiling | None = None,
 ) -> Tensor:
-    """Write each row's new key and value to its page, and attend to all pages up to there.
+    """Write each row's new key and value to its page, and attend to all tokens up to it.
 
-    `qkv` come as the product made them, [B, 1, heads, D]; `rope` holds cos and sin of every position, [T, 1, D] in fp32."""
+    `qkv` are as the product made them, [B, 1, heads, D]; `rope` holds cos and sin of every position, [T, 1, D] in fp32."""
     rows, _, heads, size = qkv[0].shape
     kv_heads, num_pages, page_tokens, _ = keys.values_KPTD.shape
     group, head_tokens, scale = heads // kv_heads, num_pages * page_tokens, size**-0.5 * math.log2(math.e)
@@ -328,7 +331,7 @@ def attend_pages(
         out if num_parts == 1 else torch.empty(rows, heads, num_parts, size, dtype=torch.float32, device=out.device)
     )
     sums = torch.empty(rows, heads, num_parts, dtype=torch.float32, device=out.device)
-    shared, shared_sums = partial, sums  # anything, where nothing is shared
+    shared, shared_sums = partial, sums  # any tensors, if nothing is shared
     if readings:
         shared = torch.empty(rows, heads, _SHARED_PARTS, size, dtype=torch.float32, device=out.device)
         shared_sums = torch.empty(rows, heads, _SHARED_PARTS, dtype=torch.float32, device=out.device)

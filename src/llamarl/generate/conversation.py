@@ -1,8 +1,7 @@
-"""Conversations: between the decoder, which knows tokens, and the tools, which know text.
+"""Conversations: the link between the decoder, which handles tokens, and the tools, which handle text.
 
-What a model has said goes out as text; what a tool replies comes back as tokens that are put behind it, exactly those that
-will be read, and stored, and never made from text again. With several ranks the first one asks the tools and tells the
-others what they replied, so that all of them go on alike.
+A model's turn goes to the tool as text. The reply is turned into tokens once; exactly these are appended, read and stored.
+With several ranks, the first one calls the tools and sends their replies to the others, so that all decode the same.
 """
 
 from __future__ import annotations
@@ -25,41 +24,39 @@ from llamarl.tasks.failures import Counts
 from llamarl.tasks.tools.client import Reply, ToolClient
 from llamarl.types import CompletionGroup, Problem, Turn
 
-_PATIENCE_S = 0.02  # so long may a new message wait while nothing but tools is at work
+_PATIENCE_S = 0.02  # longest that a new message waits while only tools are at work
 
 
 class Failure(Struct, frozen=True):
-    """A tool that came to nothing: its group cannot go on."""
+    """A tool call that failed, so that its group cannot go on."""
 
     ordinal: int
     status: str
     reason: str
-    trace: str = ""  # of an exception in a user's own tool
+    trace: str = ""  # traceback of an exception in a user's own tool
 
 
 class Conversations:
-    """Steps the decoder and serves its conversations meanwhile. `open_desk` is called where the tools are asked."""
+    """Steps the decoder and serves its conversations. `open_client` is called on the rank that calls the tools."""
 
     def __init__(
         self,
         decoder: ContinuousDecoder,
         tokenizer: Tokenizer,
         settings: ConversationConfig,
-        open_desk: Callable[[], ToolClient],
+        open_client: Callable[[], ToolClient],
         part: TensorRank | None = None,
     ) -> None:
         self._decoder, self._tokenizer, self._settings = decoder, tokenizer, settings
         self._part = part or TensorRank()
-        self._desk = open_desk() if self._part.rank == 0 else None
-        self._problems: dict[Key, Problem] = {}  # of the conversations that wait for a reply
-        self._told: dict[
-            int, dict[int, list[str]]
-        ] = {}  # all replies so far, by group and sample, as the tools gave them
+        self._client = open_client() if self._part.rank == 0 else None
+        self._problems: dict[Key, Problem] = {}  # problems of the conversations that wait for a reply
+        self._told: dict[int, dict[int, list[str]]] = {}  # texts of all replies so far, by group and sample
         self._failures: list[Failure] = []
         self._outcomes: list[bool] = []
 
     def step(self) -> list[CompletionGroup]:
-        """One step of the decoder, if it has anything to do; turns that ended go to the tools, replies come back."""
+        """Step the decoder if it has work, send turns that ended to the tools, take in replies. Returns complete groups."""
         finished = self._decoder.step() if self._decoder.decoding else []
         for group in finished:
             self._told.pop(group.ordinal, None)
@@ -70,31 +67,31 @@ class Conversations:
         return finished
 
     def take_outcomes(self) -> list[bool]:
-        """Of every call since the last time, whether it failed."""
+        """Whether each tool call failed, for those answered since this was last asked."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def take_failures(self) -> list[Failure]:
-        """Groups that were given up since the last time."""
+        """Groups given up since this was last asked."""
         failures, self._failures = self._failures, []
         return failures
 
     def take_counts(self) -> Counts:
-        return Counts() if self._desk is None else self._desk.take_counts()
+        return Counts() if self._client is None else self._client.take_counts()
 
     def close(self) -> None:
-        if self._desk is not None:
-            self._desk.close()
+        if self._client is not None:
+            self._client.close()
 
     def _hand_in(self, sample: Sample) -> None:
         problem = sample.group.prompt.problem
         self._problems[sample.key] = problem
-        if self._desk is not None:
+        if self._client is not None:
             turns = self._turns(problem, sample)
-            self._desk.ask(sample.key, turns[-1].content, turns)
+            self._client.ask(sample.key, turns[-1].content, turns)
 
     def _turns(self, problem: Problem, sample: Sample) -> list[Turn]:
-        """The prompt, then by turns what the model said and what it was told."""
+        """The chat so far: the prompt, then the model's turns and the replies to them."""
         turns, start = [*asked_turns(problem)], 0
         for reply, told in zip(sample.given, self._told_to(sample.key), strict=True):
             turns.append(Turn("assistant", self._text(sample, start, reply.start)))
@@ -112,9 +109,9 @@ class Conversations:
         if not self._problems:
             return ()
         arrived: list[tuple[Key, Reply]] = []
-        if self._desk is not None:
+        if self._client is not None:
             patience_s = 0.0 if self._decoder.decoding else _PATIENCE_S
-            arrived = [(cast(Key, key), reply) for key, reply in self._desk.collect(patience_s)]
+            arrived = [(cast(Key, key), reply) for key, reply in self._client.collect(patience_s)]
         return decode_replies(broadcast_bytes(encode_replies(arrived))) if self._part.count > 1 else arrived
 
     def _answer(self, key: Key, reply: Reply) -> None:
@@ -129,7 +126,7 @@ class Conversations:
             self._decoder.reply(key, reply_tokens(self._tokenizer, problem, self._settings, reply.text))
 
     def _drop(self, failure: Failure) -> None:
-        """The group has failed as a whole, once; replies to its other samples find nobody any more."""
+        """Give up the whole group, once; later replies to its other samples are ignored."""
         if self._decoder.holds(failure.ordinal):
             self._failures.append(failure)
             self._told.pop(failure.ordinal, None)
@@ -139,14 +136,14 @@ class Conversations:
 def make_conversations(
     config: Config, decoder: ContinuousDecoder, tokenizer: Tokenizer, part: TensorRank | None = None
 ) -> Conversations:
-    """As the job says; its tool is up when this returns."""
+    """Conversations as the config says; the tool is running when this returns."""
 
-    def open_desk() -> ToolClient:
-        desk = ToolClient(config.conversation, config.sandbox)
-        desk.prepare()
-        return desk
+    def open_client() -> ToolClient:
+        client = ToolClient(config.conversation, config.sandbox)
+        client.prepare()
+        return client
 
-    return Conversations(decoder, tokenizer, config.conversation, open_desk, part)
+    return Conversations(decoder, tokenizer, config.conversation, open_client, part)
 
 
 encode_replies = msgspec.json.Encoder().encode

@@ -1,8 +1,8 @@
 """Continuous decoding: a fixed number of slots, refilled as soon as a completion ends.
 
-`step` reads as a sentence: admit what fits, decode a burst, collect what has ended. On a GPU a burst is several replays of
-one graph, and its results are looked at while the next one runs, so the device never waits for the host. Weights may
-change between any two bursts; the versions that sampled a completion are kept token by token.
+`step` reads as a sentence: admit what fits, decode a burst, collect what has ended. On a GPU a burst is a graph of several
+decode steps, and its results are read while the next one runs, so the device never waits for the host. Weights may change
+between two bursts; each token's policy version is recorded.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 
 from llamarl.config import Config, GeneratorConfig
 from llamarl.errors import ConfigError
+from llamarl.generate.attention import members_of_reading
 from llamarl.generate.device import Burst, DeviceSide
-from llamarl.generate.kv_cache import PagedCache, members_of_reading, page_bytes
+from llamarl.generate.kv_cache import PagedCache, page_bytes
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
 from llamarl.generate.scheduler import NOBODY, GroupUnderway, Key, Running, Scheduler, Sequence, make_batch
 from llamarl.generate.slots import Opening, SlotState
@@ -36,25 +37,25 @@ from llamarl.types import (
 )
 
 _GPU_BURST = 8
-_LARGEST_KEY_BIAS = 32.0  # that an fp8 cache bears; keys are otherwise about 1
-_MEMORY_SHARE = 0.85  # of what a GPU has free, for the cache
+_LARGEST_KEY_BIAS = 32.0  # largest bias that an fp8 cache can hold; keys are otherwise about 1
+_MEMORY_SHARE = 0.85  # share of a GPU's free memory that the cache may take
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one replica takes on at once."""
+    """How much one replica decodes at once."""
 
     slots: int
     max_prompt_tokens: int
     max_new_tokens: int
     page_tokens: int = 16
-    num_pages: int = 0  # of the cache; 0: enough for all slots, as far as the memory of a GPU goes
-    burst: int = 0  # decode steps per visit of the host; 0: 1 on a CPU, 8 on a GPU
-    parked: int = 0  # conversations that may wait for a reply, with their pages, besides those in slots
+    num_pages: int = 0  # of the cache; 0: enough for all slots, as far as a GPU's memory goes
+    burst: int = 0  # decode steps between two looks of the host; 0: 1 on a CPU, 8 on a GPU
+    parked: int = 0  # conversations that may wait for a reply and keep their pages, besides those in slots
 
     @classmethod
     def of(cls, config: Config, *, sequences: int = sys.maxsize) -> Limits:
-        """As the settings say; no more slots than there will ever be sequences."""
+        """The limits of a config, with no more slots than there will ever be sequences."""
         settings = config.generator
         return cls(
             slots=min(settings.slots, sequences),
@@ -68,6 +69,7 @@ class Limits:
 
     @property
     def length(self) -> int:
+        """Longest sequence, prompt and completion together."""
         return self.max_prompt_tokens + self.max_new_tokens
 
     @property
@@ -76,7 +78,7 @@ class Limits:
 
     @property
     def least_pages(self) -> int:
-        """Of the cache, to hold one sequence."""
+        """Pages of a cache that can hold one sequence of full length."""
         return pages_for(self.length - 1, self.page_tokens) + 1
 
     def check_pages(self, num_pages: int) -> None:
@@ -88,18 +90,18 @@ class Limits:
 
     @property
     def enough_pages(self) -> int:
-        """Of the cache, so that nobody ever waits for one."""
+        """Pages of a cache in which no sequence ever waits for one."""
         sequences = self.slots + self.parked
         return sequences * self.pages_per_slot + pages_for(self.max_prompt_tokens, self.page_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What is narrower than the model's own parameters."""
+    """Formats narrower than the model's own parameters."""
 
     weights: Quantization = "none"
-    kv_cache: Literal["auto", "fp8"] = "auto"  # auto: as the parameters
-    keep_wide: bool = True  # the weights that narrow ones are made of, since that is how new ones arrive
+    kv_cache: Literal["auto", "fp8"] = "auto"  # auto: the dtype of the parameters
+    keep_wide: bool = True  # keep the wide weights that the narrow ones are made of; new versions arrive in them
 
     @classmethod
     def of(cls, settings: GeneratorConfig, *, keep_wide: bool = False) -> Precision:
@@ -113,6 +115,8 @@ AS_THE_MODEL = Precision()
 
 
 class ContinuousDecoder:
+    """Decodes groups of completions with one model; see the module's docstring."""
+
     def __init__(
         self,
         model: Transformer,
@@ -126,8 +130,8 @@ class ContinuousDecoder:
         precision: Precision = AS_THE_MODEL,
         max_turns: int = 1,
     ) -> None:
-        """With `recompute`, sequences under way are read again after a change of weights; else they keep what they have.
-        With `max_turns` above 1, a sequence that ends its turn is parked, and `take_turns` says so."""
+        """With `recompute`, running sequences are read again after a change of weights; otherwise their keys and values stay.
+        With `max_turns` above 1, a sequence that ends its turn is parked and returned by `take_turns`."""
         check_stops(eos_ids, model.shape.vocab_size)
         if precision.kv_cache == "fp8":
             check_keys(model)
@@ -155,7 +159,7 @@ class ContinuousDecoder:
         self._eos_ids = frozenset(eos_ids)
         on_gpu = weight.is_cuda
         self.burst_steps = limits.burst or (_GPU_BURST if on_gpu else 1)
-        self.lookahead = 1 if on_gpu else 0  # bursts that run while the host looks at older ones
+        self.lookahead = 1 if on_gpu else 0  # bursts that run while the host reads older ones
         self._in_flight: deque[Burst] = deque()
         self._ready: list[CompletionGroup] = []
         self._collected_tokens = 0
@@ -168,17 +172,17 @@ class ContinuousDecoder:
 
     @property
     def decoding(self) -> bool:
-        """Whether a step would bring anything on; False while all that is under way waits for replies."""
+        """Whether a step has work to do; False while all unfinished sequences wait for tool replies."""
         return bool(self._schedule.running or self._schedule.num_waiting or self._ready)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have no slot yet, or lost it."""
+        """Number of sequences without a slot: not started, or paused."""
         return self._schedule.num_waiting
 
     @property
     def tokens_sampled(self) -> int:
-        """Of all sequences so far; those under way are taken to be still running."""
+        """Tokens sampled so far by all sequences; those in slots are taken to be still running."""
         running = self._schedule.running.values()
         return self._collected_tokens + sum(one.count_if_running - one.sequence.num_given for one in running)
 
@@ -188,7 +192,7 @@ class ContinuousDecoder:
 
     @version.setter
     def version(self, version: int) -> None:
-        """The weights are now those of `version`; to be set between two steps."""
+        """Say that the weights are now those of `version`. To be set between two steps."""
         changed, self._version = version != self._version, version
         self._device.set_version(version)
         for narrow in self._narrow_weights if changed else ():
@@ -197,7 +201,7 @@ class ContinuousDecoder:
             self._read_again()
 
     def add(self, group: PromptGroup) -> None:
-        """Queue a group; its completions start as slots become free. Raises ValueError for what can never be decoded."""
+        """Queue a group; its completions start as slots become free. Raises ValueError if it can never be decoded."""
         num_prompt, sampling, limits = len(group.prompt_tokens) // 4, group.sampling, self.limits
         if num_prompt == 0:
             raise ValueError("the prompt is empty")
@@ -211,7 +215,7 @@ class ContinuousDecoder:
 
     @torch.inference_mode()
     def step(self) -> list[CompletionGroup]:
-        """Admit what fits, decode one burst, return the groups whose last completion is known to have ended."""
+        """Admit what fits, decode one burst, return the groups that are known to be complete."""
         self._admit()
         self._make_room()
         launched = self._launch()
@@ -232,9 +236,9 @@ class ContinuousDecoder:
         self._device.open([_opening(running) for running in admission.started])
 
     def _make_room(self) -> None:
-        """Pages for the next burst; if they do not suffice, the youngest sequences are paused."""
+        """Give every running sequence pages for the next burst; if too few are free, pause the youngest."""
         while (grown := self._schedule.grow(self.burst_steps)) is None:
-            if self._in_flight:  # something may have ended meanwhile
+            if self._in_flight:  # a sequence may have ended meanwhile
                 self._collect()
             elif not self._schedule.give_up_pages():
                 self._pause(self._schedule.youngest)
@@ -258,7 +262,7 @@ class ContinuousDecoder:
         return True
 
     def _collect(self) -> None:
-        """What the oldest burst in flight has ended."""
+        """Take the sequences out of their slots that the oldest burst in flight has ended."""
         burst = self._in_flight.popleft()
         active, counts = burst.wait()
         ended = [
@@ -278,7 +282,7 @@ class ContinuousDecoder:
                 self._finished(self._schedule.finish(running, self._completion(running.sequence, cut_off=cut_off)))
 
     def _hands_over(self, sequence: Sequence) -> bool:
-        """It ended its turn, has another, and there is room for a reply and a word after it."""
+        """Whether the sequence ended its turn, may have another, and has room for a reply and one more token."""
         more = len(sequence.given) + 1 < self._max_turns and sequence.room >= 2
         return more and sequence.sampled.tokens[-1] in self._eos_ids
 
@@ -303,12 +307,12 @@ class ContinuousDecoder:
     # Conversations
 
     def take_turns(self) -> list[Sequence]:
-        """Sequences that have ended a turn since the last time, each parked until `reply` or `end`."""
+        """Sequences that ended a turn since the last call. Each is parked until `reply` or `end`."""
         turns, self._turns = self._turns, []
         return turns
 
     def reply(self, key: Key, tokens: list[int]) -> None:
-        """What comes next in a parked conversation; one that has no room left for it ends there, cut off."""
+        """Continue a parked conversation with the tokens of a reply. Without room for them it ends, cut off."""
         sequence = self._schedule.parked(key)
         if sequence is None:
             return
@@ -320,7 +324,7 @@ class ContinuousDecoder:
             self.end(key)
 
     def end(self, key: Key) -> None:
-        """A parked conversation is over."""
+        """End a parked conversation."""
         if sequence := self._schedule.parked(key):
             self._finished(self._schedule.finish_parked(key, self._completion(sequence, cut_off=False)))
 
@@ -328,7 +332,7 @@ class ContinuousDecoder:
         return self._schedule.holds(ordinal)
 
     def drop(self, ordinal: int) -> None:
-        """Give up a group: nothing of it will come out."""
+        """Give up a group; none of its completions will be returned."""
         while self._in_flight:
             self._collect()
         for running in self._schedule.drop(ordinal):
@@ -337,7 +341,7 @@ class ContinuousDecoder:
 
     @torch.inference_mode()
     def _read_again(self) -> None:
-        """Compute keys and values of all that runs with the new weights."""
+        """Compute keys and values of all running sequences again, with the new weights."""
         while self._in_flight:
             self._collect()
         running = list(self._schedule.running.values())
@@ -349,8 +353,7 @@ class ContinuousDecoder:
 
 
 def _opening(running: Running) -> Opening:
-    sequence, sampling = running.sequence, running.sequence.group.prompt.sampling
-    read = sequence.read
+    sequence, read = running.sequence, running.sequence.read
     return Opening(
         slot=running.slot,
         ordinal=sequence.group.prompt.ordinal,
@@ -358,11 +361,7 @@ def _opening(running: Running) -> Opening:
         token=read[-1],
         position=len(read) - 1,
         count=len(sequence.sampled.tokens),
-        limit=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
+        sampling=sequence.group.prompt.sampling,
     )
 
 
@@ -379,8 +378,8 @@ def check_stops(eos_ids: tuple[int, ...], vocab_size: int) -> None:
 
 
 def check_keys(model: Transformer) -> None:
-    """fp8 rounds to 1 part in 16 or so. Where a bias is added to keys that is hundreds of times as large as all else, that
-    error is all that is left of them: such a model lost 43 of 62 points (benchmarks/results/decode.md)."""
+    """Refuse an fp8 cache for models with large key biases. fp8 rounds to about 1 part in 16; with a bias hundreds of times
+    as large as the rest, only that error is left. Such a model lost 43 of 62 points (benchmarks/results/decode.md)."""
     for name, bias in model.named_parameters():
         if name.endswith("k_proj.bias") and (largest := float(bias.detach().abs().max())) > _LARGEST_KEY_BIAS:
             raise ConfigError(
@@ -390,7 +389,7 @@ def check_keys(model: Transformer) -> None:
 
 
 def choose_num_pages(limits: Limits, model: Transformer, cache_dtype: torch.dtype, tensor_ranks: int) -> int:
-    """As many as asked for, or enough for all slots; on a GPU no more than its free memory holds."""
+    """Pages of the cache: as many as asked for, or enough for all slots; on a GPU no more than fit into its free memory."""
     num_pages = limits.num_pages or limits.enough_pages
     weight = model.lm_head.weight
     if weight.is_cuda and not limits.num_pages:

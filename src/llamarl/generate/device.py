@@ -1,7 +1,7 @@
-"""The device's side of decoding: fills pages, opens slots, runs bursts, gives back what was sampled.
+"""The device's side of decoding: fills pages, opens slots, runs bursts, reads what was sampled.
 
-On a GPU nothing here waits for the device but `Burst.wait`: inputs go up from pinned memory in the order of the work, and
-what has been sampled comes down on a stream of its own, beside the next burst.
+On a GPU only `Burst.wait` and `read` wait for the device. Inputs are copied from pinned memory in the order of the work, and
+sampled tokens are read on a stream of their own, beside the next burst.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llamarl.generate.attention import Readings
 from llamarl.generate.graphs import Body, Graphs
-from llamarl.generate.kv_cache import Readings
 from llamarl.generate.kv_splits import enough_programs
 from llamarl.generate.pages import NO_PAGE
 from llamarl.generate.scheduler import DecodeBatch, Extension, Fill, Sampled
@@ -26,15 +26,15 @@ from llamarl.generate.slots import Opening, upload
 from llamarl.generate.step import Steps
 from llamarl.shape_buckets import padded_rows, padded_tokens
 
-_SHARING_PROGRAMS = 512  # fewer cannot keep a GPU busy without cutting sequences into parts
-_SHARING_BYTES = 256 << 20  # of a layer; measured on an H200: 58 and 176 MB are a loss, 350 MB a gain
+_SHARING_PROGRAMS = 512  # fewer programs cannot keep a GPU busy without splitting sequences
+_SHARING_BYTES = 256 << 20  # bytes saved in a layer; measured on an H200: 58 and 176 MB are a loss, 350 MB a gain
 EMPTY_BATCH = DecodeBatch([], [], [], [])
-PREFILL_ROWS = 16  # on a CPU always so many: products of fewer rows may round differently
+PREFILL_ROWS = 16  # on a CPU always so many, since products of fewer rows may round differently
 
 
 @dataclass(frozen=True)
 class Burst:
-    """Decode steps that were launched, and where each slot stands after them."""
+    """Decode steps that were launched, and the state of each slot after them."""
 
     number: int
     active: Tensor
@@ -48,6 +48,8 @@ class Burst:
 
 
 class DeviceSide:
+    """Runs the decoder's work on one device; see the module's docstring."""
+
     def __init__(self, steps: Steps, *, graphs: bool) -> None:
         self._steps, self._state, self._device = steps, steps.state, steps.state.device
         self._on_gpu = self._device.type == "cuda"
@@ -55,7 +57,7 @@ class DeviceSide:
         self._side = torch.cuda.Stream() if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._table = np.full(steps.table_SP.shape, NO_PAGE, dtype=np.int32)
         self._table_changed = False
-        self._batch = torch.zeros(4, self._state.num_slots, dtype=torch.int64, device=self._device)  # as `Batch` has it
+        self._batch = torch.zeros(4, self._state.num_slots, dtype=torch.int64, device=self._device)  # rows: see `_rows`
         self._batch[0] = torch.arange(self._state.num_slots)
         self._prefill_inputs: dict[tuple[int, int], Tensor] = {}
         self.num_bursts = 0
@@ -66,7 +68,7 @@ class DeviceSide:
     # Into the slots
 
     def fill(self, fills: Iterable[Fill]) -> None:
-        """Compute keys and values."""
+        """Compute keys and values of whole sequences."""
         for bucket, rows in _batches(fills):
             self._prefill(bucket, rows)
 
@@ -85,7 +87,7 @@ class DeviceSide:
         replay()
 
     def _prefill_rows(self, fills: Sequence[Fill], rows: int, bucket: int) -> Tensor:
-        """Tokens, and the page of each; what is beyond a sequence goes to nobody's page."""
+        """Tokens and the page of each; padding goes to `NO_PAGE`."""
         inputs = np.zeros((2, rows, bucket), dtype=np.int64)
         for row, fill in enumerate(fills):
             count = len(fill.tokens)
@@ -94,7 +96,7 @@ class DeviceSide:
         return torch.from_numpy(inputs)
 
     def extend(self, extensions: Sequence[Extension]) -> None:
-        """Compute keys and values behind others."""
+        """Compute keys and values that follow cached ones."""
         for bucket, rows in _batches(extensions):
             self._extend(bucket, rows)
 
@@ -140,8 +142,8 @@ class DeviceSide:
         return self._look()
 
     def _decode_of(self, batch: DecodeBatch, steps: int, filtered: bool) -> Body:
-        """On a CPU all slots take part, always: a row's rounding must not depend on how many there are. On a GPU until a
-        graph of fewer rows is worth its capture."""
+        """A function that runs the burst. On a CPU always over all slots: a row's rounding must not depend on their number.
+        On a GPU over all slots until a graph of fewer rows is worth its capture."""
         if not self._on_gpu:
             return lambda: self._decode(self._batch, steps, filtered)
 
@@ -163,18 +165,18 @@ class DeviceSide:
         return run
 
     def _pays(self, batch: DecodeBatch, width: int) -> bool:
-        """Whether reading shared pages once saves more than one more kernel costs: enough rows, and enough to save."""
+        """Whether reading shared pages once saves more than its extra kernel costs."""
         cache = self._steps.cache
         enough_rows = width * cache.num_kv_heads >= _SHARING_PROGRAMS
         return enough_rows and batch.saved_tokens * cache.token_bytes >= _SHARING_BYTES
 
     def _parts(self, batch: DecodeBatch, width: int, shared: bool) -> int:
-        """0 wherever attention would not cut by length, so that what computes the same is one graph."""
+        """Parts of long sequences; 0 wherever attention does not split by length, so that equal work shares one graph."""
         alike = shared or not enough_programs(width * self._steps.cache.num_kv_heads)
         return 0 if alike else batch.parts
 
     def _rows(self, batch: DecodeBatch, width: int) -> Tensor:
-        """Rows without a sequence point to nobody's slot."""
+        """Slots, firsts, counts and skips of the batch. Rows without a sequence point to the spare slot."""
         rows = np.zeros((4, width), dtype=np.int64)
         rows[0] = self._state.nobody
         for row, values in zip(rows, (batch.slots, batch.firsts, batch.counts, batch.skips), strict=True):
@@ -196,7 +198,7 @@ class DeviceSide:
         return Burst(number, active, counts, done)
 
     def _to_host(self, column: Tensor) -> Tensor:
-        """It is there when the stream has come so far."""
+        """A copy on the host, complete once the stream has reached it."""
         if not self._on_gpu:
             return column
         kept = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
@@ -205,7 +207,7 @@ class DeviceSide:
     # Out of the slots
 
     def read(self, slots: Sequence[int], counts: Sequence[int]) -> list[Sampled]:
-        """What these slots have sampled; they must have ended, or nothing must be in flight."""
+        """What these slots have sampled. They must have ended, or no burst may be in flight."""
         if not slots:
             return []
         state, longest = self._state, max(counts)
@@ -224,7 +226,7 @@ _Unread = TypeVar("_Unread", Fill, Extension)
 
 
 def _batches(unread: Iterable[_Unread]) -> Iterator[tuple[int, list[_Unread]]]:
-    """Sequences of about the same length together, each time with the length they are padded to."""
+    """Batches of sequences of about the same length, each with the length they are padded to."""
 
     def bucket(one: _Unread) -> int:
         return padded_tokens(len(one.tokens))

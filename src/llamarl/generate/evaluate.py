@@ -1,4 +1,4 @@
-"""How well a model folder answers a task: accuracy and pass@k with intervals, on our own decoder."""
+"""Evaluation of a model folder on a task: accuracy and pass@k with intervals."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
-import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
 from llamarl.config import Config
-from llamarl.errors import InputError, ModelError
+from llamarl.errors import InputError
 from llamarl.generate.conversation import Conversations, make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.llm import LLM
 from llamarl.generate.prompting import judged_text, prompt_tokens
-from llamarl.model.checkpoint import check_headers, load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
 from llamarl.tasks.statistics import Interval, bootstrap, pass_at_k, wilson
 from llamarl.types import Completion, CompletionGroup, Problem, PromptGroup, Sampling, tokens_to_bytes
 
-Progress = Callable[[int, int], None]  # (answers judged, answers in all)
+Progress = Callable[[int, int], None]  # called with the number of answers judged, and of all
 
 
 class PassAtK(Struct, frozen=True):
@@ -32,24 +31,24 @@ class PassAtK(Struct, frozen=True):
 
 
 class EvaluationResult(Struct, frozen=True):
-    """Shares are of the answers that could be judged; the others are counted in `failed`."""
+    """Figures of an evaluation. Shares are of the answers that could be judged; `failed` counts the others."""
 
     problems: int
-    samples: int  # of each problem
+    samples: int  # answers to each problem
     accuracy: float  # mean over problems and samples; the mean reward where rewards are not 0 or 1
     interval: Interval
     pass_at: tuple[PassAtK, ...]
-    truncated: int  # answers that the token limit ended
-    too_long: int  # problems whose prompt exceeded generator.max_prompt_tokens; not counted
+    truncated: int  # answers ended by the token limit
+    too_long: int  # problems left out because their prompt exceeds generator.max_prompt_tokens
     failed: int  # answers that could not be judged
     tokens: int
     seconds: float
 
 
 class Answer(Struct, frozen=True):
-    """One answer and what it was worth; `reward` is None where it could not be judged, for which `reason` is why."""
+    """One answer and its reward; None if it could not be judged, for the `reason` given."""
 
-    problem: int  # its number in this evaluation; the same in every evaluation of the same problems
+    problem: int  # number of its problem, the same in every evaluation of the same problems
     sample: int
     prompt: str
     gold: str
@@ -63,7 +62,7 @@ Tell = Callable[[Answer], None]
 
 
 class EvaluationRun:
-    """One evaluation: every problem is asked `sampling.samples` times; answers are judged while others are written."""
+    """One evaluation. Every problem is asked `sampling.samples` times; answers are judged while others are decoded."""
 
     def __init__(
         self,
@@ -160,7 +159,7 @@ def _ks(samples: int) -> list[int]:
 
 
 def _pass_at(rewards: Sequence[Sequence[float]], k: int) -> PassAtK:
-    """An answer is right when it has the full mark of 1. Problems with fewer than k judged answers are left out."""
+    """pass@k, where a reward of 1 or more is right. Problems with fewer than k judged answers are left out."""
     values = [pass_at_k(len(row), sum(reward >= 1.0 for reward in row), k) for row in rewards if len(row) >= k]
     return PassAtK(k, sum(values) / len(values) if values else 0.0, bootstrap(values))
 
@@ -174,58 +173,33 @@ def evaluate(
     device: str,
     progress: Progress,
     tell: Tell = lambda answer: None,
-    starting: Callable[[], None] = lambda: None,
+    starting: Callable[[LLM], None] = lambda llm: None,
 ) -> EvaluationResult:
-    """`tell` is given every answer as soon as it is judged; `starting` is called when nothing was found to be wrong."""
-    folder, settings = config.model_folder, config.generator
-    shape = check_headers(folder)
-    tokenizer = Tokenizer.load(folder)
-    if not tokenizer.eos_ids:
-        raise ModelError(f"{folder}: names no end token")
-    length = settings.max_prompt_tokens + settings.max_new_tokens
-    if length > shape.max_positions:
+    """Ask a model the problems. `tell` gets each answer once it is judged; `starting` is called when all checks passed."""
+    settings, talk = config.generator, config.conversation
+    limits = Limits.of(config, sequences=max(1, len(problems)) * samples)
+    llm = LLM(config.model_folder, device=device, dtype=settings.dtype)
+    if limits.length > llm.shape.max_positions:
         raise InputError(
-            f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
-            f"but {folder} has {shape.max_positions} positions"
+            f"generator.max_new_tokens: prompt and completion may take {limits.length} tokens, "
+            f"but {llm.folder} has {llm.shape.max_positions} positions"
         )
     judge = Judge.of(config, own_scorers(config.task))
     judge.prepare()
-    starting()
-    model = load_model(folder, dtype=dtype_on(settings.dtype, device), device=device)
-    sampling = Sampling(
-        samples=samples,
-        max_new_tokens=settings.max_new_tokens,
-        temperature=temperature,
-        top_k=settings.top_k if temperature else 0,
-        top_p=settings.top_p if temperature else 1.0,
-        min_p=settings.min_p if temperature else 0.0,
+    starting(llm)
+    sampling = replace(settings.sampling, samples=samples, temperature=temperature)
+    decoder = llm.decoder(
+        limits, seed=config.seed, precision=Precision.of(settings), max_turns=talk.max_turns if talk.tool else 1
     )
-    talk = config.conversation
-    decoder = ContinuousDecoder(
-        model,
-        Limits.of(config, sequences=max(1, len(problems)) * samples),
-        eos_ids=tokenizer.eos_ids,
-        seed=config.seed,
-        precision=Precision.of(settings),
-        max_turns=talk.max_turns if talk.tool else 1,
-    )
-    conversations = make_conversations(config, decoder, tokenizer) if talk.tool else None
+    conversations = make_conversations(config, decoder, llm.tokenizer) if talk.tool else None
     try:
-        return EvaluationRun(decoder, tokenizer, judge, sampling, tell, conversations, talk.judge).run(
+        return EvaluationRun(decoder, llm.tokenizer, judge, sampling, tell, conversations, talk.judge).run(
             problems, progress
         )
     finally:
         judge.close()
         if conversations is not None:
             conversations.close()
-
-
-def dtype_on(setting: str, device: str) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU, float32 elsewhere."""
-    if setting == "auto":
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    dtype: torch.dtype = getattr(torch, setting)
-    return dtype
 
 
 def describe_evaluation(found: EvaluationResult, score_name: str = "accuracy") -> str:

@@ -1,4 +1,4 @@
-"""One CUDA graph for each shape of a computation; on a CPU, the computation itself."""
+"""CUDA graphs, one for each shape of a computation. On a CPU the computation itself runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable
 import torch
 
 Body = Callable[[], object]
-_WORTH = 16  # uses: a capture takes as long as about ten bursts, and everything waits for it
+_WORTH = 16  # uses after which a capture pays; it takes as long as about ten bursts, and everything waits for it
 
 
 class Graphs:
-    """Captures each body once, when it is first needed. All graphs share one memory pool, since they never overlap."""
+    """Captures each computation once, when first needed. All graphs share one memory pool, since they never overlap."""
 
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         self._enabled = enabled and device.type == "cuda"
@@ -21,14 +21,14 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
 
     def worth(self, key: Hashable) -> bool:
-        """Whether this one has been asked for often enough that its capture pays; until then, do it in another way. Shapes
-        that occur now and then, as when a job starts or ends, never hold up all others."""
+        """Whether this shape has been asked for often enough that its capture pays. Rare shapes, as when a job starts or
+        ends, then never hold up the others."""
         self._wanted[key] += 1
         return not self._enabled or key in self._captured or self._wanted[key] > _WORTH
 
     def of(self, key: Hashable, body: Body, blank: Body) -> Body:
-        """What runs the body. Its inputs must be tensors that stay; `blank` sets them so that a run changes nothing, which
-        happens here, before the first capture."""
+        """A function that runs the body, captured on first use. Inputs must be tensors that stay in place; `blank` sets them
+        so that the run of the capture changes nothing."""
         if not self._enabled:
             return body
         if key not in self._captured:
@@ -40,7 +40,7 @@ class Graphs:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            body()  # compiles kernels and lets libraries choose theirs, which a capture cannot
+            body()  # compiles kernels and lets libraries choose theirs, which is impossible during a capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

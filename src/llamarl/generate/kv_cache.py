@@ -1,19 +1,15 @@
-"""The KV cache in pages, and the attention that writes and reads them, in plain PyTorch.
+"""The KV cache in pages: [layers, kv heads, pages, tokens of a page, head_dim].
 
-[layers, kv heads, pages, tokens of a page, head_dim]. Which pages hold a sequence, and in which order, stands in a table
-with one row for each slot. On a GPU, `attention_kernels.py` holds the twin of `DecodeAttention`.
+A table with one row for each slot says which pages hold its sequence, in order. `attention.py` writes and reads them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from llamarl.model.ops import Rope, rotate
 from llamarl.model.quantize import FP8, quantize_rows
 from llamarl.model_spec import ModelSpec
 
@@ -33,24 +29,24 @@ class Pages:
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor]:
-        """For a kernel: the values, in fp8 two by two, and the scales (or anything)."""
+        """Arguments of a kernel: the values (pairs of them in fp8) and the scales; without scales, any tensor."""
         if self.scales_KPT is None:
             return self.values_KPTD, self.values_KPTD
         return self.values_KPTD.view(torch.int16), self.scales_KPT
 
     def put(self, pages_N: Tensor, within_N: Tensor, new_NKD: Tensor) -> Tensor:
-        """Returns what can be read there afterwards, [N, K, D]."""
+        """Write vectors to their places; returns them as they can be read afterwards, [N, K, D]."""
         stored_NKD = new_NKD
         if self.scales_KPT is not None:
             narrow_NKD, scales_NK = quantize_rows(new_NKD, FP8)
             self.scales_KPT[:, pages_N, within_N] = scales_NK.t()
             stored_NKD = (narrow_NKD.float() * scales_NK[..., None]).to(new_NKD.dtype)
-            new_NKD = narrow_NKD.view(torch.uint8)  # few operations of PyTorch know fp8
+            new_NKD = narrow_NKD.view(torch.uint8)  # few operations of PyTorch support fp8
         self.values_KPTD[:, pages_N, within_N] = new_NKD.transpose(0, 1)
         return stored_NKD
 
     def read(self, table_BP: Tensor, dtype: torch.dtype) -> Tensor:
-        """What these pages hold, [B, K, P * T, D]."""
+        """The contents of these pages, [B, K, P * T, D]."""
         read = self.values_KPTD.index_select(1, table_BP.flatten())
         if self.scales_KPT is not None:
             scales = self.scales_KPT.index_select(1, table_BP.flatten())
@@ -59,6 +55,8 @@ class Pages:
 
 
 class PagedCache:
+    """Keys and values of all layers, in pages."""
+
     def __init__(
         self,
         shape: ModelSpec,
@@ -69,7 +67,7 @@ class PagedCache:
         device: torch.device | str,
         tensor_ranks: int = 1,
     ) -> None:
-        """Room for `num_pages` pages and page 0, which belongs to nobody; with `tensor_ranks`, for one rank's heads."""
+        """Room for `num_pages` pages besides page 0, which no sequence holds; of the heads of one of `tensor_ranks` ranks."""
         size = (shape.num_layers, shape.num_kv_heads // tensor_ranks, num_pages + 1, page_tokens, shape.head_dim)
         narrow = dtype == FP8
         self._parts = [
@@ -79,7 +77,7 @@ class PagedCache:
         if narrow:
             self._parts += [torch.zeros(size[:-1], dtype=torch.float32, device=device) for _ in range(2)]
         self.page_tokens, self.num_kv_heads, self.narrow = page_tokens, size[1], narrow
-        self.token_bytes = 2 * size[1] * size[-1] * dtype.itemsize  # of one layer
+        self.token_bytes = 2 * size[1] * size[-1] * dtype.itemsize  # of one token in one layer
 
     def keys(self, layer: int) -> Pages:
         return self._pages(0, layer)
@@ -92,106 +90,12 @@ class PagedCache:
         return Pages(self._parts[which][layer], scales)
 
     def copy_pages(self, sources_P: Tensor, targets_P: Tensor) -> None:
-        """What several sequences begin with, into pages that each will write on by itself."""
+        """Copy pages that several sequences begin with into pages that each sequence goes on writing."""
         for tensor in self._parts:
             tensor[:, :, targets_P] = tensor[:, :, sources_P]
 
 
 def page_bytes(shape: ModelSpec, page_tokens: int, dtype: torch.dtype, tensor_ranks: int = 1) -> int:
+    """Memory of one page over all layers, on one rank."""
     each = shape.head_dim * dtype.itemsize + (_SCALE_BYTES if dtype == FP8 else 0)
     return 2 * shape.num_layers * (shape.num_kv_heads // tensor_ranks) * page_tokens * each
-
-
-class PrefillAttention:
-    """Whole sequences, causal, padded on the right; every token's key and value goes to its page as it is computed, and is
-    attended to as it stands there, so that reading a sequence again gives what decoding it gave."""
-
-    def __init__(self, cache: PagedCache, pages_RT: Tensor) -> None:
-        """`pages_RT`: the page of each token; 0 where there is none, or where another row writes the same."""
-        self._cache = cache
-        self._pages_N = pages_RT.flatten()
-        within_T = torch.arange(pages_RT.shape[1], device=pages_RT.device) % cache.page_tokens
-        self._within_N = within_T.repeat(len(pages_RT))
-
-    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q_RTHD, *self._write(layer, k_RTKD, v_RTKD)))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-    def _write(self, layer: int, k_RTKD: Tensor, v_RTKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what can be read there afterwards."""
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
-        if k_RTKD.is_cuda and not keys.narrow:
-            from llamarl.generate.page_kernels import write_pages
-
-            write_pages(k_RTKD, v_RTKD, keys, values, self._pages_N)
-            return k_RTKD, v_RTKD
-        k_NKD = keys.put(self._pages_N, self._within_N, k_RTKD.flatten(0, 1))
-        v_NKD = values.put(self._pages_N, self._within_N, v_RTKD.flatten(0, 1))
-        return k_NKD.view_as(k_RTKD), v_NKD.view_as(v_RTKD)
-
-
-class Readings(NamedTuple):
-    """Pages that several rows begin with, each read once for all of them. Reading i serves `counts_B[i]` rows from
-    `firsts_B[i]` on; row b finds its first `skips_B[b]` tokens done. On a CPU there are none."""
-
-    firsts_B: Tensor
-    counts_B: Tensor
-    skips_B: Tensor
-
-
-def members_of_reading(group: int) -> int:
-    """Rows that one reading can serve, each with `group` query heads for a key-value head: as many as fill a tensor core."""
-    return max(1, min(8, 64 // group))
-
-
-class DecodeAttention:
-    """One new token per row: turn query and key to their position, write key and value, attend to everything up to it.
-
-    On a CPU always over all pages of the table's row: with shapes that never change, a row's result does not depend on what
-    the other rows hold.
-    """
-
-    rotates = True
-
-    def __init__(
-        self,
-        cache: PagedCache,
-        table_SP: Tensor,
-        slots_B: Tensor,
-        positions_S: Tensor,
-        rope: Rope,
-        readings: Readings | None = None,
-        *,
-        parts: int = 0,
-    ) -> None:
-        """`rope`: cos and sin of all positions, [T, 1, D]. `parts`: see `Batch`."""
-        self._cache, self._table_SP, self._slots_B, self._positions_S = cache, table_SP, slots_B, positions_S
-        self._rope, self._readings, self._parts = rope, readings, parts
-        if table_SP.is_cuda:
-            return
-        positions_B = positions_S[slots_B]
-        self._rope_B = rope[0][positions_B][:, None], rope[1][positions_B][:, None]
-        self._table_BP = table_SP[slots_B].long()
-        steps_T = torch.arange(table_SP.shape[1] * cache.page_tokens)
-        self._mask_B11T = (steps_T[None] <= positions_B[:, None])[:, None, None]
-        self._pages_B = self._table_BP.gather(1, positions_B[:, None] // cache.page_tokens)[:, 0]
-        self._within_B = positions_B % cache.page_tokens
-
-    def __call__(self, layer: int, q_B1HD: Tensor, k_B1KD: Tensor, v_B1KD: Tensor) -> Tensor:
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
-        if q_B1HD.is_cuda:
-            from llamarl.generate.attention_kernels import attend_pages as attend_pages_on_gpu
-
-            qkv, where = (q_B1HD, k_B1KD, v_B1KD), (self._table_SP, self._slots_B, self._positions_S)
-            return attend_pages_on_gpu(qkv, keys, values, *where, self._rope, self._readings, parts=self._parts)
-        q_B1HD, k_B1KD = rotate(q_B1HD, self._rope_B), rotate(k_B1KD, self._rope_B)
-        keys.put(self._pages_B, self._within_B, k_B1KD[:, 0])
-        values.put(self._pages_B, self._within_B, v_B1KD[:, 0])
-        return attend_pages(q_B1HD, keys, values, self._table_BP, self._mask_B11T)
-
-
-def attend_pages(q_B1HD: Tensor, keys: Pages, values: Pages, table_BP: Tensor, mask_B11T: Tensor) -> Tensor:
-    """Attention over the pages of each row."""
-    k_BKTD, v_BKTD = (pages.read(table_BP, q_B1HD.dtype) for pages in (keys, values))
-    out = F.scaled_dot_product_attention(q_B1HD.transpose(1, 2), k_BKTD, v_BKTD, attn_mask=mask_B11T, enable_gqa=True)
-    return out.transpose(1, 2)

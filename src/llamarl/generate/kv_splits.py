@@ -1,19 +1,19 @@
-"""Into how many parts attention cuts a sequence, so that no part of a GPU waits for others. A power of two, as measured by
-benchmarks/attention_variants.py."""
+"""Number of parts that attention splits a sequence into, so that no part of a GPU waits for another. Always a power of two;
+the constants were measured by benchmarks/attention_variants.py."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-PART_TOKENS = 512  # at least, of each part, where only long sequences are cut
-_UNEVEN = 2  # times the mean: the longest
+PART_TOKENS = 512  # least length of a part where only long sequences are split
+_UNEVEN = 2  # lengths are uneven if the longest is more than so many times the mean
 _MAX_PARTS_OF_LONG = 8
-_BUSY_PROGRAMS = 1024  # enough to keep a large GPU's memory busy
+_BUSY_PROGRAMS = 1024  # enough programs to keep a large GPU's memory busy
 _MAX_PARTS_OF_ALL = 16
 
 
 def parts_of_long(lengths: Collection[int]) -> int:
-    """Of sequences that are far longer than most, which would be read alone in the end; 0: none is."""
+    """Parts of a sequence that is far longer than most, which would otherwise be read alone in the end; 0: none is."""
     longest = max(lengths)
     if longest * len(lengths) <= _UNEVEN * sum(lengths):
         return 0
@@ -22,10 +22,10 @@ def parts_of_long(lengths: Collection[int]) -> int:
 
 
 def parts_of_all(programs: int) -> int:
-    """Of every sequence, where so many programs, one for each sequence and key-value head, are too few."""
+    """Parts of every sequence. `programs` is the count without splits: one for each sequence and key-value head."""
     return min(_MAX_PARTS_OF_ALL, 1 << (max(1, _BUSY_PROGRAMS // programs) - 1).bit_length())
 
 
 def enough_programs(programs: int) -> bool:
-    """Whether it is left to long sequences to be cut."""
+    """Whether `programs` keep a GPU busy, so that only long sequences need be split."""
     return parts_of_all(programs) <= 2

@@ -1,4 +1,4 @@
-"""Writing whole sequences to pages in Triton, for prefill. Imported only where a GPU decodes."""
+"""Triton kernel that writes keys and values of whole sequences to pages, for prefill. Imported only where a GPU decodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _write_pages(
 
 
 def write_pages(k_RTKD: Tensor, v_RTKD: Tensor, keys: Pages, values: Pages, pages_N: Tensor) -> None:
-    """Keys and values of whole sequences to their pages: `Pages.put` of both, which must not be narrow."""
+    """Write keys and values of whole sequences to their pages: `Pages.put` of both. Not for fp8 pages."""
     kv_heads, num_pages, page_tokens, size = keys.values_KPTD.shape
     k_NKD, v_NKD = k_RTKD.flatten(0, 1), v_RTKD.flatten(0, 1)
     _write_pages[(len(pages_N), kv_heads)](

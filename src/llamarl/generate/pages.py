@@ -1,17 +1,18 @@
-"""Which page of the KV cache belongs to whom. Plain bookkeeping on the host; the pages themselves are in `cache.py`."""
+"""Bookkeeping of the KV cache's pages on the host: which are free, and how many sequences hold each. The pages themselves
+are in `kv_cache.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-NO_PAGE = 0  # never handed out: rows without a sequence write there, and unused entries of a table point to it
+NO_PAGE = 0  # never handed out; rows without a sequence write there, and unused table entries point to it
 
 
 class PagePool:
-    """Pages are counted: several sequences may hold the same page of a prompt, and the last to let go frees it."""
+    """Hands out pages and counts their holders. Sequences may share a prompt's pages; the last release frees a page."""
 
     def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages  # that can be handed out
+        self.num_pages = num_pages  # pages that can be handed out
         self._free = list(range(num_pages, NO_PAGE, -1))
         self._holders = [0] * (num_pages + 1)
 

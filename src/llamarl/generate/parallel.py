@@ -1,7 +1,7 @@
-"""Tensor parallelism inside a replica: every rank holds some heads, some of the inner width and a part of the vocabulary.
+"""Tensor parallelism inside a replica: every rank holds some heads, a part of the inner width and of the vocabulary.
 
-Applied from outside to the one model: attention's output and the MLP's are summed over ranks, embeddings are looked up
-where they lie and summed, and the head's scores are gathered, so every rank draws the same tokens from the same numbers.
+Applied to the model from outside: the outputs of attention and MLP are summed over ranks, embeddings are looked up on the
+rank that has them and summed, and the head's scores are gathered, so every rank draws the same tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llamarl.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class TensorRank:
-    """One of `count` ranks that hold a model together."""
+    """One of `count` ranks that share a model."""
 
     rank: int = 0
     count: int = 1
@@ -43,7 +43,7 @@ class TensorRank:
 
 
 class SummedLinear(ProductLinear):
-    """Each rank multiplies its columns; the sum over ranks is the product."""
+    """A linear layer whose columns are spread over ranks; the product is the sum over them."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -52,7 +52,7 @@ class SummedLinear(ProductLinear):
 
 
 class SplitEmbedding(nn.Embedding):
-    """Each rank looks up its own tokens; the others' rows come as zeros, and the sum is the embedding."""
+    """An embedding whose rows are spread over ranks. Each gives zeros for tokens of others; the sum is the embedding."""
 
     def __init__(self, part: nn.Embedding, first: int) -> None:
         super().__init__(1, 1, device="meta")
@@ -67,7 +67,7 @@ class SplitEmbedding(nn.Embedding):
 
 
 def split_over_ranks(model: Transformer, part: TensorRank) -> None:
-    """Turn a model that was loaded with `part.box` into one rank of the whole."""
+    """Turn a model loaded with `part.box` into one rank of the whole."""
     if part.count == 1:
         return
     for module in list(model.modules()):
@@ -82,6 +82,7 @@ def split_over_ranks(model: Transformer, part: TensorRank) -> None:
 
 
 def gather_vocabulary(scores: Tensor, vocabulary: int, count: int) -> Tensor:
+    """Scores of the whole vocabulary, from the parts of all ranks."""
     each = -(-vocabulary // count)
     padded = F.pad(scores, (0, each - scores.shape[-1]))
     parts = [torch.empty_like(padded) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""A problem as the model is asked it: its tokens, plain or in the model's chat template; an answer as it is judged."""
+"""Tokens of a problem, plain or in the model's chat template, and the text of an answer that is scored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def prompt_tokens(tokenizer: Tokenizer, problem: Problem) -> list[int]:
 
 
 def reply_tokens(tokenizer: Tokenizer, problem: Problem, settings: ConversationConfig, text: str) -> list[int]:
-    """A tool's reply as the model is told it."""
+    """Tokens of a tool's reply, in the model's chat template or in the words of `conversation.reply`."""
     if problem.turns:
         return tokenizer.chat_reply(_messages(problem.turns), settings.role, text)
     return tokenizer.encode(settings.reply.replace("{reply}", text))
@@ -25,11 +25,11 @@ def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
 
 
 def asked_turns(problem: Problem) -> tuple[Turn, ...]:
-    """The same as messages, also where the model sees plain text."""
+    """The prompt as messages, also where the model sees plain text."""
     return problem.turns or (Turn("user", problem.prompt),)
 
 
 def judged_text(tokenizer: Tokenizer, completion: Completion, judge: str) -> str:
-    """What a scorer sees of a completion, as `conversation.judge` says: its last turn, or all of it."""
+    """Text of a completion that the scorer sees. `judge` is `conversation.judge`: the last turn, or all of it."""
     tokens = completion.last_turn if judge == "last" else bytes_to_tokens(completion.tokens)
     return tokenizer.decode(tokens.tolist())

@@ -1,18 +1,21 @@
-"""One sampling step, as a pure function of logits and counters. `sampling_kernels.py` holds the twins that run on a GPU.
+"""One sampling step as a pure function of logits and counters. `sampling_kernels.py` holds the twins that run on a GPU.
 
-Random numbers come from (seed, ordinal, sample, position) alone, so a completion does not depend on what else is in the
-batch, on which replica drew it, or on how often it was interrupted.
+Random numbers follow from (seed, ordinal, sample, position) alone, so a completion does not depend on what else is in the
+batch, on which replica drew it, or on how often it was paused.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
+from msgspec.structs import fields
 from torch import Tensor
 
-_MASK = (1 << 63) - 1  # int64 arithmetic wraps; masking keeps shifts logical
+from llamarl.types import Sampling
+
+_MASK = (1 << 63) - 1  # int64 arithmetic wraps around; masking keeps shifts logical
 _GOLDEN = 0x1E3779B97F4A7C15
 _MIX_1 = 0x3F58476D1CE4E5B9
 _MIX_2 = 0x14D049BB133111EB
@@ -30,35 +33,37 @@ def _mix(x: _Whole) -> _Whole:
 
 
 def seed_state(seed: int) -> int:
-    """Mixed twice, so that seed 1, ordinal 2 and seed 2, ordinal 1 do not meet in the sums below."""
+    """Start state of a seed. Mixed twice, so that (seed 1, ordinal 2) and (seed 2, ordinal 1) draw different numbers."""
     return _mix(_mix(seed + _GOLDEN))
 
 
 def uniform_draws(seed: int, ordinals: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) for each (ordinal, sample, position), as float64."""
+    """A number in [0, 1) for each (ordinal, sample, position), as float64."""
     state = torch.full_like(ordinals, seed_state(seed), dtype=torch.int64)
     for counter in (ordinals, samples, positions):
         state = _mix(state + _mix(counter.to(torch.int64) + _GOLDEN))
     return (state >> 10).to(torch.float64) / (1 << 53)
 
 
-@dataclass(frozen=True)
-class Knobs:
-    """How each row is sampled. Without `filters` every token can be drawn, as if all rows had 0, 1 and 0 there."""
-
-    temperatures_B: Tensor
-    filters: tuple[Tensor, Tensor, Tensor] | None = None  # top_k_B, top_p_B, min_p_B
+SamplingColumns = Mapping[str, Tensor]  # `Sampling` of many rows: one column for each of its fields, by name
+SAMPLING_DTYPES = {
+    field.name: torch.int64 if isinstance(field.default, int) else torch.float32 for field in fields(Sampling)
+}
 
 
-def sample_tokens(logits_BV: Tensor, draws_B: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits_BV: Tensor, draws_B: Tensor, sampling: SamplingColumns, *, filtered: bool = False
+) -> tuple[Tensor, Tensor]:
     """The next token of every row and its log-prob under the distribution it was drawn from.
 
-    A temperature of 0 takes the likeliest token; its log-prob is that of temperature 1.
+    A temperature of 0 takes the likeliest token; its log-prob is that of temperature 1. Unless `filtered`, the filters'
+    columns are not read, and every token can be drawn.
     """
-    greedy_B = knobs.temperatures_B == 0
-    scaled_BV = logits_BV.float() / torch.where(greedy_B, 1.0, knobs.temperatures_B)[:, None]
-    if knobs.filters:
-        least_B = torch.where(greedy_B, -torch.inf, least_kept(scaled_BV, *knobs.filters))
+    temperature_B = sampling["temperature"]
+    greedy_B = temperature_B == 0
+    scaled_BV = logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
+    if filtered:
+        least_B = torch.where(greedy_B, -torch.inf, least_kept(scaled_BV, sampling))
         scaled_BV = scaled_BV.masked_fill(scaled_BV < least_B[:, None], -torch.inf)
     logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
     cumulative_BV = logprobs_BV.double().exp().cumsum(dim=-1)
@@ -69,12 +74,13 @@ def sample_tokens(logits_BV: Tensor, draws_B: Tensor, knobs: Knobs) -> tuple[Ten
     return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
 
 
-def least_kept(scaled_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
-    """The smallest score of each row that may still be drawn; equals share their fate.
+def least_kept(scaled_BV: Tensor, sampling: SamplingColumns) -> Tensor:
+    """The smallest score of each row that may still be drawn. Tokens with equal scores are kept or dropped together.
 
-    top-k keeps the k likeliest; of these, top-p keeps the fewest likeliest whose probabilities reach p; of these, min-p
-    keeps those at least min_p times as likely as the likeliest. 0, 1 and 0 keep everything.
+    top-k keeps the k likeliest tokens; of these, top-p keeps the fewest likeliest whose probabilities reach p; of these,
+    min-p keeps those at least min_p times as likely as the likeliest. 0, 1 and 0 keep everything.
     """
+    top_k_B, top_p_B, min_p_B = (sampling[name] for name in ("top_k", "top_p", "min_p"))
     sorted_BV = scaled_BV.sort(dim=-1, descending=True).values
     size = sorted_BV.shape[1]
     by_k_B = sorted_BV.gather(1, (top_k_B.long() - 1).clamp(0, size - 1)[:, None])[:, 0]

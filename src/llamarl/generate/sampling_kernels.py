@@ -1,5 +1,5 @@
 """Triton kernels of sampling, each the twin of a plain function: filters (`sampling.least_kept`), and drawing with the
-bookkeeping of the slots (`sampling.sample_tokens`, `SlotState.advance`). Imported only where a GPU decodes.
+bookkeeping of slots (`sampling.sample_tokens`, `SlotState.advance`). Imported only where a GPU decodes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from llamarl.generate.slots import SlotState
 
 _VOCABULARY_BLOCK = 4096
 _FILTER_BLOCK = 512
-_BOUNDS = 8  # that are tried in one pass over the scores
-_NEAR = 2048  # scores so few that they are searched without reading all others again
+_BOUNDS = 8  # bounds tried in one pass over the scores
+_NEAR = 2048  # most scores that are searched without reading all others again
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _mix(x):
 
 @triton.jit
 def _draw(seed_state, ordinal, sample, position):
-    """`sampling.uniform_draws`, whose first step, the seed's, is done on the host."""
+    """`sampling.uniform_draws`; its first step, mixing the seed, is done on the host."""
     golden: tl.constexpr = 0x1E3779B97F4A7C15
     state = _mix(seed_state + _mix(ordinal + golden))
     state = _mix(state + _mix(sample + golden))
@@ -38,7 +38,7 @@ def _draw(seed_state, ordinal, sample, position):
 
 @triton.jit
 def _scaled(logits_ptr, row, vocabulary, columns, temperature, least):
-    """Scores as they are sampled from: divided by the temperature, and minus infinity where a filter left them out."""
+    """Scores to sample from: divided by the temperature, and minus infinity where a filter rules the token out."""
     score = tl.load(
         logits_ptr + row.to(tl.int64) * vocabulary + columns, mask=columns < vocabulary, other=float("-inf")
     )
@@ -60,7 +60,7 @@ def _summarize(
     BLOCK: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
-    """For each block of each row: its largest score and where it is, and the sum of exp(score - largest)."""
+    """For each block of each row: the largest score, its place, and the sum of exp(score - largest)."""
     row, block = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures_ptr + tl.load(slots_ptr + row))
     least = tl.load(least_ptr + row) if FILTERED else float("-inf")
@@ -70,7 +70,7 @@ def _summarize(
     safe = tl.where(largest > float("-inf"), largest, 0.0)
     tl.store(sums_ptr + row * blocks + block, tl.sum(tl.exp(score - safe), axis=0))
     tl.store(largest_ptr + row * blocks + block, largest)
-    if temperature == 0:  # nobody else asks where it is
+    if temperature == 0:  # only a greedy draw needs the place
         tl.store(where_ptr + row * blocks + block, tl.min(tl.where(score == largest, columns, 2147483647), axis=0))
 
 
@@ -105,7 +105,7 @@ def _pick(
     EOS: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
-    """One row: which block the draw falls in, which token of it, its log-prob; then what the slot is after it."""
+    """One row: find the block that the draw falls in, the token in it and its log-prob, then advance the slot."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     if tl.load(active_ptr + slot) == 0:
@@ -157,7 +157,7 @@ def _pick(
 
 @triton.jit
 def _rank(score):
-    """A whole number for every score, in the same order."""
+    """Map scores to integers in the same order."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -170,7 +170,7 @@ def _score_of(rank):
 
 @triton.jit
 def _weight(score, top, COUNT: tl.constexpr):
-    """What a token adds to the sum that a filter bounds: one, or its probability."""
+    """The weight of a token in the sum that a filter bounds: one, or its probability."""
     return tl.where(score > float("-inf"), 1.0, 0.0) if COUNT else tl.exp(score - top)
 
 
@@ -186,8 +186,8 @@ def _sums_above(
     BOUNDS: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """For every bound: how many scores are at least so high, and the sum of their weights. Added up lane by lane, since
-    meeting in every round would take longer than reading."""
+    """For every bound: the number of scores at least as high, and the sum of their weights. Added up lane by lane, since a
+    reduction in every round would take longer than reading."""
     counts, sums = tl.zeros([BOUNDS, BLOCK], tl.float32), tl.zeros([BOUNDS, BLOCK], tl.float32)
     for start in tl.range(0, vocabulary, BLOCK, num_stages=4):
         score = _scaled(logits_ptr, row, vocabulary, start + tl.arange(0, BLOCK), temperature, float("-inf"))
@@ -199,7 +199,7 @@ def _sums_above(
 
 @triton.jit
 def _collect(kept_ptr, logits_ptr, row, vocabulary, temperature, low, high, BLOCK: tl.constexpr, KEPT: tl.constexpr):
-    """Put the scores from `low` to below `high` side by side; there are at most KEPT."""
+    """Store the scores from `low` to below `high` side by side, at most KEPT of them; returns how many there are."""
     found = 0
     for start in tl.range(0, vocabulary, BLOCK, num_stages=4):
         score = _scaled(logits_ptr, row, vocabulary, start + tl.arange(0, BLOCK), temperature, float("-inf"))
@@ -207,7 +207,7 @@ def _collect(kept_ptr, logits_ptr, row, vocabulary, temperature, low, high, BLOC
         place = found + tl.cumsum(between.to(tl.int32), axis=0) - 1
         tl.store(kept_ptr + row * KEPT + place, score, mask=between & (place < KEPT))
         found += tl.sum(between.to(tl.int32), axis=0)
-    tl.debug_barrier()  # others of this program read what was written here
+    tl.debug_barrier()  # other threads of this program read what was written here
     return found
 
 
@@ -226,9 +226,9 @@ def _least_enough(
     KEPT: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """The highest score, not below `floor`, such that all that are at least as high weigh `wanted` together.
+    """The highest score, not below `floor`, such that all scores at least as high weigh `wanted` together.
 
-    Several bounds at a time cut the range in which it lies until few scores are left there; these are searched by halving.
+    Several bounds at a time narrow the range it lies in until few scores are left there; these are searched by bisection.
     """
     index = tl.arange(0, BOUNDS)
     low, high, beyond, steps = floor, float("inf"), 0.0, 0
@@ -238,7 +238,7 @@ def _least_enough(
         counts, sums = _sums_above(logits_ptr, row, vocabulary, temperature, top, bounds, BLOCK, BOUNDS, COUNT)
         enough = (sums >= wanted) & (bounds > low)
         under = (sums < wanted) & (bounds < high)
-        many_below = tl.max(tl.where(under, counts, 0.0), axis=0)  # of those above the range
+        many_below = tl.max(tl.where(under, counts, 0.0), axis=0)  # scores above the range
         beyond = tl.maximum(beyond, tl.max(tl.where(under, sums, 0.0), axis=0))
         low = tl.maximum(low, tl.max(tl.where(enough, bounds, float("-inf")), axis=0))
         high = tl.minimum(high, tl.min(tl.where(under, bounds, float("inf")), axis=0))
@@ -258,7 +258,7 @@ def _least_enough(
             enough_here = beyond + tl.sum(tl.where(ranks >= middle, weights, 0.0), axis=0) >= wanted
             first = tl.where(enough_here, middle, first)
             last = tl.where(enough_here, last, middle - 1)
-    else:  # so many that are nearly equal
+    else:  # too many scores are nearly equal
         while first < last:
             middle = first + (last - first + 1) // 2
             bound = tl.full([1], 0.0, tl.float32) + _score_of(middle)
@@ -284,7 +284,7 @@ def _least_kept(
     BOUNDS: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """The highest score that still leaves k tokens, then the one that leaves p of their probability."""
+    """The least score that each row keeps after top-k, then top-p, then min-p."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     temperature = tl.load(temperatures_ptr + slot)
@@ -315,15 +315,16 @@ def _least_kept(
 
 
 def least_kept(logits_BV: Tensor, slots_B: Tensor, state: SlotState) -> Tensor:
+    """The smallest scaled score of each row that may still be drawn."""
     least_B = torch.empty(len(logits_BV), dtype=torch.float32, device=logits_BV.device)
     kept_BN = torch.empty(len(logits_BV), _NEAR, dtype=torch.float32, device=logits_BV.device)
     _least_kept[(len(logits_BV),)](
         logits_BV,
         slots_B,
-        state.temperatures,
-        state.top_k,
-        state.top_p,
-        state.min_p,
+        state.sampling["temperature"],
+        state.sampling["top_k"],
+        state.sampling["top_p"],
+        state.sampling["min_p"],
         least_B,
         kept_BN,
         logits_BV.shape[1],
@@ -338,16 +339,17 @@ def least_kept(logits_BV: Tensor, slots_B: Tensor, state: SlotState) -> Tensor:
 def sample_and_advance(
     logits_BV: Tensor, slots_B: Tensor, state: SlotState, seed_state: int, *, filtered: bool
 ) -> None:
-    """One token for every active slot of the batch, and all that follows from it. `seed_state`: see `sampling.seed_state`."""
+    """Draw one token for every active slot of the batch, and advance the slot. `seed_state`: see `sampling.seed_state`."""
     rows, vocabulary = logits_BV.shape
     blocks = triton.cdiv(vocabulary, _VOCABULARY_BLOCK)
-    least_B = least_kept(logits_BV, slots_B, state) if filtered else state.temperatures
+    temperatures = state.sampling["temperature"]
+    least_B = least_kept(logits_BV, slots_B, state) if filtered else temperatures
     sums, largest = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits_BV.device)
     where = torch.empty(rows, blocks, dtype=torch.int32, device=logits_BV.device)
     _summarize[(rows, blocks)](
         logits_BV,
         slots_B,
-        state.temperatures,
+        temperatures,
         least_B,
         sums,
         largest,
@@ -361,7 +363,7 @@ def sample_and_advance(
     _pick[(rows,)](
         logits_BV,
         slots_B,
-        state.temperatures,
+        temperatures,
         least_B,
         sums,
         largest,
@@ -371,7 +373,7 @@ def sample_and_advance(
         state.counts,
         state.positions,
         state.tokens,
-        state.limits,
+        state.sampling["max_new_tokens"],
         state.active,
         state.eos,
         state.version,

@@ -1,11 +1,11 @@
-"""Who decodes where: sequences, slots and pages, on the host. Knows no tensor and no device.
+"""Scheduling of sequences to slots and pages, on the host. Uses no tensor and no device.
 
-Sequences are started oldest first, one by one, as soon as a slot and enough pages are free. The samples of a group share
-the pages of their prompt: the full ones by reference, the last one as a copy that each writes on. When pages run out, the
-youngest sequence is paused: it gives up slot and pages, waits in front of all others, and later goes on where it was.
+Sequences start oldest first, one by one, as soon as a slot and enough pages are free. The samples of a group share the
+pages of their prompt: full pages by reference, the last one as a copy that each sample goes on writing. When pages run out,
+the youngest sequence is paused: it gives up slot and pages, waits in front of all others, and later goes on where it was.
 
-A conversation whose turn is over is parked: it gives up its slot and keeps its pages until a reply comes, which is read
-behind them. Only when pages run out does it lose them too, and is then read again from its first token.
+A conversation whose turn has ended is parked: it gives up its slot and keeps its pages until a reply comes, which is read
+after them. If pages run out it loses them too, and is then read again from its first token.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from llamarl.generate.kv_splits import parts_of_long
 from llamarl.generate.pages import PagePool, pages_for
 from llamarl.types import Completion, Given, PromptGroup, bytes_to_tokens
 
-NOBODY = -1  # the version of tokens that were not sampled
-Key = tuple[int, int]  # of a sequence: the ordinal of its group, and which of its samples
+NOBODY = -1  # version of tokens that no policy sampled
+Key = tuple[int, int]  # identifies a sequence: ordinal of its group, index of its sample
 
 
 @dataclass
 class GroupUnderway:
-    """A group some of whose completions are still missing."""
+    """A group with completions still missing."""
 
     prompt: PromptGroup
     tokens: list[int]
     prompt_pages: list[int] | None = None  # held until the last sample has started
-    completions: dict[int, Completion] = field(default_factory=dict)
-    not_started: int = 0
+    completions: dict[int, Completion] = field(default_factory=dict)  # by sample
+    not_started: int = 0  # samples
 
 
 class Sampled(NamedTuple):
+    """Tokens of a completion so far, with the log-prob and policy version of each."""
+
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
@@ -42,15 +44,15 @@ class Sampled(NamedTuple):
 
 @dataclass
 class Sequence:
-    """One sample of a group. `sampled` is what it had when it was last paused, parked or read again; replies count in it
-    as if nobody had sampled them."""
+    """One sample of a group. `sampled` is its state when it was last paused, parked or read again; tool replies are in it
+    with version `NOBODY`."""
 
     group: GroupUnderway
     sample: int
     sampled: Sampled = field(default_factory=lambda: Sampled([], [], []))
     given: list[Given] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)  # pages that it holds without a slot ...
-    num_kept: int = 0  # ... and the tokens that are in them
+    kept: list[int] = field(default_factory=list)  # pages that it holds without a slot
+    num_kept: int = 0  # tokens in these pages
 
     @property
     def key(self) -> Key:
@@ -62,33 +64,33 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Tokens that it may still get."""
+        """Number of tokens that it may still get."""
         return self.group.prompt.sampling.max_new_tokens - len(self.sampled.tokens)
 
     @property
     def read(self) -> list[int]:
-        """All tokens so far; the last one is the next to be read by a decode step."""
+        """All tokens so far; the last one is read by the next decode step."""
         return self.group.tokens + self.sampled.tokens
 
     @property
     def max_tokens(self) -> int:
-        """That can ever be in its pages: the last sampled one is never read."""
+        """Most tokens that can ever be in its pages; the last sampled one is never read."""
         return len(self.group.tokens) + self.group.prompt.sampling.max_new_tokens - 1
 
 
 @dataclass
 class Running:
-    """A sequence in a slot. `max_count` is what it can have sampled by now; the host learns late how it really went."""
+    """A sequence in a slot. `max_count` is the most it can have sampled by now; the host learns the true count later."""
 
     sequence: Sequence
     slot: int
     pages: list[int]
     max_count: int
-    since: int  # the burst that it takes part in first
-    shared_pages: int = 0  # of its pages, the first ones, which others of its group may hold too
+    since: int  # number of its first burst
+    shared_pages: int = 0  # number of its first pages that others of its group may hold too
 
     def tokens_after(self, steps: int) -> int:
-        """Tokens that may be in its pages after so many more steps."""
+        """Most tokens that can be in its pages after `steps` more steps."""
         return min(len(self.sequence.group.tokens) + self.max_count + steps - 1, self.sequence.max_tokens)
 
     @property
@@ -102,7 +104,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Fill:
-    """Keys and values to compute: these tokens into these pages."""
+    """Keys and values of a whole sequence to compute, and the pages they go to."""
 
     tokens: list[int]
     pages: list[int]
@@ -110,7 +112,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Extension:
-    """More of the same: tokens from position `start` on, behind those that are in these pages already."""
+    """Keys and values to compute for tokens from position `start` on, behind those already in these pages."""
 
     tokens: list[int]
     start: int
@@ -119,7 +121,7 @@ class Extension:
 
 @dataclass
 class Admission:
-    """What the device must do before the next burst, in this order."""
+    """Work for the device before the next burst, in this order."""
 
     fills: list[Fill] = field(default_factory=list)
     extensions: list[Extension] = field(default_factory=list)
@@ -129,9 +131,9 @@ class Admission:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Slots in the order of their rows, those that share pages side by side: reading i serves `counts[i]` rows from
-    `firsts[i]` on, and row b has its first `skips[b]` tokens from there. Long sequences come first, and if some are far
-    longer than most, attention cuts them into `parts`."""
+    """Slots in the order of their rows; those that share pages stand side by side. Reading i serves `counts[i]` rows from
+    `firsts[i]` on, and row b gets its first `skips[b]` tokens from there. Long sequences come first; attention splits those
+    that are far longer than most into `parts`."""
 
     slots: list[int]
     firsts: list[int]
@@ -141,12 +143,12 @@ class DecodeBatch:
 
     @property
     def saved_tokens(self) -> int:
-        """Of the cache, that need not be read."""
+        """Cached tokens that need not be read because a reading is shared."""
         return sum((count - 1) * self.skips[first] for first, count in zip(self.firsts, self.counts, strict=True))
 
 
 def make_batch(running: Collection[Running], members: int, page_tokens: int) -> DecodeBatch:
-    """At most `members` rows for one reading."""
+    """The batch of all running sequences, with at most `members` rows for one reading."""
     together: dict[int, list[Running]] = defaultdict(list)
     lengths = {one.slot: one.tokens_after(0) for one in running}
     for one in running:
@@ -165,6 +167,8 @@ def make_batch(running: Collection[Running], members: int, page_tokens: int) -> 
 
 
 class Scheduler:
+    """Decides which sequence has which slot and pages; see the module's docstring."""
+
     def __init__(self, slots: int, pool: PagePool, page_tokens: int) -> None:
         self.pool, self._page_tokens = pool, page_tokens
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -188,14 +192,14 @@ class Scheduler:
         self._waiting.extend(Sequence(group, sample) for sample in range(prompt.sampling.samples))
 
     def admit(self, burst: int, steps: int) -> Admission:
-        """Start what fits, with pages for `steps` steps; `burst` is the number of the first one they take part in."""
+        """Start what fits, with pages for `steps` steps. `burst` is the number of their first burst."""
         admission = Admission()
         while self._waiting and self._free_slots:
             if self._start(self._waiting[0], burst, steps, admission):
                 self._waiting.popleft()
             elif self.running or not self.give_up_pages():
                 break
-        # Only now: a page given back earlier could be filled by another before it was copied.
+        # Only now: a page released earlier could be filled by another sequence before it is copied.
         for running in admission.started:
             if not running.sequence.group.not_started:
                 self._forget_prompt(running.sequence.group)
@@ -208,7 +212,7 @@ class Scheduler:
         missing = prompt_pages if sequence.group.prompt_pages is None else 0
         held = self._full_pages(sequence.group) if fresh else len(sequence.kept)
         own = max(0, self._pages(running.tokens_after(steps)) - held)
-        # One spare page for each that runs, so that a sequence is not paused right after it was started.
+        # One spare page for each running sequence, so that none is paused right after its start.
         if missing + own + len(self.running) > self.pool.num_free:
             return False
         if fresh:
@@ -254,7 +258,7 @@ class Scheduler:
             group.prompt_pages = None
 
     def grow(self, steps: int) -> list[Running] | None:
-        """Pages for the next `steps` steps of everything that runs; returns what got more, or None when too few are free."""
+        """Give all running sequences pages for `steps` steps. Returns those that got more, or None if too few are free."""
         wanted = [
             (running, missing)
             for running in self.running.values()
@@ -267,8 +271,8 @@ class Scheduler:
         return [running for running, _ in wanted]
 
     def give_up_pages(self) -> bool:
-        """What has pages and no slot can be read again: first the prompts, then the conversation that was parked last. True
-        when that freed a page."""
+        """Release pages of sequences without a slot, which can be read again: first the prompts, then the conversation parked
+        last. True if that freed a page."""
         before = self.pool.num_free
         for sequence in self._waiting:
             self._forget_prompt(sequence.group)
@@ -278,7 +282,7 @@ class Scheduler:
         return self.pool.num_free > before
 
     def forget_everything_without_a_slot(self) -> None:
-        """For keys and values of older weights."""
+        """Release all pages held without a slot; their keys and values are of older weights."""
         for sequence in (*self._waiting, *self._parked.values()):
             self._forget_prompt(sequence.group)
             self._forget_kept(sequence)
@@ -292,6 +296,7 @@ class Scheduler:
         return next(reversed(self.running.values()))
 
     def pause(self, running: Running, sampled: Sampled) -> None:
+        """Take slot and pages from a sequence; it goes on before all others."""
         sequence = running.sequence
         sequence.sampled = sampled
         if not sampled.tokens:
@@ -300,7 +305,7 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def park(self, running: Running, sampled: Sampled) -> Sequence:
-        """The sequence waits for a reply: out of its slot, and with its pages."""
+        """Take a sequence out of its slot until a reply comes; it keeps its pages."""
         sequence = running.sequence
         sequence.sampled = sampled
         sequence.kept, sequence.num_kept = running.pages, len(sequence.read) - 1
@@ -310,11 +315,11 @@ class Scheduler:
         return sequence
 
     def parked(self, key: Key) -> Sequence | None:
-        """None when its group was dropped meanwhile."""
+        """The parked sequence, or None if its group was dropped meanwhile."""
         return self._parked.get(key)
 
     def reply(self, key: Key, tokens: list[int]) -> None:
-        """These come behind what it has; then it goes on, before all that wait."""
+        """Append a reply to a parked sequence, which then goes on before all that wait."""
         sequence = self._parked.pop(key)
         sequence.given.append(Given(len(sequence.sampled.tokens), len(tokens)))
         sequence.sampled.tokens.extend(tokens)
@@ -323,11 +328,12 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def finish(self, running: Running, completion: Completion) -> GroupUnderway | None:
-        """Returns the group when this was the last of it."""
+        """Record a completion. Returns the group if this was its last one."""
         self._leave(running)
         return self._complete(running.sequence, completion)
 
     def finish_parked(self, key: Key, completion: Completion) -> GroupUnderway | None:
+        """The same as `finish`, for a parked sequence."""
         sequence = self._parked.pop(key)
         self._forget_kept(sequence)
         return self._complete(sequence, completion)
@@ -343,7 +349,7 @@ class Scheduler:
         return ordinal in self._underway
 
     def drop(self, ordinal: int) -> list[Running]:
-        """Nothing of this group goes on; returns what was in slots."""
+        """Give up a group; returns its sequences that were in slots."""
         group = self._underway.pop(ordinal)
         self._forget_prompt(group)
         left = [running for running in self.running.values() if running.sequence.group is group]
@@ -357,7 +363,7 @@ class Scheduler:
         return left
 
     def read_again(self) -> list[Fill]:
-        """Everything that runs, from its first token: keys and values of older weights are replaced."""
+        """Fills that replace the keys and values of all running sequences, from their first token."""
         return [Fill(running.sequence.read[:-1], running.pages) for running in self.running.values()]
 
     def _leave(self, running: Running) -> None:

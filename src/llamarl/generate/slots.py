@@ -1,6 +1,6 @@
-"""The state of every slot, on the device: what a decode step reads and writes without asking the host.
+"""The state of every slot on the device: what a decode step reads and writes without the host.
 
-One row more than there are slots: rows of a batch that have no sequence point to it, and it stays inactive.
+There is one row more than slots. Rows of a batch without a sequence point to it, and it stays inactive.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import astuple
 from torch import Tensor
 
-from llamarl.generate.sampling import Knobs
+from llamarl.generate.sampling import SAMPLING_DTYPES, SamplingColumns
+from llamarl.types import Sampling
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A sequence that enters a slot: as much of it as has been read or sampled, and how to go on."""
+    """A sequence that enters a slot: where it stands, and how it is sampled."""
 
     slot: int
     ordinal: int
     sample: int
-    token: int  # the next to be read; all before it are in the cache
-    position: int  # where it stands
+    token: int  # next token to read; all before it are in the cache
+    position: int  # of that token
     count: int  # tokens sampled so far
-    limit: int  # tokens to sample in all
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    sampling: Sampling
 
 
 class SlotState:
+    """One column for each fact about a slot; `sampling` has a column for each field of `Sampling`, by name."""
+
     def __init__(self, slots: int, max_new_tokens: int, eos_ids: Sequence[int], device: torch.device) -> None:
         self.num_slots, self.nobody, self.device = slots, slots, device
         rows = slots + 1
@@ -41,9 +41,8 @@ class SlotState:
 
         self.active, self.version = column(torch.bool), torch.zeros((), dtype=torch.int32, device=device)
         self.tokens, self.positions = column(), column()
-        self.ordinals, self.samples, self.counts, self.limits = column(), column(), column(), column()
-        self.temperatures, self.top_k = column(torch.float32), column(torch.int32)
-        self.top_p, self.min_p = column(torch.float32), column(torch.float32)
+        self.ordinals, self.samples, self.counts = column(), column(), column()
+        self.sampling = {name: column(dtype) for name, dtype in SAMPLING_DTYPES.items()}
         self.eos = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
         self.out_tokens = torch.zeros(rows, max_new_tokens, dtype=torch.int32, device=device)
         self.out_versions = torch.zeros_like(self.out_tokens)
@@ -52,41 +51,39 @@ class SlotState:
     def open(self, openings: Sequence[Opening]) -> None:
         if not openings:
             return
-        whole = torch.tensor(
-            [[o.slot, o.token, o.position, o.ordinal, o.sample, o.count, o.limit, o.top_k] for o in openings]
-        )
-        real = torch.tensor([[o.temperature, o.top_p, o.min_p] for o in openings])
+        whole = torch.tensor([[o.slot, o.token, o.position, o.ordinal, o.sample, o.count] for o in openings])
+        real = torch.tensor([astuple(o.sampling) for o in openings], dtype=torch.float64)  # exact for whole numbers too
         whole, real = upload(whole, self.device), upload(real, self.device)
         rows = whole[:, 0]
-        columns = (self.tokens, self.positions, self.ordinals, self.samples, self.counts, self.limits, self.top_k)
+        columns = (self.tokens, self.positions, self.ordinals, self.samples, self.counts)
         for index, column in enumerate(columns, start=1):
-            column[rows] = whole[:, index].to(column.dtype)
-        for index, column in enumerate((self.temperatures, self.top_p, self.min_p)):
-            column[rows] = real[:, index]
-        self.active.index_fill_(0, rows, True)  # `[rows] = True` would wait for the device
+            column[rows] = whole[:, index]
+        for index, column in enumerate(self.sampling.values()):
+            column[rows] = real[:, index].to(column.dtype)
+        self.active.index_fill_(0, rows, True)  # `active[rows] = True` would wait for the device
 
     def close(self, slot: int) -> None:
-        """Stop a slot from outside; those that ended by themselves are inactive already."""
+        """Stop a slot from outside; slots whose sequence ended are inactive already."""
         self.active[slot] = False
 
     def put_back(self, slot: int, tokens: Tensor, logprobs: Tensor, versions: Tensor) -> None:
-        """What a paused sequence had sampled before."""
+        """Restore what a sequence had sampled before it was paused."""
         for kept, column in ((tokens, self.out_tokens), (logprobs, self.out_logprobs), (versions, self.out_versions)):
             column[slot, : len(kept)] = kept.to(self.device)
 
-    def knobs(self, slots_B: Tensor, *, filtered: bool) -> Knobs:
-        filters = (self.top_k[slots_B], self.top_p[slots_B], self.min_p[slots_B]) if filtered else None
-        return Knobs(self.temperatures[slots_B], filters)
+    def sampling_of(self, slots_B: Tensor) -> SamplingColumns:
+        """How these slots are sampled, one row for each."""
+        return {name: column[slots_B] for name, column in self.sampling.items()}
 
     def advance(self, slots_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
-        """Append one token to every active slot, and end those it completes."""
+        """Append one token to every active slot; stop those whose sequence it ends."""
         slots_B = torch.where(self.active[slots_B], slots_B, self.nobody)
         at_B = self.counts[slots_B].clamp(max=self.out_tokens.shape[1] - 1)
         self.out_tokens[slots_B, at_B] = tokens_B.to(torch.int32)
         self.out_logprobs[slots_B, at_B] = logprobs_B
         self.out_versions[slots_B, at_B] = self.version
         count_B = self.counts[slots_B] + 1
-        ended_B = torch.isin(tokens_B, self.eos) | (count_B >= self.limits[slots_B])
+        ended_B = torch.isin(tokens_B, self.eos) | (count_B >= self.sampling["max_new_tokens"][slots_B])
         self.counts[slots_B] = count_B
         self.positions[slots_B] += 1
         self.tokens[slots_B] = tokens_B
@@ -100,5 +97,5 @@ class SlotState:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for the device."""
+    """Copy to the device without waiting for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

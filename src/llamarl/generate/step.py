@@ -1,12 +1,12 @@
-"""The computations of generation, with shapes that never change: read sequences, read on, decode one token in every slot."""
+"""The computations of generation, with fixed shapes: read whole sequences, extend cached ones, decode one token per slot."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from llamarl.generate.extend import ExtendAttention
-from llamarl.generate.kv_cache import DecodeAttention, PagedCache, PrefillAttention, Readings
+from llamarl.generate.attention import DecodeAttention, ExtendAttention, PrefillAttention, Readings
+from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import SlotState
 from llamarl.model.ops import Rope
@@ -14,7 +14,7 @@ from llamarl.model.transformer import Transformer, rope_up_to
 
 
 class Steps:
-    """Model, cache and slots, as one device sees them."""
+    """The passes of one model over its cache and slots."""
 
     def __init__(
         self, model: Transformer, cache: PagedCache, state: SlotState, table_SP: Tensor, *, seed: int, length: int
@@ -24,20 +24,20 @@ class Steps:
 
     @torch.inference_mode()
     def prefill(self, tokens_RT: Tensor, pages_RT: Tensor) -> None:
-        """Keys and values of whole sequences into their pages. The last token of each is left to the first decode step,
+        """Write keys and values of whole sequences to their pages. The last token of each is left to the first decode step,
         so that every sampled token comes out of the same computation."""
         positions_RT = torch.arange(tokens_RT.shape[1], device=tokens_RT.device).expand(tokens_RT.shape)
         self.model(tokens_RT, positions_RT, PrefillAttention(self.cache, pages_RT), self._rope_at(positions_RT))
 
     @torch.inference_mode()
     def extend(self, tokens_RT: Tensor, positions_RT: Tensor, pages_RT: Tensor, table_RP: Tensor) -> None:
-        """Keys and values of what comes behind sequences that are in their pages already: a reply, in a conversation."""
+        """Write keys and values of tokens that follow cached sequences, such as a tool's reply."""
         attend = ExtendAttention(self.cache, table_RP, positions_RT, pages_RT)
         self.model(tokens_RT, positions_RT, attend, self._rope_at(positions_RT))
 
     @torch.inference_mode()
     def decode(self, slots_B: Tensor, *, filtered: bool, readings: Readings | None = None, parts: int = 0) -> None:
-        """One more token for each of these slots; those that are inactive stay as they are."""
+        """Sample one more token for each of these slots; inactive slots stay as they are."""
         state = self.state
         tokens_B1, positions_B1 = state.tokens[slots_B][:, None], state.positions[slots_B][:, None]
         attend = DecodeAttention(self.cache, self.table_SP, slots_B, state.positions, self._rope, readings, parts=parts)
@@ -49,7 +49,7 @@ class Steps:
             sample_and_advance(logits_BV, slots_B, state, seed_state(self._seed), filtered=filtered)
             return
         draws_B = uniform_draws(self._seed, state.ordinals[slots_B], state.samples[slots_B], state.counts[slots_B])
-        state.advance(slots_B, *sample_tokens(logits_BV, draws_B, state.knobs(slots_B, filtered=filtered)))
+        state.advance(slots_B, *sample_tokens(logits_BV, draws_B, state.sampling_of(slots_B), filtered=filtered))
 
     def _rope_at(self, positions_BT: Tensor) -> Rope:
         cos, sin = self._rope

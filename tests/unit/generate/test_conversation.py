@@ -302,7 +302,7 @@ def test_what_a_tool_said_is_no_target() -> None:
 
 
 class Echo:
-    """A desk whose tool replies at once, and remembers what it was shown."""
+    """A tool client whose tool replies at once, and remembers what it was shown."""
 
     def __init__(self) -> None:
         self.seen: list[list[Turn]] = []
@@ -319,19 +319,19 @@ class Echo:
 
 def test_a_tool_sees_the_turns_as_they_were_said_and_its_own_words_as_it_gave_them() -> None:
     """With the shipped model: the tool's words are put between blanks for the model, and come back without them."""
-    tokenizer, desk = Tokenizer.load(Config().model_folder), Echo()
+    tokenizer, client = Tokenizer.load(Config().model_folder), Echo()
     model = load_model(Config().model_folder)
     limits = Limits(slots=4, max_prompt_tokens=8, max_new_tokens=60)
     decoder = ContinuousDecoder(model, limits, eos_ids=tokenizer.eos_ids, seed=0, max_turns=3)
     decoder.version = 0
     settings = ConversationConfig(tool="calculator", reply=" {reply} ")
-    talk = Conversations(decoder, tokenizer, settings, lambda: desk)  # type: ignore[arg-type,return-value]
+    talk = Conversations(decoder, tokenizer, settings, lambda: client)  # type: ignore[arg-type,return-value]
     prompt = prompt_group(tokenizer.encode("1+1="), samples=2, max_new_tokens=60)
     decoder.add(prompt)
     finished: list[CompletionGroup] = []
     while not finished:
         finished = talk.step()
-    longest = max(desk.seen, key=len)
+    longest = max(client.seen, key=len)
     assert [turn.role for turn in longest] == ["user", "assistant", "user", "assistant"]
     assert (longest[0].content, longest[2].content) == ("1+1=", "2+")
     for one in finished[0].completions:
@@ -339,5 +339,5 @@ def test_a_tool_sees_the_turns_as_they_were_said_and_its_own_words_as_it_gave_th
         told = [tokenizer.decode(tokens[reply.start : reply.start + reply.count]) for reply in one.given]
         assert told == [" 2+ ", " 4+ "][: len(told)] and told
         said = tokenizer.decode(tokens[: one.given[0].start])
-        assert said in [turns[1].content for turns in desk.seen]
+        assert said in [turns[1].content for turns in client.seen]
     assert not talk._told

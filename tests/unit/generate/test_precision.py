@@ -15,6 +15,7 @@ from torch import Tensor
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
 from llamarl.generate import evaluate as evaluation
+from llamarl.generate import llm
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.kv_cache import PagedCache, page_bytes
 from llamarl.model.quantize import FP8, fp8_product, int8_product, quantize_rows
@@ -159,7 +160,7 @@ def test_an_evaluation_decodes_as_the_generators_settings_say(monkeypatch: pytes
             super().__init__(*args, **how)
             made.append(self)
 
-    monkeypatch.setattr(evaluation, "ContinuousDecoder", Seen)
+    monkeypatch.setattr(llm, "ContinuousDecoder", Seen)
     settings = ["generator.quantize=fp8", "generator.kv_cache=fp8", "generator.kv_pages=77", "generator.burst=3"]
     config = load_config(None, settings)
     problems = make_task(config.task, config.seed).evaluation(4)

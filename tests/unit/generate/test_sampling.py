@@ -9,9 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import asdict, fields
 from torch import Tensor
 
-from llamarl.generate.sampling import Knobs, sample_tokens, uniform_draws
+from llamarl.config import GeneratorConfig
+from llamarl.generate.sampling import sample_tokens, uniform_draws
+from llamarl.generate.slots import Opening, SlotState
+from llamarl.types import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, -6.0])
 
@@ -35,7 +39,7 @@ def chi_square_limit(degrees: int) -> float:
 def test_sampled_frequencies_are_the_probabilities(temperature: float) -> None:
     count = 200_000
     temperatures = torch.full((count,), temperature)
-    tokens, _ = sample_tokens(LOGITS.expand(count, -1), draws(count), Knobs(temperatures))
+    tokens, _ = sample_tokens(LOGITS.expand(count, -1), draws(count), {"temperature": temperatures})
     probabilities = (LOGITS.double() / temperature).softmax(-1)
     kept = probabilities * count >= 5  # chi-square needs a few in every cell; the rest is pooled
     counts = torch.bincount(tokens, minlength=len(LOGITS)).double()
@@ -47,14 +51,14 @@ def test_sampled_frequencies_are_the_probabilities(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 def test_the_logprob_is_that_of_the_distribution_really_sampled_from(temperature: float) -> None:
     logits = torch.randn(500, 11, generator=torch.Generator().manual_seed(1))
-    tokens, logprobs = sample_tokens(logits, draws(500), Knobs(torch.full((500,), temperature)))
+    tokens, logprobs = sample_tokens(logits, draws(500), {"temperature": torch.full((500,), temperature)})
     expected = torch.log_softmax(logits / temperature, dim=-1).gather(1, tokens[:, None])[:, 0]
     assert torch.equal(logprobs, expected)
 
 
 def test_temperature_zero_takes_the_likeliest_token_whatever_the_draw() -> None:
     logits = torch.randn(300, 11, generator=torch.Generator().manual_seed(2))
-    tokens, logprobs = sample_tokens(logits, draws(300), Knobs(torch.zeros(300)))
+    tokens, logprobs = sample_tokens(logits, draws(300), {"temperature": torch.zeros(300)})
     assert torch.equal(tokens, logits.argmax(dim=-1))
     assert torch.equal(logprobs, torch.log_softmax(logits, dim=-1).max(dim=-1).values)
 
@@ -62,9 +66,11 @@ def test_temperature_zero_takes_the_likeliest_token_whatever_the_draw() -> None:
 def test_every_row_has_a_temperature_of_its_own() -> None:
     logits = LOGITS.expand(3, -1)
     temperatures = torch.tensor([0.0, 0.5, 2.0])
-    together, _ = sample_tokens(logits, draws(3), Knobs(temperatures))
+    together, _ = sample_tokens(logits, draws(3), {"temperature": temperatures})
     for row in range(3):
-        alone, _ = sample_tokens(logits[row : row + 1], draws(3)[row : row + 1], Knobs(temperatures[row : row + 1]))
+        alone, _ = sample_tokens(
+            logits[row : row + 1], draws(3)[row : row + 1], {"temperature": temperatures[row : row + 1]}
+        )
         assert together[row] == alone[0]
 
 
@@ -72,7 +78,9 @@ def test_the_ends_of_the_unit_interval_give_tokens_that_can_occur() -> None:
     """Tokens without any probability are never drawn, at 0 and just below 1 alike."""
     impossible = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
     for draw, token in [(0.0, 1), (1 - 2**-53, 2)]:
-        tokens, logprobs = sample_tokens(impossible, torch.tensor([draw], dtype=torch.float64), Knobs(torch.ones(1)))
+        tokens, logprobs = sample_tokens(
+            impossible, torch.tensor([draw], dtype=torch.float64), {"temperature": torch.ones(1)}
+        )
         assert tokens.item() == token
         assert logprobs.item() == pytest.approx(math.log(0.5))
 
@@ -173,15 +181,8 @@ def test_frequencies_match_probabilities_for_every_option(option: str) -> None:
     logits = (torch.randn(24, generator=torch.Generator().manual_seed(4)) * 1.5).tolist()
     expected = kept_by_hand(logits, **knobs)
     full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | knobs
-    rows = Knobs(
-        torch.full((count,), full["temperature"]),
-        (
-            torch.full((count,), int(full["top_k"])),
-            torch.full((count,), full["top_p"]),
-            torch.full((count,), full["min_p"]),
-        ),
-    )
-    tokens, logprobs = sample_tokens(torch.tensor(logits).expand(count, -1), draws(count), rows)
+    rows = {name: torch.full((count,), value) for name, value in full.items()}
+    tokens, logprobs = sample_tokens(torch.tensor(logits).expand(count, -1), draws(count), rows, filtered=True)
     found = torch.bincount(tokens, minlength=24).tolist()
     possible = [token for token, probability in enumerate(expected) if probability > 0]
     assert sum(found[token] for token in possible) == count, "a token was drawn that the option rules out"
@@ -197,8 +198,18 @@ def test_frequencies_match_probabilities_for_every_option(option: str) -> None:
 def test_rows_without_filters_do_not_notice_that_others_have_them() -> None:
     logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)) * 2
     temperatures = torch.full((40,), 0.9)
-    idle = (torch.zeros(40, dtype=torch.int32), torch.ones(40), torch.zeros(40))
-    plain = sample_tokens(logits, draws(40), Knobs(temperatures))
-    filtered = sample_tokens(logits, draws(40), Knobs(temperatures, idle))
+    idle = {"top_k": torch.zeros(40, dtype=torch.int32), "top_p": torch.ones(40), "min_p": torch.zeros(40)}
+    plain = sample_tokens(logits, draws(40), {"temperature": temperatures})
+    filtered = sample_tokens(logits, draws(40), {"temperature": temperatures, **idle}, filtered=True)
     assert torch.equal(plain[0], filtered[0])
     assert torch.equal(plain[1], filtered[1])
+
+
+def test_every_field_of_sampling_is_a_setting_and_reaches_its_slot() -> None:
+    settings = GeneratorConfig(max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
+    assert all(hasattr(settings, field.name) for field in fields(Sampling) if field.name != "samples")
+    expected = Sampling(samples=1, max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
+    state = SlotState(2, 4, (0,), torch.device("cpu"))
+    state.open([Opening(slot=1, ordinal=0, sample=0, token=1, position=0, count=0, sampling=settings.sampling)])
+    assert settings.sampling == expected
+    assert {name: column[1].item() for name, column in state.sampling.items()} == asdict(expected)

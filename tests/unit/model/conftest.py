@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.generate.kv_cache import DecodeAttention, PagedCache, PrefillAttention
+from llamarl.generate.attention import DecodeAttention, PrefillAttention
+from llamarl.generate.kv_cache import PagedCache
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer, rope_up_to
 from llamarl.model_spec import ModelSpec

@@ -1,0 +1,129 @@
+"""Attention over the pages of the KV cache in plain PyTorch: for whole sequences, for several tokens that follow cached
+ones, and for one new token per row. `attention_kernels.py` is the twin of `DecodeAttention` on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from llamarl.generate.kv_cache import PagedCache, Pages
+from llamarl.model.ops import Rope, rotate
+
+
+class PrefillAttention:
+    """Attention of whole sequences, causal, padded on the right. Keys and values are written to their pages and attended to
+    as stored there, so that reading a sequence again gives what decoding it gave."""
+
+    def __init__(self, cache: PagedCache, pages_RT: Tensor) -> None:
+        """`pages_RT`: the page of each token; 0 where there is no token, or where another row writes the same page."""
+        self._cache = cache
+        self._pages_N = pages_RT.flatten()
+        within_T = torch.arange(pages_RT.shape[1], device=pages_RT.device) % cache.page_tokens
+        self._within_N = within_T.repeat(len(pages_RT))
+
+    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_RTHD, *self._write(layer, k_RTKD, v_RTKD)))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    def _write(self, layer: int, k_RTKD: Tensor, v_RTKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values; returns them as they can be read afterwards."""
+        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        if k_RTKD.is_cuda and not keys.narrow:
+            from llamarl.generate.page_kernels import write_pages
+
+            write_pages(k_RTKD, v_RTKD, keys, values, self._pages_N)
+            return k_RTKD, v_RTKD
+        k_NKD = keys.put(self._pages_N, self._within_N, k_RTKD.flatten(0, 1))
+        v_NKD = values.put(self._pages_N, self._within_N, v_RTKD.flatten(0, 1))
+        return k_NKD.view_as(k_RTKD), v_NKD.view_as(v_RTKD)
+
+
+class ExtendAttention:
+    """Attention of several tokens that follow cached ones, such as a tool's reply: the cached ones are not read again. Always
+    over all pages of a row, so that a row's rounding does not depend on the length of others."""
+
+    def __init__(self, cache: PagedCache, table_RP: Tensor, positions_RT: Tensor, pages_RT: Tensor) -> None:
+        """`pages_RT`: the page of each token; 0 where there is no token."""
+        self._cache, self._table_RP = cache, table_RP
+        self._pages_N = pages_RT.flatten()
+        self._within_N = (positions_RT % cache.page_tokens).flatten()
+        steps_L = torch.arange(table_RP.shape[1] * cache.page_tokens, device=table_RP.device)
+        self._mask_R1TL = (steps_L <= positions_RT[..., None])[:, None]
+
+    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
+        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        for pages, new_RTKD in ((keys, k_RTKD), (values, v_RTKD)):
+            pages.put(self._pages_N, self._within_N, new_RTKD.flatten(0, 1))
+        return attend_pages(q_RTHD, keys, values, self._table_RP, self._mask_R1TL)
+
+
+class Readings(NamedTuple):
+    """Pages that several rows begin with, read once for all of them. Reading i serves `counts_B[i]` rows from `firsts_B[i]`
+    on; row b gets its first `skips_B[b]` tokens from there. Used on a GPU only."""
+
+    firsts_B: Tensor
+    counts_B: Tensor
+    skips_B: Tensor
+
+
+def members_of_reading(group: int) -> int:
+    """Number of rows that one reading serves, each with `group` query heads for a key-value head: as many as fill a tensor
+    core."""
+    return max(1, min(8, 64 // group))
+
+
+class DecodeAttention:
+    """Attention of one new token per row: rotates query and key, writes key and value, attends to all tokens so far.
+
+    On a CPU always over all pages of the table's row: since shapes never change, a row's result does not depend on the
+    other rows.
+    """
+
+    rotates = True
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        table_SP: Tensor,
+        slots_B: Tensor,
+        positions_S: Tensor,
+        rope: Rope,
+        readings: Readings | None = None,
+        *,
+        parts: int = 0,
+    ) -> None:
+        """`rope`: cos and sin of all positions, [T, 1, D]. `parts`: see `DecodeBatch`."""
+        self._cache, self._table_SP, self._slots_B, self._positions_S = cache, table_SP, slots_B, positions_S
+        self._rope, self._readings, self._parts = rope, readings, parts
+        if table_SP.is_cuda:
+            return
+        positions_B = positions_S[slots_B]
+        self._rope_B = rope[0][positions_B][:, None], rope[1][positions_B][:, None]
+        self._table_BP = table_SP[slots_B].long()
+        steps_T = torch.arange(table_SP.shape[1] * cache.page_tokens)
+        self._mask_B11T = (steps_T[None] <= positions_B[:, None])[:, None, None]
+        self._pages_B = self._table_BP.gather(1, positions_B[:, None] // cache.page_tokens)[:, 0]
+        self._within_B = positions_B % cache.page_tokens
+
+    def __call__(self, layer: int, q_B1HD: Tensor, k_B1KD: Tensor, v_B1KD: Tensor) -> Tensor:
+        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        if q_B1HD.is_cuda:
+            from llamarl.generate.attention_kernels import attend_pages as attend_pages_on_gpu
+
+            qkv, where = (q_B1HD, k_B1KD, v_B1KD), (self._table_SP, self._slots_B, self._positions_S)
+            return attend_pages_on_gpu(qkv, keys, values, *where, self._rope, self._readings, parts=self._parts)
+        q_B1HD, k_B1KD = rotate(q_B1HD, self._rope_B), rotate(k_B1KD, self._rope_B)
+        keys.put(self._pages_B, self._within_B, k_B1KD[:, 0])
+        values.put(self._pages_B, self._within_B, v_B1KD[:, 0])
+        return attend_pages(q_B1HD, keys, values, self._table_BP, self._mask_B11T)
+
+
+def attend_pages(q_B1HD: Tensor, keys: Pages, values: Pages, table_BP: Tensor, mask_B11T: Tensor) -> Tensor:
+    """Attention over the pages of each row."""
+    k_BKTD, v_BKTD = (pages.read(table_BP, q_B1HD.dtype) for pages in (keys, values))
+    out = F.scaled_dot_product_attention(q_B1HD.transpose(1, 2), k_BKTD, v_BKTD, attn_mask=mask_B11T, enable_gqa=True)
+    return out.transpose(1, 2)

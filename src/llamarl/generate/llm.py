@@ -1,0 +1,217 @@
+"""A model folder as an object that answers prompts: the library's face, and what `llamarl generate` and `eval` stand on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from numbers import Integral
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from msgspec import Struct, ValidationError, convert
+from msgspec.structs import asdict
+
+from llamarl.config import model_folder
+from llamarl.errors import ArgumentError, InputError, ModelError
+from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
+from llamarl.generate.kv_cache import page_bytes
+from llamarl.machine import host_memory
+from llamarl.model.checkpoint import check_headers, load_model
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.model.transformer import Transformer
+from llamarl.types import (
+    Completion,
+    CompletionGroup,
+    Problem,
+    PromptGroup,
+    Sampling,
+    bytes_to_floats,
+    bytes_to_tokens,
+    tokens_to_bytes,
+)
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Plain text, token ids, or the messages of a chat, each with `role` and `content`."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEFAULT_SAMPLING = Sampling()
+_DEFAULT_SLOTS = 256
+_GIB = 1 << 30
+
+
+class TextCompletion(Struct, frozen=True):
+    """One answer to a prompt."""
+
+    text: str  # special tokens left out
+    tokens: list[int]  # the stop token included
+    logprobs: list[float]  # of each token, under the distribution it was drawn from
+    finish_reason: Literal["stop", "length"]  # the model's stop token, or the token limit
+
+
+class LLM:
+    """A model folder that answers prompts.
+
+        from llamarl import LLM, Sampling
+
+        llm = LLM("models/qwen3-0.6b")
+        for answers in llm.generate(["The capital of France is"], Sampling(samples=2, max_new_tokens=16)):
+            print([answer.text for answer in answers])
+
+    What is wrong with the folder, the device or the memory is raised here; the weights are read when they are first needed.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, device: str = "auto", dtype: str = "auto", slots: int = _DEFAULT_SLOTS
+    ) -> None:
+        """`folder`: a Hugging Face folder; "tiny" is the shipped model. `device`: auto (a GPU if there is one), cpu, cuda or
+        cuda:N. `dtype` of weights and cache: auto (bfloat16 on a GPU, else float32), float32, bfloat16 or float16.
+        `slots`: completions decoded at once."""
+        if dtype not in DTYPES:
+            raise ArgumentError("dtype", f"expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, is {dtype}")
+        if slots < 1:
+            raise ArgumentError("slots", f"must be at least 1, is {slots}")
+        self.folder = model_folder(str(folder))
+        self.shape = check_headers(self.folder)
+        self.tokenizer = Tokenizer.load(self.folder)
+        if not self.tokenizer.eos_ids:
+            raise ModelError(f"{self.folder}: names no end token")
+        self.device = choose_device(device)
+        self.dtype = dtype_on(dtype, self.device)
+        self._slots = slots
+        self._check_memory(0, "take a narrower dtype or a smaller model")
+        self._kept: tuple[int, ContinuousDecoder] | None = None  # of the last call, with its seed
+
+    @property
+    def precision(self) -> str:
+        """Name of the dtype, such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @cached_property
+    def model(self) -> Transformer:
+        return load_model(self.folder, dtype=self.dtype, device=self.device)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling = _DEFAULT_SAMPLING, *, seed: int = 0
+    ) -> list[list[TextCompletion]]:
+        """For each prompt, `sampling.samples` completions. The same prompts, sampling and seed give the same answers."""
+        asked = self.encode(prompts, sampling)
+        if not asked:
+            return []
+        decoder = self._decoder_for(asked, sampling, seed)
+        self._kept = None  # a decoder that is interrupted must not be used again
+        for ordinal, tokens in enumerate(asked):
+            decoder.add(PromptGroup(ordinal, Problem("", ""), tokens_to_bytes(tokens), sampling))
+        found: dict[int, CompletionGroup] = {}
+        while not decoder.idle:
+            found |= {group.ordinal: group for group in decoder.step()}
+        self._kept = seed, decoder
+        return [[self._described(one) for one in found[ordinal].completions] for ordinal in range(len(asked))]
+
+    def encode(self, prompts: Sequence[Prompt], sampling: Sampling = _DEFAULT_SAMPLING) -> list[list[int]]:
+        """The tokens of each prompt, which `generate` takes as prompts too. Raises ArgumentError for what it would refuse."""
+        _check_sampling(sampling)
+        if isinstance(prompts, str):
+            raise ArgumentError("prompts", "expected a list of prompts, is one text; put it into a list")
+        asked = [self._tokens_of(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+        longest = max(map(len, asked), default=0)
+        if longest + sampling.max_new_tokens > self.shape.max_positions:
+            raise ArgumentError(
+                "sampling.max_new_tokens",
+                f"prompt ({longest}) and completion ({sampling.max_new_tokens}) exceed "
+                f"the model's {self.shape.max_positions} positions",
+            )
+        return asked
+
+    def decoder(
+        self, limits: Limits, *, seed: int, precision: Precision = AS_THE_MODEL, max_turns: int = 1
+    ) -> ContinuousDecoder:
+        """A new decoder of this model, for callers that add prompts while others are being answered."""
+        return ContinuousDecoder(
+            self.model,
+            limits,
+            eos_ids=self.tokenizer.eos_ids,
+            seed=seed,
+            precision=precision,
+            max_turns=max_turns,
+        )
+
+    def _tokens_of(self, prompt: Prompt, name: str) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt)
+        elif all(isinstance(item, Integral) for item in prompt):
+            tokens = [int(item) for item in cast(Sequence[int], prompt)]
+        elif all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in prompt):
+            tokens = self.tokenizer.chat(cast(Sequence[Mapping[str, str]], prompt))
+        else:
+            raise ArgumentError(name, "expected text, token ids, or messages with role and content")
+        if not tokens:
+            raise ArgumentError(name, "is empty")
+        if wrong := [token for token in tokens if not 0 <= token < self.shape.vocab_size]:
+            raise ArgumentError(name, f"token {wrong[0]} is not among the model's {self.shape.vocab_size}")
+        return tokens
+
+    def _decoder_for(self, asked: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> ContinuousDecoder:
+        """The decoder of the last call where it fits exactly: with other shapes, results could round differently."""
+        limits = Limits(
+            slots=min(self._slots, len(asked) * sampling.samples),
+            max_prompt_tokens=max(map(len, asked)),
+            max_new_tokens=sampling.max_new_tokens,
+        )
+        if self._kept is not None and (seed, limits) == (self._kept[0], self._kept[1].limits):
+            return self._kept[1]
+        self._kept = None  # its cache is freed before the next one is made
+        if self.device == "cpu":  # a GPU's cache takes what is free
+            cache = limits.enough_pages * page_bytes(self.shape, limits.page_tokens, self.dtype)
+            self._check_memory(cache, "lower slots or sampling.max_new_tokens")
+        return self.decoder(limits, seed=seed)
+
+    def _check_memory(self, cache_bytes: int, advice: str) -> None:
+        on_host = self.device == "cpu"
+        total = host_memory().total_bytes if on_host else torch.cuda.mem_get_info(self.device)[1]
+        needed = self.num_parameters(shape) * self.dtype.itemsize + cache_bytes
+        if needed > total:
+            raise InputError(
+                f"memory: {'this machine' if on_host else self.device} has {total / _GIB:.1f} GiB, and {self.folder} takes "
+                f"at least {needed / _GIB:.1f} GiB in {self.precision}; {advice}"
+            )
+
+    def _described(self, completion: Completion) -> TextCompletion:
+        tokens = bytes_to_tokens(completion.tokens).tolist()
+        return TextCompletion(
+            text=self.tokenizer.decode(tokens),
+            tokens=tokens,
+            logprobs=bytes_to_floats(completion.behavior_logprobs).tolist(),
+            finish_reason="length" if completion.truncated else "stop",
+        )
+
+
+def choose_device(device: str, name: str = "device") -> str:
+    """The device to compute on: what `auto` means here, or the one asked for if it can be used. `name`: for errors."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise InputError(f"{name} {device}: expected auto, cpu, cuda or cuda:N")
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"{name} {device}: cannot be used here ({str(error).splitlines()[0]})") from None
+    return device
+
+
+def dtype_on(setting: str, device: str) -> torch.dtype:
+    """The dtype of a setting; `auto` is bfloat16 on a GPU, float32 elsewhere."""
+    if setting == "auto":
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    dtype: torch.dtype = getattr(torch, setting)
+    return dtype
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    """Constructors look at no limits, so they are checked here."""
+    try:
+        convert(asdict(sampling), Sampling)
+    except ValidationError as error:
+        reason, _, field = str(error).partition(" - at `$.")
+        raise ArgumentError(f"sampling.{field.rstrip('`')}", reason.replace("`", "").lower()) from None
