@@ -47,7 +47,7 @@ class JudgeFailed(Exception):
 
 
 class _TransientFailure(JudgeFailed):
-    """A failure that another attempt may not meet."""
+    """A failure that may not occur again in another attempt."""
 
 
 def load_llm_judge(settings: LLMJudgeConfig) -> Scorer:
@@ -105,7 +105,7 @@ def _ask_with_retries(settings: LLMJudgeConfig, client: httpx.Client, body: byte
 
 
 def _make_client(settings: LLMJudgeConfig) -> httpx.Client:
-    """Made once, before the worker forks. It keeps no connection open, so children share nothing.
+    """Make the client, once, before the worker forks. It keeps no connection open, so children share nothing.
 
     It takes no proxy, key or certificate from httpx's environment variables, asks for uncompressed replies, and follows no
     redirect: the key is meant for this endpoint alone.
@@ -138,7 +138,7 @@ def _ask(client: httpx.Client, body: bytes) -> str:
 
 
 def _read_at_most(response: httpx.Response, max_bytes: int) -> bytes:
-    """Raw bytes: decompression is how a small reply becomes a large one."""
+    """Read raw bytes, since decompression could make a small reply large."""
     data = bytearray()
     for chunk in response.iter_raw():
         data += chunk
@@ -148,7 +148,7 @@ def _read_at_most(response: httpx.Response, max_bytes: int) -> bytes:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """The operating system's error, such as ConnectionRefusedError, behind those of the HTTP library."""
+    """Return the operating system's error behind an error of httpx, such as ConnectionRefusedError."""
     while error.__context__ is not None:
         error = error.__context__
     return error
@@ -188,7 +188,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _key(settings: LLMJudgeConfig) -> str:
-    """The key comes from the environment alone; it is in no file, message or log."""
+    """Return the key, which comes from the environment alone and is in no file, message or log."""
     key = os.environ.get(settings.key_env, "") if settings.key_env else ""
     if settings.key_env and not key:
         raise ConfigError(f"llm_judge.key_env: there is no environment variable {settings.key_env}")

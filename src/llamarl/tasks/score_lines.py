@@ -1,4 +1,4 @@
-"""`llamarl score`: completions in as JSON lines, verdicts out as JSON lines, one for one and in order."""
+"""`llamarl score`: reads completions as JSON lines and writes one verdict per line, in the same order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LINES_AHEAD = 16  # each may be 10 MB
 _PATIENCE_S = 0.05
 _NOTHING = ScorerRequirements()
 
-# What is told of one line: an outcome, or why the line could not be judged.
+# The result for one line: a judgment, or why the line could not be judged.
 Told = Judgment | str
 
 
@@ -29,12 +29,12 @@ def score_lines(source: BinaryIO, target: TextIO, notes: TextIO, judge: Judge, s
 
 
 class _Session:
-    """Reads ahead, so that several answers are judged at once; each verdict is written as soon as its turn has come."""
+    """Reads ahead, so that several answers are judged at once, and writes verdicts in order."""
 
     def __init__(self, target: TextIO, notes: TextIO, judge: Judge, scorer: str) -> None:
         self._target, self._notes, self._judge, self._scorer = target, notes, judge, scorer
         self._wanted = judge.wanted
-        self._told: dict[int, Told] = {}  # verdicts whose turn has not come
+        self._told: dict[int, Told] = {}  # verdicts that wait for those of earlier lines
         self._num_read = self._num_written = 0
 
     def run(self, source: BinaryIO) -> None:
@@ -51,7 +51,7 @@ class _Session:
         return self._num_read - self._num_written
 
     def _take(self, lines: queue.Queue[bytes | None]) -> bool:
-        """Lines that are there, or, if there is nothing else to do, the next one. False after the last."""
+        """Submit the lines that have arrived, or wait for one if nothing is in progress. Returns False at the end."""
         for line in _arrived(lines, wait=not self._num_underway):
             if line is None:
                 return False
@@ -82,7 +82,7 @@ def _feed(source: BinaryIO, lines: queue.Queue[bytes | None]) -> None:
 
 
 def _arrived(lines: queue.Queue[bytes | None], *, wait: bool) -> Iterator[bytes | None]:
-    """One line, waited for if nothing else is to be done, and then what lies there already."""
+    """Yield the lines that have arrived; with `wait`, wait for the first."""
     if wait:
         yield lines.get()
     with suppress(queue.Empty):
@@ -91,7 +91,7 @@ def _arrived(lines: queue.Queue[bytes | None], *, wait: bool) -> Iterator[bytes 
 
 
 def read_line(line: bytes, scorer: str, wanted: ScorerRequirements = _NOTHING) -> tuple[str, Problem]:
-    """Raises ValueError for what is no question. Lone surrogates are let through: models write them."""
+    """Parse one line. Raises ValueError if it is invalid. Lone surrogates are allowed, since models write them."""
     try:
         row = json.loads(line.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
@@ -124,7 +124,7 @@ def _text(row: dict[str, object], field: str, default: object = None) -> str:
 
 
 def _write(target: TextIO, notes: TextIO, number: int, told: Told) -> None:
-    """Why something was not judged goes to the notes, since the line itself has three fields and no more."""
+    """Write the verdict as a line of three fields. A reason, if there is one, goes to `notes`."""
     if isinstance(told, str):
         row: dict[str, object] = {"reward": None, "status": "bad input", "seconds": 0.0}
         reason = told

@@ -1,7 +1,7 @@
-"""One program, run once: started behind its walls, fed, listened to, ended. Whoever asks stays outside.
+"""Runs one program once: starts it behind its walls, feeds it, reads its output and ends it.
 
-The caller must have no threads, since it forks. What a run says of itself goes over a pipe that the program never holds,
-each line with the nonce of this run; without the line that says the walls stood, its output counts for nothing.
+The caller forks, so it must have no threads. Our own processes report over a pipe that the program never holds, each line
+with the run's nonce. Without the line that says that the walls stand, the program's output is ignored.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from llamarl.tasks.sandbox.walls import Walls, enclose, leave
 from llamarl.tasks.workers.confine import die_with_parent
 
 _READ_BYTES = 1 << 16
-_MOVED = 100  # descriptors are moved above this before they take their places
-_STATUS = 5  # where the program's process holds the status pipe until it becomes the program
+_MOVED = 100  # descriptors are moved above this number before they get their final numbers
+_STATUS = 5  # descriptor of the status pipe in the child, until it executes the program
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-_GRACE_S = 2.0  # for what is killed to be gone
+_GRACE_S = 2.0  # time for killed processes to end
 
 
 class SandboxError(LlamaRLError):
-    """The walls could not be put up, so nothing was run. It says nothing of the program."""
+    """The walls could not be put up, so nothing was run. The program is not to blame."""
 
 
 class Ran(NamedTuple):
-    """How a program ended, and what it had said by then."""
+    """How a program ended, and its output."""
 
     how: Literal["ended", "timeout", "flooded"]
-    status: int  # as `os.wait` gives it
+    status: int  # as returned by `os.wait`
     stdout: bytes
     stderr: bytes
-    results: list[Any] | None = None  # of calls
+    results: list[Any] | None = None  # returned by the calls, if any were made
 
     @property
     def succeeded(self) -> bool:
@@ -52,12 +52,12 @@ class Sandbox:
         self.walls, self._interpreter, self._limits = walls, interpreter, limits
 
     def run(self, source: str, stdin: str = "") -> Ran:
-        """As a script, with this input."""
+        """Run the program as a script with this input."""
         run = _Run(self.walls, self._interpreter, self._limits, RUN)
         return run.go(_bytes(source), _bytes(stdin))
 
     def call(self, source: str, calls: Sequence[Mapping[str, Any]]) -> Ran:
-        """As a module, whose functions are called: each with `call`, `args` and `kwargs`."""
+        """Import the program as a module and call its functions. Each call has `call` (the name), `args` and `kwargs`."""
         run = _Run(self.walls, self._interpreter, self._limits, CALL)
         asked = json.dumps({"source": source, "calls": list(calls), "nonce": run.nonce})
         return run.go(asked.encode(), b"")
@@ -87,10 +87,10 @@ class _Run:
             os.waitpid(reaper, 0)
         return self._outcome(*said)
 
-    # Outside
+    # In the caller's process
 
     def _listen(self, fds: Sequence[int], reaper: int) -> list[bytes]:
-        """Until all who hold the other ends are gone, which the reaper is the last to be."""
+        """Read until all other ends are closed; the reaper closes its own last. Stops the run at its limits."""
         said = {fd: bytearray() for fd in fds}
         poll, left = select.poll(), set(fds)
         for fd in fds:
@@ -108,7 +108,7 @@ class _Run:
 
     @staticmethod
     def _hear(said: bytearray, fd: int, poll: select.poll) -> bool:
-        """False when there is nothing more to come."""
+        """Read once. Returns False at the end of the stream."""
         data = os.read(fd, _READ_BYTES)
         said += data
         if not data:
@@ -117,7 +117,7 @@ class _Run:
 
     @staticmethod
     def _drain(said: bytearray, status: int, reaper: int) -> None:
-        """The reaper's last words; it ends the program, sees all of it gone, and follows. One that does not is ended too."""
+        """Read the reaper's last lines while it ends the program and then itself. A reaper that is late is killed."""
         poll, deadline_s = select.poll(), time.monotonic() + _GRACE_S
         poll.register(status, select.POLLIN)
         while poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
@@ -135,12 +135,12 @@ class _Run:
         return Ran(self._stopped or "ended", code, stdout, stderr, self._results(results))
 
     def _words(self, status: bytes) -> dict[str, str]:
-        """What our own processes said of this run."""
+        """Return what our own processes reported about this run."""
         lines = [line.split(" ", 2) for line in status.decode(errors="replace").splitlines()]
         return {word: rest for nonce, word, rest in (line for line in lines if len(line) == 3) if nonce == self.nonce}
 
     def _results(self, said: bytes) -> list[Any] | None:
-        """Only whole, only once, only of this run."""
+        """Return the results if they are complete, written once, and of this run."""
         if not said.startswith(self.nonce.encode()):
             return None
         try:
@@ -149,13 +149,13 @@ class _Run:
             return None
         return results if isinstance(results, list) else None
 
-    # In the reaper, which stays outside of the program's namespaces and knows when all in there are gone
+    # In the reaper, which stays outside of the program's namespaces and sees when all processes in there are gone
 
     def _reap(self, fds: Sequence[int], status: int, parent: int) -> NoReturn:
         try:
             leave(self._walls)
             die_with_parent(parent)
-            # Taken only while there is somebody to end: until it is reaped, its number is its own.
+            # SIGTERM is taken only before the child is reaped, since its pid may be reused afterwards.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             pid = os.fork()
             if pid == 0:
@@ -196,13 +196,13 @@ _ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
-    "OMP_NUM_THREADS": "1",  # each thread of an array library would reserve more than a program may have
+    "OMP_NUM_THREADS": "1",  # each thread of an array library reserves more memory than a program may have
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 
 def _place(fds: Sequence[int]) -> None:
-    """These descriptors as 0, 1, 2 ... and no others."""
+    """Renumber these descriptors to 0, 1, 2, ... and close all others."""
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _MOVED) for fd in fds]
     for place, fd in enumerate(moved):
         os.dup2(fd, place)
@@ -210,7 +210,7 @@ def _place(fds: Sequence[int]) -> None:
 
 
 def _sealed(data: bytes) -> int:
-    """A file without a name that nobody can change any more."""
+    """Return a memfd with this content that can no longer be changed."""
     fd = os.memfd_create("input", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     view = memoryview(data)
     while view:

@@ -1,4 +1,4 @@
-"""A pool of workers that never shrinks: whoever dies or does not answer is replaced at once, and its answer is a failure."""
+"""A pool of workers of constant size. A worker that dies or hangs is replaced at once; its request counts as failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llamarl.errors import ConfigError, JobFailed
 from llamarl.tasks.own_scorers import Signature
 from llamarl.tasks.workers.protocol import Inbox, NotReady, Ready, Setup, Verdict, WorkRequest, decode_reply, send
 
-# A worker kills its child itself; one that has not answered after so many times the limit, and this on top, is stuck.
+# Workers kill late children themselves. A worker that takes this many times the limit, plus the grace time, hangs.
 _PATIENCE = 5
 _GRACE_S = 3.0
 _START_S = 120.0
@@ -61,7 +61,7 @@ class WorkerHandle:
         send(self.connection, ask)
 
     def end(self) -> None:
-        """Ask it to go, with all that its answers have started; one that does not is killed."""
+        """Ask the worker to end itself and all that its answers have started; kill it if it is late."""
         self.connection.close()
         self.process.terminate()
         try:
@@ -82,6 +82,8 @@ def _end_all(workers: list[WorkerHandle]) -> None:
 
 
 class WorkerPool:
+    """Distributes requests over workers and collects their verdicts."""
+
     def __init__(self, setup: Setup, count: int) -> None:
         self._setup = setup
         self._workers: list[WorkerHandle] = []
@@ -89,7 +91,7 @@ class WorkerPool:
         self._queue: deque[tuple[int, WorkRequest]] = deque()
         self._lost: list[Finished] = []
         self._failed_starts = 0
-        self.signatures: dict[str, Signature] = {}  # of the user's own scorers, once a worker is up
+        self.signatures: dict[str, Signature] = {}  # of the user's own scorers; known once a worker is up
         self._workers.extend(WorkerHandle(setup) for _ in range(count))
 
     @property
@@ -101,17 +103,17 @@ class WorkerPool:
         return len(self._queue) + len(self._lost) + sum(worker.ticket is not None for worker in self._workers)
 
     def wait_until_up(self) -> None:
-        """Raises ConfigError if the scorers cannot be loaded."""
+        """Wait for all workers. Raises ConfigError if the scorers cannot be loaded."""
         while not all(worker.up for worker in self._workers):
             self._listen(1.0)
 
     def submit(self, ticket: int, ask: WorkRequest) -> None:
-        """The verdict comes out of `collect` under this ticket, sooner or later, whatever happens."""
+        """Queue a request. Whatever happens, `collect` returns one verdict under this ticket."""
         self._queue.append((ticket, ask))
         self._hand_out()
 
     def collect(self, wait_s: float) -> list[Finished]:
-        """What is finished; waits for something at most so long."""
+        """Return finished verdicts, after waiting at most `wait_s` for one."""
         self._hand_out()
         finished = self._listen(0.0 if self._lost else wait_s)
         self._hand_out()

@@ -1,7 +1,7 @@
-"""A worker: loads its scorers, or its tool, once, then forks a child for every answer, so that no answer can touch the next.
+"""A worker: loads its scorers or its tool once, then forks a child for every answer, so that no answer can affect the next.
 
-Run as a program: `python -m llamarl.tasks.workers.worker FD PARENT`. The worker itself never looks into a completion. The
-child does, under limits, and says one verdict over a pipe of its own; when it is late it is killed.
+Run as a program: `python -m llamarl.tasks.workers.worker FD PARENT`. The worker itself never reads a completion. The child
+does, under limits, and sends one verdict over its own pipe. A late child is killed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from llamarl.tasks.workers.protocol import (
 _READ_BYTES = 1 << 16
 _MAX_VERDICT_BYTES = 1 << 26
 Scorer = Callable[..., Any]
-_PLAIN = Signature()  # of our own scorers
+_PLAIN = Signature()  # of the built-in scorers
 
 
 def load_scorers(setup: Setup) -> dict[str, Scorer]:
@@ -72,19 +72,19 @@ def _load(name: str, setup: Setup) -> Scorer:
     if name == "code":
         return load_examiner(setup.sandbox, share=setup.share_of_tests)
     if name == "llm_judge":
-        from llamarl.tasks.llm_judge import load_llm_judge  # brings TLS along, which no other worker needs
+        from llamarl.tasks.llm_judge import load_llm_judge  # imports TLS and httpx, which no other worker needs
 
         return load_llm_judge(setup.llm)
     return load_function("reward.scorer", name)
 
 
 def _regex_scorer(source: str) -> Scorer:
-    """Found or not; where the pattern has a group, the last match's first group must be the answer."""
+    """Whether the pattern is found. If it has a group, the first group of the last match must be the answer."""
     pattern = re.compile(source)
 
     def score(completion: str, answer: str, prompt: str) -> float:
         last = None
-        for last in pattern.finditer(completion):  # noqa: B007, only the last is wanted
+        for last in pattern.finditer(completion):  # noqa: B007, only the last match is needed
             pass
         if last is None or not pattern.groups:
             return float(last is not None)
@@ -94,7 +94,7 @@ def _regex_scorer(source: str) -> Scorer:
 
 
 class LoadedScorers(NamedTuple):
-    """What a worker is for: scorers, or a tool."""
+    """What a worker has loaded: scorers, or a tool."""
 
     scorers: dict[str, Scorer]
     tool: Tool | None
@@ -102,10 +102,12 @@ class LoadedScorers(NamedTuple):
 
 
 class Worker:
+    """Judges each request in a child process of its own."""
+
     def __init__(self, setup: Setup, loaded: LoadedScorers, connection: socket.socket) -> None:
         self._setup, self._loaded, self._connection = setup, loaded, connection
         self._foreign = loaded.tool is not None or any(map(_needs_the_machine, setup.scorers))
-        # What a program may have is kept from it by its own walls; it must only not be less than they allow.
+        # The sandbox limits programs; the limit of this process must not be below the sandbox's.
         runs = "code" in setup.scorers or setup.conversation.tool == "python"
         self._memory_mb = max(setup.memory_mb, setup.sandbox.memory_mb if runs else 0)
 
@@ -137,7 +139,7 @@ class Worker:
         return Verdict("error", reason=f"its process ended without a verdict ({_describe(status)})")
 
     def _live(self, ask: WorkRequest, writing: int, parent: int) -> None:
-        """The child's whole life."""
+        """Everything that the child does; never returns."""
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.setpgid(0, 0)
@@ -156,7 +158,7 @@ def _answer(ask: WorkRequest, loaded: LoadedScorers, limit_s: float) -> Verdict:
         if loaded.tool and ask.call:
             return _use(loaded.tool, ask.call)
         return _gather(ask.items, loaded, limit_s) if ask.gathered else Verdict("ok", _rewards(ask, loaded))
-    # It may be the user's own: its failure is not a wrong answer.
+    # The function may be the user's own; its failure is not a wrong answer.
     except (Exception, SystemExit, Refused) as error:
         return failure(error, "scorer" if loaded.tool is None else "tool")
 
@@ -169,8 +171,8 @@ def _use(tool: Tool, call: Call) -> Verdict:
 
 
 def _gather(items: tuple[Item, ...], loaded: LoadedScorers, limit_s: float) -> Verdict:
-    """Coroutines of the user's, at the same time; what is late or fails takes none of the others along. They are cancelled
-    shortly before the whole process is killed."""
+    """Run the user's coroutines concurrently. Failures and time-outs do not affect the others: late coroutines are cancelled
+    shortly before the process would be killed."""
 
     async def each() -> list[Verdict]:
         return await asyncio.gather(*(judge(item) for item in items))
@@ -183,8 +185,8 @@ def _gather(items: tuple[Item, ...], loaded: LoadedScorers, limit_s: float) -> V
 
 
 def _rewards(ask: WorkRequest, loaded: LoadedScorers) -> tuple[float, ...]:
-    """The user's own functions and programs first: they may need files, a network, processes, which our own scorers give up
-    before they begin."""
+    """Run the user's functions and programs first: they may need files, a network or processes. The process gives these up
+    before our own scorers start."""
     found = {index: _score(item, loaded) for index, item in enumerate(ask.items) if _needs_the_machine(item.scorer)}
     seal()
     found |= {index: _score(item, loaded) for index, item in enumerate(ask.items) if index not in found}
@@ -218,7 +220,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _read(reading: int, deadline_s: float) -> bytes | None:
-    """The child's one message, or nothing when it ends without one; None when it is late."""
+    """Return the child's message, empty bytes if it ended without one, or None if it is late."""
     reader, poll = FrameReader(_MAX_VERDICT_BYTES), select.poll()
     poll.register(reading, select.POLLIN)
     while (left_s := deadline_s - time.monotonic()) > 0 and poll.poll(left_s * 1000):
@@ -233,7 +235,7 @@ def _read(reading: int, deadline_s: float) -> bytes | None:
 
 
 def _end(pid: int) -> tuple[int, float]:
-    """Make sure that nothing of the child, or of what it may have started, is left."""
+    """Kill the child and everything that it started. Returns its exit status and peak memory in MB."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):
@@ -244,7 +246,7 @@ def _end(pid: int) -> tuple[int, float]:
 
 
 def _end_strays() -> None:
-    """What the child had started and left its group has become ours, since orphans are adopted here."""
+    """Kill processes that the child started and that left its group; as orphans they have become our children."""
     with suppress(ChildProcessError):
         while True:
             for stray in _children():
@@ -254,7 +256,7 @@ def _end_strays() -> None:
 
 
 def _leave(number: int, frame: object) -> None:
-    """The pool is gone, or has no more use for this worker: what an answer has started goes with it."""
+    """On SIGTERM: the pool is gone, or has ended this worker. Kill what answers have started, then exit."""
     _end_strays()
     os._exit(0)
 
@@ -281,11 +283,11 @@ def _prepare(setup: Setup) -> LoadedScorers | NotReady:
         return NotReady(f"reward.pattern: {error}")
     except LlamaRLError as error:
         return NotReady(str(error))
-    except (Exception, SystemExit) as error:  # importing a user's file may fail in any way
+    except (Exception, SystemExit) as error:  # importing the user's file may raise anything
         return NotReady(f"{error}" if isinstance(error, ImportError) else f"{type(error).__name__}: {error}")
     gc.collect()
     gc.freeze()
-    gc.disable()  # in a child that lives for one answer it would only touch every page
+    gc.disable()  # in a short-lived child it would only copy shared pages
     return loaded
 
 
@@ -294,7 +296,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _leave)
     die_with_parent(parent, signal.SIGTERM)
     adopt_orphans()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those above
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parents
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = socket.socket(fileno=fd)
     inbox = Inbox(connection)
