@@ -67,17 +67,17 @@ def _jsonl(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Exam
     shown = bool(settings.few_shot) and not settings.solution_field
     optional = not needs_answer and not shown and row.get(settings.answer_field) in (None, "")
     answer = "" if optional else text_field(row, settings.answer_field)
-    return _asked(settings, row, answer, answer)
+    return _make_example(settings, row, answer, answer)
 
 
 def _code(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example:
     """Read a row that has `tests` instead of an answer. A solution is needed only for few-shot prompts."""
     if "tests" not in row:
         raise BadRow(f"no field 'tests'; there are: {', '.join(map(repr, row)) or 'none'}")
-    return _asked(settings, row, check_tests(row["tests"]), "")
+    return _make_example(settings, row, check_tests(row["tests"]), "")
 
 
-def _asked(settings: DatasetConfig, row: Row, answer: str, solution: str) -> Example:
+def _make_example(settings: DatasetConfig, row: Row, answer: str, solution: str) -> Example:
     """`solution` is the default for rows without a worked solution."""
     solution = text_field(row, settings.solution_field) if settings.solution_field else solution
     prompt = row.get(settings.prompt_field)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-_REMEMBERED = 1000  # number of recent attempts in the share of failures
-_MOST_KINDS = 20  # limit of reported kinds, since a broken scorer may fail differently on every answer
-_LEAST = 100  # fewest attempts for a share, so that a failure at the start does not end the job
+_NUM_RECENT = 1000  # number of recent attempts in the share of failures
+_MAX_KINDS = 20  # limit of reported kinds, since a broken scorer may fail differently on every answer
+_MIN_ATTEMPTS = 100  # fewest attempts for a share, so that a failure at the start does not end the job
 
 
 def to_stderr(text: str) -> None:
@@ -44,7 +44,7 @@ class FailureLog:
         """Record a failure. Returns whether its kind is new: its place in the code or, without one, its message."""
         self.last = reason
         kind = "\n".join(line for line in trace.splitlines() if line.startswith("  File ")) or reason
-        if kind in self._seen or len(self._seen) >= _MOST_KINDS:
+        if kind in self._seen or len(self._seen) >= _MAX_KINDS:
             return False
         self._seen.add(kind)
         self._write(f"{reason}\n{trace}".rstrip())
@@ -54,9 +54,9 @@ class FailureLog:
 class FailureShare:
     """The share of failures among the last thousand attempts."""
 
-    def __init__(self, most: float) -> None:
-        self._most = most
-        self._failed: deque[bool] = deque(maxlen=_REMEMBERED)
+    def __init__(self, max_share: float) -> None:
+        self._max_share = max_share
+        self._failed: deque[bool] = deque(maxlen=_NUM_RECENT)
 
     def note(self, *, failed: bool) -> None:
         self._failed.append(failed)
@@ -65,5 +65,5 @@ class FailureShare:
     def excess(self) -> tuple[int, int] | None:
         """Return (failures, attempts) if the share is above the limit, else None."""
         failed = sum(self._failed)
-        too_many = failed > self._most * max(len(self._failed), _LEAST)
+        too_many = failed > self._max_share * max(len(self._failed), _MIN_ATTEMPTS)
         return (failed, len(self._failed)) if too_many else None

@@ -22,7 +22,7 @@ class NotReadable(Exception):
     """The text cannot be read. The reader itself also raises exceptions then."""
 
 
-def mend_reader() -> None:
+def patch_reader() -> None:
     """Replace the three incorrect methods of the reader."""
     import sympy
     from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy

@@ -14,10 +14,10 @@ from typing import Any
 
 from llamarl.tasks.comparison import is_multiple, same_value
 from llamarl.tasks.latex import members_of, plain_latex
-from llamarl.tasks.latex_reader import mend_reader
+from llamarl.tasks.latex_reader import patch_reader
 from llamarl.tasks.magnitude import is_small
 from llamarl.tasks.numbers import read_number
-from llamarl.tasks.without_eval import take_out_eval
+from llamarl.tasks.without_eval import remove_eval
 from llamarl.tasks.work_limit import MAX_COMPARING_CALLS, MAX_READING_CALLS, within_bounds
 
 EXTRA_MISSING = "the math scorer needs math-verify: pip install 'llamarl[math]'"
@@ -80,9 +80,9 @@ def load_equal() -> Callable[[str, str], bool]:
         raise ImportError(EXTRA_MISSING) from None
     from latex2sympy2_extended import NormalizationConfig
 
-    take_out_eval()
-    mend_reader()
-    _mend_grader()
+    remove_eval()
+    patch_reader()
+    _patch_grader()
     logging.disable(logging.CRITICAL)  # math-verify warns that its own time-outs are off
     as_it_is = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
@@ -169,7 +169,7 @@ def _is_infinite(expression: Any) -> bool:
     return bool(expression.has(*endless) or expression.doit().has(*endless))
 
 
-def _mend_grader() -> None:
+def _patch_grader() -> None:
     """Make math-verify compare values by our rule, and accept multiples of an equation without solving it."""
     from math_verify import grader
     from sympy import Eq

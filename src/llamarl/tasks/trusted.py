@@ -34,17 +34,17 @@ class Trusted(Generic[T]):
         self.signatures = {name: signature_of(name, function) for name, function in functions.items()}
         self.counts = Counts()  # failed attempts
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._places = asyncio.Semaphore(settings.concurrency)
-        self._underway: dict[asyncio.Task[Verdict], T] = {}
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._running: dict[asyncio.Task[Verdict], T] = {}
 
     def __len__(self) -> int:
-        return len(self._underway)
+        return len(self._running)
 
     def __contains__(self, name: str) -> bool:
         return name in self._functions
 
     def ask(
-        self, what: T, name: str, completions: Sequence[str], answer: str, prompt: str, columns: Mapping[str, Any]
+        self, context: T, name: str, completions: Sequence[str], answer: str, prompt: str, columns: Mapping[str, Any]
     ) -> Verdict | None:
         """Return the verdict of a plain function, or None for a coroutine, whose verdict `collect` returns."""
         function, signature = self._functions[name], self.signatures[name]
@@ -56,27 +56,27 @@ class Trusted(Generic[T]):
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 weakref.finalize(self, self._loop.close)
-            task = self._loop.create_task(self._settle(attempt, signature, len(completions)))
-            self._underway[task] = what
+            task = self._loop.create_task(self._judge_async(attempt, signature, len(completions)))
+            self._running[task] = context
             return None
         return self._judge(attempt, signature, len(completions))
 
     def collect(self, wait_s: float) -> list[tuple[T, Verdict]]:
         """Return finished verdicts, after waiting at most `wait_s` for one."""
-        if not self._underway or self._loop is None:
+        if not self._running or self._loop is None:
             return []
-        waiting = asyncio.wait(self._underway, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        waiting = asyncio.wait(self._running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         done, _ = _run(self._loop, waiting)
-        return [(self._underway.pop(task), task.result()) for task in done]
+        return [(self._running.pop(task), task.result()) for task in done]
 
     def close(self) -> None:
         if self._loop is None:
             return
-        for task in self._underway:
+        for task in self._running:
             task.cancel()
-        if self._underway:
-            _run(self._loop, asyncio.wait(self._underway, timeout=1.0))
-        self._underway.clear()
+        if self._running:
+            _run(self._loop, asyncio.wait(self._running, timeout=1.0))
+        self._running.clear()
         self._loop.close()
         self._loop = None
 
@@ -94,9 +94,9 @@ class Trusted(Generic[T]):
             self.counts.add(verdict.status)
         return replace(verdict, seconds=time.monotonic() - start_s)
 
-    async def _settle(self, attempt: Callable[[], Any], signature: Signature, count: int) -> Verdict:
+    async def _judge_async(self, attempt: Callable[[], Any], signature: Signature, count: int) -> Verdict:
         for _ in range(self._settings.retries + 1):
-            async with self._places:
+            async with self._slots:
                 verdict = await timed(attempt, signature, count, self._settings.timeout_s)
             if verdict.status == "ok":
                 break

@@ -30,7 +30,7 @@ _PACKAGES = (
 )
 
 
-def take_out_eval() -> None:
+def remove_eval() -> None:
     """Make SymPy, math-verify and its parser read a number or refuse, wherever they would evaluate text."""
     import latex2sympy2_extended.latex2sympy2
     import math_verify.parser
@@ -47,13 +47,13 @@ def take_out_eval() -> None:
         raise SyntaxError("not a plain number")
 
     _import_all()
-    _take_out_monomial_code()
-    _take_out_lambdify()
+    _remove_monomial_code()
+    _remove_lambdify()
     for module in (sympy.parsing.sympy_parser, math_verify.parser, latex2sympy2_extended.latex2sympy2):
         module.parse_expr = read_number
 
 
-def _take_out_monomial_code() -> None:
+def _remove_monomial_code() -> None:
     """Use SymPy's plain functions for monomials instead of the Python code that it generates for each number of
     variables."""
     from sympy.polys import monomials
@@ -66,7 +66,7 @@ def _take_out_monomial_code() -> None:
         setattr(monomials.MonomialOps, name, lambda self, function=function: function)
 
 
-def _take_out_lambdify() -> None:
+def _remove_lambdify() -> None:
     """Replace `lambdify` where SymPy uses it internally: for roots of polynomials and for sums of hypergeometric terms."""
     from sympy.core import evalf
     from sympy.polys import rootoftools

@@ -15,7 +15,7 @@ from llamarl.errors import ConfigError
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
 _LOADER_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_ASK = """
+_QUERY = """
 import json, os, sys, sysconfig
 paths = sysconfig.get_paths()
 found = [paths["stdlib"], paths["platstdlib"], sysconfig.get_config_var("LIBDIR") or "", *sys.path]
@@ -69,10 +69,10 @@ class Interpreter(Struct, frozen=True):
 
 def find_interpreter(path: str) -> Interpreter:
     """Return our own Python without its installed packages, or the Python at `path` with all that it has."""
-    command = _without_links_on_the_way(os.path.expanduser(path)) if path else os.path.realpath(sys.executable)
+    command = _resolve_folder(os.path.expanduser(path)) if path else os.path.realpath(sys.executable)
     options = ("-I", "-B", "-X", "utf8") if path else ("-I", "-B", "-X", "utf8", "-S")
     try:
-        done = subprocess.run([command, *options, "-c", _ASK], capture_output=True, timeout=_START_S, check=True)
+        done = subprocess.run([command, *options, "-c", _QUERY], capture_output=True, timeout=_START_S, check=True)
         found: list[str] = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigError(f"sandbox.python: {command} cannot be asked where its modules are: {error}") from None
@@ -81,7 +81,7 @@ def find_interpreter(path: str) -> Interpreter:
     return Interpreter((command, *options), _outermost([command, *real]))
 
 
-def _without_links_on_the_way(path: str) -> str:
+def _resolve_folder(path: str) -> str:
     """Resolve links in the folder only: a virtual environment's interpreter is itself a link and finds modules beside it."""
     folder, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(folder), name)

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from llamarl.config import SandboxConfig as Limits
 from llamarl.errors import LlamaRLError
 from llamarl.tasks.sandbox.interpreter import CALL, RUN, Interpreter
-from llamarl.tasks.sandbox.walls import Walls, enclose, leave
+from llamarl.tasks.sandbox.walls import Walls, enclose, enter_namespaces
 from llamarl.tasks.workers.confine import die_with_parent
 
 _READ_BYTES = 1 << 16
@@ -80,71 +80,71 @@ class _Run:
         for fd in (*writing, *files):
             os.close(fd)
         try:
-            said = self._listen(reading, reaper)
+            output = self._collect(reading, reaper)
         finally:
             for fd in reading:
                 os.close(fd)
             os.waitpid(reaper, 0)
-        return self._outcome(*said)
+        return self._outcome(*output)
 
     # In the caller's process
 
-    def _listen(self, fds: Sequence[int], reaper: int) -> list[bytes]:
+    def _collect(self, fds: Sequence[int], reaper: int) -> list[bytes]:
         """Read until all other ends are closed; the reaper closes its own last. Stops the run at its limits."""
-        said = {fd: bytearray() for fd in fds}
+        output = {fd: bytearray() for fd in fds}
         poll, left = select.poll(), set(fds)
         for fd in fds:
             poll.register(fd, select.POLLIN)
         deadline_s = time.monotonic() + self._limits.wall_s
         while left and (ready := poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000)):
-            left -= {fd for fd, _ in ready if not self._hear(said[fd], fd, poll)}
-            if max(map(len, said.values())) > self._limits.output_kb << 10:
+            left -= {fd for fd, _ in ready if not self._read_once(output[fd], fd, poll)}
+            if max(map(len, output.values())) > self._limits.output_kb << 10:
                 break
         if left:
             self._stopped = "timeout" if time.monotonic() >= deadline_s else "flooded"
             os.kill(reaper, signal.SIGTERM)
-            self._drain(said[fds[-1]], fds[-1], reaper)
-        return [bytes(said[fd]) for fd in fds]
+            self._drain(output[fds[-1]], fds[-1], reaper)
+        return [bytes(output[fd]) for fd in fds]
 
     @staticmethod
-    def _hear(said: bytearray, fd: int, poll: select.poll) -> bool:
+    def _read_once(output: bytearray, fd: int, poll: select.poll) -> bool:
         """Read once. Returns False at the end of the stream."""
         data = os.read(fd, _READ_BYTES)
-        said += data
+        output += data
         if not data:
             poll.unregister(fd)
         return bool(data)
 
     @staticmethod
-    def _drain(said: bytearray, status: int, reaper: int) -> None:
+    def _drain(output: bytearray, status: int, reaper: int) -> None:
         """Read the reaper's last lines while it ends the program and then itself. A reaper that is late is killed."""
         poll, deadline_s = select.poll(), time.monotonic() + _GRACE_S
         poll.register(status, select.POLLIN)
         while poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
             data = os.read(status, _READ_BYTES)
-            said += data
+            output += data
             if not data:
                 return
         os.kill(reaper, signal.SIGKILL)
 
     def _outcome(self, stdout: bytes, stderr: bytes, results: bytes, status: bytes) -> Ran:
-        words = self._words(status)
-        if "walled" not in words:
-            raise SandboxError(f"sandbox: {words.get('failed') or 'its process ended before its walls stood'}")
-        code = int(words.get("ended") or -1)
+        reports = self._reports(status)
+        if "walled" not in reports:
+            raise SandboxError(f"sandbox: {reports.get('failed') or 'its process ended before its walls stood'}")
+        code = int(reports.get("ended") or -1)
         return Ran(self._stopped or "ended", code, stdout, stderr, self._results(results))
 
-    def _words(self, status: bytes) -> dict[str, str]:
+    def _reports(self, status: bytes) -> dict[str, str]:
         """Return what our own processes reported about this run."""
         lines = [line.split(" ", 2) for line in status.decode(errors="replace").splitlines()]
         return {word: rest for nonce, word, rest in (line for line in lines if len(line) == 3) if nonce == self.nonce}
 
-    def _results(self, said: bytes) -> list[Any] | None:
+    def _results(self, output: bytes) -> list[Any] | None:
         """Return the results if they are complete, written once, and of this run."""
-        if not said.startswith(self.nonce.encode()):
+        if not output.startswith(self.nonce.encode()):
             return None
         try:
-            results = json.loads(said[len(self.nonce) :], parse_constant=_refuse_constant)
+            results = json.loads(output[len(self.nonce) :], parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return None
         return results if isinstance(results, list) else None
@@ -153,41 +153,41 @@ class _Run:
 
     def _reap(self, fds: Sequence[int], status: int, parent: int) -> NoReturn:
         try:
-            leave(self._walls)
+            enter_namespaces(self._walls)
             die_with_parent(parent)
             # SIGTERM is taken only before the child is reaped, since its pid may be reused afterwards.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             pid = os.fork()
             if pid == 0:
-                self._become_the_program(fds, status)
+                self._exec_program(fds, status)
             for fd in fds:
                 os.close(fd)
             signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, signal.SIGKILL))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-            self._say(status, "ended", str(os.waitpid(pid, 0)[1]))
+            self._report(status, "ended", str(os.waitpid(pid, 0)[1]))
         except BaseException as error:
-            self._say(status, "failed", _line(error))
+            self._report(status, "failed", _line(error))
         finally:
             os._exit(0)
 
-    def _become_the_program(self, fds: Sequence[int], status: int) -> NoReturn:
+    def _exec_program(self, fds: Sequence[int], status: int) -> NoReturn:
         try:
             os.setsid()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-            _place([*fds, status])
+            _renumber([*fds, status])
             os.set_inheritable(_STATUS, False)
             enclose(self._walls, self._interpreter, self._limits)
-            self._say(_STATUS, "walled", "in")
+            self._report(_STATUS, "walled", "in")
             command = [*self._interpreter.command, "-c", self._script]
             os.execve(self._interpreter.executable, command, _ENVIRONMENT)
         except BaseException as error:
-            self._say(_STATUS, "failed", _line(error))
+            self._report(_STATUS, "failed", _line(error))
         finally:
             os._exit(1)
 
-    def _say(self, fd: int, word: str, rest: str) -> None:
+    def _report(self, fd: int, word: str, rest: str) -> None:
         os.write(fd, f"{self.nonce} {word} {rest}\n".encode())
 
 
@@ -201,7 +201,7 @@ _ENVIRONMENT = {
 }
 
 
-def _place(fds: Sequence[int]) -> None:
+def _renumber(fds: Sequence[int]) -> None:
     """Renumber these descriptors to 0, 1, 2, ... and close all others."""
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _MOVED) for fd in fds]
     for place, fd in enumerate(moved):

@@ -49,7 +49,7 @@ def walls_to_try() -> tuple[Walls, ...]:
     return tuple(Walls) if os.geteuid() == 0 else (Walls.USER, Walls.BARE)
 
 
-def leave(walls: Walls) -> None:
+def enter_namespaces(walls: Walls) -> None:
     """Called in the reaper: enter the namespaces in which its child, the program, will start."""
     if walls is Walls.ROOT:
         _unshare(_NEW_MOUNTS | _NEW_PID)
@@ -118,7 +118,7 @@ def _enter_own_root(interpreter: Interpreter, limits: Limits) -> None:
     options = f"size={max(limits.file_mb, 1)}m,nr_inodes={_MAX_FILES},mode=755"
     _mount("tmpfs", _NEW_ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     for path in (*interpreter.roots, *devices()):
-        _show(path, read_only=path in interpreter.roots)
+        _bind(path, read_only=path in interpreter.roots)
     for link in _TOP_LINKS:
         if os.path.islink(link):
             os.symlink(os.readlink(link), _NEW_ROOT + link)
@@ -130,7 +130,7 @@ def _enter_own_root(interpreter: Interpreter, limits: Limits) -> None:
     os.chdir("/")
 
 
-def _show(path: str, *, read_only: bool) -> None:
+def _bind(path: str, *, read_only: bool) -> None:
     """Bind `path` to the same path in the new root."""
     target = _NEW_ROOT + path
     if os.path.isdir(path):

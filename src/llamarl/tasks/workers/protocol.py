@@ -59,7 +59,7 @@ class Item(Struct, frozen=True, array_like=True):
 class Call(Struct, frozen=True, array_like=True):
     """The input of a tool: the model's last turn, and all turns including that one."""
 
-    said: bytes
+    text: bytes
     turns: bytes
 
 
@@ -92,7 +92,7 @@ class Verdict(Struct, frozen=True, tag=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
-decode_ask = msgspec.msgpack.Decoder(WorkRequest).decode
+decode_request = msgspec.msgpack.Decoder(WorkRequest).decode
 decode_reply = msgspec.msgpack.Decoder(Ready | NotReady | Verdict).decode
 _decode_turns = msgspec.msgpack.Decoder(tuple[tuple[bytes, bytes], ...]).decode
 decode_verdict = msgspec.msgpack.Decoder(Verdict).decode

@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Errand(Generic[T]):
-    what: T
-    ask: WorkRequest
+class _Pending(Generic[T]):
+    context: T
+    request: WorkRequest
     tries_left: int
     seconds: float = 0.0  # time spent on all attempts, without waiting for a worker
 
@@ -31,11 +31,11 @@ class RetryingPool(Generic[T]):
         self._setup, self._workers, self._retries = setup, workers, retries
         self.counts = Counts()  # failed attempts
         self._pool: WorkerPool | None = None
-        self._underway: dict[int, _Errand[T]] = {}
+        self._pending: dict[int, _Pending[T]] = {}
         self._next_ticket = 0
 
     def __len__(self) -> int:
-        return len(self._underway)
+        return len(self._pending)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -50,23 +50,23 @@ class RetryingPool(Generic[T]):
         """How the user's own scorers are called; known once workers are up."""
         return self._pool.signatures if self._pool else {}
 
-    def send(self, what: T, ask: WorkRequest, retries: int | None = None) -> None:
+    def send(self, context: T, request: WorkRequest, retries: int | None = None) -> None:
         """Submit a request, with the default number of retries or another."""
-        self._submit(_Errand(what, ask, self._retries if retries is None else retries))
+        self._submit(_Pending(context, request, self._retries if retries is None else retries))
 
     def collect(self, wait_s: float) -> list[tuple[T, WorkRequest, Verdict]]:
         """Return finished requests, after waiting at most `wait_s` for one. The seconds of a verdict include all attempts."""
-        back: list[tuple[T, WorkRequest, Verdict]] = []
-        for ticket, verdict in self._pool.collect(wait_s) if self._underway and self._pool else ():
-            errand = self._underway.pop(ticket)
+        finished: list[tuple[T, WorkRequest, Verdict]] = []
+        for ticket, verdict in self._pool.collect(wait_s) if self._pending and self._pool else ():
+            pending = self._pending.pop(ticket)
             self.counts.add(verdict.status)
-            errand.seconds += verdict.seconds
-            if verdict.status != "ok" and errand.tries_left:
-                errand.tries_left -= 1
-                self._submit(errand)
+            pending.seconds += verdict.seconds
+            if verdict.status != "ok" and pending.tries_left:
+                pending.tries_left -= 1
+                self._submit(pending)
             else:
-                back.append((errand.what, errand.ask, replace(verdict, seconds=errand.seconds)))
-        return back
+                finished.append((pending.context, pending.request, replace(verdict, seconds=pending.seconds)))
+        return finished
 
     def close(self) -> None:
         if self._pool:
@@ -77,7 +77,7 @@ class RetryingPool(Generic[T]):
             self._pool = WorkerPool(self._setup(), self._workers)
         return self._pool
 
-    def _submit(self, errand: _Errand[T]) -> None:
+    def _submit(self, pending: _Pending[T]) -> None:
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        self._underway[ticket] = errand
-        self._open_pool().submit(ticket, errand.ask)
+        self._pending[ticket] = pending
+        self._open_pool().submit(ticket, pending.request)

@@ -43,7 +43,7 @@ from llamarl.tasks.workers.protocol import (
     Setup,
     Verdict,
     WorkRequest,
-    decode_ask,
+    decode_request,
     decode_setup,
     decode_verdict,
     encode,
@@ -106,12 +106,12 @@ class Worker:
 
     def __init__(self, setup: Setup, loaded: LoadedScorers, connection: socket.socket) -> None:
         self._setup, self._loaded, self._connection = setup, loaded, connection
-        self._foreign = loaded.tool is not None or any(map(_needs_the_machine, setup.scorers))
+        self._needs_io = loaded.tool is not None or any(map(_needs_io, setup.scorers))
         # The sandbox limits programs; the limit of this process must not be below the sandbox's.
         runs = "code" in setup.scorers or setup.conversation.tool == "python"
         self._memory_mb = max(setup.memory_mb, setup.sandbox.memory_mb if runs else 0)
 
-    def judge(self, ask: WorkRequest) -> Verdict:
+    def judge(self, request: WorkRequest) -> Verdict:
         start_s = time.monotonic()
         reading, writing = os.pipe()
         parent = os.getpid()
@@ -119,52 +119,56 @@ class Worker:
         if pid == 0:
             os.close(reading)
             self._connection.close()
-            self._live(ask, writing, parent)
+            self._run_child(request, writing, parent)
         os.close(writing)
-        said = _read(reading, start_s + KILL_SHARE * self._setup.timeout_s)
+        message = _read_message(reading, start_s + KILL_SHARE * self._setup.timeout_s)
         os.close(reading)
-        status, peak_mb = _end(pid)
+        status, peak_mb = _kill(pid)
         return msgspec.structs.replace(
-            self._verdict(said, status, ask), seconds=time.monotonic() - start_s, peak_mb=peak_mb
+            self._verdict(message, status, request), seconds=time.monotonic() - start_s, peak_mb=peak_mb
         )
 
-    def _verdict(self, said: bytes | None, status: int, ask: WorkRequest) -> Verdict:
-        if said is None:
+    def _verdict(self, message: bytes | None, status: int, request: WorkRequest) -> Verdict:
+        if message is None:
             return Verdict("timeout", reason=f"took longer than {self._setup.timeout_s:g} s")
         with suppress(msgspec.MsgspecError):
-            verdict = decode_verdict(said)
-            whole = len(verdict.each) == len(ask.items) if ask.gathered else len(verdict.rewards) == ask.num_rewards
+            verdict = decode_verdict(message)
+            whole = (
+                len(verdict.each) == len(request.items)
+                if request.gathered
+                else len(verdict.rewards) == request.num_rewards
+            )
             if verdict.status != "ok" or whole:
                 return verdict
         return Verdict("error", reason=f"its process ended without a verdict ({_describe(status)})")
 
-    def _live(self, ask: WorkRequest, writing: int, parent: int) -> None:
+    def _run_child(self, request: WorkRequest, writing: int, parent: int) -> None:
         """Everything that the child does; never returns."""
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.setpgid(0, 0)
             die_with_parent(parent)
-            limit(self._memory_mb, self._setup.timeout_s, on_top=self._foreign)
-            said = encode(_answer(ask, self._loaded, self._setup.timeout_s))
-            view = memoryview(encode_frame(said))
+            limit(self._memory_mb, self._setup.timeout_s, on_top=self._needs_io)
+            message = encode(_judge_request(request, self._loaded, self._setup.timeout_s))
+            view = memoryview(encode_frame(message))
             while view:
                 view = view[os.write(writing, view) :]
         finally:
             os._exit(0)
 
 
-def _answer(ask: WorkRequest, loaded: LoadedScorers, limit_s: float) -> Verdict:
+def _judge_request(request: WorkRequest, loaded: LoadedScorers, limit_s: float) -> Verdict:
     try:
-        if loaded.tool and ask.call:
-            return _use(loaded.tool, ask.call)
-        return _gather(ask.items, loaded, limit_s) if ask.gathered else Verdict("ok", _rewards(ask, loaded))
+        if loaded.tool and request.call:
+            return _call_tool(loaded.tool, request.call)
+        return _gather(request.items, loaded, limit_s) if request.gathered else Verdict("ok", _rewards(request, loaded))
     # The function may be the user's own; its failure is not a wrong answer.
     except (Exception, SystemExit, Refused) as error:
         return failure(error, "scorer" if loaded.tool is None else "tool")
 
 
-def _use(tool: Tool, call: Call) -> Verdict:
-    reply = _settled(tool(unpack_text(call.said), unpack_turns(call.turns)))
+def _call_tool(tool: Tool, call: Call) -> Verdict:
+    reply = _awaited_if_needed(tool(unpack_text(call.text), unpack_turns(call.turns)))
     if reply is not None and not isinstance(reply, str):
         return Verdict("error", reason=f"tool gave {type(reply).__name__}; it must give text, or None at the end")
     return Verdict("ok", reply=None if reply is None else pack_text(reply))
@@ -184,21 +188,23 @@ def _gather(items: tuple[Item, ...], loaded: LoadedScorers, limit_s: float) -> V
     return Verdict("ok", each=tuple(asyncio.run(each())))
 
 
-def _rewards(ask: WorkRequest, loaded: LoadedScorers) -> tuple[float, ...]:
+def _rewards(request: WorkRequest, loaded: LoadedScorers) -> tuple[float, ...]:
     """Run the user's functions and programs first: they may need files, a network or processes. The process gives these up
     before our own scorers start."""
-    found = {index: _score(item, loaded) for index, item in enumerate(ask.items) if _needs_the_machine(item.scorer)}
+    found = {index: _score(item, loaded) for index, item in enumerate(request.items) if _needs_io(item.scorer)}
     seal()
-    found |= {index: _score(item, loaded) for index, item in enumerate(ask.items) if index not in found}
-    return tuple(reward for index in range(len(ask.items)) for reward in found[index])
+    found |= {index: _score(item, loaded) for index, item in enumerate(request.items) if index not in found}
+    return tuple(reward for index in range(len(request.items)) for reward in found[index])
 
 
-def _needs_the_machine(scorer: str) -> bool:
+def _needs_io(scorer: str) -> bool:
     return is_reference(scorer) or scorer in ("code", "llm_judge")
 
 
 def _score(item: Item, loaded: LoadedScorers) -> tuple[float, ...]:
-    return rewards_in(_settled(_call(item, loaded)), loaded.signatures.get(item.scorer, _PLAIN), len(item.completions))
+    return rewards_in(
+        _awaited_if_needed(_call(item, loaded)), loaded.signatures.get(item.scorer, _PLAIN), len(item.completions)
+    )
 
 
 def _call(item: Item, loaded: LoadedScorers) -> Any:
@@ -211,7 +217,7 @@ def _call(item: Item, loaded: LoadedScorers) -> Any:
     return call(loaded.scorers[item.scorer], signature, completions, answer, prompt, json.loads(item.columns))
 
 
-def _settled(value: Any) -> Any:
+def _awaited_if_needed(value: Any) -> Any:
     return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
 
 
@@ -219,7 +225,7 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _read(reading: int, deadline_s: float) -> bytes | None:
+def _read_message(reading: int, deadline_s: float) -> bytes | None:
     """Return the child's message, empty bytes if it ended without one, or None if it is late."""
     reader, poll = FrameReader(_MAX_VERDICT_BYTES), select.poll()
     poll.register(reading, select.POLLIN)
@@ -234,18 +240,18 @@ def _read(reading: int, deadline_s: float) -> bytes | None:
     return None
 
 
-def _end(pid: int) -> tuple[int, float]:
+def _kill(pid: int) -> tuple[int, float]:
     """Kill the child and everything that it started. Returns its exit status and peak memory in MB."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
-    _end_strays()
+    _kill_orphans()
     return status, usage.ru_maxrss / 1024
 
 
-def _end_strays() -> None:
+def _kill_orphans() -> None:
     """Kill processes that the child started and that left its group; as orphans they have become our children."""
     with suppress(ChildProcessError):
         while True:
@@ -255,9 +261,9 @@ def _end_strays() -> None:
             os.waitpid(-1, 0)
 
 
-def _leave(number: int, frame: object) -> None:
+def _exit_with_orphans(number: int, frame: object) -> None:
     """On SIGTERM: the pool is gone, or has ended this worker. Kill what answers have started, then exit."""
-    _end_strays()
+    _kill_orphans()
     os._exit(0)
 
 
@@ -293,7 +299,7 @@ def _prepare(setup: Setup) -> LoadedScorers | NotReady:
 
 def main() -> None:
     fd, parent = map(int, sys.argv[1:])
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_with_orphans)
     die_with_parent(parent, signal.SIGTERM)
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parents
@@ -309,7 +315,7 @@ def main() -> None:
         send(connection, Ready(loaded.signatures))
         worker = Worker(setup, loaded, connection)
         while True:
-            send(connection, worker.judge(decode_ask(inbox.wait())))
+            send(connection, worker.judge(decode_request(inbox.wait())))
 
 
 if __name__ == "__main__":
