@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from arms import ROOT, Arm, Record, keep, made, read_options
+from arms import ROOT, Arm, Figures, Record, keep, made, read_options
 from plot import lines
 
 LOSSES = {"AIPO": "aipo", "no correction": "reinforce", "two-sided clip": "ppo"}
@@ -63,9 +63,15 @@ def main() -> None:
             accuracy = f"{row['accuracy']:.3f} +- {row['deviation']:.3f}"
             shares = f"{row['effective_sample_size']:17.3f}  {row['clipped_share']:7.2%}"
             print(f"{name:14} {staleness:2}  {row['staleness']:9.2f}  {accuracy:19}  {shares}", flush=True)
-    series = {name: [(float(s), row["accuracy"]) for s, row in rows.items()] for name, rows in table.items()}
-    plot = lines(f"Held-out accuracy after {UPDATES} updates", "staleness, updates", "accuracy", series)
-    keep("aipo_matters", options, {"arms": table}, plot)
+    keep("aipo_matters", options, {"arms": table}, picture)
+
+
+def picture(figures: Figures) -> str:
+    series = {
+        name: [(float(staleness), row["accuracy"]) for staleness, row in rows.items()]
+        for name, rows in figures["arms"].items()
+    }
+    return lines(f"Held-out accuracy after {UPDATES} updates", "staleness, updates", "accuracy", series)
 
 
 if __name__ == "__main__":

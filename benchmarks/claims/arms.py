@@ -16,11 +16,12 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ SYNC = Arm(
 )
 
 
+Figures = Mapping[str, Any]  # what a claim has measured, as its JSON file holds it
 Made = TypeVar("Made")
 _SAYING = threading.Lock()
 
@@ -243,12 +245,21 @@ def _settings_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.settings.json")
 
 
-def keep(name: str, options: Options, figures: dict[str, Any], plot: str) -> None:
-    """JSON and plot of a claim, with what it was measured on and by which command. Runs that were made elsewhere say so."""
+def keep(name: str, options: Options, figures: Figures, picture: Callable[[Figures], str]) -> None:
+    """Write JSON and plot of a claim, with its command and the machine that it was measured on, even if that was another.
+
+    The plot is drawn from the figures as the JSON has them. Without matplotlib it is left out, since redraw.py can draw it
+    elsewhere."""
     command = " ".join(["python", str(Path(sys.argv[0])), *options.settings])
     where = {**(options.made_on or _here()), "command": command}
-    (options.results / f"{name}.json").write_text(json.dumps({**where, **figures}, indent=2) + "\n")
-    (options.results / f"{name}.svg").write_text(plot)
+    text = json.dumps({**where, **figures}, indent=2) + "\n"
+    (options.results / f"{name}.json").write_text(text)
+    if find_spec("matplotlib") is None:
+        print(
+            "no plot: matplotlib is missing; benchmarks/claims/redraw.py draws it where there is one", file=sys.stderr
+        )
+    else:
+        (options.results / f"{name}.svg").write_text(picture(json.loads(text)))
 
 
 def as_figures(window: Window) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from arms import Arm, Options, keep, made, read_options, side_by_side
+from arms import Arm, Figures, Options, keep, made, read_options, side_by_side
 from asking import QWEN, right_in_gsm8k, right_in_math
 from plot import lines
 
@@ -93,12 +93,17 @@ def main() -> None:
     figures = {task: figures_of(before[task], results[task]) for task in before}
     for task in before:
         tell(task, figures[task], stale)
+    keep("on_par", options, {"updates": UPDATES, "staleness": stale, **figures}, picture)
+
+
+def picture(figures: Figures) -> str:
+    tasks = {task: found["after"] for task, found in figures.items() if isinstance(found, dict) and "after" in found}
     points = {
-        task: [(float(number), float(np.mean(found["after"][number]))) for number in STALENESS]
-        for task, found in figures.items()
+        task: [(float(number), float(np.mean(shares))) for number, shares in after.items()]
+        for task, after in tasks.items()
     }
-    plot = lines(f"Accuracy after {UPDATES} updates", "max_staleness", "share right", points, tuple(points))
-    keep("on_par", options, {"updates": UPDATES, "staleness": stale, **figures}, plot)
+    title = f"Accuracy after {figures['updates']} updates"
+    return lines(title, "max_staleness", "share right", points, tuple(points))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from arms import Arm, Options, Record, keep, made
+from arms import Arm, Figures, Options, Record, keep, made
 from msgspec.structs import replace
 from plot import bars
 from watch import gpu_name, memory_used
@@ -150,10 +150,12 @@ def main() -> None:
         f"(passes and step {found['compute_s']:.1f} s); at most {found['gpu_gib']:.0f} GiB of GPU memory and "
         f"{found['host_gib']:.0f} GiB of host memory; {found['wall_s']:.0f} s in all"
     )
-    values = {"GPU": found["gpu_gib"], "host": found["host_gib"]}
-    keep(
-        name, options, found, bars(f"Memory of an RL job with {found['parameters'] / 1e9:.1f}B", "GiB", values, " GiB")
-    )
+    keep(name, options, found, picture)
+
+
+def picture(figures: Figures) -> str:
+    values = {"GPU": figures["gpu_gib"], "host": figures["host_gib"]}
+    return bars(f"Memory of an RL job with {figures['parameters'] / 1e9:.1f}B", "GiB", values, " GiB")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import long_tails
-from arms import MATH, Arm, Options, Record, keep
+from arms import MATH, Arm, Figures, Options, Record, keep
 from plot import lines
 from predicted import MACHINE
 
@@ -112,23 +112,25 @@ def main() -> None:
     prompt, lengths, skipped = (PROMPT, assumed(), SKIPPED) if args.ahead else lengths_seen(sync)
     table = predictions(lengths, prompt, skipped, args)
     measured = {} if args.ahead else points(args.runs)
-    series = {
-        f"{name}, predicted": [(float(x), row["update_s"]) for x, row in rows.items()] for name, rows in table.items()
-    }
-    series |= {f"{name}, measured": [(float(LIMITS[-1]), at_s)] for name, at_s in measured.items()}
-    title = "Sync against async on one H200, MATH"
-    plot = lines(
-        title, "tokens an answer may have", "seconds an update", series, [f"{one}, measured" for one in measured]
-    )
     assumption = {"median": MEDIAN, "sigma": SIGMA, "endless": ENDLESS, "prompt": PROMPT, "skipped": SKIPPED}
     figures = {"predicted": table, "measured": measured, "assumed": assumption if args.ahead else None}
     keep(
         "over_length_ahead" if args.ahead else "over_length",
         Options(args.runs, args.results, ("--ahead",) if args.ahead else (), 0, Path()),
         figures,
-        plot,
+        picture,
     )
     print(json.dumps(measured) if measured else "nothing measured yet")
+
+
+def picture(figures: Figures) -> str:
+    series = {
+        f"{name}, predicted": [(float(limit), row["update_s"]) for limit, row in rows.items()]
+        for name, rows in figures["predicted"].items()
+    }
+    measured = {f"{name}, measured": [(float(LIMITS[-1]), at_s)] for name, at_s in figures["measured"].items()}
+    title = "Sync against async on one H200, MATH"
+    return lines(title, "tokens an answer may have", "seconds an update", series | measured, tuple(measured))
 
 
 if __name__ == "__main__":

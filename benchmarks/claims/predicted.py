@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from arms import ASYNC, SYNC, Options, Record, keep
+from arms import ASYNC, SYNC, Figures, Options, Record, keep
 from long_tails import ARMS as LONG
 from on_par import SEEDS, STALENESS, arm
 from plot import bars
@@ -75,13 +75,13 @@ def main() -> None:
     print(f"largest error {max(errors):.1%} (must 15%, hoped for 8%)")
     args.results.mkdir(parents=True, exist_ok=True)
     figures = {"machine": Path(args.gpu).name, "runs": table, "largest": max(errors), "met": max(errors) <= MUST}
-    values = {f"{name}, {what}": row[f"{what}_s"] for name, row in table.items() for what in ("measured", "simulated")}
-    keep(
-        "predicted",
-        Options(args.runs, args.results, tuple(map(str, args.named)), 0, Path()),
-        figures,
-        bars("Update time, measured and predicted", "seconds", values, " s"),
-    )
+    keep("predicted", Options(args.runs, args.results, tuple(map(str, args.named)), 0, Path()), figures, picture)
+
+
+def picture(figures: Figures) -> str:
+    runs = figures["runs"].items()
+    values = {f"{name}, {what}": row[f"{what}_s"] for name, row in runs for what in ("measured", "simulated")}
+    return bars("Update time, measured and predicted", "seconds", values, " s")
 
 
 if __name__ == "__main__":

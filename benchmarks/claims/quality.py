@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from arms import GSM8K, Options, keep, read_options, side_by_side
+from arms import GSM8K, Figures, Options, keep, read_options, side_by_side
 from asking import QWEN, right_in_gsm8k
 from plot import bars
 
@@ -64,8 +64,12 @@ def main() -> None:
     chains = [partial(right_in_gsm8k, file_name(name), model, options, *how) for name, how in PRECISIONS.items()]
     right = dict(zip(PRECISIONS, side_by_side(chains, options), strict=True))
     table = {name: row_of(name, right, device, options) for name in PRECISIONS}
-    values = {name: row["mean_gap"] for name, row in table.items()}
-    keep("quality", options, {"precisions": table}, bars("Log-probs against bf16", "mean |difference|", values))
+    keep("quality", options, {"precisions": table}, picture)
+
+
+def picture(figures: Figures) -> str:
+    values = {name: row["mean_gap"] for name, row in figures["precisions"].items()}
+    return bars("Log-probs against bf16", "mean |difference|", values)
 
 
 def row_of(name: str, right: dict[str, list[bool]], device: torch.device, options: Options) -> dict[str, Any]:

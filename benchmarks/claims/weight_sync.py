@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 
-from arms import ASYNC, as_figures, keep, made, read_options
+from arms import ASYNC, Figures, as_figures, keep, made, read_options
 from plot import bars
 from windows import steady
 
@@ -41,8 +41,12 @@ def main() -> None:
         "hoped_for": HOPED,
         "met": share < MUST,
     }
-    values = {f"{role} loses": 1000 * mean for role, mean in means.items()}
-    keep("weight_sync", options, figures, bars(f"New weights: {share:.2%} of an update", "ms an update", values, " ms"))
+    keep("weight_sync", options, figures, picture)
+
+
+def picture(figures: Figures) -> str:
+    values = {f"{role} loses": 1000 * mean for role, mean in figures["lost_s"].items()}
+    return bars(f"New weights: {figures['share']:.2%} of an update", "ms an update", values, " ms")
 
 
 if __name__ == "__main__":

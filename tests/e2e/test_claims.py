@@ -115,3 +115,17 @@ def test_plots_take_any_numbers(values: list[tuple[float, float]], monkeypatch: 
 
     ElementTree.fromstring(plot.lines("a < b", "x", "y", {"one & two": values}))
     ElementTree.fromstring(plot.bars("a < b", "y", {f"<{number}>": value for number, (_, value) in enumerate(values)}))
+
+
+def test_the_committed_pictures_can_be_drawn_from_the_committed_figures(tmp_path: Path) -> None:
+    kept = ROOT / "benchmarks" / "claims" / "results"
+    for file in kept.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    redraw = [sys.executable, str(ROOT / "benchmarks" / "claims" / "redraw.py"), str(tmp_path)]
+    subprocess.run(redraw, check=True)
+    drawn = {file.name: file.read_bytes() for file in tmp_path.glob("*.svg")}
+    assert drawn.keys() == {file.name for file in kept.glob("*.svg")}
+    subprocess.run(redraw, check=True)
+    assert drawn == {file.name: file.read_bytes() for file in tmp_path.glob("*.svg")}, (
+        "the same data give the same bytes"
+    )

@@ -13,6 +13,7 @@ from helpers.disk import Disk, watching
 from helpers.fingerprint import fingerprint
 from helpers.killing import TINY, KillAt, Killed
 from helpers.notes import Notes
+from helpers.small_model import small_model
 
 from llamarl import Job
 from llamarl.config.file import load_config
@@ -24,6 +25,7 @@ from llamarl.io.record_log import SegmentWriter
 UPDATES = 10
 SETTINGS = [
     *TINY,
+    *small_model(),
     "engine=inline",
     f"schedule.updates={UPDATES}",
     "schedule.deterministic=true",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 from helpers.fingerprint import fingerprint
-from helpers.killing import TINY, KillAt, Killed
+from helpers.killing import TINY, CopyAtEach, KillAt, Killed
 from helpers.notes import Notes
+from helpers.small_model import small_model
 
 from llamarl import Job
 from llamarl.config.file import load_config
@@ -18,6 +21,7 @@ from llamarl.errors import ConfigError, InputError
 UPDATES = 20
 SETTINGS = [
     *TINY,
+    *small_model(),
     "engine=inline",
     f"schedule.updates={UPDATES}",
     "schedule.max_staleness=0",
@@ -28,10 +32,19 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("straight") / "run"
-    Job(load_config(None, SETTINGS)).run(folder)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is never killed, in `straight`, and for each update a copy as a kill at its beginning would leave it."""
+    folder = tmp_path_factory.mktemp("runs")
+    run = folder / "straight"
+    Job(load_config(None, SETTINGS), builders={"trainer": CopyAtEach(run, folder)}).run(run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == UPDATES and all(row["trained_tokens"] for row in rows), "weights that stay prove nothing"
     return folder
+
+
+@pytest.fixture
+def straight(runs: Path) -> Path:
+    return runs / "straight"
 
 
 def run_until_killed(folder: Path, update: int) -> None:
@@ -40,8 +53,10 @@ def run_until_killed(folder: Path, update: int) -> None:
 
 
 @pytest.mark.parametrize("cut", range(UPDATES))
-def test_killed_at_any_update_and_resumed_equals_never_killed(cut: int, straight: Path, tmp_path: Path) -> None:
-    run_until_killed(tmp_path / "run", cut)
+def test_killed_at_any_update_and_resumed_equals_never_killed(
+    cut: int, runs: Path, straight: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(runs / str(cut), tmp_path / "run")
     summary = Job.resume(tmp_path / "run")
     assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(straight, UPDATES)
     assert summary.updates == UPDATES
@@ -61,8 +76,8 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(straight: Path, 
     assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(straight, UPDATES)
 
 
-def test_settings_that_would_make_it_another_run_are_refused_by_name(tmp_path: Path) -> None:
-    run_until_killed(tmp_path / "run", 4)
+def test_settings_that_would_make_it_another_run_are_refused_by_name(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "4", tmp_path / "run")
     with pytest.raises(ConfigError, match=r"trainer\.weight_decay was 0\.0 and is now 0\.1"):
         Job.resume(tmp_path / "run", overrides=["trainer.weight_decay=0.1"])
 
@@ -74,7 +89,7 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["inline", "local"])
 def test_a_run_that_kept_its_policy_alone_says_so_and_its_policy_can_be_trained_on(engine: str, tmp_path: Path) -> None:
-    brief = [*TINY, f"engine={engine}", "schedule.updates=3", "snapshots.every=2", "evaluate.prompts=8"]
+    brief = [*TINY, *small_model(), f"engine={engine}", "schedule.updates=3", "snapshots.every=2", "evaluate.prompts=8"]
     folder = tmp_path / "run"
     summary = Job(load_config(None, [*brief, "snapshots.at_end=policy"])).run(folder)
     assert summary.policy == "snapshots/3/policy"
@@ -89,5 +104,7 @@ def test_a_run_that_kept_its_policy_alone_says_so_and_its_policy_can_be_trained_
 
 
 def test_with_none_at_the_end_a_snapshot_under_way_is_still_finished(tmp_path: Path) -> None:
-    settings = [*TINY, "engine=inline", "schedule.updates=4", "snapshots.every=4", "snapshots.at_end=none"]
-    assert Job(load_config(None, settings)).run(tmp_path / "run").policy == "snapshots/4/policy"
+    brief = [*TINY, *small_model(), "engine=inline", "schedule.updates=4", "snapshots.every=4", "evaluate.prompts=8"]
+    assert (
+        Job(load_config(None, [*brief, "snapshots.at_end=none"])).run(tmp_path / "run").policy == "snapshots/4/policy"
+    )

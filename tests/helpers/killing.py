@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from llamarl.builders.site import Site
 from llamarl.builders.trainer import build_trainer
@@ -41,6 +43,41 @@ class KillAt:
 
     def __call__(self, site: Site) -> Executor:
         return MortalTrainer(build_trainer(site), self._update)
+
+
+class CopiedTrainer:
+    """Copies the run folder to `copies`/N when it is given the batch of update N: what a kill at that moment would leave.
+
+    Only the snapshot that is written beside training may change meanwhile; a copy that this breaks is made again."""
+
+    def __init__(self, trainer: Executor, run: Path, copies: Path) -> None:
+        self._trainer, self._run, self._copies = trainer, run, copies
+
+    @property
+    def idle(self) -> bool:
+        return self._trainer.idle
+
+    def handle(self, message: Message) -> Iterable[Report]:
+        while isinstance(message, WorkOnBatch):
+            try:
+                shutil.copytree(self._run, self._copies / str(message.update))
+                break
+            except (shutil.Error, FileNotFoundError):
+                shutil.rmtree(self._copies / str(message.update))
+        return self._trainer.handle(message)
+
+    def work(self) -> Iterable[Report]:
+        return self._trainer.work()
+
+
+class CopyAtEach:
+    """A builder whose trainer copies the run folder at each update."""
+
+    def __init__(self, run: Path, copies: Path) -> None:
+        self._run, self._copies = run, copies
+
+    def __call__(self, site: Site) -> Executor:
+        return CopiedTrainer(build_trainer(site), self._run, self._copies)
 
 
 TINY: Sequence[str] = (

@@ -15,6 +15,7 @@ from msgspec.structs import asdict
 
 from llamarl.config import model_folder
 from llamarl.errors import ArgumentError, InputError, ModelError
+from llamarl.families.parameters import num_parameters
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.kv_cache import page_bytes
 from llamarl.machine import host_memory
@@ -170,7 +171,7 @@ class LLM:
     def _check_memory(self, cache_bytes: int, advice: str) -> None:
         on_host = self.device == "cpu"
         total = host_memory().total_bytes if on_host else torch.cuda.mem_get_info(self.device)[1]
-        needed = self.num_parameters(shape) * self.dtype.itemsize + cache_bytes
+        needed = num_parameters(self.shape) * self.dtype.itemsize + cache_bytes
         if needed > total:
             raise InputError(
                 f"memory: {'this machine' if on_host else self.device} has {total / _GIB:.1f} GiB, and {self.folder} takes "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from msgspec import Struct
 
 import llamarl
 from llamarl.config import Config
-from llamarl.errors import InputError
+from llamarl.config.file import parse_config
+from llamarl.errors import ConfigError, InputError
 from llamarl.io.append_file import AppendFile
 from llamarl.observe.rows import Rows, cut_rows
 from llamarl.plugins import split_reference
@@ -44,8 +46,10 @@ class Starts:
 
     def last(self) -> StartRecord | None:
         found = None
-        for found in Rows(self._path, StartRecord):  # noqa: B007, only the last is wanted
-            pass
+        for row in Rows(self._path, StartRecord):
+            with suppress(ConfigError):  # a row with bytes missing may still be JSON
+                parse_config(row.config)
+                found = row
         return found
 
     def add(self, config: Config, *, run: int, version: int, at: str) -> None:

@@ -1,1 +1,1 @@
-"""Where prompts come from (tasks) and what judges completions (scorers)."""
+"""Tasks, which supply prompts, and scorers, which judge completions."""

@@ -1,4 +1,4 @@
-"""Addition of two numbers: every pair of operands once, some of them held out."""
+"""The arithmetic task: addition of two numbers, each pair of operands once, some pairs held out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def addition(a: int, b: int) -> Example:
 
 
 def additions(settings: DatasetConfig) -> tuple[Lazily[Example], Lazily[Example]]:
-    """(training, held out), in the order 0+0, 0+1, ..."""
+    """Return (training, held out), each in the order 0+0, 0+1, ..."""
     count = settings.max_operand + 1
     held_out = _held_out_pairs(count, settings.held_out)
 
@@ -29,7 +29,7 @@ def additions(settings: DatasetConfig) -> tuple[Lazily[Example], Lazily[Example]
 
 
 def _held_out_pairs(count: int, share: float) -> NDArray[np.bool_]:
-    """A table over both operands. a+b and b+a go together, so that neither gives the other away."""
+    """Return a table over both operands. a+b and b+a are on the same side, since one gives away the other."""
     table = np.zeros((count, count), dtype=np.bool_)
     table[np.triu_indices(count)] = [is_held_out(f"{a}+{b}", share) for a in range(count) for b in range(a, count)]
     return table | table.T

@@ -1,8 +1,8 @@
-r"""Multiple choice: which letter, A to J, a completion commits to; None where it commits to none, or to several.
+r"""Multiple choice: finds the one letter, A to J, that a completion commits to.
 
-The clearest sign counts: what is boxed, else what is called the answer, else a line that begins with a letter as a list
-does (`B) Paris`), else the only letter of the last line. Signs of the same kind must agree. A denial, a guess and a question
-are no commitment. Bounded parts of the text and bounded patterns only, so that no completion can make it slow.
+The clearest sign counts: a boxed letter, else one called the answer, else a line that begins like a list item (`B) Paris`),
+else the only letter of the last line. Signs of the same kind must agree. Denials, guesses and questions do not count. The
+text and all patterns are bounded, so no completion can make this slow.
 """
 
 from __future__ import annotations
@@ -51,17 +51,19 @@ _DOUBT = re.compile(
 )
 _WORD = re.compile(r"\s{1,4}[A-Za-z]")
 _CLAUSE = re.compile(r"[.!?;,:\n]|\b(?:so|therefore|thus|hence|but|then)\b", re.IGNORECASE)
-_PLAIN = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014", "''\"\"--")  # curly quotes and long dashes
+_PLAIN = str.maketrans(
+    "\u2018\u2019\u201c\u201d\u2013\u2014", "''\"\"--"
+)  # curly quotes and long dashes become plain ones
 _SENTENCE_END = re.compile(r"[.!?\n]")
 
 
 def choice(completion: str, answer: str, prompt: str) -> float:
-    """1 when the completion commits to the letter that is the answer, and to no other."""
+    """Return 1 if the completion commits to the answer's letter and to no other, else 0."""
     return float(chosen_letter(completion) == answer.strip().strip("().").upper())
 
 
 def chosen_letter(text: str) -> str | None:
-    """The one letter that a completion commits to."""
+    """Return the one letter that a completion commits to, or None if there is none or several."""
     tail = without_thought(text)[-_TAIL_CHARS:].translate(_PLAIN)
     for find in (_in_boxes, _called_the_answer, _heading_lines):
         found = set(find(tail))
@@ -73,7 +75,7 @@ def chosen_letter(text: str) -> str | None:
 def _in_boxes(text: str) -> Iterator[str | None]:
     boxes = _BOX.findall(text)
     if len(boxes) < text.count("\\boxed{"):
-        yield None  # one that is never closed, or holds more than a letter and a few words
+        yield None  # a box that is never closed, or holds more than a letter and a few words
     for inside in boxes:
         whole = _WHOLE.fullmatch(inside)
         several = whole is None or _ANOTHER.search(inside[whole.end(1) :])
@@ -81,7 +83,7 @@ def _in_boxes(text: str) -> Iterator[str | None]:
 
 
 def _called_the_answer(text: str) -> Iterator[str | None]:
-    """Every "the answer is B"; those that are denied, asked or only supposed do not count."""
+    """Yield the letter of every "the answer is B" that is not denied, asked or only supposed."""
     for said in _SAID.finditer(text):
         rest = text[said.end() : said.end() + _MAX_CLAUSE].partition("\n")[0]
         marked = bool(said.group(1).strip() or said.group(3))
@@ -102,7 +104,7 @@ def _is_denied(rest: str) -> bool:
 
 
 def _heading_lines(text: str) -> Iterator[str | None]:
-    """Lines that begin with a letter alone, or one followed by a stop: `B`, `(b) Paris`, `B. I am sure.`"""
+    """Yield the letter of every line that begins with a letter alone or before a stop: `B`, `(b) Paris`, `B. I am sure.`"""
     for line in text.splitlines():
         head = _HEAD.match(line)
         if head is not None:
@@ -110,7 +112,7 @@ def _heading_lines(text: str) -> Iterator[str | None]:
 
 
 def _only_letter(line: str) -> str | None:
-    """The letter that stands alone in a line which denies, guesses and asks nothing but other letters."""
+    """Return the only letter of a line, apart from denied ones. A line with a guess or a question has none."""
     rest = _DENIED_LETTER.sub(" ", line[-_TAIL_CHARS:])
     if _DOUBT.search(rest):
         return None
@@ -124,11 +126,11 @@ def _only_letter(line: str) -> str | None:
 
 
 def _is_a_letter(letter: str, rest: str, *, marked: bool) -> bool:
-    """Whether it is one: "a" and "I" before a word are words themselves, unless they are in brackets or bold."""
+    """Whether it is a choice: "a" and "I" before a word are words, unless they are `marked` by brackets or bold type."""
     return marked or not (letter.islower() or letter == "I") or not _WORD.match(rest)
 
 
 def _is_an_article(line: str, found: re.Match[str]) -> bool:
-    """Whether it is the "A" before a word with which a sentence begins."""
+    """Whether it is the article "A" at the beginning of a sentence."""
     begins = line[: found.start()].rstrip()[-1:] in ("", ".", "!", "?", ":")
     return found.group() == "A" and begins and bool(_WORD.match(line, found.end()))

@@ -1,5 +1,5 @@
-"""Where a completion holds its program. One block is chosen by its text alone, before anything is run, so writing several
-programs gains nothing."""
+"""Finds the program in a completion. One block is chosen by its text alone, before anything is run, so several programs do
+not give several chances."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class CodeBlock(NamedTuple):
-    """A fenced block; its language in lower case, empty where it says none."""
+    """A fenced block and its language, in lower case or empty."""
 
     language: str
     code: str
 
 
 def program_in(completion: str) -> str:
-    """The program that a completion answers with; the whole text, behind a thought, where nothing is fenced."""
+    """Return the program of a completion. Without fences it is the whole text after the thought."""
     text = without_thought(completion[-_MAX_CHARS:])
     blocks = list(_blocks(text))
     if not blocks:
@@ -37,13 +37,13 @@ def program_in(completion: str) -> str:
 
 
 def fenced_program(said: str) -> str | None:
-    """The last fenced block that is Python, or of no language."""
+    """Return the last fenced block in Python or without a language."""
     python = [block.code for block in _blocks(said[-_MAX_CHARS:]) if block.language in (*_PYTHON, "")]
     return python[-1] if python else None
 
 
 def _blocks(text: str) -> Iterator[CodeBlock]:
-    """A fence is closed by one of the same kind, at least as long, with nothing behind it; or it runs to the end."""
+    """Yield fenced blocks. A fence ends at one of the same kind, at least as long, alone on its line, or with the text."""
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
         if opened is None:
@@ -56,7 +56,7 @@ def _blocks(text: str) -> Iterator[CodeBlock]:
 
 
 def _block(fence: re.Match[str], code: str) -> CodeBlock:
-    """Code that is indented as its fence is, as below an item of a list, loses that much."""
+    """Remove the indentation of the fence from its code, as below a list item."""
     found = _LANGUAGE.match(fence.group(3))
     language = found.group(1).lower() if found else ""
     indent = fence.group(1).expandtabs(4)
@@ -71,8 +71,8 @@ def _dedented(line: str, width: int) -> str:
 
 
 def _chosen(codes: Sequence[str], *, strict: bool = False) -> str:
-    """The last block that is a program: not the use, the session or the output that often follows one. With `strict`, what
-    is no Python at all is passed over as well."""
+    """Return the last block that is a program, not the usage, session or output that often follows one. With `strict`, skip
+    blocks that are not Python."""
     if len(codes) < 2:
         return codes[0] if codes else ""
     trees = [_parsed(code) for code in codes]
@@ -100,7 +100,7 @@ def _parsed(code: str) -> ast.Module | None:
 
 
 def _does_nothing(tree: ast.Module) -> bool:
-    """No statement that could define, compute or print anything: the output of a program, or words."""
+    """Whether no statement defines, computes or prints anything, as in program output or plain words."""
     return all(
         isinstance(statement, ast.Expr)
         and not any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(statement))
@@ -109,7 +109,7 @@ def _does_nothing(tree: ast.Module) -> bool:
 
 
 def _first_definitions(trees: Sequence[ast.Module | None]) -> dict[str, int]:
-    """By name, the first block that defines a function or class of that name."""
+    """Maps each name of a function or class to the first block that defines it."""
     first: dict[str, int] = {}
     for number, tree in enumerate(trees):
         for node in tree.body if tree is not None else ():
@@ -123,12 +123,12 @@ def _used(tree: ast.Module) -> set[str]:
 
 
 def _needs(tree: ast.Module, earlier: set[str]) -> bool:
-    """Whether it gives no meaning of its own to some of these names, which it uses: then it cannot run by itself."""
+    """Whether the code uses some of these names without defining them, so that it cannot run alone."""
     return bool(earlier) and bool(earlier - {name for node in ast.walk(tree) for name in _bound(node)})
 
 
 def _bound(node: ast.AST) -> Iterator[str]:
-    """Names that a node gives a meaning; those imported from a module that is not Python's own have none here."""
+    """Return the names that a node defines. Imports from outside the standard library do not count."""
     match node:
         case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
             yield name

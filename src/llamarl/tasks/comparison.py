@@ -1,9 +1,8 @@
-"""Whether two expressions of SymPy are equal, found by computing both at a few points, to 30 digits.
+"""Compares two SymPy expressions by evaluating both at a few points, to 30 digits.
 
-Simplifying a difference until it is zero can take any time; computing it takes little. Expressions that agree at every
-point to so many digits are equal for all that can be asked of a scorer, and those that do not are certainly not. The points
-depend on the names of the variables only, so that a verdict is always the same. What cannot be computed, such as f(x), is
-simplified after all.
+Simplifying a difference to zero can take very long; evaluating it is quick. Expressions that agree at every point to so many
+digits count as equal; expressions that do not are certainly different. The points depend only on the names of the variables,
+so a verdict is reproducible. What cannot be evaluated, such as f(x), is simplified.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _INTEGRAL_DIGITS = 15
 _NUM_POINTS = 6
 _ENOUGH_POINTS = 2
 _EXACT = Fraction(1, 10**20)
-_INTEGRATED = Fraction(1, 10**10)  # how exactly an integral is computed
-_NOTHING = Fraction(1, 10**60)  # a difference that cancels is computed as less than this
+_INTEGRATED = Fraction(1, 10**10)  # accuracy of numerical integrals
+_NOTHING = Fraction(1, 10**60)  # smaller values count as zero: a difference that cancels out
 
 Point = tuple[Fraction, Fraction]  # real and imaginary part
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Two numbers, terms with variables, or matrices."""
+    """Whether two numbers, terms with variables, or matrices are equal."""
     from sympy import Expr, MatrixBase, MatrixExpr
 
     if isinstance(one, (MatrixBase, MatrixExpr)) or isinstance(other, (MatrixBase, MatrixExpr)):
@@ -39,7 +38,7 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def is_multiple(one: Any, other: Any) -> int:
-    """1 or -1 where one is the other times a positive or a negative number, else 0."""
+    """Return 1 or -1 if one is a positive or negative multiple of the other, else 0."""
     signs = set()
     ratio: Any = None
     for point in _points(one, other):
@@ -89,7 +88,7 @@ def _same_at_points(one: Any, other: Any) -> bool | None:
 
 
 def _computable(expression: Any) -> Any:
-    """Derivatives, limits, sums and the like worked out; integrals over an interval are computed as they are."""
+    """Evaluate derivatives, limits, sums and the like; definite integrals are left for numerical evaluation."""
     from sympy import Integral
 
     if expression.has(Integral) and not expression.free_symbols:
@@ -113,7 +112,7 @@ def _points(one: Any, other: Any) -> list[dict[str, Any]]:
 
 
 def _at(expression: Any, point: dict[str, Any]) -> Point | None:
-    """Real and imaginary part at a point; None where there is no value."""
+    """Return the real and imaginary part at a point, or None if there is no value."""
     from sympy import Integral
 
     values = {symbol: point[symbol.name] for symbol in expression.free_symbols}
@@ -144,7 +143,7 @@ def _agree(one: Point, other: Point, exact: Fraction) -> bool:
 
 
 def _agree_rounded(one: Point, other: Point, *, plain: bool) -> bool:
-    """Six digits, and six places where there is no variable."""
+    """Whether values agree to six digits and, without variables, to six decimal places."""
     apart = _apart(one, other)
     return apart <= DIGITS * _size(one, other) and (apart <= PLACES or not plain)
 

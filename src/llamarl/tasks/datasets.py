@@ -20,23 +20,23 @@ from llamarl.tasks.rows import BadRow, Row, as_text, read_rows, text_field
 from llamarl.types import Turn
 
 _NOTHING = ScorerRequirements()
-_CALCULATOR = re.compile(r"<<[^<>\n]{0,200}>>")  # GSM8K's own marks in its solutions
+_CALCULATOR = re.compile(r"<<[^<>\n]{0,200}>>")  # calculator annotations in GSM8K's solutions
 _ROLES = ("system", "user", "assistant")
 
 
 class Example(Struct, frozen=True):
-    """One row: the question, the answer, and how it is worked out."""
+    """One row of data: question, answer and worked solution."""
 
     question: str
     answer: str
     solution: str
     turns: tuple[Turn, ...] = ()
-    columns: dict[str, Any] = {}  # that scorers of the user's ask for
+    columns: dict[str, Any] = {}  # further columns that the user's own scorers need
 
 
 class DatasetKind(Struct, frozen=True):
-    """What a kind of data brings along: how rows are read, as read(settings, row, needs_answer), how a prompt looks, who
-    judges."""
+    """What belongs to a kind of data: its reader, called as read(settings, row, needs_answer), the prompt template, the
+    scorer."""
 
     read: Callable[..., Example | None]
     template: str
@@ -52,7 +52,7 @@ def _gsm8k(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Exam
 
 
 def _math(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example | None:
-    """Two problems of MATH have an empty box for an answer: they cannot be asked."""
+    """Read a row of MATH. Two of its problems have an empty box as their answer and are left out."""
     if row.get("answer") == "":
         return None
     return Example(text_field(row, "problem"), text_field(row, "answer"), text_field(row, "solution"))
@@ -67,18 +67,18 @@ def _jsonl(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Exam
     shown = bool(settings.few_shot) and not settings.solution_field
     optional = not needs_answer and not shown and row.get(settings.answer_field) in (None, "")
     answer = "" if optional else text_field(row, settings.answer_field)
-    return _asked(settings, row, answer, answer)
+    return _make_example(settings, row, answer, answer)
 
 
 def _code(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example:
-    """`tests` instead of an answer; a solution is needed only where examples are shown."""
+    """Read a row that has `tests` instead of an answer. A solution is needed only for few-shot prompts."""
     if "tests" not in row:
         raise BadRow(f"no field 'tests'; there are: {', '.join(map(repr, row)) or 'none'}")
-    return _asked(settings, row, check_tests(row["tests"]), "")
+    return _make_example(settings, row, check_tests(row["tests"]), "")
 
 
-def _asked(settings: DatasetConfig, row: Row, answer: str, solution: str) -> Example:
-    """`solution`: what is shown where no field holds a worked one."""
+def _make_example(settings: DatasetConfig, row: Row, answer: str, solution: str) -> Example:
+    """`solution` is the default for rows without a worked solution."""
     solution = text_field(row, settings.solution_field) if settings.solution_field else solution
     prompt = row.get(settings.prompt_field)
     if isinstance(prompt, list):
@@ -110,7 +110,7 @@ KINDS: dict[str, DatasetKind] = {
 def read_examples(
     settings: DatasetConfig, wanted: ScorerRequirements = _NOTHING
 ) -> tuple[list[Example], list[Example]]:
-    """(training, test): problems of the fixed test file are never trained on, even if the other file holds them too."""
+    """Return (training, test). Problems of the test file are never trained on, even if the training file has them too."""
     if settings.kind == "code" and settings.few_shot and not settings.solution_field:
         raise ConfigError("task.solution_field: name the field whose programs task.few_shot is to show")
     train_path, test_path = _files(settings)
@@ -122,7 +122,7 @@ def read_examples(
 
 
 def _read(settings: DatasetConfig, wanted: ScorerRequirements, row: Row) -> Example | None:
-    """With the columns that are wanted; what the prompt and the answer are made of comes along only if asked for by name."""
+    """Read a file with the columns that scorers need. Columns behind prompt and answer are added only if named."""
     example = KINDS[settings.kind].read(settings, row, wanted.answer)
     columns = wanted.of(row, beside=(settings.prompt_field, settings.answer_field, "tests"))
     if example is None or not columns:

@@ -1,7 +1,6 @@
-r"""Where a completion says its final answer: in \boxed{}, after ####, in its last formula, or as its last number.
+r"""Finds the final answer of a completion: in \boxed{}, after ####, in its last formula, or as its last number.
 
-Everything here looks at a bounded part of the text and walks over it a fixed number of times: no completion, however
-long or odd, can make it slow.
+All functions look at a bounded part of the text and pass over it a fixed number of times, so no completion makes them slow.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from llamarl.tasks import numbers_in_text
 from llamarl.tasks.numbers import tidy
 
-_TAIL_CHARS = 4000  # a final answer stands at the end
+_TAIL_CHARS = 4000  # a final answer is near the end of the text
 _MAX_BOXES = 8
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,4}\{")
 _BARE_BOX = re.compile(
@@ -26,7 +25,7 @@ _WORD = re.compile(r"[A-Za-z]{3}")
 
 
 def final_answer(text: str, source: str, *, formulas: bool = False) -> str | None:
-    """The answer as `reward.answer_from` asks for it; None where there is none. With `auto`, the clearest sign wins."""
+    """Return the answer by the rule `reward.answer_from`, or None if there is none. With `auto`, the clearest sign wins."""
     if source == "whole":
         return text.strip()
     if source == "boxed":
@@ -42,14 +41,14 @@ def final_answer(text: str, source: str, *, formulas: bool = False) -> str | Non
 
 
 def gold_answer(text: str) -> str:
-    """The answer that is held against: a data file may give it alone, or as a worked solution that ends with it."""
+    """Return the reference answer. A data file may hold it alone, or a worked solution that ends with it."""
     box = boxed(text) if text.count("\\boxed") == 1 else None
     return box or after_hashes(text) or text.strip()
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last whole box holds; of several that belong together, as \boxed{1} and \boxed{2}, all of them. A box
-    that is never closed, as in a text that was cut off, is none."""
+    r"""Return the content of the last box, or of the last several that belong together, as in \boxed{1} and \boxed{2}.
+    A box that is never closed, as in a truncated text, does not count."""
     tail = text[-_TAIL_CHARS:]
     boxes = [(match.start(), match.end()) for match in _BOX.finditer(tail)][-_MAX_BOXES:]
     found: list[str] = []
@@ -69,12 +68,12 @@ def boxed(text: str) -> str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """From just behind an opening brace to just before the one that closes it."""
+    """Return the text from `start`, just behind an opening brace, up to the brace that closes it."""
     depth, at = 1, start
     while at < len(text):
         char = text[at]
         if char == "\\":
-            at += 1  # \{ and \} are not braces
+            at += 1  # skips \{ and \}, which are not braces
         elif char == "{":
             depth += 1
         elif char == "}":
@@ -86,7 +85,7 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def after_hashes(text: str) -> str | None:
-    """The rest of the line after the last ####, as GSM8K's own solutions end."""
+    """Return the rest of the line after the last ####, as in GSM8K's solutions."""
     tail = text[-_TAIL_CHARS:]
     _, found, rest = tail.rpartition("####")
     line = rest.strip().partition("\n")[0].strip()
@@ -94,7 +93,7 @@ def after_hashes(text: str) -> str | None:
 
 
 def bare_formula(text: str) -> str | None:
-    """The whole text, where it is short and has no words in it."""
+    """Return the whole text if it is short and has no words in it."""
     whole = text.strip()
     if not whole or len(whole) > _MAX_BARE or "$" in whole or _WORD.search(_COMMAND.sub("", whole)):
         return None
@@ -102,7 +101,7 @@ def bare_formula(text: str) -> str | None:
 
 
 def last_formula_or_number(text: str) -> str | None:
-    """Whichever ends the text."""
+    """Return the last formula or the last number, whichever comes later."""
     tail = tidy(text[-_TAIL_CHARS:])
     formula, number = _last_formula(tail), numbers_in_text.last_number(tail)
     if formula and number:
@@ -112,19 +111,19 @@ def last_formula_or_number(text: str) -> str | None:
 
 
 def _last_formula(tail: str) -> tuple[int, str] | None:
-    r"""Where it ends, and what stands between the last $...$, $$...$$, \(...\) or \[...\]."""
+    r"""Return the end and the content of the last $...$, $$...$$, \(...\) or \[...\]."""
     end, opening = max((tail.rfind(close), open_) for open_, close in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")))
     if end < 0:
         return None
     closed = end
     start = tail.rfind(opening, 0, end)
-    if opening == "$" and 0 < start == end - 1:  # $$ closes what $$ opened
+    if opening == "$" and 0 < start == end - 1:  # a closing $$, whose opening is $$ too
         end, start = start, tail.rfind(opening, 0, start)
     content = tail[start + len(opening) : end].strip() if start >= 0 else ""
     return (closed, content) if content else None
 
 
 def last_number(text: str) -> str | None:
-    """The last number, whole and with its sign; None where it is part of something larger, or denied."""
+    """Return the last number with its sign, or None if it is part of something larger, or denied."""
     found = numbers_in_text.last_number(text[-_TAIL_CHARS:])
     return found[1] if found else None

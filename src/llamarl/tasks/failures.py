@@ -1,4 +1,4 @@
-"""Failures of scorers and tools: counted apart from answers, and too many of them end the job."""
+"""Failures of scorers and tools. They are counted apart from wrong answers; too many of them end the job."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-_REMEMBERED = 1000  # over which the share of failures is taken
-_MOST_KINDS = 20  # of failures that are told; a broken scorer may find a new one for every answer
-_LEAST = 100  # that a share is taken of, so that the first failure of a job is not all there is
+_NUM_RECENT = 1000  # number of recent attempts in the share of failures
+_MAX_KINDS = 20  # limit of reported kinds, since a broken scorer may fail differently on every answer
+_MIN_ATTEMPTS = 100  # fewest attempts for a share, so that a failure at the start does not end the job
 
 
 def to_stderr(text: str) -> None:
-    """Where an executor has a process of its own, that is its log."""
+    """Write to stderr, which is the log of an executor that has its own process."""
     print(text, file=sys.stderr, flush=True)
 
 
 class Counts(Struct):
-    """Attempts that failed, since the last time somebody took them."""
+    """Number of failed attempts since the counts were last taken."""
 
     failures: int = 0
     timeouts: int = 0
@@ -33,7 +33,7 @@ class Counts(Struct):
 
 
 class FailureLog:
-    """Tells each kind of failure once: with its traceback through `write`, and to whoever asks."""
+    """Reports each kind of failure once, with its traceback, through `write`."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -41,10 +41,10 @@ class FailureLog:
         self.last = ""
 
     def note(self, reason: str, trace: str) -> bool:
-        """Whether it is new: its place in the code, or its words where it has none, has not been seen."""
+        """Record a failure. Returns whether its kind is new: its place in the code or, without one, its message."""
         self.last = reason
         kind = "\n".join(line for line in trace.splitlines() if line.startswith("  File ")) or reason
-        if kind in self._seen or len(self._seen) >= _MOST_KINDS:
+        if kind in self._seen or len(self._seen) >= _MAX_KINDS:
             return False
         self._seen.add(kind)
         self._write(f"{reason}\n{trace}".rstrip())
@@ -52,18 +52,18 @@ class FailureLog:
 
 
 class FailureShare:
-    """What could not be done, of the last thousand things asked."""
+    """The share of failures among the last thousand attempts."""
 
-    def __init__(self, most: float) -> None:
-        self._most = most
-        self._failed: deque[bool] = deque(maxlen=_REMEMBERED)
+    def __init__(self, max_share: float) -> None:
+        self._max_share = max_share
+        self._failed: deque[bool] = deque(maxlen=_NUM_RECENT)
 
     def note(self, *, failed: bool) -> None:
         self._failed.append(failed)
 
     @property
     def excess(self) -> tuple[int, int] | None:
-        """(failed, of so many) when that is more than is allowed."""
+        """Return (failures, attempts) if the share is above the limit, else None."""
         failed = sum(self._failed)
-        too_many = failed > self._most * max(len(self._failed), _LEAST)
+        too_many = failed > self._max_share * max(len(self._failed), _MIN_ATTEMPTS)
         return (failed, len(self._failed)) if too_many else None

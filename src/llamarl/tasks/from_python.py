@@ -1,4 +1,4 @@
-"""Scorers and tasks that are given from Python, as Job(config, scorer=..., task=...), and how the settings name them."""
+"""Scorers and tasks that are passed from Python, as Job(config, scorer=..., task=...), and their names in the settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from llamarl.types import Problem
 
 
 def with_scorer(config: Config, scorer: Function) -> tuple[Config, dict[str, Function]]:
-    """The settings with this scorer in them, and the functions that stay in this process: on `inline` any callable may. Other
-    engines have processes of their own, which find a function by its file."""
+    """Return the settings with this scorer, and the functions that stay in this process. On `inline` that may be any
+    callable; processes of other engines load the function from its file."""
     if not callable(scorer):
         raise ConfigError(f"scorer: must be a function, is a {type(scorer).__name__}")
     reference = reference_to(scorer)
@@ -34,8 +34,7 @@ def with_scorer(config: Config, scorer: Function) -> tuple[Config, dict[str, Fun
 
 
 def with_task(config: Config, task: Prompter) -> Config:
-    """The settings of a job whose problems come from this task. Where reward.scorer is auto, the first problem says who
-    judges them all."""
+    """Return the settings of a job with this task. For `reward.scorer: auto`, the first problem names the scorer of all."""
     for method in ("problem", "evaluation"):
         if not callable(getattr(task, method, None)):
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""The judge: from a completion to a verdict, by one scorer or several, here or in a worker.
+"""The judge: turns completions into judgments, by one scorer or several, in this process or in workers.
 
-Safe scorers are asked on the spot, and so are a user's own functions where they are trusted. Symbolic ones, patterns and all
-other functions of the user's go to a pool of workers. A verdict is a number or a failure; a failure is tried again and then
-reported as such, never as a wrong answer.
+Safe scorers and the user's trusted functions are called in this process. Symbolic scorers, patterns and all other functions
+of the user run in a pool of workers. A verdict is a number or a failure. A failure is retried, then reported as a failure,
+never as a wrong answer.
 """
 
 from __future__ import annotations
@@ -34,60 +34,60 @@ from llamarl.types import Problem
 
 NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "code", "llm_judge", "none")
 _IN_WORKERS = ("regex", "math", "code", "llm_judge")
-_MAX_REMEMBERED = 10_000
-FALLBACK = "exact"  # for a task that names none
-_USUAL, _NOBODY = SandboxConfig(), LLMJudgeConfig()
-_NONE_GIVEN: Mapping[str, Function] = {}
-_WITHOUT_ANSWER = {"none", "format", "length", "llm_judge"}  # scorers that can do without one
+_MAX_CACHED = 10_000
+FALLBACK = "exact"  # for a task that names no scorer
+_DEFAULT_SANDBOX, _DEFAULT_LLM = SandboxConfig(), LLMJudgeConfig()
+_NO_FUNCTIONS: Mapping[str, Function] = {}
+_WITHOUT_ANSWER = {"none", "format", "length", "llm_judge"}  # scorers that do not need an answer
 
 
 class Judgment(Struct, frozen=True):
-    """What became of one answer. `reward` counts only where the status is ok."""
+    """The result of judging one answer. `reward` is valid only if the status is ok."""
 
     status: Status
     reward: float = 0.0
     reason: str = ""
     seconds: float = 0.0
-    trace: str = ""  # of an exception in a user's own function
+    trace: str = ""  # traceback of an exception in the user's own function
 
 
 @dataclass
 class _Case:
-    """An answer that is being judged: what is known of its reward, and how many parts of it are still out."""
+    """An answer that is being judged: its reward so far, and the number of parts that are still missing."""
 
     key: Hashable
     reward: float = 0.0
     seconds: float = 0.0
-    waiting: int = 1  # the first is asking itself
+    waiting: int = 1  # starts at 1 for `ask_all` itself
     failed: Verdict | None = None
 
 
-# For each reward that a question to a scorer brings: whose it is, and its weight there.
+# One scorer's request: for each reward that it returns, the case and the weight of the reward in it.
 _Part = tuple[tuple[_Case, float], ...]
 
 
 class Judge:
-    """`own` names the scorers that suit the task's problems, for reward.scorer=auto. `given` are functions by the names under
-    which the settings refer to them; they, and with reward.trusted all of the user's own, run in this process."""
+    """Judges answers. `own` names the task's scorers, for reward.scorer=auto. `given` maps names in settings to functions,
+    which run here, as all functions of the user do with reward.trusted."""
 
     def __init__(
         self,
         settings: RewardConfig,
         own: Sequence[str] = (FALLBACK,),
         *,
-        sandbox: SandboxConfig = _USUAL,
-        llm: LLMJudgeConfig = _NOBODY,
-        given: Mapping[str, Function] = _NONE_GIVEN,
+        sandbox: SandboxConfig = _DEFAULT_SANDBOX,
+        llm: LLMJudgeConfig = _DEFAULT_LLM,
+        given: Mapping[str, Function] = _NO_FUNCTIONS,
         raises: bool = False,
     ) -> None:
         self._settings, self._sandbox, self._llm = settings, sandbox, llm
-        self.peak_mb = 0.0  # the most that judging one answer has taken in a worker
+        self.peak_mb = 0.0  # peak memory of judging one answer in a worker
         self._safe: dict[str, Scorer] = {}
         self._pooled: tuple[str, ...] = ()
-        self._errands: RetryingPool[tuple[_Part, ...]] = RetryingPool(self._setup, settings.workers, settings.retries)
-        self._gathered: deque[tuple[_Part, Item]] = deque()  # for coroutines in workers, until one of these is free
-        self._num_gathered = 0  # bundles of them that are with workers
-        self._equal: dict[tuple[bytes, bytes], float] = {}  # what algebra has found out about (answer, completion)
+        self._pool: RetryingPool[tuple[_Part, ...]] = RetryingPool(self._setup, settings.workers, settings.retries)
+        self._gathered: deque[tuple[_Part, Item]] = deque()  # items for coroutines that wait for a free worker
+        self._num_gathered = 0  # number of bundles of such items in workers
+        self._math_verdicts: dict[tuple[bytes, bytes], float] = {}  # symbolic verdicts by (answer, completion)
         self._done: list[tuple[Hashable, Judgment]] = []
         alone = own if settings.scorer == "auto" else [settings.scorer]
         self._names = tuple(settings.combine or dict.fromkeys(alone))
@@ -105,10 +105,10 @@ class Judge:
 
     @classmethod
     def of(
-        cls, config: Config, own: Sequence[str], *, workers: int = 0, given: Mapping[str, Function] = _NONE_GIVEN
+        cls, config: Config, own: Sequence[str], *, workers: int = 0, given: Mapping[str, Function] = _NO_FUNCTIONS
     ) -> Judge:
-        """The job's; `workers` instead of as many as it says. On `inline`, which is for debugging, what a trusted function
-        raises is not caught."""
+        """Make the job's judge, optionally with another number of workers. On `inline`, which is for debugging, exceptions
+        of trusted functions are not caught."""
         settings = replace(config.reward, workers=workers) if workers else config.reward
         raises = config.engine.kind == "inline"
         return cls(settings, own, sandbox=config.sandbox, llm=config.llm_judge, given=given, raises=raises)
@@ -119,48 +119,48 @@ class Judge:
 
     @property
     def num_waiting(self) -> int:
-        """Questions that are with a worker, or wait for one, or for a coroutine."""
-        return len(self._errands) + len(self._gathered) + len(self._trusted)
+        """Number of requests that are running, or wait for a worker or a coroutine."""
+        return len(self._pool) + len(self._gathered) + len(self._trusted)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        return self._errands.worker_pids
+        return self._pool.worker_pids
 
     @property
     def counts(self) -> Counts:
-        """Attempts at judging that failed, since somebody last took them."""
-        here, away = self._trusted.counts, self._errands.counts
+        """Failed attempts since the counts were last taken."""
+        here, away = self._trusted.counts, self._pool.counts
         return Counts(here.failures + away.failures, here.timeouts + away.timeouts)
 
     def take_counts(self) -> Counts:
-        counts, self._errands.counts, self._trusted.counts = self.counts, Counts(), Counts()
+        counts, self._pool.counts, self._trusted.counts = self.counts, Counts(), Counts()
         return counts
 
     def prepare(self) -> None:
-        """Start the workers, if any are needed, so that what cannot be loaded shows now."""
+        """Start the workers, if any are needed, so that a scorer that cannot be loaded fails now."""
         if self._pooled:
-            self._errands.prepare()
+            self._pool.prepare()
 
     @cached_property
     def signatures(self) -> dict[str, Signature]:
-        """How the user's own scorers want to be called; workers are waited for."""
+        """How the user's own scorers are called. Waits for the workers."""
         if any(map(is_reference, self._pooled)):
             self.prepare()
-        return {**self._errands.signatures, **self._trusted.signatures}
+        return {**self._pool.signatures, **self._trusted.signatures}
 
     @property
     def wanted(self) -> ScorerRequirements:
-        """What the scorers want of the data."""
+        """What the scorers need of the data."""
         signatures = self.signatures
         others = set(self._names) - signatures.keys()
         return ScorerRequirements.by(signatures, answer=not others <= _WITHOUT_ANSWER)
 
     def ask(self, key: Hashable, completion: str, problem: Problem) -> None:
-        """The outcome comes out of `collect` under this key."""
+        """Submit one answer; `collect` returns its judgment under this key."""
         self.ask_all([key], [completion], problem)
 
     def ask_all(self, keys: Sequence[Hashable], completions: Sequence[str], problem: Problem) -> None:
-        """All answers to one prompt, which scorers that take them together see together."""
+        """Submit all answers to one prompt; scorers that take several answers get them together."""
         cases, plan, own = [_Case(key) for key in keys], self._plan(problem), self.signatures
         for name, weight in plan.items():
             if name in own:
@@ -172,34 +172,34 @@ class Judge:
             self._part_done(case)
 
     def collect(self, wait_s: float = 0.0) -> list[tuple[Hashable, Judgment]]:
-        """Outcomes so far, waiting at most this long for one."""
+        """Return finished judgments, after waiting at most `wait_s` for one."""
         self._send_gathered()
-        for part, verdict in self._trusted.collect(0.0 if self._done or self._errands else wait_s):
+        for part, verdict in self._trusted.collect(0.0 if self._done or self._pool else wait_s):
             self._take(part, verdict)
-        for parts, ask, verdict in self._errands.collect(0.0 if self._done else wait_s):
+        for parts, request, verdict in self._pool.collect(0.0 if self._done else wait_s):
             self.peak_mb = max(self.peak_mb, verdict.peak_mb)
-            if ask.gathered:
-                self._take_gathered(parts, ask, verdict)
+            if request.gathered:
+                self._take_gathered(parts, request, verdict)
                 continue
             if verdict.status == "ok":
-                self._remember(ask.items, verdict.rewards)
+                self._cache_verdicts(request.items, verdict.rewards)
             self._take(parts[0], verdict)
         self._send_gathered()
         done, self._done = self._done, []
         return done
 
     def score(self, completion: str, problem: Problem) -> Judgment:
-        """One answer, waited for. Not to be mixed with answers under way."""
+        """Judge one answer and wait for it. No other answers may be in progress."""
         self.ask(None, completion, problem)
         while not (done := self.collect(1.0)):
             pass
         return done[0][1]
 
     def close(self) -> None:
-        self._errands.close()
+        self._pool.close()
         self._trusted.close()
 
-    # Scorers of the user's own
+    # The user's own scorers
 
     def _ask_own(
         self,
@@ -209,7 +209,7 @@ class Judge:
         completions: Sequence[str],
         problem: Problem,
     ) -> None:
-        """Together, or one by one, as the function wants them."""
+        """Submit the answers together or one by one, as the function takes them."""
         signature = self.signatures[name]
         columns = {column: value for column, value in problem.columns.items() if signature.wants(column)}
         missing = [column for column in signature.columns if column not in columns]
@@ -220,7 +220,7 @@ class Judge:
             for case, _ in part:
                 case.waiting += 1
             if missing:
-                self._errands.counts.add("error")
+                self._pool.counts.add("error")
                 self._take(part, Verdict("error", reason=missing_column(name, missing[0], problem.columns)))
             elif name in self._trusted:
                 verdict = self._trusted.ask(part, name, texts, problem.answer, problem.prompt, columns)
@@ -229,30 +229,30 @@ class Judge:
             elif signature.is_async:
                 self._gathered.append((part, _item(name, texts, problem, columns)))
             else:
-                self._errands.send((part,), WorkRequest((_item(name, texts, problem, columns),)))
+                self._pool.send((part,), WorkRequest((_item(name, texts, problem, columns),)))
 
     def _send_gathered(self) -> None:
-        """Whenever a worker is free, what has gathered by then, up to reward.concurrency; the rest waits for the next."""
+        """Send waiting items to free workers, at most reward.concurrency to each; the rest waits."""
         while self._gathered and (free := self._settings.workers - self._num_gathered) > 0:
             count = min(self._settings.concurrency, math.ceil(len(self._gathered) / free))
             bundle = [self._gathered.popleft() for _ in range(count)]
             self._num_gathered += 1
-            ask = WorkRequest(tuple(item for _, item in bundle), gathered=True)
-            self._errands.send(tuple(part for part, _ in bundle), ask, retries=0)
+            request = WorkRequest(tuple(item for _, item in bundle), gathered=True)
+            self._pool.send(tuple(part for part, _ in bundle), request, retries=0)
 
-    def _take_gathered(self, parts: tuple[_Part, ...], ask: WorkRequest, verdict: Verdict) -> None:
-        """One that failed is tried again by itself; where all came to nothing, one of them may have taken the others
-        along."""
+    def _take_gathered(self, parts: tuple[_Part, ...], request: WorkRequest, verdict: Verdict) -> None:
+        """Take the verdicts of a bundle. Failed items are retried alone; if the whole bundle failed, one item may have
+        caused it."""
         self._num_gathered -= 1
         together = verdict.status != "ok"
         each = (verdict,) * len(parts) if together else verdict.each
-        for part, item, one in zip(parts, ask.items, each, strict=True):
+        for part, item, one in zip(parts, request.items, each, strict=True):
             if not together:
-                self._errands.counts.add(one.status)
+                self._pool.counts.add(one.status)
             if one.status == "ok" or not (self._settings.retries or (together and len(parts) > 1)):
                 self._take(part, one)
             else:
-                self._errands.send((part,), WorkRequest((item,)), retries=max(0, self._settings.retries - 1))
+                self._pool.send((part,), WorkRequest((item,)), retries=max(0, self._settings.retries - 1))
 
     # Verdicts
 
@@ -273,12 +273,12 @@ class Judge:
         return {(problem.scorer or FALLBACK) if name == "auto" else name: 1.0}
 
     def _ask_one(self, case: _Case, completion: str, problem: Problem, plan: Mapping[str, float]) -> None:
-        """What can be told here is told here; one question to a worker for all the rest."""
+        """Score here what can be scored here, and send one request to a worker for all other scorers."""
         start_s = time.monotonic()
         items: list[Item] = []
         part: list[tuple[_Case, float]] = []
         for name, weight in plan.items():
-            settled = self._settle(name, completion, problem)
+            settled = self._score_here(name, completion, problem)
             if isinstance(settled, Item):
                 items.append(settled)
                 part.append((case, weight))
@@ -287,17 +287,17 @@ class Judge:
         case.seconds += time.monotonic() - start_s
         if items:
             case.waiting += 1
-            self._errands.send((tuple(part),), WorkRequest(tuple(items)))
+            self._pool.send((tuple(part),), WorkRequest(tuple(items)))
 
-    def _settle(self, name: str, completion: str, problem: Problem) -> float | Item:
+    def _score_here(self, name: str, completion: str, problem: Problem) -> float | Item:
         if name in self._safe:
             return self._safe[name](completion, problem.answer, problem.prompt)
         if name == "math":
-            return self._settle_math(completion, problem.answer)
+            return self._score_math_here(completion, problem.answer)
         return _item(name, [completion], problem, {})
 
-    def _settle_math(self, completion: str, answer: str) -> float | Item:
-        """Only the two answers go to the worker, and only where they must."""
+    def _score_math_here(self, completion: str, answer: str) -> float | Item:
+        """Decide here if possible. Otherwise the worker gets only the two answers, not the completion."""
         given, gold = final_answer(completion, self._settings.answer_from, formulas=True), gold_answer(answer)
         if given is None:
             return 0.0
@@ -305,7 +305,7 @@ class Judge:
         if verdict is not None:
             return verdict
         item = Item("math", (pack_text(given),), pack_text(gold), b"")
-        return self._equal.get((item.answer, item.completions[0]), item)
+        return self._math_verdicts.get((item.answer, item.completions[0]), item)
 
     def _load(self, name: str) -> None:
         scorer = make_safe_scorer(name, self._settings)
@@ -330,21 +330,21 @@ class Judge:
 
     @property
     def _patience_s(self) -> float:
-        """What scorers with limits of their own may take on top."""
+        """Additional time for scorers that have their own time limits."""
         running_s = self._sandbox.answer_s + self._sandbox.patience_s if "code" in self._pooled else 0.0
         asking_s = self._llm.patience_s if "llm_judge" in self._pooled else 0.0
         return (running_s + asking_s) / KILL_SHARE
 
-    def _remember(self, items: Sequence[Item], rewards: Sequence[float]) -> None:
-        """Samples of one prompt often agree. Only mathematics, whose verdict depends on nothing else, and only from a
-        child that ran no foreign code."""
+    def _cache_verdicts(self, items: Sequence[Item], rewards: Sequence[float]) -> None:
+        """Cache verdicts, since samples of one prompt often agree. Only those of the math scorer, which depend on nothing
+        else, and only from a child that ran no user code."""
         if any(is_reference(item.scorer) for item in items):
             return
-        if len(self._equal) >= _MAX_REMEMBERED:
-            self._equal.clear()
+        if len(self._math_verdicts) >= _MAX_CACHED:
+            self._math_verdicts.clear()
         for item, reward in zip(items, rewards, strict=True):
             if item.scorer == "math":
-                self._equal[item.answer, item.completions[0]] = reward
+                self._math_verdicts[item.answer, item.completions[0]] = reward
 
     def _part_done(self, case: _Case) -> None:
         case.waiting -= 1

@@ -1,7 +1,7 @@
-r"""Spellings of one LaTeX made one, before anybody compares or parses it.
+r"""Normalizes LaTeX before it is compared or parsed.
 
-`canonical` is for comparing texts; `plain_latex` is what the parser in the worker is given: signs of Unicode as commands,
-numbers in one notation, no units, no percent signs, no pairs of brackets around nothing but a pair of brackets.
+`canonical` is for comparing texts. `plain_latex` is for the parser in the worker: Unicode signs become commands, numbers get
+one notation, and units, percent signs and doubled brackets are removed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CANONICAL = (
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\^\{?\\circ\}?|\\degree"), "°"),
     (re.compile(r"_\{([0-9]{1,3})\}"), r"_\1"),
-    (re.compile(r"(?<=[0-9])_10(?![0-9])"), ""),  # base ten is how numbers are written anyway
+    (re.compile(r"(?<=[0-9])_10(?![0-9])"), ""),  # base ten is the default
     (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset"),
 )
 _PLAIN = (
@@ -80,7 +80,7 @@ _PAIRS = {"(": ")", "{": "}"}
 
 
 def canonical(text: str) -> str:
-    """For comparing: two texts that are the same here say the same."""
+    """Return a form for comparing: texts with the same form mean the same."""
     found = tidy(text[:_MAX_CHARS])
     for pattern, replacement in _CANONICAL:
         found = pattern.sub(replacement, found)
@@ -88,7 +88,7 @@ def canonical(text: str) -> str:
 
 
 def plain_latex(text: str) -> str:
-    """For the parser. A text that is one number becomes that number."""
+    """Return LaTeX for the parser. A text that is one number becomes that number."""
     number = read_number(text, symbols=False)
     if number is not None and "=" not in text:  # y = 3 is an equation
         return as_latex(number)
@@ -115,7 +115,7 @@ def as_latex(number: Number) -> str:
 
 
 def nesting(text: str) -> int:
-    """How deep the brackets go."""
+    """Return the largest depth of brackets."""
     depth = deepest = 0
     for char in text:
         if char in "{([":
@@ -127,7 +127,7 @@ def nesting(text: str) -> int:
 
 
 def without_doubled_brackets(text: str) -> str:
-    """((x)) is (x): the pairs that hold nothing but a pair of their own kind are left off."""
+    """Remove each pair of brackets that holds nothing but a pair of the same kind: ((x)) becomes (x)."""
     opened: list[tuple[str, int]] = []
     closes: dict[int, int] = {}
     for at, char in enumerate(text):
@@ -143,7 +143,7 @@ def without_doubled_brackets(text: str) -> str:
 
 
 def members_of(text: str) -> list[str]:
-    """What a chain of equations says is the same: a = b = c. A list, a relation or a text in words is one member."""
+    """Return the members of a chain of equations: a = b = c has three. A list, a relation or words count as one."""
     depth, start, found = 0, 0, []
     for at, char in enumerate(text):
         if char in "{([":
@@ -162,7 +162,7 @@ def members_of(text: str) -> list[str]:
 
 
 def _without_signs(text: str) -> str:
-    """Unicode's signs as commands."""
+    """Replace Unicode signs by commands."""
     found = _as_roots(text)
     found = _RAISED.sub(lambda match: f"^{{{match.group().translate(_SUPERSCRIPTS)}}}", found)
     found = _LOWERED.sub(lambda match: f"_{{{match.group().translate(_SUBSCRIPTS)}}}", found)
@@ -170,7 +170,7 @@ def _without_signs(text: str) -> str:
 
 
 def _as_roots(text: str) -> str:
-    """√2 and √(x+1) as commands; the bracket that closes is looked for, and must be there."""
+    """Replace √2 and √(x+1) by commands. A bracket that is never closed extends to the end."""
     parts: list[str] = []
     at = 0
     for found in list(_ROOT.finditer(text))[:_MAX_ROOTS]:

@@ -1,10 +1,10 @@
-r"""What the reader of LaTeX does with numbers, mended: latex2sympy adds those that stand side by side, so that `17 25` is 42
-and `2(3)` is 5, and takes no notice of the base of a numeral.
+r"""Corrects how latex2sympy reads numbers: it adds numbers that are side by side, so that `17 25` is 42 and `2(3)` is 5, and
+ignores the base of a numeral. The corrected rules:
 
-    2\frac{1}{2}      a mixed number, where the fraction is proper
+    2\frac{1}{2}      a mixed number, if the fraction is proper
     2(3), (2)(3)      a product
-    17 25, 2{3}       nothing that can be read
-    1010_2            a numeral in base two: equal to itself only; in base ten, the number
+    17 25, 2{3}       not readable
+    1010_2            a numeral in base two, equal only to itself; in base ten, the number
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _BASE = re.compile(r"_\{?([0-9]{1,3})\}?")
 
 
 class NotReadable(Exception):
-    """The reader's own way to say so is an exception, too."""
+    """The text cannot be read. The reader itself also raises exceptions then."""
 
 
-def mend_reader() -> None:
-    """Replace the three methods of the reader that are wrong."""
+def patch_reader() -> None:
+    """Replace the three incorrect methods of the reader."""
     import sympy
     from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 
@@ -51,12 +51,12 @@ def mend_reader() -> None:
 
 
 def _read_side_by_side(reader: Any, nodes: Any, start: int = 0) -> Any:
-    """Terms without a sign between them, from left to right."""
+    """Read terms without an operator between them, from left to right."""
     import sympy
 
     texts = [node.getText() for node in nodes]
     found = reader.convert_postfix(nodes[start])
-    if isinstance(found, list):  # d/dx
+    if isinstance(found, list):  # as in d/dx
         if len(found) != 1 or start == len(nodes) - 1:
             raise NotReadable("a derivative of nothing")
         return sympy.Derivative(_read_side_by_side(reader, nodes, start + 1), found[0])
@@ -84,7 +84,7 @@ def _proper(above: int, below: int) -> Any:
 
 
 def _are_numbers(before: str, after: str) -> bool:
-    """Whether two numbers would stand side by side: 17 25, 2^3 4, {2}{3}."""
+    """Whether two numbers are side by side, as in 17 25, 2^3 4, {2}{3}."""
     ends = before[-1:].isdigit() or bool(_NUMERAL.fullmatch(before))
     return ends and (after[:1].isdigit() or bool(_NUMERAL.fullmatch(after)))
 

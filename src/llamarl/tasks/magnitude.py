@@ -1,4 +1,4 @@
-"""How many digits an expression of SymPy can come to, found without working it out: 9^{9^9} must not be begun."""
+"""Estimates the number of digits of a SymPy expression without evaluating it: 9^{9^9} must not be evaluated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_EXPONENT_DIGITS = 8.0
 
 
 def is_small(expression: Any) -> bool:
-    """Whether it can be worked out at once, with small numbers for its variables."""
+    """Whether it can be evaluated quickly, with small numbers for its variables."""
     from sympy import Basic, MatrixBase
 
     if isinstance(expression, MatrixBase):
@@ -22,7 +22,7 @@ def is_small(expression: Any) -> bool:
 
 
 def _digits(node: Any, variables: Mapping[Any, float]) -> float:
-    """A bound for the digits above and below the line, infinity where there is none."""
+    """Return a bound on the digits of numerator and denominator, or infinity."""
     from sympy import Product, Sum, binomial, exp, factorial, factorial2, gamma, subfactorial
 
     if not node.args:
@@ -54,12 +54,12 @@ def _log10(number: int) -> float:
 
 
 def _at_most(node: Any, digits: float) -> float:
-    """A bound for the size of an exponent or an argument."""
+    """Return a bound on the absolute value of an exponent or an argument."""
     from sympy import Integral, Product, Sum
 
     if getattr(node, "is_Rational", False):
         return abs(node.p) / node.q if digits < _MAX_EXPONENT_DIGITS else math.inf
-    if not node.free_symbols and not isinstance(node, (Sum, Product, Integral)):  # it is small itself
+    if not node.free_symbols and not isinstance(node, (Sum, Product, Integral)):  # its own size has been checked
         value = node.evalf(5)
         return abs(complex(value)) if value.is_number and value.is_finite else math.inf
     return 10.0**digits if digits < _MAX_EXPONENT_DIGITS else math.inf

@@ -1,7 +1,7 @@
-"""Several tasks in one, each with its share of the prompts.
+"""A mixture of tasks, each with its share of the prompts.
 
-Which part an ordinal takes, and which of its problems, follow from seed and ordinal alone: ordinals are dealt in blocks, a
-block holds every part exactly as often as its weight says, and is shuffled by the seed.
+Seed and ordinal alone determine the part and its problem. Ordinals form blocks; each block holds every part exactly in
+proportion to its weight, in an order shuffled by the seed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Mixture:
         return self._tasks[part].problem(number * self._counts[part] + earlier)
 
     def evaluation(self, count: int, split: str = "held_out") -> Sequence[Problem]:
-        """Taken from the parts in turn."""
+        """Return problems from the parts in turn."""
         each = [task.evaluation(count, split) for task in self._tasks]
         dealt = [problem for row in zip_longest(*each) for problem in row if problem is not None]
         return dealt[:count]
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """How often each part comes in a block: whole numbers that sum to it, as near to the weights as can be."""
+    """Return the number of prompts of each part in a block: integers that sum to the block size, nearest to the weights."""
     ideal = np.asarray(weights) / sum(weights) * _BLOCK
     counts = np.floor(ideal).astype(int)
     for index in np.argsort(counts - ideal, kind="stable")[: _BLOCK - int(counts.sum())]:

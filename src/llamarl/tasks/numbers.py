@@ -1,4 +1,4 @@
-r"""What a number is, for every scorer: its sign, its digits, fractions, powers of ten, and what may stand around it.
+r"""The grammar of numbers for all scorers: sign, digits, fractions, powers of ten, and what may surround them.
 
     answer     = {name "="} number {"=" name}          every number of such a chain must have the same value
     number     = [sign] [currency] [sign] magnitude [currency] [unit]         at most one sign
@@ -11,8 +11,8 @@ r"""What a number is, for every scorer: its sign, its digits, fractions, powers 
     power      = e3 | E-3 | \times 10^{3} | x 10^3
     multiplier = hundred | thousand | million | billion | trillion | dozen
 
-Units, percent signs among them, are in units.py: they are left off. What does not match as a whole is no number, and no
-part of it is read instead. Every quantifier is bounded, so that the time is linear in the text.
+Units, including percent signs, are defined in units.py and are dropped. A text that does not match as a whole is no number;
+no part of it is read instead. Every quantifier is bounded, so the time is linear in the text.
 """  # noqa: RUF002
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _braced(inside: str) -> str:
 
 
 def _fraction(prefix: str) -> str:
-    """A pattern for a fraction in LaTeX whose groups begin with `prefix`."""
+    """Return a pattern for a LaTeX fraction; the names of its groups begin with `prefix`."""
     above = rf"(?:{_braced(rf'(?P<{prefix}a>-?{_INTEGER})')}|(?P<{prefix}b>[0-9]))"
     below = rf"(?:{_braced(rf'(?P<{prefix}c>{_INTEGER})')}|(?P<{prefix}d>[0-9]))"
     return rf"\\[dtc]?frac{GAP}{{0,3}}{above}{GAP}{{0,3}}{below}"
@@ -99,17 +99,17 @@ _WRAPS = (
 
 class Number(NamedTuple):
     value: Fraction
-    exact: bool  # written without a decimal point
+    exact: bool  # whether it is written without a decimal point
 
 
 def tidy(text: str) -> str:
-    """The text with one minus sign, one kind of blank and no ½ in it."""
+    """Replace all minus signs and blanks by one kind, and signs such as ½ by fractions."""
     return text.translate(_CHARACTERS)
 
 
 def read_number(text: str, *, symbols: bool = True) -> Number | None:
-    """The one number that the text is; None for everything else. Without `symbols`, a single letter is a variable and
-    never a unit."""
+    """Return the number if the whole text is one number, else None. Without `symbols`, a single letter is a variable, never
+    a unit."""
     if len(text) > MAX_CHARS:
         return None
     members = unwrap(tidy(text)).split("=")
@@ -123,7 +123,7 @@ def read_number(text: str, *, symbols: bool = True) -> Number | None:
 
 
 def value_of(found: re.Match[str]) -> Number | None:
-    """What a match of NUMBER is worth; None where there are two signs, no digits, or a fraction that cannot be."""
+    """Return the value of a match of NUMBER, or None for two signs, no digits, or an impossible fraction."""
     if found["sign"] and found["inner_sign"]:
         return None
     size = _magnitude(found)
@@ -135,7 +135,7 @@ def value_of(found: re.Match[str]) -> Number | None:
 
 
 def unwrap(text: str) -> str:
-    """The text without what only shows it: dollars, brackets, bold type, marks at its end."""
+    """Remove decoration from a text: dollars, brackets, bold type, marks at its end."""
     bare = text.strip()
     for _ in range(_MAX_WRAPS):
         before = bare
@@ -151,7 +151,7 @@ def unwrap(text: str) -> str:
 
 
 def _is_closed(inside: str, opening: str) -> bool:
-    """Whether nothing in there ends what `opening` has begun."""
+    """Whether nothing inside closes the given opening."""
     pair = {"(": "()", "{": "{}"}.get(opening[-1])
     if pair is None or opening == r"\(":
         return opening not in inside and not (opening == r"\(" and r"\)" in inside)

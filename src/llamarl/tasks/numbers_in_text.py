@@ -1,8 +1,8 @@
-"""The last number of a text in sentences: the whole of it, or none.
+"""Finds the last number in running text, either all of it or nothing.
 
-A number counts with its sign, its fraction, its power and its multiplier. Where it is part of something larger (a sum, a
-range, a time, an index), one of several alternatives, denied or asked about, there is no answer, and no earlier number is
-taken instead. Digits inside a word, as in H2O, are no number.
+A number includes its sign, fraction, power and multiplier. If the last number is part of something larger (a sum, a range, a
+time, an index), one of several alternatives, denied or in a question, there is no answer; no earlier number is taken instead.
+Digits inside a word, as in H2O, are not a number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PART_AFTER = re.compile(
     r"|/[A-Za-z](?![A-Za-z])|[^\W0-9A-Za-z_]|\(|\{|!\w|\s{0,3}-\s{0,3}[0-9]"
 )
 _LETTERS_AFTER = re.compile(r"[A-Za-z]{1,12}")
-_ATTACHED = SYMBOLS | words("c f th")  # 5C, 5th
+_ATTACHED = SYMBOLS | words("c f th")  # as in 5C, 5th
 _SCALED = words("twice thrice double triple half times plus than over root")
 _PARTS = words("half third thirds quarter quarters fourth fifth percent root square cube multiple fraction")
 _ALTERNATIVES = words("or nor either maybe perhaps possibly probably between")
@@ -49,7 +49,7 @@ _TO_NUMBER = re.compile(r"\s{1,3}(?:to|and|by)\s{1,3}([a-z]{2,12})\b")
 
 
 def last_number(text: str) -> tuple[int, str] | None:
-    """Where the last number of the text ends, and how it is written, without currency and unit."""
+    """Return the end of the last number and its text without currency and unit, or None."""
     tail = tidy(text)
     last = None
     for found in NUMBER.finditer(tail):
@@ -62,7 +62,7 @@ def last_number(text: str) -> tuple[int, str] | None:
 
 
 def _start(found: re.Match[str]) -> int:
-    """Where the number begins that was matched: blanks before it belong to the text."""
+    """Return the start of the matched number without the blanks before it."""
     return found.start() + len(found.group()) - len(found.group().lstrip(_BLANKS))
 
 
@@ -86,7 +86,7 @@ def _is_denied(tail: str, found: re.Match[str]) -> bool:
 
 
 def _is_part(before: str, after: str, found: re.Match[str]) -> bool:
-    """Whether it stands in something larger: 5 in 3+5, 2^5, 5:30, x_5, f(5), 5\\pi."""
+    """Whether it is part of something larger, like 5 in 3+5, 2^5, 5:30, x_5, f(5), 5\\pi."""
     if (found["sign"] or "") in ("-", "+") and found["sign"] and _MINUS_BETWEEN.search(before):
         return True
     if any(pattern.search(before) for pattern in (_OPERATOR, _ARGUMENT, _PART_BEFORE)) or _PART_AFTER.match(after):

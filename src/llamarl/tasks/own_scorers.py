@@ -1,8 +1,8 @@
-"""Scorers of the user's own: how such a function wants to be called, and what counts as an answer of it.
+"""The user's own scorers: how they are called, and which return values are valid.
 
-A function that names a parameter `completion` is called by names, for one answer at a time. One that names a parameter
-`completions` gets all answers to a prompt at once, every other argument as a list of the same length. Besides these, a
-parameter may be called `answer`, `prompt` (or `prompts`), or like a column of the data. Any other function is called as
+A function with a parameter `completion` is called by keyword, with one answer at a time. A function with a parameter
+`completions` gets all answers to a prompt at once, and every other argument as a list of the same length. Further parameters
+may be `answer`, `prompt` (or `prompts`), or names of data columns. Any other function is called as
 score(completion, answer, prompt). All of them may be `async`.
 """
 
@@ -20,24 +20,24 @@ from llamarl.plugins import check_call
 
 Function = Callable[..., Any]
 _ONE, _ALL = "completion", "completions"
-_GIVEN = frozenset({_ONE, _ALL, "answer", "prompt", "prompts"})  # known of every problem
+_GIVEN = frozenset({_ONE, _ALL, "answer", "prompt", "prompts"})  # available for every problem
 _MAX_SHOWN = 60
 
 
 class Signature(Struct, frozen=True):
-    """How a scorer wants to be called. `by_name`: with what its parameters are called after; otherwise with completion,
-    answer and prompt."""
+    """How a scorer is called: `by_name` with the arguments that its parameters name, else with completion, answer and
+    prompt."""
 
     by_name: bool = False
     batched: bool = False
     is_async: bool = False
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    everything: bool = False  # it takes **columns
+    everything: bool = False  # whether it takes **columns
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of the data that it cannot do without."""
+        """Columns of the data that the scorer requires."""
         return tuple(name for name in self.required if name not in _GIVEN)
 
     @property
@@ -49,15 +49,15 @@ class Signature(Struct, frozen=True):
 
 
 class BadReward(Exception):
-    """A scorer gave what is no reward."""
+    """A scorer returned something that is not a reward."""
 
 
 def signature_of(reference: str, function: Function) -> Signature:
-    """Raises ConfigError for a function that cannot be called in any of these ways."""
+    """Inspect a scorer. Raises ConfigError if it cannot be called in any of these ways."""
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # one without a signature, as some written in C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return Signature(is_async=is_async)
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {one.name: one.default is inspect.Parameter.empty for one in parameters if one.kind in kinds}
@@ -86,7 +86,7 @@ def call(
     prompt: str,
     columns: Mapping[str, Any],
 ) -> Any:
-    """What the function returns, or an awaitable of it."""
+    """Call the function and return its result, which may be an awaitable."""
     if not signature.by_name:
         return function(completions[0], answer, prompt)
     values: dict[str, Any] = {**columns, "answer": answer, "prompt": prompt}
@@ -100,7 +100,7 @@ def call(
 
 
 def rewards_in(returned: Any, signature: Signature, count: int) -> tuple[float, ...]:
-    """One finite number for each of `count` answers; raises BadReward for anything else."""
+    """Return one finite number for each of `count` answers. Raises BadReward if the scorer returned anything else."""
     if not signature.batched:
         return (_number(returned),)
     if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
@@ -128,16 +128,16 @@ def _shown(value: Any) -> str:
 
 
 class ScorerRequirements(Struct, frozen=True):
-    """What scorers want of the data besides prompts: columns by who asks for them, and whether answers are needed."""
+    """What scorers need of the data besides prompts: columns, and whether there must be an answer."""
 
-    required: dict[str, str] = {}
+    required: dict[str, str] = {}  # maps each column to a scorer that needs it
     optional: frozenset[str] = frozenset()
     everything: bool = False
     answer: bool = True
 
     @classmethod
     def by(cls, signatures: Mapping[str, Signature], *, answer: bool) -> ScorerRequirements:
-        """`answer`: some other scorer needs it anyway."""
+        """Combine the needs of several scorers. `answer` says that some other scorer needs the answer."""
         return cls(
             {column: name for name, signature in signatures.items() for column in signature.columns},
             frozenset(name for signature in signatures.values() for name in signature.optional) - _GIVEN,
@@ -146,8 +146,8 @@ class ScorerRequirements(Struct, frozen=True):
         )
 
     def of(self, row: Mapping[str, Any], beside: Iterable[str] = ()) -> dict[str, Any]:
-        """The columns of a row that are wanted. `beside` are those that are the prompt and the answer already: they come
-        along only if somebody asks for them by name. Raises ConfigError for one that is not there."""
+        """Return the columns of a row that scorers need. Columns in `beside` already serve as prompt or answer and are
+        included only if a scorer names them. Raises ConfigError for a missing column."""
         for column, name in self.required.items():
             if column not in row:
                 raise ConfigError(missing_column(name, column, row))

@@ -1,7 +1,7 @@
-"""Programs as answers: the tests that one must pass, and what passing means. code_blocks.py says where a program lies.
+"""The code scorer: runs a program against tests. code_blocks.py finds the program in a completion.
 
-A test is an input with the output it must give, or a call with the value it must return. Expected outputs and values never
-go where the program runs, so there is nothing to find, to patch or to print: a test is passed by being right.
+A test is an input with its expected output, or a call with its expected value. Expected outputs and values never enter the
+program's process, so it cannot find, patch or print them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from llamarl.tasks.rows import BadRow
 from llamarl.tasks.sandbox.probe import open_sandbox
 from llamarl.tasks.sandbox.run import Ran, Sandbox
 
-_CLOSE = 1e-9  # numbers that differ by no more, as a share of them, are the same where one of them is a float
-_NEAR_ZERO = 1e-12  # where 0 is expected there is nothing to take a share of: what rounding leaves of 0.1 + 0.2 - 0.3
+_CLOSE = 1e-9  # relative tolerance where one of two numbers is a float
+_NEAR_ZERO = 1e-12  # absolute tolerance where 0 is expected: rounding errors such as 0.1 + 0.2 - 0.3
 
 Scorer = Callable[[str, str, str], float]
 
 
 class Test(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Either `input` and `output`, or `call`, `args`, `kwargs` and `expected`."""
+    """One test: either `input` and `output`, or `call`, `args`, `kwargs` and `expected`."""
 
     input: str = ""
     output: str | None = None
@@ -39,7 +39,7 @@ class Test(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
     @property
     def problem(self) -> str:
-        """What is wrong with it; empty: nothing."""
+        """Return what is wrong with the test, or an empty text."""
         if self.call and (self.output is not None or self.input):
             return "is a call with an input or output; it can be only one of both"
         if self.call:
@@ -53,14 +53,14 @@ _decode = msgspec.json.Decoder(tuple[Test, ...]).decode
 
 
 def check_tests(value: Any) -> str:
-    """The tests of a row as text, which is how they travel as a problem's answer; raises BadRow."""
+    """Return the tests of a row as text, in the form of a problem's answer. Raises BadRow."""
     text = value if isinstance(value, str) else json.dumps(value)
     read_tests(text)
     return text
 
 
 def read_tests(text: str) -> tuple[Test, ...]:
-    """Raises BadRow for tests that cannot be used, wherever they come from: none would always be passed."""
+    """Decode tests. Raises BadRow for unusable ones and for an empty list, which any program would pass."""
     try:
         tests = _decode(text.encode())
     except (msgspec.MsgspecError, ValueError) as error:
@@ -74,7 +74,7 @@ def read_tests(text: str) -> tuple[Test, ...]:
 
 
 def same_output(given: bytes, expected: str) -> bool:
-    """Line by line; blanks at the end of lines and empty lines at the end aside."""
+    """Compare line by line, ignoring blanks at the end of lines and empty lines at the end."""
     return _lines(given.decode(errors="replace")) == _lines(expected)
 
 
@@ -83,7 +83,7 @@ def _lines(text: str) -> list[str]:
 
 
 def same_value(given: Any, expected: Any) -> bool:
-    """Of what JSON can say, and of the same kind: True is not 1, and nothing is equal to NaN."""
+    """Compare two JSON values of the same kind: True is not 1, and nothing equals NaN."""
     if isinstance(expected, bool) or isinstance(given, bool) or expected is None or given is None:
         return given is expected
     if isinstance(expected, int | float) and isinstance(given, int | float):
@@ -105,7 +105,7 @@ def _same_number(given: float, expected: float) -> bool:
 
 
 class Examiner:
-    """Runs programs against tests. With `share`, the reward is the share of tests passed; else 1 for all of them."""
+    """Runs programs against tests. The reward is 1 for passing all of them, or with `share` the share of passed tests."""
 
     def __init__(self, sandbox: Sandbox, limits: Limits, *, share: bool) -> None:
         self._sandbox, self._limits, self._share = sandbox, limits, share
@@ -122,7 +122,7 @@ class Examiner:
         return passed / len(tests) if self._share else float(passed == len(tests))
 
     def _verdicts(self, program: str, tests: Sequence[Test]) -> Iterator[bool]:
-        """Calls go into one run where all of them are wanted; a run of its own for each where a share counts."""
+        """Yield a verdict for each test. All calls share one run, unless the share counts: then each has its own."""
         calls = [test for test in tests if test.call]
         for group in [[test] for test in calls] if self._share else [calls] if calls else []:
             ran = self._sandbox.call(program, [{"call": t.call, "args": t.args, "kwargs": t.kwargs} for t in group])
@@ -140,5 +140,5 @@ def _returned(ran: Ran, tests: Sequence[Test]) -> list[bool]:
 
 
 def load_examiner(limits: Limits, *, share: bool) -> Scorer:
-    """Raises ConfigError where programs cannot be run safely."""
+    """Make the code scorer. Raises ConfigError if programs cannot be run safely here."""
     return Examiner(open_sandbox(limits), limits, share=share).score

@@ -1,4 +1,4 @@
-"""From an example to a problem: the template, solved examples before it, and the chat it may be asked in."""
+"""Turns an example into a problem: template, few-shot examples and chat messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK = "{prompt}"
 
 
 class Prompting:
-    """`shots` are solved examples to show; they are the same for every problem."""
+    """Makes problems. `shots` are the solved examples before each problem, the same for all."""
 
     def __init__(self, template: str, shots: Sequence[Example], scorer: str, *, chat: bool, system: str) -> None:
         if _MARK not in template:
@@ -47,7 +47,7 @@ class Prompting:
 
 
 def choose_shots(settings: DatasetConfig, train: Sequence[Example]) -> tuple[list[Example], Sequence[Example]]:
-    """(shots, the rest): always the same ones, and never asked as problems."""
+    """Return (shots, rest). The shots are always the same and are never used as problems."""
     if not settings.few_shot:
         return [], train
     if len(train) <= settings.few_shot:

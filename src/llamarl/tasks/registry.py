@@ -1,4 +1,4 @@
-"""Tasks by the names that the config uses."""
+"""Makes tasks by their names in the config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING = ScorerRequirements()
 
 
 def make_task(settings: TaskConfig, seed: int, wanted: ScorerRequirements = _NOTHING) -> Prompter:
-    """`wanted`: what scorers want of the data besides prompts."""
+    """Make a task. `wanted` says what scorers need of the data besides prompts."""
     if settings.kind == "given":
         raise ConfigError(
             "task.kind: the task of this job was given from Python; give it again: Job.resume(folder, task=...)"
@@ -34,7 +34,7 @@ def make_task(settings: TaskConfig, seed: int, wanted: ScorerRequirements = _NOT
 
 
 def open_task(config: Config) -> Prompter:
-    """The job's task, with the columns that its scorers ask for; these are loaded to know."""
+    """Make the job's task. Loads its scorers to find the columns that they need."""
     if not any(map(is_reference, config.reward.combine or [config.reward.scorer])):
         return make_task(config.task, config.seed)
     judge = Judge.of(config, own_scorers(config.task), workers=1)
@@ -58,7 +58,7 @@ def make_single_task(
 
 
 def own_scorers(settings: TaskConfig) -> tuple[str, ...]:
-    """Who judges the task's problems where reward.scorer is auto; known without reading any data."""
+    """Return the task's scorers for `reward.scorer: auto`. No data are read."""
     kinds = [part.kind for part in settings.parts] or [settings.kind]
     return tuple(dict.fromkeys(_habits(kind)[1] for kind in kinds))
 
@@ -74,9 +74,9 @@ def _habits(kind: str) -> tuple[str, str]:
 def _examples(
     settings: DatasetConfig, wanted: ScorerRequirements
 ) -> tuple[Sequence[Example], Sequence[Example], Sequence[Example]]:
-    """(training, held out, the fixed test examples)"""
+    """Return (training, held-out, test) examples."""
     if settings.kind == "arithmetic":
-        wanted.of({})  # there are no columns
+        wanted.of({})  # raises if a scorer needs a column, as there are none
         return *arithmetic.additions(settings), ()
     examples, test = read_examples(settings, wanted)
     sides: tuple[list[Example], list[Example]] = ([], [])

@@ -1,4 +1,4 @@
-"""Data files: JSON lines, read whole and checked line by line. What cannot be used is refused with its line number."""
+"""Data files in JSON lines. Each line is checked; an error names the line number."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class BadRow(Exception):
-    """What is wrong with a row."""
+    """A row cannot be used; the message says why."""
 
 
 def read_rows(path: Path, convert: Callable[[Row], T | None]) -> list[T]:
-    """What `convert` makes of each row; rows it makes nothing of are left out."""
+    """Return convert(row) for each row, leaving out rows for which it is None."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -51,7 +51,7 @@ def _object(line: bytes) -> Row:
 
 
 def text_field(row: Row, field: str) -> str:
-    """A text, or a number written as one."""
+    """Return a field that holds a text, or a number as text."""
     if field not in row:
         raise BadRow(f"no field '{field}'; there are: {', '.join(map(repr, row)) or 'none'}")
     return as_text(row[field], field)

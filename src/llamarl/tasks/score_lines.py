@@ -1,4 +1,4 @@
-"""`llamarl score`: completions in as JSON lines, verdicts out as JSON lines, one for one and in order."""
+"""`llamarl score`: reads completions as JSON lines and writes one verdict per line, in the same order."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LINES_AHEAD = 16  # each may be 10 MB
 _PATIENCE_S = 0.05
 _NOTHING = ScorerRequirements()
 
-# What is told of one line: an outcome, or why the line could not be judged.
-Told = Judgment | str
+# The result for one line: a judgment, or why the line could not be judged.
+LineResult = Judgment | str
 
 
 def score_lines(source: BinaryIO, target: TextIO, notes: TextIO, judge: Judge, scorer: str) -> None:
@@ -29,48 +29,48 @@ def score_lines(source: BinaryIO, target: TextIO, notes: TextIO, judge: Judge, s
 
 
 class _Session:
-    """Reads ahead, so that several answers are judged at once; each verdict is written as soon as its turn has come."""
+    """Reads ahead, so that several answers are judged at once, and writes verdicts in order."""
 
     def __init__(self, target: TextIO, notes: TextIO, judge: Judge, scorer: str) -> None:
         self._target, self._notes, self._judge, self._scorer = target, notes, judge, scorer
         self._wanted = judge.wanted
-        self._told: dict[int, Told] = {}  # verdicts whose turn has not come
+        self._results: dict[int, LineResult] = {}  # verdicts that wait for those of earlier lines
         self._num_read = self._num_written = 0
 
     def run(self, source: BinaryIO) -> None:
         lines: queue.Queue[bytes | None] = queue.Queue(_LINES_AHEAD)
         threading.Thread(target=_feed, args=(source, lines), daemon=True).start()
         more = True
-        while more or self._num_underway:
-            if more and self._num_underway < _LINES_AHEAD:
-                more = self._take(lines)
-            self._give()
+        while more or self._num_in_progress:
+            if more and self._num_in_progress < _LINES_AHEAD:
+                more = self._submit_lines(lines)
+            self._write_finished()
 
     @property
-    def _num_underway(self) -> int:
+    def _num_in_progress(self) -> int:
         return self._num_read - self._num_written
 
-    def _take(self, lines: queue.Queue[bytes | None]) -> bool:
-        """Lines that are there, or, if there is nothing else to do, the next one. False after the last."""
-        for line in _arrived(lines, wait=not self._num_underway):
+    def _submit_lines(self, lines: queue.Queue[bytes | None]) -> bool:
+        """Submit the lines that have arrived, or wait for one if nothing is in progress. Returns False at the end."""
+        for line in _arrived(lines, wait=not self._num_in_progress):
             if line is None:
                 return False
             number, self._num_read = self._num_read, self._num_read + 1
             try:
                 completion, problem = read_line(line, self._scorer, self._wanted)
             except ValueError as error:
-                self._told[number] = str(error)
+                self._results[number] = str(error)
             else:
                 self._judge.ask(number, completion, problem)
         return True
 
-    def _give(self) -> None:
-        for key, outcome in self._judge.collect(0.0 if self._told else _PATIENCE_S):
-            self._told[cast(int, key)] = outcome
-        while self._num_written in self._told:
-            told = self._told.pop(self._num_written)
+    def _write_finished(self) -> None:
+        for key, outcome in self._judge.collect(0.0 if self._results else _PATIENCE_S):
+            self._results[cast(int, key)] = outcome
+        while self._num_written in self._results:
+            result = self._results.pop(self._num_written)
             self._num_written += 1
-            _write(self._target, self._notes, self._num_written, told)
+            _write(self._target, self._notes, self._num_written, result)
 
 
 def _feed(source: BinaryIO, lines: queue.Queue[bytes | None]) -> None:
@@ -82,7 +82,7 @@ def _feed(source: BinaryIO, lines: queue.Queue[bytes | None]) -> None:
 
 
 def _arrived(lines: queue.Queue[bytes | None], *, wait: bool) -> Iterator[bytes | None]:
-    """One line, waited for if nothing else is to be done, and then what lies there already."""
+    """Yield the lines that have arrived; with `wait`, wait for the first."""
     if wait:
         yield lines.get()
     with suppress(queue.Empty):
@@ -91,7 +91,7 @@ def _arrived(lines: queue.Queue[bytes | None], *, wait: bool) -> Iterator[bytes 
 
 
 def read_line(line: bytes, scorer: str, wanted: ScorerRequirements = _NOTHING) -> tuple[str, Problem]:
-    """Raises ValueError for what is no question. Lone surrogates are let through: models write them."""
+    """Parse one line. Raises ValueError if it is invalid. Lone surrogates are allowed, since models write them."""
     try:
         row = json.loads(line.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
@@ -123,15 +123,15 @@ def _text(row: dict[str, object], field: str, default: object = None) -> str:
     return value
 
 
-def _write(target: TextIO, notes: TextIO, number: int, told: Told) -> None:
-    """Why something was not judged goes to the notes, since the line itself has three fields and no more."""
-    if isinstance(told, str):
+def _write(target: TextIO, notes: TextIO, number: int, result: LineResult) -> None:
+    """Write the verdict as a line of three fields. A reason, if there is one, goes to `notes`."""
+    if isinstance(result, str):
         row: dict[str, object] = {"reward": None, "status": "bad input", "seconds": 0.0}
-        reason = told
+        reason = result
     else:
-        reward = told.reward if told.status == "ok" else None
-        row = {"reward": reward, "status": told.status, "seconds": round(told.seconds, 6)}
-        reason = told.reason
+        reward = result.reward if result.status == "ok" else None
+        row = {"reward": reward, "status": result.status, "seconds": round(result.seconds, 6)}
+        reason = result.reason
     if reason:
         print(f"line {number}: {ascii(reason)[1:-1]}", file=notes)
     print(json.dumps(row), file=target, flush=True)

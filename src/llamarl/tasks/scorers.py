@@ -1,7 +1,7 @@
 """Scorers that are safe in this process: score(completion, answer, prompt) -> reward.
 
-Pure text in, a number out, in time that grows no faster than the text. Nothing of a completion is ever executed, and no
-pattern here can backtrack. Scorers that can hang, or are somebody else's, run in workers: see judge.py.
+They turn text into a number in linear time. They never execute any part of a completion, and no pattern here can
+backtrack. Scorers that can hang, or are the user's own, run in workers: see judge.py.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _TAIL_CHARS = 4000
 
 
 def exact(completion: str, answer: str, prompt: str) -> float:
-    """1 when the completion is the answer, white space around it aside."""
+    """Return 1 if the completion equals the answer, ignoring white space around it."""
     return float(completion.strip() == answer)
 
 
 def numeric(completion: str, answer: str, prompt: str) -> float:
-    """1 when the completion is a plain decimal number equal to the answer: 082, 82 and 82.0 are the same."""
+    """Return 1 if the completion is a plain decimal number equal to the answer: 082, 82 and 82.0 are equal."""
     given, wanted = _number(completion), _number(answer)
     return float(given is not None and given == wanted)
 
@@ -43,7 +43,7 @@ def _number(text: str) -> Decimal | None:
 
 
 def same_number(given: str, answer: str) -> bool:
-    """Equal numbers, however they are written (see numbers.py): 1,000 and $1000.00; 50% is 50 percent and not 0.5."""
+    """Whether two numbers are equal in any notation of numbers.py: 1,000 and $1000.00. 50% equals 50, not 0.5."""
     one, other = read_number(given), read_number(answer)
     return one is not None and other is not None and one.value == other.value
 
@@ -53,12 +53,12 @@ def has_boxed(text: str) -> bool:
 
 
 def has_hashes(text: str) -> bool:
-    """One line that begins with ####, and it is the last."""
+    """Whether exactly one line begins with ####, and it is the last."""
     return text.count("####") == 1 and text.rstrip().rpartition("\n")[2].startswith("####") and bool(after_hashes(text))
 
 
 def has_thought(text: str) -> bool:
-    """<think> some thought </think> and then an answer, each tag once."""
+    """Whether the text is <think> some thought </think> and then an answer, with each tag once."""
     if text.count("<think>") != 1 or text.count("</think>") != 1:
         return False
     before, _, rest = text.partition("<think>")
@@ -70,7 +70,7 @@ FORMATS: dict[str, Callable[[str], bool]] = {"boxed": has_boxed, "hashes": has_h
 
 
 def make_safe_scorer(name: str, settings: RewardConfig) -> Scorer | None:
-    """One of those that may run here; None for a name that is not among them."""
+    """Return the scorer if it may run in this process, else None."""
     return _MAKERS[name](settings) if name in _MAKERS else None
 
 
@@ -88,7 +88,7 @@ def _make_format(settings: RewardConfig) -> Scorer:
 
 
 def _make_length(settings: RewardConfig) -> Scorer:
-    """1 for up to half of `max_chars`, then falling to 0."""
+    """The reward is 1 for up to half of `max_chars`, then falls to 0."""
     half = settings.max_chars / 2
     return lambda completion, answer, prompt: min(1.0, max(0.0, 2.0 - len(completion) / half))
 

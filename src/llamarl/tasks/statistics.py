@@ -1,4 +1,4 @@
-"""How sure an evaluation can be: pass@k without bias, and intervals that hold for few problems too."""
+"""Statistics of evaluations: unbiased pass@k, and confidence intervals that hold for few problems too."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 Interval = tuple[float, float]
-_Z = 1.959964  # of 95%
+_Z = 1.959964  # normal quantile for 95%
 _RESAMPLES = 2000
 
 
 def wilson(successes: float, trials: int) -> Interval:
-    """The 95% interval of a share; sound even at 0 and 1."""
+    """Return the 95% interval of a share; it is sound even at 0 and 1."""
     if not trials:
         return 0.0, 1.0
     share, z2 = successes / trials, _Z * _Z
@@ -24,14 +24,14 @@ def wilson(successes: float, trials: int) -> Interval:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that at least one of k samples, drawn without putting back, is right (Chen et al. 2021)."""
+    """Return the chance that at least one of k samples, drawn without replacement, is right (Chen et al. 2021)."""
     if samples - right < k:
         return 1.0
     return 1.0 - math.prod((samples - right - i) / (samples - i) for i in range(k))
 
 
 def bootstrap(values: Sequence[float]) -> Interval:
-    """The 95% interval of a mean over problems, by resampling them; the same every time."""
+    """Return the 95% interval of a mean over problems, by resampling them with a fixed seed."""
     if not values:
         return 0.0, 1.0
     drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))

@@ -1,9 +1,9 @@
-"""Whether two mathematical expressions are equal: math-verify, in a worker that was made for it.
+"""Decides whether two mathematical expressions are equal, by math-verify in a worker process.
 
-math-verify reads LaTeX by a grammar and knows sets, intervals, relations and matrices. Of its two ways to find an answer only
-LaTeX is used. Its reader is mended by reading.py; values are compared by comparison.py; what both may do is bounded by
-work.py; and all that would execute text is taken out by without_eval.py. Its time-outs, made with SIGALRM, are off: the
-pool's come from outside and cannot be missed. This file imports no SymPy until it is asked to.
+math-verify reads LaTeX by a grammar and knows sets, intervals, relations and matrices. latex_reader.py corrects its reader,
+comparison.py compares values, work_limit.py bounds the work of both, and without_eval.py removes all that would execute text.
+Its own time-outs use SIGALRM and are off: the worker pool enforces its limits from outside. SymPy is imported only by
+`load_equal`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 from llamarl.tasks.comparison import is_multiple, same_value
 from llamarl.tasks.latex import members_of, plain_latex
-from llamarl.tasks.latex_reader import mend_reader
+from llamarl.tasks.latex_reader import patch_reader
 from llamarl.tasks.magnitude import is_small
 from llamarl.tasks.numbers import read_number
-from llamarl.tasks.without_eval import take_out_eval
+from llamarl.tasks.without_eval import remove_eval
 from llamarl.tasks.work_limit import MAX_COMPARING_CALLS, MAX_READING_CALLS, within_bounds
 
 EXTRA_MISSING = "the math scorer needs math-verify: pip install 'llamarl[math]'"
 
 _SHORT = 50
 
-# One expression of each kind, so that the parser's tables are filled and SymPy's modules loaded before the first fork.
+# Expressions of every kind. They fill the parser's tables and load SymPy's modules before the first fork.
 _WARM_UP = (
     (r"\frac{\sqrt{3}}{2}", r"\dfrac{3}{2\sqrt{3}}"),
     (r"2x^2 - 3x + 1", r"(2x-1)(x-1)"),
@@ -48,7 +48,7 @@ _WARM_UP = (
     (r"1001_2", r"9"),
     (r"1 < x < 2", r"(1,2)"),
     (r"a^2+2ab+b^2", r"(a+b)^2"),
-    # The parser's tables are filled by what it reads: forms that are slow to read for the first time.
+    # Forms that are slow to parse for the first time.
     (r"11z^{17}(5+11z^{17})", r"-29x^5(7x^6-2)(x+1)"),
     (r"(x^2 + x + 1)(x^8 - x^7 + x^5 - 1)", r"\frac{x(x+1)}{(2-x)(y-1)} + \frac{1}{1+\frac{1}{1+\frac{1}{x}}}"),
     (
@@ -73,17 +73,17 @@ _WARM_UP = (
 
 
 def load_equal() -> Callable[[str, str], bool]:
-    """equal(gold, given), on LaTeX. Raises ImportError with the command that installs what is missing."""
+    """Return equal(gold, given) for LaTeX. Raises ImportError with the install command if math-verify is missing."""
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError:
         raise ImportError(EXTRA_MISSING) from None
     from latex2sympy2_extended import NormalizationConfig
 
-    take_out_eval()
-    mend_reader()
-    _mend_grader()
-    logging.disable(logging.CRITICAL)  # it warns that its own time-outs are off
+    remove_eval()
+    patch_reader()
+    _patch_grader()
+    logging.disable(logging.CRITICAL)  # math-verify warns that its own time-outs are off
     as_it_is = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
     )
@@ -95,7 +95,7 @@ def load_equal() -> Callable[[str, str], bool]:
         return found
 
     def same(gold: Any, given: Any) -> bool:
-        """What cannot be compared is not the same; what there was no room to compare is a failure."""
+        """Expressions that cannot be compared differ. Running out of memory or stack is a failure instead."""
         try:
             if not is_small(given) or not is_small(gold) or (_is_infinite(given) and not _is_infinite(gold)):
                 return False
@@ -115,7 +115,7 @@ def load_equal() -> Callable[[str, str], bool]:
 
     def equal(gold: str, given: str) -> bool:
         members = members_of(plain_latex(given).replace("$", ""))
-        is_short = sum(map(len, members)) <= _SHORT  # counting calls would make reading twice as slow, needlessly
+        is_short = sum(map(len, members)) <= _SHORT  # counting calls doubles the time and is not needed for short texts
         found = (
             read_all(members)
             if is_short
@@ -131,13 +131,13 @@ def load_equal() -> Callable[[str, str], bool]:
 
 
 def _last_of_numbers(gold: str) -> str:
-    """Of an answer such as 0.56 = 56, the last; everything else as it is."""
+    """Return the last number of a chain such as 0.56 = 56, and any other answer unchanged."""
     members = members_of(gold)
     return members[-1] if len(members) > 1 and all(map(read_number, members)) else gold
 
 
 def _is_right_chain(wanted: list[Any], members: list[list[Any]], same: Callable[[Any, Any], bool]) -> bool:
-    """A chain of equations is right where all that it says is: 6+6=12 for 12, x=12 and 12=x too, 5=7=12 not."""
+    """Whether every part of a chain of equations is right. For 12, 6+6=12, x=12 and 12=x are right; 5=7=12 is not."""
     from latex2sympy2_extended import is_expr_of_only_symbols
     from math_verify.grader import is_equation
     from sympy import Basic, Eq, MatrixBase
@@ -159,8 +159,8 @@ def _is_right_chain(wanted: list[Any], members: list[list[Any]], same: Callable[
 
 
 def _is_infinite(expression: Any) -> bool:
-    """Whether infinity, or what is no number, is in it. SymPy finds such things equal to anything: with math-verify alone,
-    8^\\infty\\pi is the right answer to every question."""
+    """Whether it contains infinity or NaN. SymPy finds these equal to anything: with math-verify alone, 8^\\infty\\pi is the
+    right answer to every question."""
     from sympy import Basic, S
 
     if not isinstance(expression, Basic):
@@ -169,8 +169,8 @@ def _is_infinite(expression: Any) -> bool:
     return bool(expression.has(*endless) or expression.doit().has(*endless))
 
 
-def _mend_grader() -> None:
-    """Values are compared by our own rule, and no equation is solved that is only another's multiple."""
+def _patch_grader() -> None:
+    """Make math-verify compare values by our rule, and accept multiples of an equation without solving it."""
     from math_verify import grader
     from sympy import Eq
 
@@ -185,7 +185,7 @@ def _mend_grader() -> None:
         kind = type(given) if sign > 0 else opposite.get(type(given))
         if sign and ((isinstance(gold, Eq) and isinstance(given, Eq)) or type(gold) is kind):
             return True
-        if len(gold.free_symbols | given.free_symbols) > 2:  # nothing else is the same, and solving takes long
+        if len(gold.free_symbols | given.free_symbols) > 2:  # solving takes long and would find no other match
             return False
         return bool(solve_and_compare(gold, given, *settings))
 
@@ -194,5 +194,5 @@ def _mend_grader() -> None:
 
     grader.sympy_compare_symbols = compare_symbols
     grader.sympy_numeric_eq = compare
-    grader.sympy_symbolic_eq = lambda one, other: False  # `compare` has said all there is to say
+    grader.sympy_symbolic_eq = lambda one, other: False  # `compare` has already decided
     grader.sympy_solve_and_compare = compare_relations

@@ -1,4 +1,4 @@
-"""A task: problems to train on, in a seeded order that can be entered anywhere, and problems that are kept for evaluation."""
+"""A task: training problems in a seeded order with random access, and problems that are held out for evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 class Lazily(Sequence[Item]):
-    """`make` of each of `sources`, made when it is asked for: a task may hold a million problems and ask a thousand."""
+    """A sequence of make(source), computed on access: a task may hold a million problems and use a thousand."""
 
     def __init__(self, make: Callable[[Any], Item], sources: Any) -> None:
         self._make, self._sources = make, sources
@@ -34,8 +34,8 @@ class Lazily(Sequence[Item]):
 
 
 class Prompter(Protocol):
-    """What a job needs of a task. A problem depends on the seed and the ordinal alone, so the next ordinal is the whole
-    cursor, and a snapshot that knows it knows where the data was."""
+    """What a job needs of a task. A problem depends on the seed and the ordinal alone, so the next ordinal is the only state
+    that a snapshot must keep."""
 
     def problem(self, ordinal: int) -> Problem: ...
 
@@ -43,7 +43,7 @@ class Prompter(Protocol):
 
 
 class Task:
-    """Problems by ordinal: each pass over them is shuffled anew."""
+    """Problems by ordinal; each pass over them has a new order."""
 
     def __init__(
         self, train: Sequence[Problem], held_out: Sequence[Problem], *, seed: int, test: Sequence[Problem] = ()
@@ -65,7 +65,7 @@ class Task:
         return self.train[int(self._order[index])]
 
     def evaluation(self, count: int, split: str = "held_out") -> Sequence[Problem]:
-        """The first `count` held-out problems in an order of their own, the same in every job."""
+        """Return the first `count` held-out or test problems, in an order that is the same in every job."""
         kept = self.test if split == "test" else self.held_out
         if count and not kept:
             raise InputError(
@@ -78,6 +78,6 @@ class Task:
 
 
 def is_held_out(text: str, share: float) -> bool:
-    """Whether a problem is kept for evaluation: decided by its text alone, so that it never moves."""
+    """Whether a problem is held out. It depends on the text alone, so a problem never changes sides."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64

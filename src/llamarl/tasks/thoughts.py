@@ -1,10 +1,10 @@
-"""A completion without the thought before its answer: <think>...</think>, as reasoning models write it."""
+"""Removes the thought of reasoning models, <think>...</think>, from a completion."""
 
 from __future__ import annotations
 
 
 def without_thought(text: str) -> str:
-    """What follows the last </think>; nothing where a thought begins the text and is never ended."""
+    """Return the text after the last </think>, or nothing if the text begins with a thought that never ends."""
     _, ended, after = text.rpartition("</think>")
     if ended:
         return after

@@ -1,6 +1,6 @@
-"""Scorers of the user's own in this process (`reward.trusted`): no process per answer, and no limits but those of `async`.
+"""Runs the user's own scorers in this process (`reward.trusted`): no process per answer, and time limits only for `async`.
 
-Plain functions are called on the spot. Coroutines run on one event loop, many at the same time, while somebody collects.
+Plain functions are called at once. Coroutines run concurrently on one event loop, which runs during `collect`.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ T = TypeVar("T")
 
 
 class Trusted(Generic[T]):
-    """`what` is the caller's own, and comes back with the verdict. With `raises`, what a plain function raises in its last
-    attempt goes on to the caller, traceback and all."""
+    """Calls trusted scorers. `context` is returned unchanged with the verdict. With `raises`, the exception of a plain
+    function in its last attempt reaches the caller."""
 
     def __init__(self, functions: Mapping[str, Function], settings: RewardConfig, *, raises: bool = False) -> None:
         self._functions, self._settings, self._raises = dict(functions), settings, raises
         self.signatures = {name: signature_of(name, function) for name, function in functions.items()}
-        self.counts = Counts()  # of attempts
+        self.counts = Counts()  # failed attempts
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._places = asyncio.Semaphore(settings.concurrency)
-        self._underway: dict[asyncio.Task[Verdict], T] = {}
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._running: dict[asyncio.Task[Verdict], T] = {}
 
     def __len__(self) -> int:
-        return len(self._underway)
+        return len(self._running)
 
     def __contains__(self, name: str) -> bool:
         return name in self._functions
 
     def ask(
-        self, what: T, name: str, completions: Sequence[str], answer: str, prompt: str, columns: Mapping[str, Any]
+        self, context: T, name: str, completions: Sequence[str], answer: str, prompt: str, columns: Mapping[str, Any]
     ) -> Verdict | None:
-        """The verdict of a plain function; that of a coroutine comes out of `collect`."""
+        """Return the verdict of a plain function, or None for a coroutine, whose verdict `collect` returns."""
         function, signature = self._functions[name], self.signatures[name]
 
         def attempt() -> Any:
@@ -56,27 +56,27 @@ class Trusted(Generic[T]):
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 weakref.finalize(self, self._loop.close)
-            task = self._loop.create_task(self._settle(attempt, signature, len(completions)))
-            self._underway[task] = what
+            task = self._loop.create_task(self._judge_async(attempt, signature, len(completions)))
+            self._running[task] = context
             return None
         return self._judge(attempt, signature, len(completions))
 
     def collect(self, wait_s: float) -> list[tuple[T, Verdict]]:
-        """What is finished; waits for something at most so long."""
-        if not self._underway or self._loop is None:
+        """Return finished verdicts, after waiting at most `wait_s` for one."""
+        if not self._running or self._loop is None:
             return []
-        waiting = asyncio.wait(self._underway, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        waiting = asyncio.wait(self._running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         done, _ = _run(self._loop, waiting)
-        return [(self._underway.pop(task), task.result()) for task in done]
+        return [(self._running.pop(task), task.result()) for task in done]
 
     def close(self) -> None:
         if self._loop is None:
             return
-        for task in self._underway:
+        for task in self._running:
             task.cancel()
-        if self._underway:
-            _run(self._loop, asyncio.wait(self._underway, timeout=1.0))
-        self._underway.clear()
+        if self._running:
+            _run(self._loop, asyncio.wait(self._running, timeout=1.0))
+        self._running.clear()
         self._loop.close()
         self._loop = None
 
@@ -85,7 +85,7 @@ class Trusted(Generic[T]):
         for number in range(self._settings.retries + 1):
             try:
                 verdict = Verdict("ok", rewards_in(attempt(), signature, count))
-            except (Exception, SystemExit) as error:  # the border to the user's code
+            except (Exception, SystemExit) as error:  # the user's code may raise anything
                 if self._raises and number == self._settings.retries and not isinstance(error, BadReward):
                     raise
                 verdict = failure(error)
@@ -94,9 +94,9 @@ class Trusted(Generic[T]):
             self.counts.add(verdict.status)
         return replace(verdict, seconds=time.monotonic() - start_s)
 
-    async def _settle(self, attempt: Callable[[], Any], signature: Signature, count: int) -> Verdict:
+    async def _judge_async(self, attempt: Callable[[], Any], signature: Signature, count: int) -> Verdict:
         for _ in range(self._settings.retries + 1):
-            async with self._places:
+            async with self._slots:
                 verdict = await timed(attempt, signature, count, self._settings.timeout_s)
             if verdict.status == "ok":
                 break
@@ -107,7 +107,7 @@ class Trusted(Generic[T]):
 async def timed(
     attempt: Callable[[], Any], signature: Signature, count: int, limit_s: float, share: float = 1.0
 ) -> Verdict:
-    """One attempt of a coroutine, which is cancelled when it is late: after so large a share of the limit."""
+    """Run one attempt of a coroutine, and cancel it after this share of the time limit."""
     start_s, limit = time.monotonic(), asyncio.timeout(share * limit_s)
     try:
         async with limit:
@@ -115,14 +115,14 @@ async def timed(
             verdict = Verdict(
                 "ok", rewards_in(await returned if inspect.isawaitable(returned) else returned, signature, count)
             )
-    except (Exception, SystemExit) as error:  # the border to the user's code
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         late = isinstance(error, TimeoutError) and limit.expired()
         verdict = Verdict("timeout", reason=f"took longer than {limit_s:g} s") if late else failure(error)
     return replace(verdict, seconds=time.monotonic() - start_s)
 
 
 def failure(error: BaseException, who: str = "scorer") -> Verdict:
-    """A verdict that is none, with the line and the traceback of what was raised."""
+    """Return a failed verdict with the message and traceback of an exception."""
     if isinstance(error, bdb.BdbQuit):
         raise error  # the user has left the debugger
     if isinstance(error, BadReward):
@@ -133,7 +133,7 @@ def failure(error: BaseException, who: str = "scorer") -> Verdict:
 
 
 def _run(loop: asyncio.AbstractEventLoop, waiting: Any) -> Any:
-    """On this thread, where a debugger can be used, unless another loop is at work here, as in a notebook."""
+    """Run on this thread, so that debuggers work, unless it already runs an event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
         busy = True

@@ -1,5 +1,5 @@
-r"""What may follow a number without changing it: a percent sign, degrees, what is counted or measured. And the words that
-do change it, or say that it is not the answer: with one of them, a number is not read at all.
+r"""Units: what may follow a number without changing it, such as a percent sign, degrees, or what is counted or measured.
+Also the words that change a number or deny it: a number with one of them is not read at all.
 
     unit  = % | \% | ° [C | F] | [blank] symbol | blank word {blank word} | \text{ word ... } , each maybe ^2 or ²
 
@@ -62,7 +62,7 @@ _NAME = re.compile(
 
 
 def is_unit(text: str, *, symbols: bool = True) -> bool:
-    """Whether this may follow a number: nothing, or what it counts. `symbols`: whether one letter may be a unit."""
+    """Whether this may follow a number: nothing, or a unit. With `symbols`, a single letter may be a unit."""
     if not text.strip():
         return True
     found = _UNIT.fullmatch(text) if len(text) <= _MAX_UNIT else None
@@ -89,11 +89,11 @@ def _is_word(word: str, symbols: bool, attached: bool) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """A variable or what the number is called: x, f(2), \\angle ABC, Total cost."""
+    """Whether it is a variable or a name for the number: x, f(2), \\angle ABC, Total cost."""
     return bool(_NAME.fullmatch(text)) and not CHANGING & set(text.lower().split())
 
 
 def is_known_unit(text: str) -> bool:
-    """Whether these are words that are always units, which even after an expression can be nothing else."""
+    """Whether these words are always units, even after an expression."""
     words = text.lower().replace(".", " ").split()
     return bool(words) and _KNOWN.issuperset(words)

@@ -1,8 +1,8 @@
-"""SymPy without its ways to execute text: for a worker that is given what a policy wrote, and is then forbidden to.
+"""Removes SymPy's ways to execute text, for a worker that reads what a policy wrote.
 
-`parse_expr`, by which it turns text into numbers, is Python's `eval`; its arithmetic of monomials and `lambdify` write Python
-and execute that; and some of its modules make classes from text when they are first imported. The first three are
-replaced by functions that do the same without, and the modules are imported at once.
+`parse_expr`, which turns text into numbers, uses `eval`. The arithmetic of monomials and `lambdify` generate Python code and
+execute it. Some modules create classes from text when they are imported. The first three are replaced by functions that do
+the same without executing text, and the modules are imported in advance.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PACKAGES = (
 )
 
 
-def take_out_eval() -> None:
-    """Wherever SymPy, math-verify and its parser would evaluate text, they now read a number or refuse."""
+def remove_eval() -> None:
+    """Make SymPy, math-verify and its parser read a number or refuse, wherever they would evaluate text."""
     import latex2sympy2_extended.latex2sympy2
     import math_verify.parser
     import sympy.parsing.sympy_parser
-    import sympy.physics.units  # which `simplify` imports, and which makes its own names from text
+    import sympy.physics.units  # `simplify` imports it, and it creates names from text
     from sympy import Float, Rational
 
     def read_number(text: str, *args: Any, **kwargs: Any) -> Any:
@@ -47,15 +47,15 @@ def take_out_eval() -> None:
         raise SyntaxError("not a plain number")
 
     _import_all()
-    _take_out_monomial_code()
-    _take_out_lambdify()
+    _remove_monomial_code()
+    _remove_lambdify()
     for module in (sympy.parsing.sympy_parser, math_verify.parser, latex2sympy2_extended.latex2sympy2):
         module.parse_expr = read_number
 
 
-def _take_out_monomial_code() -> None:
-    """SymPy writes its arithmetic of monomials as Python text for each number of variables, and executes that. Its plain
-    functions do the same."""
+def _remove_monomial_code() -> None:
+    """Use SymPy's plain functions for monomials instead of the Python code that it generates for each number of
+    variables."""
     from sympy.polys import monomials
 
     def multiply_by_power(a: tuple[int, ...], b: tuple[int, ...], k: int) -> tuple[int, ...]:
@@ -66,9 +66,8 @@ def _take_out_monomial_code() -> None:
         setattr(monomials.MonomialOps, name, lambda self, function=function: function)
 
 
-def _take_out_lambdify() -> None:
-    """Where SymPy computes with it on its own: roots of polynomials, and sums of which each term is a polynomial times the
-    one before."""
+def _remove_lambdify() -> None:
+    """Replace `lambdify` where SymPy uses it internally: for roots of polynomials and for sums of hypergeometric terms."""
     from sympy.core import evalf
     from sympy.polys import rootoftools
 
@@ -76,7 +75,7 @@ def _take_out_lambdify() -> None:
 
 
 def _polynomial(variable: Any, expression: Any) -> Callable[[Any], Any]:
-    """The polynomial as a function, by Horner's rule."""
+    """Return the polynomial as a function, by Horner's rule."""
     from mpmath import mp, mpmathify
     from sympy import Poly
 
@@ -93,7 +92,7 @@ def _polynomial(variable: Any, expression: Any) -> Callable[[Any], Any]:
 
 
 def _import_all() -> None:
-    """What SymPy would import when it is first needed."""
+    """Import the modules that SymPy would import on first use."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in _PACKAGES:

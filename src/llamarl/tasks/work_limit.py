@@ -1,7 +1,7 @@
-"""A bound on how much a computation may do, counted in function calls: the same for every machine and every run.
+"""Limits the work of a computation by its number of function calls, which is the same on every machine and in every run.
 
-Libraries swallow exceptions, those of the bound included, and Python stops counting once its counter has raised. So a
-timer of processor time follows, which raises again and again until it gets through.
+Libraries may swallow the exception of the limit, and Python stops counting once the counter has raised. So there is also a
+timer of processor time that raises repeatedly until it gets through.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-# Less than a second each. Of the answers of MATH, half take 50,000 and 3,000 calls, the most 600,000 and 300,000.
+# Each takes less than a second. Answers of MATH take 50,000 and 3,000 calls in the median, at most 600,000 and 300,000.
 MAX_READING_CALLS = 800_000
 MAX_COMPARING_CALLS = 1_000_000
 _MAX_CPU_S = 2.5
@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 
 
 class TooMuchWork(BaseException):
-    """Not an Exception: no library's `except Exception` may swallow it."""
+    """The limit was reached. A BaseException, so that no library's `except Exception` swallows it."""
 
 
 def within_bounds(compute: Callable[[], Result], max_calls: int, otherwise: Result) -> Result:
-    """What `compute` returns, or the other where it would take more than so many calls."""
+    """Return compute(), or `otherwise` if it takes more than `max_calls` calls or too much processor time."""
     left = max_calls
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
@@ -50,8 +50,8 @@ def within_bounds(compute: Callable[[], Result], max_calls: int, otherwise: Resu
 
 @contextmanager
 def _limited_cpu_s(seconds: float) -> Iterator[None]:
-    """Raises TooMuchWork after so many seconds of processor time, as often as it takes. Only the main thread hears signals;
-    in others there is no such limit."""
+    """Raise TooMuchWork after so many seconds of processor time, repeatedly. Signals reach only the main thread; other
+    threads have no such limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+import socket
+import ssl
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -124,6 +130,71 @@ def test_an_absent_endpoint_is_a_failure(rubric: str) -> None:
         score("x", "", "y")
 
 
+def test_a_silent_endpoint_is_left_after_the_time_limit(rubric: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        score = load_llm_judge(LLMJudgeConfig(url=url, model="m", rubric=rubric, retries=0, timeout_s=0.1))
+        with pytest.raises(JudgeFailed, match=r"^127\.0\.0\.1 cannot be asked: TimeoutError$"):
+            score("x", "", "y")
+
+
+def test_a_reply_that_is_too_long_or_compressed_is_no_verdict(rubric: str) -> None:
+    long = b'{"choices": [{"message": {"content": "%s"}}]}' % (b"x" * (1 << 20))
+    for body in (long, gzip.compress(long)):
+        with stub_judge(lambda request, body=body: (200, body)) as (url, seen):  # type: ignore[misc]
+            with pytest.raises(JudgeFailed, match="no chat completion"):
+                load_llm_judge(LLMJudgeConfig(url=url, model="m", rubric=rubric))("x", "", "y")
+            assert len(seen) == 1
+
+
+def test_proxies_of_the_environment_are_not_used(rubric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with stub_judge(lambda request: f"SCORE-{request.nonce}: 10") as (url, _):
+        assert load_llm_judge(LLMJudgeConfig(url=url, model="m", rubric=rubric))("x", "", "y") == 1.0
+
+
+def test_a_certificate_that_nobody_vouches_for_is_not_trusted(rubric: str, tmp_path: Path) -> None:
+    pem = tmp_path / "self_signed.pem"
+    new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=localhost"
+    subprocess.run([*new.split(), "-addext", "subjectAltName=DNS:localhost", "-keyout", pem, "-out", pem], check=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def shake_hands() -> None:
+            connection, _ = server.accept()
+            with connection, pytest.raises(ssl.SSLError):
+                context.wrap_socket(connection, server_side=True)
+
+        thread = threading.Thread(target=shake_hands)
+        thread.start()
+        url = f"https://localhost:{server.getsockname()[1]}/v1"
+        with pytest.raises(JudgeFailed, match="localhost cannot be asked: SSLCertVerificationError"):
+            load_llm_judge(LLMJudgeConfig(url=url, model="m", rubric=rubric, retries=0))("x", "", "y")
+        thread.join()
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk-secret\r", "sk-sécret"])
+def test_a_key_that_no_header_may_hold_is_refused_unseen(
+    rubric: str, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(ConfigError, match="JUDGE_KEY holds characters") as error:
+        load_llm_judge(LLMJudgeConfig(model="m", rubric=rubric, key_env="JUDGE_KEY"))
+    assert "sk-" not in str(error.value)
+
+
+def test_without_httpx_one_line_says_what_to_install(
+    rubric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "httpx.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    judge = Judge(RewardConfig(scorer="llm_judge", workers=1), llm=LLMJudgeConfig(model="m", rubric=rubric))
+    with pytest.raises(ConfigError, match=r"^the llm_judge scorer needs httpx: pip install 'llamarl\[judge\]'$"):
+        judge.prepare()
+
+
 def test_the_key_comes_from_the_environment_and_is_never_told(rubric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with stub_judge(lambda request: (401, f"bad key {request.key}".encode())) as (url, seen):
@@ -138,6 +209,7 @@ def test_the_key_comes_from_the_environment_and_is_never_told(rubric: str, monke
     ("settings", "complaint"),
     [
         ({"url": "ftp://host/v1"}, "llm_judge.url"),
+        ({"url": "http://[::1/v1"}, "llm_judge.url"),
         ({"url": "https://user:secret@host/v1"}, "a key goes into llm_judge.key_env"),
         ({"url": "http://example.com/v1", "key_env": "JUDGE_KEY"}, "sent over https"),
         ({"model": ""}, "llm_judge.model"),

@@ -1,6 +1,6 @@
-"""Where programs of a policy run: no network, no files but their own, no process left, bounded in everything.
+"""The sandbox for programs that a policy wrote: no network, no files but their own, no processes left, limits on everything.
 
-    judge ── fork ── reaper (outside) ── fork ── program: behind walls that it cannot take down, then a fresh interpreter
+    judge ── fork ── reaper (outside) ── fork ── program: walls that it cannot take down, then a fresh interpreter
 
-The kernel keeps the walls: Landlock, seccomp, rlimits, namespaces. What one of them lets through another one stops.
+The kernel enforces the walls: Landlock, seccomp, rlimits, namespaces. They overlap, so a gap in one is covered by another.
 """

@@ -1,4 +1,4 @@
-"""The Python that runs programs: which one, what of this machine it must be able to read, and the first lines it runs."""
+"""The Python that runs programs: which one it is, what it must be able to read, and the code that starts a program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llamarl.errors import ConfigError
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
 _LOADER_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_ASK = """
+_QUERY = """
 import json, os, sys, sysconfig
 paths = sysconfig.get_paths()
 found = [paths["stdlib"], paths["platstdlib"], sysconfig.get_config_var("LIBDIR") or "", *sys.path]
@@ -23,9 +23,9 @@ print(json.dumps([os.path.realpath(sys.executable), *found]))
 """
 _START_S = 30.0
 
-# The program comes over a descriptor: behind the walls there may be no file it could lie in.
+# The program is passed over a descriptor, since behind the walls there may be no file to hold it.
 _PROGRAM, _RESULTS = 3, 4
-# exit() and quit() are made by `site`, which our own interpreter is started without.
+# `site` defines exit() and quit(), but our own interpreter starts without it.
 _EXITS = """
 import builtins, sys
 builtins.exit = builtins.quit = sys.exit
@@ -39,8 +39,8 @@ code = compile(source, "program.py", "exec")
 del builtins, sys, os, file, source
 exec(code, globals())
 """
-# Results leave as JSON behind the nonce of this run. The expected values are not here, so lying about them gains nothing.
-# The program is a module that can be looked up, as dataclasses do; one that ends itself well may still be called.
+# Results are written as JSON after the run's nonce. Expected values are not here, so the program cannot cheat with them.
+# The program is in sys.modules, since dataclasses look there. A program that exits with 0 can still be called.
 CALL = f"""{_EXITS}
 import json, os, types
 with os.fdopen({_PROGRAM}, "rb") as file:
@@ -60,7 +60,7 @@ with os.fdopen({_RESULTS}, "w") as file:
 
 class Interpreter(Struct, frozen=True):
     command: tuple[str, ...]
-    roots: tuple[str, ...]  # folders and files that programs may read; real paths, none inside another
+    roots: tuple[str, ...]  # folders and files that programs may read: real paths, none inside another
 
     @property
     def executable(self) -> str:
@@ -68,11 +68,11 @@ class Interpreter(Struct, frozen=True):
 
 
 def find_interpreter(path: str) -> Interpreter:
-    """Ours without its installed packages, or another with what it has."""
-    command = _without_links_on_the_way(os.path.expanduser(path)) if path else os.path.realpath(sys.executable)
+    """Return our own Python without its installed packages, or the Python at `path` with all that it has."""
+    command = _resolve_folder(os.path.expanduser(path)) if path else os.path.realpath(sys.executable)
     options = ("-I", "-B", "-X", "utf8") if path else ("-I", "-B", "-X", "utf8", "-S")
     try:
-        done = subprocess.run([command, *options, "-c", _ASK], capture_output=True, timeout=_START_S, check=True)
+        done = subprocess.run([command, *options, "-c", _QUERY], capture_output=True, timeout=_START_S, check=True)
         found: list[str] = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigError(f"sandbox.python: {command} cannot be asked where its modules are: {error}") from None
@@ -81,8 +81,8 @@ def find_interpreter(path: str) -> Interpreter:
     return Interpreter((command, *options), _outermost([command, *real]))
 
 
-def _without_links_on_the_way(path: str) -> str:
-    """The last step may be one: a virtual environment's interpreter is a link, and finds its modules by where that lies."""
+def _resolve_folder(path: str) -> str:
+    """Resolve links in the folder only: a virtual environment's interpreter is itself a link and finds modules beside it."""
     folder, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(folder), name)
 

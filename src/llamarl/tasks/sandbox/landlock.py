@@ -1,4 +1,4 @@
-"""Landlock: which files a process may touch at all, kept by the kernel, needing no privilege."""
+"""Landlock: the kernel limits which files a process may touch. It needs no privileges."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _MAKE_DEVICES_AND_SOCKETS = 1 << 6 | 1 << 9 | 1 << 11
 _TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
-_NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # of files, by version of the ABI
+_NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file rights, by ABI version
 _NETWORK = 1 << 0 | 1 << 1  # bind and connect, since ABI 4
 _SCOPES = 1 << 0 | 1 << 1  # abstract sockets and signals, since ABI 6
 _CREATE_VERSION, _PATH_BENEATH = 1, 1
 
 READ = _EXECUTE | _READ_FILE | _READ_DIR
-OWN = ~(_EXECUTE | _MAKE_DEVICES_AND_SOCKETS | _IOCTL_DEV)  # a folder to work in
+OWN = ~(_EXECUTE | _MAKE_DEVICES_AND_SOCKETS | _IOCTL_DEV)  # for a folder that the program may write in
 
 
 def version() -> int:
-    """Of the kernel's Landlock; 0 where there is none."""
+    """Return the ABI version of the kernel's Landlock, or 0 without Landlock."""
     try:
         return call("landlock_create_ruleset", None, 0, _CREATE_VERSION)
     except OSError:
@@ -32,7 +32,7 @@ def version() -> int:
 
 
 def prepare(rules: Iterable[tuple[str, int]]) -> int:
-    """A ruleset that allows exactly this, as a descriptor: (path, rights) for whatever lies at or below each path."""
+    """Return the descriptor of a ruleset that allows only these rights, each at its path and below."""
     abi = version()
     handled = (1 << _NUM_RIGHTS.get(abi, 16)) - 1
     size = 8 if abi < 4 else 16 if abi < 6 else 24
@@ -55,5 +55,5 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def restrict(ruleset: int) -> None:
-    """This process and all it starts, for good."""
+    """Apply the ruleset to this process and its future children, irrevocably."""
     call("landlock_restrict_self", ruleset, 0)

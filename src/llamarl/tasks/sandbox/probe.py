@@ -1,5 +1,4 @@
-"""What this machine has of what a sandbox needs. Asked of the kernel, and tried out; where something is missing it is named,
-and nothing is run."""
+"""Checks by trial whether this machine can run a sandbox. If something is missing, it is named and no program is run."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from llamarl.tasks.sandbox.run import Sandbox, SandboxError
 from llamarl.tasks.sandbox.syscalls import ARCHITECTURES
 from llamarl.tasks.sandbox.walls import Walls, walls_to_try
 
-_TRUNCATE_ABI = 3  # the first that keeps a file from being emptied; where files of others are in sight, it must
+_TRUNCATE_ABI = 3  # first ABI that can forbid truncation, which is needed where a program sees the files of others
 
 
 class Features(Struct, frozen=True):
     machine: str
-    landlock: int  # version of its ABI; 0: none
+    landlock: int  # ABI version; 0 without Landlock
     seccomp: bool
 
 
@@ -31,7 +30,7 @@ def features() -> Features:
 
 
 def missing(found: Features) -> list[str]:
-    """What no sandbox can do without."""
+    """Return the missing features that every sandbox needs."""
     if found.machine not in ARCHITECTURES:
         return [f"an architecture whose system calls we know ({', '.join(ARCHITECTURES)}; this is {found.machine})"]
     needs = {
@@ -42,7 +41,7 @@ def missing(found: Features) -> list[str]:
 
 
 def open_sandbox(limits: Limits, found: Features | None = None) -> Sandbox:
-    """The strongest that this machine allows, tried out; raises ConfigError naming what is missing."""
+    """Return the strongest sandbox that works here. Raises ConfigError that names what is missing."""
     found = found or features()
     if lacking := missing(found):
         raise ConfigError(f"sandbox: programs cannot be run safely here; missing: {'; '.join(lacking)}")
@@ -61,7 +60,7 @@ def open_sandbox(limits: Limits, found: Features | None = None) -> Sandbox:
 
 
 def _problem(sandbox: Sandbox) -> str:
-    """Why the sandbox does not work; empty when it does."""
+    """Return why the sandbox does not work, or an empty text if it does."""
     try:
         ran = sandbox.run("print(6 * 7)")
     except (SandboxError, OSError) as error:

@@ -1,7 +1,7 @@
-"""One program, run once: started behind its walls, fed, listened to, ended. Whoever asks stays outside.
+"""Runs one program once: starts it behind its walls, feeds it, reads its output and ends it.
 
-The caller must have no threads, since it forks. What a run says of itself goes over a pipe that the program never holds,
-each line with the nonce of this run; without the line that says the walls stood, its output counts for nothing.
+The caller forks, so it must have no threads. Our own processes report over a pipe that the program never holds, each line
+with the run's nonce. Without the line that says that the walls stand, the program's output is ignored.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from llamarl.config import SandboxConfig as Limits
+from llamarl.config import SandboxConfig
 from llamarl.errors import LlamaRLError
 from llamarl.processes import die_with_parent
 from llamarl.tasks.sandbox.interpreter import CALL, RUN, Interpreter
-from llamarl.tasks.sandbox.walls import Walls, enclose, leave
+from llamarl.tasks.sandbox.walls import Walls, enclose, enter_namespaces
 
 _READ_BYTES = 1 << 16
-_MOVED = 100  # descriptors are moved above this before they take their places
-_STATUS = 5  # where the program's process holds the status pipe until it becomes the program
+_MOVED = 100  # descriptors are moved above this number before they get their final numbers
+_STATUS = 5  # descriptor of the status pipe in the child, until it executes the program
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-_GRACE_S = 2.0  # for what is killed to be gone
+_GRACE_S = 2.0  # time for killed processes to end
 
 
 class SandboxError(LlamaRLError):
-    """The walls could not be put up, so nothing was run. It says nothing of the program."""
+    """The walls could not be put up, so nothing was run. The program is not to blame."""
 
 
 class Ran(NamedTuple):
-    """How a program ended, and what it had said by then."""
+    """How a program ended, and its output."""
 
     how: Literal["ended", "timeout", "flooded"]
-    status: int  # as `os.wait` gives it
+    status: int  # as returned by `os.wait`
     stdout: bytes
     stderr: bytes
-    results: list[Any] | None = None  # of calls
+    results: list[Any] | None = None  # returned by the calls, if any were made
 
     @property
     def succeeded(self) -> bool:
@@ -48,23 +48,23 @@ class Ran(NamedTuple):
 
 
 class Sandbox:
-    def __init__(self, walls: Walls, interpreter: Interpreter, limits: Limits) -> None:
+    def __init__(self, walls: Walls, interpreter: Interpreter, limits: SandboxConfig) -> None:
         self.walls, self._interpreter, self._limits = walls, interpreter, limits
 
     def run(self, source: str, stdin: str = "") -> Ran:
-        """As a script, with this input."""
+        """Run the program as a script with this input."""
         run = _Run(self.walls, self._interpreter, self._limits, RUN)
         return run.go(_bytes(source), _bytes(stdin))
 
     def call(self, source: str, calls: Sequence[Mapping[str, Any]]) -> Ran:
-        """As a module, whose functions are called: each with `call`, `args` and `kwargs`."""
+        """Import the program as a module and call its functions. Each call has `call` (the name), `args` and `kwargs`."""
         run = _Run(self.walls, self._interpreter, self._limits, CALL)
         asked = json.dumps({"source": source, "calls": list(calls), "nonce": run.nonce})
         return run.go(asked.encode(), b"")
 
 
 class _Run:
-    def __init__(self, walls: Walls, interpreter: Interpreter, limits: Limits, script: str) -> None:
+    def __init__(self, walls: Walls, interpreter: Interpreter, limits: SandboxConfig, script: str) -> None:
         self._walls, self._interpreter, self._limits, self._script = walls, interpreter, limits, script
         self.nonce = secrets.token_hex(16)
         self._stopped: Literal["timeout", "flooded"] | None = None
@@ -80,114 +80,114 @@ class _Run:
         for fd in (*writing, *files):
             os.close(fd)
         try:
-            said = self._listen(reading, reaper)
+            output = self._collect(reading, reaper)
         finally:
             for fd in reading:
                 os.close(fd)
             os.waitpid(reaper, 0)
-        return self._outcome(*said)
+        return self._outcome(*output)
 
-    # Outside
+    # In the caller's process
 
-    def _listen(self, fds: Sequence[int], reaper: int) -> list[bytes]:
-        """Until all who hold the other ends are gone, which the reaper is the last to be."""
-        said = {fd: bytearray() for fd in fds}
+    def _collect(self, fds: Sequence[int], reaper: int) -> list[bytes]:
+        """Read until all other ends are closed; the reaper closes its own last. Stops the run at its limits."""
+        output = {fd: bytearray() for fd in fds}
         poll, left = select.poll(), set(fds)
         for fd in fds:
             poll.register(fd, select.POLLIN)
         deadline_s = time.monotonic() + self._limits.wall_s
         while left and (ready := poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000)):
-            left -= {fd for fd, _ in ready if not self._hear(said[fd], fd, poll)}
-            if max(map(len, said.values())) > self._limits.output_kb << 10:
+            left -= {fd for fd, _ in ready if not self._read_once(output[fd], fd, poll)}
+            if max(map(len, output.values())) > self._limits.output_kb << 10:
                 break
         if left:
             self._stopped = "timeout" if time.monotonic() >= deadline_s else "flooded"
             os.kill(reaper, signal.SIGTERM)
-            self._drain(said[fds[-1]], fds[-1], reaper)
-        return [bytes(said[fd]) for fd in fds]
+            self._drain(output[fds[-1]], fds[-1], reaper)
+        return [bytes(output[fd]) for fd in fds]
 
     @staticmethod
-    def _hear(said: bytearray, fd: int, poll: select.poll) -> bool:
-        """False when there is nothing more to come."""
+    def _read_once(output: bytearray, fd: int, poll: select.poll) -> bool:
+        """Read once. Returns False at the end of the stream."""
         data = os.read(fd, _READ_BYTES)
-        said += data
+        output += data
         if not data:
             poll.unregister(fd)
         return bool(data)
 
     @staticmethod
-    def _drain(said: bytearray, status: int, reaper: int) -> None:
-        """The reaper's last words; it ends the program, sees all of it gone, and follows. One that does not is ended too."""
+    def _drain(output: bytearray, status: int, reaper: int) -> None:
+        """Read the reaper's last lines while it ends the program and then itself. A reaper that is late is killed."""
         poll, deadline_s = select.poll(), time.monotonic() + _GRACE_S
         poll.register(status, select.POLLIN)
         while poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
             data = os.read(status, _READ_BYTES)
-            said += data
+            output += data
             if not data:
                 return
         os.kill(reaper, signal.SIGKILL)
 
     def _outcome(self, stdout: bytes, stderr: bytes, results: bytes, status: bytes) -> Ran:
-        words = self._words(status)
-        if "walled" not in words:
-            raise SandboxError(f"sandbox: {words.get('failed') or 'its process ended before its walls stood'}")
-        code = int(words.get("ended") or -1)
+        reports = self._reports(status)
+        if "walled" not in reports:
+            raise SandboxError(f"sandbox: {reports.get('failed') or 'its process ended before its walls stood'}")
+        code = int(reports.get("ended") or -1)
         return Ran(self._stopped or "ended", code, stdout, stderr, self._results(results))
 
-    def _words(self, status: bytes) -> dict[str, str]:
-        """What our own processes said of this run."""
+    def _reports(self, status: bytes) -> dict[str, str]:
+        """Return what our own processes reported about this run."""
         lines = [line.split(" ", 2) for line in status.decode(errors="replace").splitlines()]
         return {word: rest for nonce, word, rest in (line for line in lines if len(line) == 3) if nonce == self.nonce}
 
-    def _results(self, said: bytes) -> list[Any] | None:
-        """Only whole, only once, only of this run."""
-        if not said.startswith(self.nonce.encode()):
+    def _results(self, output: bytes) -> list[Any] | None:
+        """Return the results if they are complete, written once, and of this run."""
+        if not output.startswith(self.nonce.encode()):
             return None
         try:
-            results = json.loads(said[len(self.nonce) :], parse_constant=_refuse_constant)
+            results = json.loads(output[len(self.nonce) :], parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return None
         return results if isinstance(results, list) else None
 
-    # In the reaper, which stays outside of the program's namespaces and knows when all in there are gone
+    # In the reaper, which stays outside of the program's namespaces and sees when all processes in there are gone
 
     def _reap(self, fds: Sequence[int], status: int, parent: int) -> NoReturn:
         try:
-            leave(self._walls)
+            enter_namespaces(self._walls)
             die_with_parent(parent)
-            # Taken only while there is somebody to end: until it is reaped, its number is its own.
+            # SIGTERM is taken only before the child is reaped, since its pid may be reused afterwards.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             pid = os.fork()
             if pid == 0:
-                self._become_the_program(fds, status)
+                self._exec_program(fds, status)
             for fd in fds:
                 os.close(fd)
             signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, signal.SIGKILL))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-            self._say(status, "ended", str(os.waitpid(pid, 0)[1]))
+            self._report(status, "ended", str(os.waitpid(pid, 0)[1]))
         except BaseException as error:
-            self._say(status, "failed", _line(error))
+            self._report(status, "failed", _line(error))
         finally:
             os._exit(0)
 
-    def _become_the_program(self, fds: Sequence[int], status: int) -> NoReturn:
+    def _exec_program(self, fds: Sequence[int], status: int) -> NoReturn:
         try:
             os.setsid()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-            _place([*fds, status])
+            _renumber([*fds, status])
             os.set_inheritable(_STATUS, False)
             enclose(self._walls, self._interpreter, self._limits)
-            self._say(_STATUS, "walled", "in")
+            self._report(_STATUS, "walled", "in")
             command = [*self._interpreter.command, "-c", self._script]
             os.execve(self._interpreter.executable, command, _ENVIRONMENT)
         except BaseException as error:
-            self._say(_STATUS, "failed", _line(error))
+            self._report(_STATUS, "failed", _line(error))
         finally:
             os._exit(1)
 
-    def _say(self, fd: int, word: str, rest: str) -> None:
+    def _report(self, fd: int, word: str, rest: str) -> None:
         os.write(fd, f"{self.nonce} {word} {rest}\n".encode())
 
 
@@ -196,13 +196,13 @@ _ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
-    "OMP_NUM_THREADS": "1",  # each thread of an array library would reserve more than a program may have
+    "OMP_NUM_THREADS": "1",  # each thread of an array library reserves more memory than a program may have
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 
-def _place(fds: Sequence[int]) -> None:
-    """These descriptors as 0, 1, 2 ... and no others."""
+def _renumber(fds: Sequence[int]) -> None:
+    """Renumber these descriptors to 0, 1, 2, ... and close all others."""
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _MOVED) for fd in fds]
     for place, fd in enumerate(moved):
         os.dup2(fd, place)
@@ -210,7 +210,7 @@ def _place(fds: Sequence[int]) -> None:
 
 
 def _sealed(data: bytes) -> int:
-    """A file without a name that nobody can change any more."""
+    """Return a memfd with this content that can no longer be changed."""
     fd = os.memfd_create("input", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     view = memoryview(data)
     while view:

@@ -1,8 +1,8 @@
-"""The filter between a program and the kernel: what is not named here is refused, whatever kernels learn in future.
+"""The seccomp filter of a program: a list of allowed system calls. All others are refused, including future ones.
 
-No sockets but connected pairs (event loops need them), no ptrace, mount, bpf, io_uring, namespaces, keys, or memory that
-no limit counts. Without a pid namespace of its own a program may start no process or thread, change no file's mode, and
-signal nobody but itself. Assembled by hand: classic BPF, eight bytes an instruction.
+There are no sockets but connected pairs (event loops need them), no ptrace, mount, bpf, io_uring, namespaces, keys, or memory
+that no limit counts. Without a pid namespace of its own, a program may not start processes or threads, change file modes, or
+signal any process but itself. The filter is classic BPF, assembled here: eight bytes per instruction.
 """
 
 from __future__ import annotations
@@ -18,22 +18,28 @@ from llamarl.tasks.sandbox.syscalls import ARCHITECTURES, call, checked, libc, n
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
-_NUMBER, _ARCH, _ARGS = 0, 4, 16  # where they stand in what a filter sees
-_X32 = 0x40000000  # calls of x86_64's third ABI come with this bit
+_NUMBER, _ARCH, _ARGS = 0, 4, 16  # offsets in struct seccomp_data
+_X32 = 0x40000000  # marks calls of x86_64's x32 ABI
 
 _PR_SET_NO_NEW_PRIVS = 38
 _SET_MODE_FILTER = 1
 
 _NEW_NAMESPACES = 0x7E020080
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
-_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, how large, FIONREAD, FIONBIO, FIO(N)CLEX
-_PRCTLS = (15, 16)  # set and get the name of a thread
-_OWNER_FCNTLS = (8, 10, 15, 1024, 1026)  # whom to signal, with what; leases and notices, which signal too
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIO(N)CLEX
+_PRCTLS = (15, 16)  # set and get a thread's name
+_OWNER_FCNTLS = (
+    8,
+    10,
+    15,
+    1024,
+    1026,
+)  # SETOWN, SETSIG, SETOWN_EX, SETLEASE, NOTIFY: all can cause signals
 
 _NEW_TASKS = ("fork", "vfork", "clone", "setsid", "setpgid")
 _SIGNALS = ("kill", "tgkill")
 _METADATA = ("chmod", "fchmod", "fchmodat", "utime", "utimes", "utimensat", "futimesat")
-_OURS = ("seccomp", "pivot_root", "mount_setattr", "tkill", "clone3")  # in the table for us, not for programs
+_OURS = ("seccomp", "pivot_root", "mount_setattr", "tkill", "clone3")  # called by us, not allowed to programs
 
 
 class Instruction(NamedTuple):
@@ -44,7 +50,7 @@ class Instruction(NamedTuple):
 
 
 class Check(NamedTuple):
-    """An argument must, after the mask, be one of these; with `exclude`, none of them. `wide`: all its 64 bits count."""
+    """The masked argument must be one of `values`, or with `exclude` none of them. With `wide`, all 64 bits count."""
 
     argument: int
     values: tuple[int, ...]
@@ -58,15 +64,15 @@ _CHECKS: Mapping[str, tuple[Check, ...]] = {
     "ioctl": (Check(1, _IOCTLS),),
     "fcntl": (Check(1, _OWNER_FCNTLS, exclude=True),),
     "prctl": (Check(0, _PRCTLS),),
-    "prlimit64": (Check(0, (0,)),),  # its own limits
+    "prlimit64": (Check(0, (0,)),),  # only its own limits
     "socketpair": (Check(0, (_AF_UNIX,)), Check(1, (_SOCK_STREAM,), mask=_SOCK_TYPE)),
-    "sendto": (Check(4, (0,), wide=True),),  # to the peer, no address
+    "sendto": (Check(4, (0,), wide=True),),  # without an address: only to the peer of a pair
 }
 
 
 def allowed_calls(machine: str, *, own_pid: int | None) -> dict[str, tuple[Check, ...]]:
-    """Every call a program may make, and what its arguments must be. `own_pid`: it has no namespace to itself, so it stays
-    one process and signals only itself."""
+    """Maps each allowed call to the checks of its arguments. With `own_pid`, the program has no pid namespace: it may start
+    no process and signal only itself."""
     ours = {*_OURS, *(name for name in numbers(machine) if name.startswith("landlock_"))}
     names = [name for name in numbers(machine) if name not in ours]
     if own_pid is None:
@@ -85,7 +91,7 @@ def assemble(machine: str, *, own_pid: int | None = None) -> bytes:
         Instruction(_LOAD, 0, 0, _NUMBER),
         Instruction(_JUMP_AT_LEAST, 0, 1, _X32),
         Instruction(_RETURN, 0, 0, _KILL),
-        # glibc falls back to clone, whose flags a filter can read.
+        # On ENOSYS, glibc falls back to clone, whose flags a filter can read.
         *_block(call_numbers["clone3"], [Instruction(_RETURN, 0, 0, _ERRNO | _ENOSYS)]),
     ]
     for name, checks in allowed_calls(machine, own_pid=own_pid).items():
@@ -95,12 +101,12 @@ def assemble(machine: str, *, own_pid: int | None = None) -> bytes:
 
 
 def _block(number: int, body: Sequence[Instruction]) -> list[Instruction]:
-    """`body`, which returns, for this call; all others go past it."""
+    """Run `body`, which returns, for this call number; other calls skip it."""
     return [Instruction(_JUMP_EQUAL, 0, len(body), number), *body]
 
 
 def _judge(checks: Iterable[Check]) -> list[Instruction]:
-    """Allowed when every check holds. Built from the end, since jumps count what lies between."""
+    """Allow the call if every check holds. Built backwards, since jumps are relative."""
     body = [Instruction(_RETURN, 0, 0, _ALLOW)]
     for check in reversed(tuple(checks)):
         body = _check(check) + body
@@ -108,7 +114,7 @@ def _judge(checks: Iterable[Check]) -> list[Instruction]:
 
 
 def _check(check: Check) -> list[Instruction]:
-    """Falls through when it holds, else returns EPERM."""
+    """Fall through if the check holds, else return EPERM."""
     low = _ARGS + 8 * check.argument
     refuse = Instruction(_RETURN, 0, 0, _ERRNO | _EPERM)
     out: list[Instruction] = []
@@ -117,7 +123,7 @@ def _check(check: Check) -> list[Instruction]:
     out += [Instruction(_LOAD, 0, 0, low), Instruction(_AND, 0, 0, check.mask)]
     count = len(check.values)
     for index, value in enumerate(check.values):
-        left = count - 1 - index  # comparisons still to come, before the refusal
+        left = count - 1 - index  # comparisons between this one and the refusal
         if check.exclude:
             out.append(Instruction(_JUMP_EQUAL, left, 1 if not left else 0, value))
         else:
@@ -126,19 +132,19 @@ def _check(check: Check) -> list[Instruction]:
 
 
 def give_up_privileges() -> None:
-    """No program started from here gains any; without this the kernel takes no filter from an ordinary user."""
+    """Set no_new_privs: no program started from here gains privileges. Unprivileged users need it to install a filter."""
     checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(no_new_privs)")
 
 
 def install(program: bytes) -> None:
-    """For this process and all it becomes; it cannot be taken off."""
+    """Install the filter for this process and all its future programs; it cannot be removed."""
     kept = ctypes.create_string_buffer(program, len(program))
     pointer = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(kept)), 16)
     call("seccomp", _SET_MODE_FILTER, 0, pointer)
 
 
 def is_known() -> bool:
-    """Whether the kernel would take a filter: asked with none, it complains about the address, not about the call."""
+    """Whether the kernel supports filters: without one it then complains about the address (EFAULT), not the call."""
     try:
         call("seccomp", _SET_MODE_FILTER, 0, None)
     except OSError as error:

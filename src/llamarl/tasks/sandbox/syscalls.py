@@ -1,4 +1,4 @@
-"""The kernel's calls by name, on the two architectures whose numbers we know."""
+"""System calls by name, for the two architectures whose numbers we know."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Architecture(NamedTuple):
-    audit: int  # what seccomp calls it
-    column: int  # of the table below
+    audit: int  # its AUDIT_ARCH number, which seccomp uses
+    column: int  # its column in the table below
 
 
 ARCHITECTURES = {"x86_64": Architecture(0xC000003E, 0), "aarch64": Architecture(0xC00000B7, 1)}
 
-# What a program may call (see seccomp.py for the ones that depend on their arguments), then what we call to wall it in.
-# name, x86_64, aarch64; - where an architecture never had it.
+# Calls that a program may make (seccomp.py checks the arguments of some), then those that we make to wall it in.
+# Each entry is: name, number on x86_64, number on aarch64; - where an architecture lacks the call.
 _TABLE = """
 read 0 63              write 1 64              readv 19 65             writev 20 66            pread64 17 67
 pwrite64 18 68         preadv 295 69           pwritev 296 70          preadv2 327 286         pwritev2 328 287
@@ -63,14 +63,14 @@ landlock_create_ruleset 444 444 landlock_add_rule 445 445 landlock_restrict_self
 
 @cache
 def numbers(machine: str) -> Mapping[str, int]:
-    """The calls that this architecture has, and their numbers."""
+    """Maps the name of each call that this architecture has to its number."""
     words, column = _TABLE.split(), 1 + ARCHITECTURES[machine].column
     rows = [words[start : start + 3] for start in range(0, len(words), 3)]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
 def call(name: str, *args: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """A call that libc may not know; raises OSError."""
+    """Make a system call that libc may have no function for. Raises OSError."""
     return checked(libc.syscall(numbers(os.uname().machine)[name], *map(_argument, args)), name)
 
 

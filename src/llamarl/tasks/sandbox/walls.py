@@ -1,8 +1,8 @@
-"""From an ordinary process to one behind walls, step by step; called in the process that will become the program.
+"""The walls around a program, put up step by step in the process that becomes the program.
 
-Three kinds of walls, of which the first that this machine allows are taken. With namespaces, a program sees a file system of
-its own, made in memory, with the interpreter and the system's libraries read-only in it; it may start processes, and they all
-end with it. Without, it sees no more through Landlock, writes no file, and starts nothing.
+There are three kinds; the first that this machine allows is used. With namespaces, a program has a file system of its own in
+memory, with the interpreter and the system's libraries read-only in it. It may start processes, and all end with it. Without
+namespaces, Landlock lets it read the same files, and it can write no file and start no process.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from llamarl.tasks.sandbox import landlock, seccomp
 from llamarl.tasks.sandbox.interpreter import Interpreter, devices
 from llamarl.tasks.sandbox.syscalls import call, checked, libc
 
-UNPRIVILEGED = 65534  # the user that a program becomes when the job is root's
+UNPRIVILEGED = 65534  # user id of programs when the job runs as root
 
 _NEW_USER, _NEW_PID, _NEW_MOUNTS = 0x10000000, 0x20000000, 0x00020000
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 0x40000, 0x2, 0x4
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
-_READ_ONLY = 0x1 | 0x2  # and without set-user-id
+_READ_ONLY = 0x1 | 0x2  # and nosuid
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
-_NEW_ROOT = "/proc"  # every machine has it, and no file that we need lies below it
-_FOLDER = "/tmp"  # the program's own
+_NEW_ROOT = "/proc"  # a mount point that exists everywhere and holds no file that we need
+_FOLDER = "/tmp"  # the program's own folder
 _MAX_FILES = 1000
 _MAX_OPEN = 64
-_TOP_LINKS = ("/lib", "/lib64", "/bin", "/sbin")  # on most machines links into /usr
+_TOP_LINKS = ("/lib", "/lib64", "/bin", "/sbin")  # links into /usr on most machines
 
 
 class Walls(enum.Enum):
@@ -49,8 +49,8 @@ def walls_to_try() -> tuple[Walls, ...]:
     return tuple(Walls) if os.geteuid() == 0 else (Walls.USER, Walls.BARE)
 
 
-def leave(walls: Walls) -> None:
-    """In the reaper, before it starts the program: the namespaces that its child will be born in."""
+def enter_namespaces(walls: Walls) -> None:
+    """Called in the reaper: enter the namespaces in which its child, the program, will start."""
     if walls is Walls.ROOT:
         _unshare(_NEW_MOUNTS | _NEW_PID)
         return
@@ -68,16 +68,16 @@ def become_unprivileged() -> None:
         os.setgroups([])
         os.setresgid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
         os.setresuid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
-        libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own files in /proc would belong to root
+        libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise root owns its files in /proc
 
 
 def enclose(walls: Walls, interpreter: Interpreter, limits: Limits) -> None:
-    """In the child that becomes the program; afterwards it can do nothing but be that program."""
+    """Called in the child: put up all walls. Afterwards it can only execute the program."""
     if walls.has_namespaces:
         _enter_own_root(interpreter, limits)
     if walls is Walls.ROOT:
         become_unprivileged()
-        _unshare(_NEW_USER)  # so that its processes are counted apart from others of that user
+        _unshare(_NEW_USER)  # so that RLIMIT_NPROC counts its processes apart from others of that user
     os.chdir(_FOLDER if walls.has_namespaces else "/")
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     seccomp.give_up_privileges()
@@ -113,12 +113,12 @@ def _limit(walls: Walls, limits: Limits) -> None:
 
 
 def _enter_own_root(interpreter: Interpreter, limits: Limits) -> None:
-    """A file system in memory, bounded as a whole; it ends with the namespace."""
+    """Make a file system in memory the root. It has a total size limit and ends with the namespace."""
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     options = f"size={max(limits.file_mb, 1)}m,nr_inodes={_MAX_FILES},mode=755"
     _mount("tmpfs", _NEW_ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     for path in (*interpreter.roots, *devices()):
-        _show(path, read_only=path in interpreter.roots)
+        _bind(path, read_only=path in interpreter.roots)
     for link in _TOP_LINKS:
         if os.path.islink(link):
             os.symlink(os.readlink(link), _NEW_ROOT + link)
@@ -130,8 +130,8 @@ def _enter_own_root(interpreter: Interpreter, limits: Limits) -> None:
     os.chdir("/")
 
 
-def _show(path: str, *, read_only: bool) -> None:
-    """The same path in the new root."""
+def _bind(path: str, *, read_only: bool) -> None:
+    """Bind `path` to the same path in the new root."""
     target = _NEW_ROOT + path
     if os.path.isdir(path):
         os.makedirs(target, mode=0o755, exist_ok=True)

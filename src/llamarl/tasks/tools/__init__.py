@@ -1,1 +1,1 @@
-"""What answers a model between its turns: a calculator, Python in the sandbox, a user's own function or command."""
+"""Tools that reply between a model's turns: a calculator, Python in the sandbox, the user's own function or command."""

@@ -1,4 +1,4 @@
-"""A calculator: reads an expression and computes it exactly. It parses what it is given; nothing is executed."""
+"""A calculator: parses an expression and computes it exactly. No text is executed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _MAX_CHARS = 400
 _MAX_DEPTH = 40
 _MAX_POWER = 64
 _MAX_BITS = 2000
-_DIGITS = 12  # of what is no whole number
+_DIGITS = 12  # significant digits of results that are not whole numbers
 
 
 class NoExpression(ValueError):
-    """What was written is not one; says why."""
+    """The text is not an expression; the message says why."""
 
 
 def compute(text: str) -> str:
-    """The value, written as a number; raises NoExpression."""
+    """Return the value as text. Raises NoExpression."""
     return _written(_Reader(text).value())
 
 
 def last_expression(text: str) -> str | None:
-    """The expression that a text ends with, if there is an operation in it: of "so 4+5=" that is "4+5"."""
+    """Return the expression at the end of a text if it has an operation: "4+5" for "so 4+5="."""
     found = _LAST.search(text[-_MAX_CHARS:])
     if found is None:
         return None
@@ -35,7 +35,7 @@ def last_expression(text: str) -> str | None:
 
 
 class _Reader:
-    """Sums of products of powers, by recursive descent; every number on the way stays small enough to be quick."""
+    """A recursive-descent parser for sums of products of powers. The size of all numbers is bounded."""
 
     def __init__(self, text: str) -> None:
         if len(text) > _MAX_CHARS:

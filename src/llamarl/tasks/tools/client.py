@@ -1,7 +1,7 @@
-"""Where turns are handed in and replies come out: from the tool on the spot, or from a pool of workers.
+"""The client of a tool: sends it turns and collects replies, from this process or from a pool of workers.
 
-A reply is text, or the end of the conversation, or a failure of the tool: a time-out or a crash, which is tried again, then
-reported as such, and never told to the model as if it had done something wrong.
+A reply is text, the end of the conversation, or a failure of the tool (a time-out or a crash). A failure is retried, then
+reported as a failure, and never shown to the model as its own mistake.
 """
 
 from __future__ import annotations
@@ -29,50 +29,50 @@ from llamarl.types import Turn
 
 
 class Reply(Struct, frozen=True):
-    """`text` counts only where the status is ok; None ends the conversation."""
+    """A tool's reply. `text` is valid only if the status is ok; None ends the conversation."""
 
     status: Status
     text: str | None = None
     reason: str = ""
-    trace: str = ""  # of an exception in a user's own tool
+    trace: str = ""  # traceback of an exception in the user's own tool
 
 
 class ToolClient:
     def __init__(self, settings: ConversationConfig, sandbox: SandboxConfig) -> None:
         self._settings, self._sandbox = settings, sandbox
         self._tool: Tool | None = load_tool(settings, sandbox) if settings.tool in IN_PROCESS else None
-        self._errands: RetryingPool[Hashable] = RetryingPool(self._setup, settings.workers, settings.retries)
+        self._pool: RetryingPool[Hashable] = RetryingPool(self._setup, settings.workers, settings.retries)
         self._done: list[tuple[Hashable, Reply]] = []
 
     @property
     def num_pending(self) -> int:
-        return len(self._errands) + len(self._done)
+        return len(self._pool) + len(self._done)
 
     def prepare(self) -> None:
-        """Start the workers, so that what cannot be loaded shows now."""
+        """Start the workers, so that a tool that cannot be loaded fails now."""
         if self._tool is None:
-            self._errands.prepare()
+            self._pool.prepare()
 
     def ask(self, key: Hashable, said: str, turns: Sequence[Turn]) -> None:
-        """The reply comes out of `collect` under this key."""
+        """Send a turn to the tool; `collect` returns the reply under this key."""
         if self._tool is not None:
-            self._done.append((key, self._cut(self._tool(said, turns))))
+            self._done.append((key, self._limited(self._tool(said, turns))))
         else:
-            self._errands.send(key, WorkRequest((), Call(pack_text(said), pack_turns(turns))))
+            self._pool.send(key, WorkRequest((), Call(pack_text(said), pack_turns(turns))))
 
     def collect(self, wait_s: float = 0.0) -> list[tuple[Hashable, Reply]]:
-        """Replies so far, waiting at most this long for one."""
-        back = self._errands.collect(0.0 if self._done else wait_s)
+        """Return the replies that have arrived, after waiting at most `wait_s` for one."""
+        finished = self._pool.collect(0.0 if self._done else wait_s)
         done, self._done = self._done, []
-        return [*done, *((key, self._reply(verdict)) for key, _, verdict in back)]
+        return [*done, *((key, self._reply(verdict)) for key, _, verdict in finished)]
 
     def take_counts(self) -> Counts:
-        """Attempts that failed since the last time."""
-        counts, self._errands.counts = self._errands.counts, Counts()
+        """Return and reset the counts of failed attempts."""
+        counts, self._pool.counts = self._pool.counts, Counts()
         return counts
 
     def close(self) -> None:
-        self._errands.close()
+        self._pool.close()
 
     def _setup(self) -> Setup:
         settings, running_s = self._settings, self._sandbox.patience_s if self._settings.tool == "python" else 0.0
@@ -82,10 +82,10 @@ class ToolClient:
     def _reply(self, verdict: Verdict) -> Reply:
         if verdict.status != "ok":
             return Reply(verdict.status, None, verdict.reason, verdict.trace)
-        return self._cut(None if verdict.reply is None else unpack_text(verdict.reply))
+        return self._limited(None if verdict.reply is None else unpack_text(verdict.reply))
 
-    def _cut(self, text: str | None) -> Reply:
-        """A reply that is too long says so; half characters, which have no tokens, become question marks."""
+    def _limited(self, text: str | None) -> Reply:
+        """Shorten a reply that is too long and say so in it. Lone surrogates, which have no tokens, become question marks."""
         if text is None:
             return Reply("ok", None)
         whole, limit = text.encode("utf-8", "replace").decode(), self._settings.max_reply_chars

@@ -1,5 +1,5 @@
-"""Tools by the names that the config uses. A tool gets what the model said in its turn, and all turns so far; it gives a
-reply, or None when the conversation is over."""
+"""Makes tools by their names in the config. A tool takes the model's last turn and all turns so far, and returns a reply, or
+None at the end of the conversation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from llamarl.tasks.tools.calculator import NoExpression, compute, last_expressio
 from llamarl.types import Turn
 
 Tool = Callable[[str, Sequence[Turn]], str | None]
-IN_PROCESS = ("calculator",)  # safe and quick by construction; all others run in workers
+IN_PROCESS = ("calculator",)  # safe and quick by construction; all other tools run in workers
 NAMES = ("calculator", "python", "command")
 
 
 class ToolFailed(Exception):
-    """The tool itself went wrong; it says nothing of what the model asked for."""
+    """The tool itself failed; the model is not to blame."""
 
 
 def marked_call(said: str, begin: str, end: str) -> str | None:
-    """What stands between the last pair of marks; None where there is none. Without marks, all that was said."""
+    """Return the text between the last pair of marks, or None without one. If no marks are set, return all of it."""
     if not begin:
         return said
     _, found, rest = said.rpartition(begin)
@@ -35,8 +35,8 @@ def marked_call(said: str, begin: str, end: str) -> str | None:
 
 
 def make_calculator(settings: ConversationConfig) -> Tool:
-    """With marks, what they hold is computed. Without, the expression that the conversation ends with, the prompt
-    included: after "4+5=" it is enough to say nothing."""
+    """Compute the marked expression. Without marks, compute the expression at the end of the conversation, including the
+    prompt: after "4+5=" the model need not write anything."""
 
     def calculate(said: str, turns: Sequence[Turn]) -> str | None:
         if settings.begin:
@@ -54,7 +54,7 @@ def make_calculator(settings: ConversationConfig) -> Tool:
 
 
 def make_python(settings: ConversationConfig, limits: SandboxConfig) -> Tool:
-    """Runs the program that was marked, or fenced, and replies with what it printed. What it does wrong, it is told."""
+    """Run the marked or fenced program and reply with its output, including its errors."""
     sandbox = open_sandbox(limits)
 
     def run(said: str, turns: Sequence[Turn]) -> str | None:
@@ -77,8 +77,8 @@ def _told(ran: Ran) -> str:
 
 
 def make_command(settings: ConversationConfig) -> Tool:
-    """A program of the user's: {"said", "turns"} as JSON on its input, the reply on its output; no output ends the
-    conversation, and any exit code but 0 is a failure of the tool."""
+    """Run the user's command with {"said", "turns"} as JSON on its input and the reply on its output. No output ends the
+    conversation; any exit code but 0 is a failure of the tool."""
 
     def run(said: str, turns: Sequence[Turn]) -> str | None:
         asked = json.dumps({"said": said, "turns": msgspec.to_builtins(turns)})
@@ -92,7 +92,7 @@ def make_command(settings: ConversationConfig) -> Tool:
 
 
 def load_tool(settings: ConversationConfig, sandbox: SandboxConfig) -> Tool:
-    """Raises ConfigError for what cannot be loaded."""
+    """Load the tool. Raises ConfigError if that fails."""
     match settings.tool:
         case "calculator":
             return make_calculator(settings)

@@ -1,1 +1,1 @@
-"""Processes that judge what must not be judged here: they can be killed, are limited, and forget every answer."""
+"""Worker processes for scorers and tools that must not run here: limited, killable, and without state between answers."""

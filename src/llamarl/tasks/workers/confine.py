@@ -1,4 +1,4 @@
-"""What a process that judges one answer may do: little. Applied in the child, after everything it needs is loaded."""
+"""Restricts a process that judges one answer. Applied in the child, after everything that it needs is loaded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
-_libc = ctypes.CDLL(None, use_errno=True)  # before any hook: loading it later would be refused
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded before `seal`, which would refuse it
 
-# Events of Python's audit that computing may raise; `open`, `compile` and `exec` are looked at more closely.
+# Audit events that computing may raise. `_refuse` checks the arguments of `open`, `compile` and `exec`.
 _HARMLESS = frozenset(
     {
         "import",
@@ -26,7 +26,7 @@ _HARMLESS = frozenset(
         "object.__delattr__",
         "sys._getframe",
         "sys._current_frames",
-        "sys.setprofile",  # counts calls, see work.py
+        "sys.setprofile",  # counts calls, see work_limit.py
         "sys.excepthook",
         "sys.unraisablehook",
         "builtins.id",
@@ -42,26 +42,26 @@ _HARMLESS = frozenset(
 
 
 class Refused(BaseException):
-    """Not an Exception: no library's `except Exception` may swallow it."""
+    """The process tried something forbidden. A BaseException, so that no library's `except Exception` swallows it."""
 
 
 def adopt_orphans() -> None:
-    """Processes whose parent has ended become children of this one, and can be ended by it."""
+    """Make orphaned descendants children of this process, so that it can end them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def limit(memory_mb: int, timeout_s: float, *, on_top: bool) -> None:
-    """The kernel's limits. `on_top`: memory is counted from what the process holds already."""
+    """Set the kernel's limits. With `on_top`, the memory limit is added to what the process already uses."""
     held = _address_space() if on_top else 0
     _set(resource.RLIMIT_AS, held + memory_mb * 2**20)
-    _set(resource.RLIMIT_CPU, int(timeout_s) + 2)  # the wall clock is watched from outside; this is a second line
+    _set(resource.RLIMIT_CPU, int(timeout_s) + 2)  # a second safeguard; the worker watches the wall clock
     _set(resource.RLIMIT_CORE, 0)
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def seal() -> None:
-    """For our own symbolic scorer: from here on this process can compute and import, and nothing else. It cannot run
-    code that is not in an installed file, nor write, connect, start or signal anything."""
+    """Allow this process only to compute and import, for our own symbolic scorer. It can no longer run code from outside
+    installed files, nor write, connect, start or signal anything."""
     _set(resource.RLIMIT_FSIZE, 0)
     _set(resource.RLIMIT_NPROC, 0)
     sys.addaudithook(_refuse)

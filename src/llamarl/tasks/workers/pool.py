@@ -1,4 +1,4 @@
-"""A pool of workers that never shrinks: whoever dies or does not answer is replaced at once, and its answer is a failure."""
+"""A pool of workers of constant size. A worker that dies or hangs is replaced at once; its request counts as failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llamarl.processes import PYTHON
 from llamarl.tasks.own_scorers import Signature
 from llamarl.tasks.workers.protocol import Inbox, NotReady, Ready, Setup, Verdict, WorkRequest, decode_reply, send
 
-# A worker kills its child itself; one that has not answered after so many times the limit, and this on top, is stuck.
+# Workers kill late children themselves. A worker that takes this many times the limit, plus the grace time, hangs.
 _PATIENCE = 5
 _GRACE_S = 3.0
 _START_S = 120.0
@@ -57,12 +57,12 @@ class WorkerHandle:
     def free(self) -> bool:
         return self.up and self.ticket is None
 
-    def take(self, ticket: int, ask: WorkRequest, timeout_s: float) -> None:
+    def assign(self, ticket: int, request: WorkRequest, timeout_s: float) -> None:
         self.ticket, self.deadline_s = ticket, time.monotonic() + _PATIENCE * timeout_s + _GRACE_S
-        send(self.connection, ask)
+        send(self.connection, request)
 
     def end(self) -> None:
-        """Ask it to go, with all that its answers have started; one that does not is killed."""
+        """Ask the worker to end itself and all that its answers have started; kill it if it is late."""
         self.connection.close()
         self.process.terminate()
         try:
@@ -83,14 +83,16 @@ def _end_all(workers: list[WorkerHandle]) -> None:
 
 
 class WorkerPool:
+    """Distributes requests over workers and collects their verdicts."""
+
     def __init__(self, setup: Setup, count: int) -> None:
         self._setup = setup
         self._workers: list[WorkerHandle] = []
         weakref.finalize(self, _end_all, self._workers)
         self._queue: deque[tuple[int, WorkRequest]] = deque()
-        self._lost: list[Finished] = []
+        self._failed: list[Finished] = []
         self._failed_starts = 0
-        self.signatures: dict[str, Signature] = {}  # of the user's own scorers, once a worker is up
+        self.signatures: dict[str, Signature] = {}  # of the user's own scorers; known once a worker is up
         self._workers.extend(WorkerHandle(setup) for _ in range(count))
 
     @property
@@ -99,39 +101,39 @@ class WorkerPool:
 
     @property
     def num_pending(self) -> int:
-        return len(self._queue) + len(self._lost) + sum(worker.ticket is not None for worker in self._workers)
+        return len(self._queue) + len(self._failed) + sum(worker.ticket is not None for worker in self._workers)
 
     def wait_until_up(self) -> None:
-        """Raises ConfigError if the scorers cannot be loaded."""
+        """Wait for all workers. Raises ConfigError if the scorers cannot be loaded."""
         while not all(worker.up for worker in self._workers):
-            self._listen(1.0)
+            self._poll(1.0)
 
-    def submit(self, ticket: int, ask: WorkRequest) -> None:
-        """The verdict comes out of `collect` under this ticket, sooner or later, whatever happens."""
-        self._queue.append((ticket, ask))
-        self._hand_out()
+    def submit(self, ticket: int, request: WorkRequest) -> None:
+        """Queue a request. Whatever happens, `collect` returns one verdict under this ticket."""
+        self._queue.append((ticket, request))
+        self._dispatch()
 
     def collect(self, wait_s: float) -> list[Finished]:
-        """What is finished; waits for something at most so long."""
-        self._hand_out()
-        finished = self._listen(0.0 if self._lost else wait_s)
-        self._hand_out()
-        lost, self._lost = self._lost, []
-        return lost + finished
+        """Return finished verdicts, after waiting at most `wait_s` for one."""
+        self._dispatch()
+        finished = self._poll(0.0 if self._failed else wait_s)
+        self._dispatch()
+        failed, self._failed = self._failed, []
+        return failed + finished
 
     def close(self) -> None:
         _end_all(self._workers)
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         for worker in list(self._workers):
             if self._queue and worker.free:
-                ticket, ask = self._queue.popleft()
+                ticket, request = self._queue.popleft()
                 try:
-                    worker.take(ticket, ask, self._setup.timeout_s)
+                    worker.assign(ticket, request, self._setup.timeout_s)
                 except OSError as error:
                     self._replace(worker, Verdict("error", reason=f"its worker could not be reached: {error}"))
 
-    def _listen(self, wait_s: float) -> list[Finished]:
+    def _poll(self, wait_s: float) -> list[Finished]:
         poll = select.poll()
         by_fd = {worker.connection.fileno(): worker for worker in self._workers}
         for fd in by_fd:
@@ -140,11 +142,11 @@ class WorkerPool:
         patience_s = max(0.0, min(wait_s, soonest_s - time.monotonic()))
         finished: list[Finished] = []
         for fd, _ in poll.poll(patience_s * 1000):
-            finished += self._hear(by_fd[fd])
+            finished += self._receive(by_fd[fd])
         self._replace_late()
         return finished
 
-    def _hear(self, worker: WorkerHandle) -> Sequence[Finished]:
+    def _receive(self, worker: WorkerHandle) -> Sequence[Finished]:
         try:
             message = worker.inbox.receive()
             reply = decode_reply(message) if message is not None else None
@@ -170,7 +172,7 @@ class WorkerPool:
 
     def _replace(self, worker: WorkerHandle, verdict: Verdict) -> None:
         if worker.ticket is not None:
-            self._lost.append((worker.ticket, verdict))
+            self._failed.append((worker.ticket, verdict))
         worker.end()
         if not worker.up:
             self._failed_starts += 1

@@ -1,4 +1,4 @@
-"""What the pool and its workers tell each other: MessagePack in frames, over a socket pair nobody else holds."""
+"""Messages between the pool and its workers: MessagePack in frames, over a private socket pair."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llamarl.tasks.own_scorers import Signature
 from llamarl.types import Turn
 
 _READ_BYTES = 1 << 20
-KILL_SHARE = 0.9  # of the time limit: the rest is for killing, so that the limit itself is kept
+KILL_SHARE = 0.9  # of the time limit; the rest is for killing the child, so that the limit holds
 
 Status = Literal["ok", "error", "timeout"]
 
 
 class Setup(Struct, frozen=True):
-    """The first word to a worker: which scorers to load, and the limits of judging one answer."""
+    """The first message to a worker: scorers to load, and limits for judging one answer."""
 
     scorers: tuple[str, ...]
     pattern: str
@@ -30,40 +30,42 @@ class Setup(Struct, frozen=True):
     sandbox: SandboxConfig = SandboxConfig()
     share_of_tests: bool = False
     llm: LLMJudgeConfig = LLMJudgeConfig()
-    conversation: ConversationConfig = ConversationConfig()  # with its tool, if that is what the worker is for
+    conversation: ConversationConfig = ConversationConfig()  # names the tool, if the worker runs one
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """All is loaded; how the user's own scorers want to be called."""
+    """Everything is loaded. Tells how the user's own scorers are called."""
 
     signatures: dict[str, Signature] = {}
 
 
 class NotReady(Struct, frozen=True, tag=True):
+    """The scorers or the tool cannot be loaded."""
+
     reason: str
 
 
 class Item(Struct, frozen=True, array_like=True):
-    """One scorer's view of an answer; of several answers to one prompt where it takes them together. Texts are UTF-8 in
-    which lone surrogates are let through, as models write them."""
+    """The input of one scorer: one answer, or several answers to one prompt if it takes them together. Texts are UTF-8 that
+    may contain lone surrogates, since models write them."""
 
     scorer: str
     completions: tuple[bytes, ...]
     answer: bytes
     prompt: bytes
-    columns: bytes = b"{}"  # of the data, as JSON: those that the scorer asks for
+    columns: bytes = b"{}"  # columns of the data that the scorer needs, as JSON
 
 
 class Call(Struct, frozen=True, array_like=True):
-    """A tool's view of a conversation: what the model has just said, and all turns, that one included."""
+    """The input of a tool: the model's last turn, and all turns including that one."""
 
-    said: bytes
+    text: bytes
     turns: bytes
 
 
 class WorkRequest(Struct, frozen=True):
-    """An answer for its scorers, or a turn for a tool. Or, `gathered`, items for coroutines of the user's that run at the
-    same time in one process, each with a verdict of its own."""
+    """An answer for scorers, or a turn for a tool. If `gathered`, items for the user's coroutines, which run concurrently in
+    one process, each with its own verdict."""
 
     items: tuple[Item, ...]
     call: Call | None = None
@@ -75,22 +77,22 @@ class WorkRequest(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True, tag=True):
-    """`rewards` in the order of the items and their completions; none when judging failed, which is not the same as a wrong
-    answer. Of gathered items, a verdict on `each`. Of a call, the tool's `reply`; none when the conversation is over."""
+    """The result of a request. `rewards` has the order of items and completions, and is empty if judging failed, which is not
+    a wrong answer. `each` has a verdict for each gathered item. `reply` is the tool's; None ends the conversation."""
 
     status: Status
     rewards: tuple[float, ...] = ()
     each: tuple[Verdict, ...] = ()
     reply: bytes | None = None
     reason: str = ""
-    trace: str = ""  # of an exception in a user's own function, for the log
+    trace: str = ""  # traceback of an exception in the user's own function, for the log
     seconds: float = 0.0
     peak_mb: float = 0.0
 
 
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
-decode_ask = msgspec.msgpack.Decoder(WorkRequest).decode
+decode_request = msgspec.msgpack.Decoder(WorkRequest).decode
 decode_reply = msgspec.msgpack.Decoder(Ready | NotReady | Verdict).decode
 _decode_turns = msgspec.msgpack.Decoder(tuple[tuple[bytes, bytes], ...]).decode
 decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
@@ -117,14 +119,14 @@ def send(connection: socket.socket, message: Struct) -> None:
 
 
 class Inbox:
-    """Cuts what arrives into messages."""
+    """Splits received bytes into messages."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._reader, self._arrived = FrameReader(), list[bytes]()
 
     def receive(self) -> bytes | None:
-        """One read, then the next whole message if there is one. Raises EOFError when the peer is gone."""
+        """Read once and return the next complete message, or None. Raises EOFError if the peer is gone."""
         data = self._connection.recv(_READ_BYTES)
         if not data:
             raise EOFError
@@ -135,7 +137,7 @@ class Inbox:
         return self._arrived.pop(0) if self._arrived else None
 
     def wait(self) -> bytes:
-        """The next message, however long it takes."""
+        """Wait for the next message."""
         while (message := self.receive()) is None:
             pass
         return message

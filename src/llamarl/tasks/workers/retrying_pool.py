@@ -1,4 +1,4 @@
-"""Errands to a pool of workers: each is tried again when it fails, and comes back once, with its verdict."""
+"""A worker pool that retries failed requests and returns each request once, with its verdict."""
 
 from __future__ import annotations
 
@@ -17,56 +17,56 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Errand(Generic[T]):
-    what: T
-    ask: WorkRequest
+class _Pending(Generic[T]):
+    context: T
+    request: WorkRequest
     tries_left: int
-    seconds: float = 0.0  # spent on it so far, without waiting for a worker
+    seconds: float = 0.0  # time spent on all attempts, without waiting for a worker
 
 
 class RetryingPool(Generic[T]):
-    """`what` is the caller's own, and comes back with the verdict. The pool is opened when it is first needed."""
+    """Retries failed requests. `context` is returned with the verdict unchanged. Workers start on first use."""
 
     def __init__(self, setup: Callable[[], Setup], workers: int, retries: int) -> None:
         self._setup, self._workers, self._retries = setup, workers, retries
-        self.counts = Counts()  # of attempts
+        self.counts = Counts()  # failed attempts
         self._pool: WorkerPool | None = None
-        self._underway: dict[int, _Errand[T]] = {}
+        self._pending: dict[int, _Pending[T]] = {}
         self._next_ticket = 0
 
     def __len__(self) -> int:
-        return len(self._underway)
+        return len(self._pending)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         return self._pool.pids if self._pool else ()
 
     def prepare(self) -> None:
-        """Start the workers, so that what they cannot load shows now; raises ConfigError."""
+        """Start the workers. Raises ConfigError if they cannot load their scorers or tool."""
         self._open_pool().wait_until_up()
 
     @property
     def signatures(self) -> dict[str, Signature]:
-        """Of the user's own scorers; known when the workers are up."""
+        """How the user's own scorers are called; known once workers are up."""
         return self._pool.signatures if self._pool else {}
 
-    def send(self, what: T, ask: WorkRequest, retries: int | None = None) -> None:
-        """With as many retries as all have, or other ones."""
-        self._submit(_Errand(what, ask, self._retries if retries is None else retries))
+    def send(self, context: T, request: WorkRequest, retries: int | None = None) -> None:
+        """Submit a request, with the default number of retries or another."""
+        self._submit(_Pending(context, request, self._retries if retries is None else retries))
 
     def collect(self, wait_s: float) -> list[tuple[T, WorkRequest, Verdict]]:
-        """What is back, waiting at most this long for something. A verdict's seconds are those of all attempts."""
-        back: list[tuple[T, WorkRequest, Verdict]] = []
-        for ticket, verdict in self._pool.collect(wait_s) if self._underway and self._pool else ():
-            errand = self._underway.pop(ticket)
+        """Return finished requests, after waiting at most `wait_s` for one. The seconds of a verdict include all attempts."""
+        finished: list[tuple[T, WorkRequest, Verdict]] = []
+        for ticket, verdict in self._pool.collect(wait_s) if self._pending and self._pool else ():
+            pending = self._pending.pop(ticket)
             self.counts.add(verdict.status)
-            errand.seconds += verdict.seconds
-            if verdict.status != "ok" and errand.tries_left:
-                errand.tries_left -= 1
-                self._submit(errand)
+            pending.seconds += verdict.seconds
+            if verdict.status != "ok" and pending.tries_left:
+                pending.tries_left -= 1
+                self._submit(pending)
             else:
-                back.append((errand.what, errand.ask, replace(verdict, seconds=errand.seconds)))
-        return back
+                finished.append((pending.context, pending.request, replace(verdict, seconds=pending.seconds)))
+        return finished
 
     def close(self) -> None:
         if self._pool:
@@ -77,7 +77,7 @@ class RetryingPool(Generic[T]):
             self._pool = WorkerPool(self._setup(), self._workers)
         return self._pool
 
-    def _submit(self, errand: _Errand[T]) -> None:
+    def _submit(self, pending: _Pending[T]) -> None:
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        self._underway[ticket] = errand
-        self._open_pool().submit(ticket, errand.ask)
+        self._pending[ticket] = pending
+        self._open_pool().submit(ticket, pending.request)

@@ -1,7 +1,7 @@
-"""A worker: loads its scorers, or its tool, once, then forks a child for every answer, so that no answer can touch the next.
+"""A worker: loads its scorers or its tool once, then forks a child for every answer, so that no answer can affect the next.
 
-Run as a program: `python -m llamarl.tasks.workers.worker FD PARENT`. The worker itself never looks into a completion. The
-child does, under limits, and says one verdict over a pipe of its own; when it is late it is killed.
+Run as a program: `python -m llamarl.tasks.workers.worker FD PARENT`. The worker itself never reads a completion. The child
+does, under limits, and sends one verdict over its own pipe. A late child is killed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from llamarl.tasks.workers.protocol import (
     Setup,
     Verdict,
     WorkRequest,
-    decode_ask,
+    decode_request,
     decode_setup,
     decode_verdict,
     encode,
@@ -57,7 +57,7 @@ from llamarl.tasks.workers.protocol import (
 _READ_BYTES = 1 << 16
 _MAX_VERDICT_BYTES = 1 << 26
 Scorer = Callable[..., Any]
-_PLAIN = Signature()  # of our own scorers
+_PLAIN = Signature()  # of the built-in scorers
 
 
 def load_scorers(setup: Setup) -> dict[str, Scorer]:
@@ -73,19 +73,19 @@ def _load(name: str, setup: Setup) -> Scorer:
     if name == "code":
         return load_examiner(setup.sandbox, share=setup.share_of_tests)
     if name == "llm_judge":
-        from llamarl.tasks.llm_judge import load_llm_judge  # brings TLS along, which no other worker needs
+        from llamarl.tasks.llm_judge import load_llm_judge  # imports TLS and httpx, which no other worker needs
 
         return load_llm_judge(setup.llm)
     return load_function("reward.scorer", name)
 
 
 def _regex_scorer(source: str) -> Scorer:
-    """Found or not; where the pattern has a group, the last match's first group must be the answer."""
+    """Whether the pattern is found. If it has a group, the first group of the last match must be the answer."""
     pattern = re.compile(source)
 
     def score(completion: str, answer: str, prompt: str) -> float:
         last = None
-        for last in pattern.finditer(completion):  # noqa: B007, only the last is wanted
+        for last in pattern.finditer(completion):  # noqa: B007, only the last match is needed
             pass
         if last is None or not pattern.groups:
             return float(last is not None)
@@ -95,7 +95,7 @@ def _regex_scorer(source: str) -> Scorer:
 
 
 class LoadedScorers(NamedTuple):
-    """What a worker is for: scorers, or a tool."""
+    """What a worker has loaded: scorers, or a tool."""
 
     scorers: dict[str, Scorer]
     tool: Tool | None
@@ -103,14 +103,16 @@ class LoadedScorers(NamedTuple):
 
 
 class Worker:
+    """Judges each request in a child process of its own."""
+
     def __init__(self, setup: Setup, loaded: LoadedScorers, connection: socket.socket) -> None:
         self._setup, self._loaded, self._connection = setup, loaded, connection
-        self._foreign = loaded.tool is not None or any(map(_needs_the_machine, setup.scorers))
-        # What a program may have is kept from it by its own walls; it must only not be less than they allow.
+        self._needs_io = loaded.tool is not None or any(map(_needs_io, setup.scorers))
+        # The sandbox limits programs; the limit of this process must not be below the sandbox's.
         runs = "code" in setup.scorers or setup.conversation.tool == "python"
         self._memory_mb = max(setup.memory_mb, setup.sandbox.memory_mb if runs else 0)
 
-    def judge(self, ask: WorkRequest) -> Verdict:
+    def judge(self, request: WorkRequest) -> Verdict:
         start_s = time.monotonic()
         reading, writing = os.pipe()
         parent = os.getpid()
@@ -118,60 +120,64 @@ class Worker:
         if pid == 0:
             os.close(reading)
             self._connection.close()
-            self._live(ask, writing, parent)
+            self._run_child(request, writing, parent)
         os.close(writing)
-        said = _read(reading, start_s + KILL_SHARE * self._setup.timeout_s)
+        message = _read_message(reading, start_s + KILL_SHARE * self._setup.timeout_s)
         os.close(reading)
-        status, peak_mb = _end(pid)
+        status, peak_mb = _kill(pid)
         return msgspec.structs.replace(
-            self._verdict(said, status, ask), seconds=time.monotonic() - start_s, peak_mb=peak_mb
+            self._verdict(message, status, request), seconds=time.monotonic() - start_s, peak_mb=peak_mb
         )
 
-    def _verdict(self, said: bytes | None, status: int, ask: WorkRequest) -> Verdict:
-        if said is None:
+    def _verdict(self, message: bytes | None, status: int, request: WorkRequest) -> Verdict:
+        if message is None:
             return Verdict("timeout", reason=f"took longer than {self._setup.timeout_s:g} s")
         with suppress(msgspec.MsgspecError):
-            verdict = decode_verdict(said)
-            whole = len(verdict.each) == len(ask.items) if ask.gathered else len(verdict.rewards) == ask.num_rewards
+            verdict = decode_verdict(message)
+            whole = (
+                len(verdict.each) == len(request.items)
+                if request.gathered
+                else len(verdict.rewards) == request.num_rewards
+            )
             if verdict.status != "ok" or whole:
                 return verdict
         return Verdict("error", reason=f"its process ended without a verdict ({_describe(status)})")
 
-    def _live(self, ask: WorkRequest, writing: int, parent: int) -> None:
-        """The child's whole life."""
+    def _run_child(self, request: WorkRequest, writing: int, parent: int) -> None:
+        """Everything that the child does; never returns."""
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.setpgid(0, 0)
             die_with_parent(parent)
-            limit(self._memory_mb, self._setup.timeout_s, on_top=self._foreign)
-            said = encode(_answer(ask, self._loaded, self._setup.timeout_s))
-            view = memoryview(encode_frame(said))
+            limit(self._memory_mb, self._setup.timeout_s, on_top=self._needs_io)
+            message = encode(_judge_request(request, self._loaded, self._setup.timeout_s))
+            view = memoryview(encode_frame(message))
             while view:
                 view = view[os.write(writing, view) :]
         finally:
             os._exit(0)
 
 
-def _answer(ask: WorkRequest, loaded: LoadedScorers, limit_s: float) -> Verdict:
+def _judge_request(request: WorkRequest, loaded: LoadedScorers, limit_s: float) -> Verdict:
     try:
-        if loaded.tool and ask.call:
-            return _use(loaded.tool, ask.call)
-        return _gather(ask.items, loaded, limit_s) if ask.gathered else Verdict("ok", _rewards(ask, loaded))
-    # It may be the user's own: its failure is not a wrong answer.
+        if loaded.tool and request.call:
+            return _call_tool(loaded.tool, request.call)
+        return _gather(request.items, loaded, limit_s) if request.gathered else Verdict("ok", _rewards(request, loaded))
+    # The function may be the user's own; its failure is not a wrong answer.
     except (Exception, SystemExit, Refused) as error:
         return failure(error, "scorer" if loaded.tool is None else "tool")
 
 
-def _use(tool: Tool, call: Call) -> Verdict:
-    reply = _settled(tool(unpack_text(call.said), unpack_turns(call.turns)))
+def _call_tool(tool: Tool, call: Call) -> Verdict:
+    reply = _awaited_if_needed(tool(unpack_text(call.text), unpack_turns(call.turns)))
     if reply is not None and not isinstance(reply, str):
         return Verdict("error", reason=f"tool gave {type(reply).__name__}; it must give text, or None at the end")
     return Verdict("ok", reply=None if reply is None else pack_text(reply))
 
 
 def _gather(items: tuple[Item, ...], loaded: LoadedScorers, limit_s: float) -> Verdict:
-    """Coroutines of the user's, at the same time; what is late or fails takes none of the others along. They are cancelled
-    shortly before the whole process is killed."""
+    """Run the user's coroutines concurrently. Failures and time-outs do not affect the others: late coroutines are cancelled
+    shortly before the process would be killed."""
 
     async def each() -> list[Verdict]:
         return await asyncio.gather(*(judge(item) for item in items))
@@ -183,21 +189,23 @@ def _gather(items: tuple[Item, ...], loaded: LoadedScorers, limit_s: float) -> V
     return Verdict("ok", each=tuple(asyncio.run(each())))
 
 
-def _rewards(ask: WorkRequest, loaded: LoadedScorers) -> tuple[float, ...]:
-    """The user's own functions and programs first: they may need files, a network, processes, which our own scorers give up
-    before they begin."""
-    found = {index: _score(item, loaded) for index, item in enumerate(ask.items) if _needs_the_machine(item.scorer)}
+def _rewards(request: WorkRequest, loaded: LoadedScorers) -> tuple[float, ...]:
+    """Run the user's functions and programs first: they may need files, a network or processes. The process gives these up
+    before our own scorers start."""
+    found = {index: _score(item, loaded) for index, item in enumerate(request.items) if _needs_io(item.scorer)}
     seal()
-    found |= {index: _score(item, loaded) for index, item in enumerate(ask.items) if index not in found}
-    return tuple(reward for index in range(len(ask.items)) for reward in found[index])
+    found |= {index: _score(item, loaded) for index, item in enumerate(request.items) if index not in found}
+    return tuple(reward for index in range(len(request.items)) for reward in found[index])
 
 
-def _needs_the_machine(scorer: str) -> bool:
+def _needs_io(scorer: str) -> bool:
     return is_reference(scorer) or scorer in ("code", "llm_judge")
 
 
 def _score(item: Item, loaded: LoadedScorers) -> tuple[float, ...]:
-    return rewards_in(_settled(_call(item, loaded)), loaded.signatures.get(item.scorer, _PLAIN), len(item.completions))
+    return rewards_in(
+        _awaited_if_needed(_call(item, loaded)), loaded.signatures.get(item.scorer, _PLAIN), len(item.completions)
+    )
 
 
 def _call(item: Item, loaded: LoadedScorers) -> Any:
@@ -210,7 +218,7 @@ def _call(item: Item, loaded: LoadedScorers) -> Any:
     return call(loaded.scorers[item.scorer], signature, completions, answer, prompt, json.loads(item.columns))
 
 
-def _settled(value: Any) -> Any:
+def _awaited_if_needed(value: Any) -> Any:
     return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
 
 
@@ -218,8 +226,8 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _read(reading: int, deadline_s: float) -> bytes | None:
-    """The child's one message, or nothing when it ends without one; None when it is late."""
+def _read_message(reading: int, deadline_s: float) -> bytes | None:
+    """Return the child's message, empty bytes if it ended without one, or None if it is late."""
     reader, poll = FrameReader(_MAX_VERDICT_BYTES), select.poll()
     poll.register(reading, select.POLLIN)
     while (left_s := deadline_s - time.monotonic()) > 0 and poll.poll(left_s * 1000):
@@ -233,19 +241,19 @@ def _read(reading: int, deadline_s: float) -> bytes | None:
     return None
 
 
-def _end(pid: int) -> tuple[int, float]:
-    """Make sure that nothing of the child, or of what it may have started, is left."""
+def _kill(pid: int) -> tuple[int, float]:
+    """Kill the child and everything that it started. Returns its exit status and peak memory in MB."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
-    _end_strays()
+    _kill_orphans()
     return status, usage.ru_maxrss / 1024
 
 
-def _end_strays() -> None:
-    """What the child had started and left its group has become ours, since orphans are adopted here."""
+def _kill_orphans() -> None:
+    """Kill processes that the child started and that left its group; as orphans they have become our children."""
     with suppress(ChildProcessError):
         while True:
             for stray in _children():
@@ -254,9 +262,9 @@ def _end_strays() -> None:
             os.waitpid(-1, 0)
 
 
-def _leave(number: int, frame: object) -> None:
-    """The pool is gone, or has no more use for this worker: what an answer has started goes with it."""
-    _end_strays()
+def _exit_with_orphans(number: int, frame: object) -> None:
+    """On SIGTERM: the pool is gone, or has ended this worker. Kill what answers have started, then exit."""
+    _kill_orphans()
     os._exit(0)
 
 
@@ -282,20 +290,20 @@ def _prepare(setup: Setup) -> LoadedScorers | NotReady:
         return NotReady(f"reward.pattern: {error}")
     except LlamaRLError as error:
         return NotReady(str(error))
-    except (Exception, SystemExit) as error:  # importing a user's file may fail in any way
+    except (Exception, SystemExit) as error:  # importing the user's file may raise anything
         return NotReady(f"{error}" if isinstance(error, ImportError) else f"{type(error).__name__}: {error}")
     gc.collect()
     gc.freeze()
-    gc.disable()  # in a child that lives for one answer it would only touch every page
+    gc.disable()  # in a short-lived child it would only copy shared pages
     return loaded
 
 
 def main() -> None:
     fd, parent = map(int, sys.argv[1:])
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_with_orphans)
     die_with_parent(parent, signal.SIGTERM)
     adopt_orphans()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those above
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parents
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = socket.socket(fileno=fd)
     inbox = Inbox(connection)
@@ -308,7 +316,7 @@ def main() -> None:
         send(connection, Ready(loaded.signatures))
         worker = Worker(setup, loaded, connection)
         while True:
-            send(connection, worker.judge(decode_ask(inbox.wait())))
+            send(connection, worker.judge(decode_request(inbox.wait())))
 
 
 if __name__ == "__main__":

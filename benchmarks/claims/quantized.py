@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import on_par
-from arms import Arm, Options, keep, made, read_options, side_by_side
+from arms import Arm, Figures, Options, keep, made, read_options, side_by_side
 from asking import QWEN, right_in_gsm8k
 from plot import bars
 
@@ -71,9 +71,13 @@ def main() -> None:
         row |= {"difference": float(paired.mean()), "interval": list(bootstrap(paired.tolist()))}
         tell(name, row)
     rows = {name: row for name, (row, _) in table.items()}
-    shares = {"before": 100 * float(np.mean(before)), **{name: 100 * row["accuracy"] for name, row in rows.items()}}
-    plot = bars(f"GSM8K after {on_par.UPDATES} updates, by the generator's precision", "% right", shares, "%")
-    keep("quantized", options, {"updates": on_par.UPDATES, "before": float(np.mean(before)), "arms": rows}, plot)
+    keep("quantized", options, {"updates": on_par.UPDATES, "before": float(np.mean(before)), "arms": rows}, picture)
+
+
+def picture(figures: Figures) -> str:
+    shares = {"before": figures["before"], **{name: row["accuracy"] for name, row in figures["arms"].items()}}
+    title = f"GSM8K after {figures['updates']} updates, by the generator's precision"
+    return bars(title, "% right", {name: 100 * share for name, share in shares.items()}, "%")
 
 
 if __name__ == "__main__":
