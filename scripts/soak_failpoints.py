@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from helpers.failing import all_failpoints, run_and_resume
-from helpers.warm import nest
+from helpers.warm import fork_server
 
 Case = tuple[str, str, int]
 
@@ -38,7 +38,7 @@ def main() -> None:
     names = all_failpoints()
     cases: list[Case] = [(name, action, nth) for name in names for action in ("kill", "stop") for nth in (1, 2)]
     wrong = 0
-    nest()
+    fork_server()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.side_by_side) as pool:
         results = pool.map(lambda case: outcome(Path(temporary), case), cases)
         for case, problem in zip(cases, results, strict=True):
