@@ -1,4 +1,4 @@
-"""A kill and a stop at every failpoint of the real code, each in a job of its own that must end with a clean audit.
+"""Soak test: a kill and a stop at every failpoint, each in its own job, which must end with a clean audit.
 
 python scripts/soak_failpoints.py [--side-by-side 2]
 """
@@ -20,7 +20,7 @@ Case = tuple[str, str, int]
 
 
 def outcome(folder: Path, case: Case) -> str:
-    """Empty when all is well."""
+    """Run one case; returns what went wrong, or "" if nothing did."""
     name, action, nth = case
     place = folder / f"{name}-{action}-{nth}"
     place.mkdir()

@@ -1,4 +1,4 @@
-"""Random layouts for tests: meshes, and parameters laid out over two of them, cut evenly, unevenly, or not at all."""
+"""Random layouts for tests: meshes, and parameters over two of them, sharded evenly, unevenly, or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Ends:
-    """Parameters by name, and where each end holds which part of them."""
+    """Parameters by name, and the shards of them that each end holds."""
 
     shapes: dict[str, Sizes]
     sources: list[dict[str, Box]]
@@ -36,7 +36,7 @@ def meshes(draw: st.DrawFn, max_ranks: int) -> Mesh:
 
 @st.composite
 def placements(draw: st.DrawFn, dims: int) -> Placement:
-    """Any of the axes cuts any of the dimensions; the same dimension may be cut twice."""
+    """Random placements: any axis may shard any dimension, and a dimension may be sharded twice."""
     if not dims:
         return ()
     axes = draw(st.lists(st.sampled_from(AXES), unique=True, max_size=3))
@@ -76,12 +76,12 @@ def as_slices(box: Box) -> tuple[slice, ...]:
 
 
 def held(full: dict[str, Tensor], boxes: dict[str, Box]) -> dict[str, tuple[Tensor, Sequence[slice]]]:
-    """What a rank gives to a writer: copies of its parts, with their slices."""
+    """A rank's parameters for a writer: copies of its shards, with their slices."""
     return {name: (part(full[name], box).clone(), as_slices(box)) for name, box in boxes.items()}
 
 
 def empty(full: dict[str, Tensor], boxes: dict[str, Box]) -> dict[str, tuple[Tensor, Sequence[slice]]]:
-    """What a rank gives to a reader: tensors of the right sizes that hold something else."""
+    """A rank's parameters for a reader: tensors of the right sizes with other content."""
     return {name: (torch.full_like(part(full[name], box), 9.0), as_slices(box)) for name, box in boxes.items()}
 
 

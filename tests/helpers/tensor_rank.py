@@ -1,4 +1,4 @@
-"""One rank of a generator that several processes hold together: `python -m helpers.tensor_rank RANK COUNT FOLDER`."""
+"""One rank of a tensor-parallel generator, as a program: `python -m helpers.tensor_rank RANK COUNT FOLDER`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def decode(
 def main() -> None:
     rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    store = FileStore(str(folder / "meeting"), count)
+    store = FileStore(str(folder / "rendezvous"), count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
     quantized = Precision(weights="fp8", kv_cache="fp8")
     for name, precision in (("found", AS_THE_MODEL), ("quantized", quantized)):

@@ -1,6 +1,6 @@
-"""A world for the controller: executors that only pretend, in any order that `choose` picks, with deaths and duplicates.
+"""A simulated world for the controller: fake executors, in any order that `choose` picks, with deaths and duplicates.
 
-It checks the rules of the flow at every command, from what it saw itself, not from the controller's own state.
+It checks the rules of the flow at every command, from its own observations, not from the controller's state.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class World:
         self.records: list[Record] = []
         self.newest = -1
         self.told_to_publish = -1
-        self.holds: dict[str, int] = {}  # executor -> version of its weights
+        self.holds: dict[str, int] = {}  # version of each executor's weights
         self.held_groups: dict[str, set[int]] = {}
         self.first_version: dict[int, int] = {}
         self.trained_batches: list[tuple[int, tuple[int, ...]]] = []
@@ -109,7 +109,7 @@ class World:
                 raise AssertionError(f"not work: {command}")
 
     def _first_load(self, index: int) -> int:
-        """An executor takes its weights in the order in which it was told to, whatever else overtakes what."""
+        """Index of the executor's first load: it loads weights in the order of its commands, whatever else is reordered."""
         chosen = self.outstanding[index]
         if not isinstance(chosen, ev.Load):
             return index
@@ -171,7 +171,7 @@ class World:
         weights = [1 if ordinal < 0 else self.schedule.samples_per_group for ordinal in held]
         assert sum(weights) <= self.capacity[role], "given more than its capacity"
         if is_probe(command.ordinal):
-            self.forgotten.discard(command.ordinal)  # after a rewind it is asked anew
+            self.forgotten.discard(command.ordinal)  # after a rewind it is asked again
         assert command.ordinal not in self.forgotten, "asked for a group that was forgotten"
         if role != self.line.group_roles[0].name:
             return
