@@ -1,10 +1,10 @@
 """Simulated chaos: many seeds of delays, reordering, duplicates, deaths and hangs against the real controller.
 
     python scripts/chaos.py [--seeds 10000] [--first 0] [--jobs N]
-    python scripts/chaos.py --seed 4711          # one seed again, with what it played
+    python scripts/chaos.py --seed 4711          # replay one seed and show its scenario
 
-No process, no clock, no file: a virtual clock drives the same state machine that drives a job, and every rule of the flow
-is checked after every event (see tests/helpers/world.py). A seed that breaks one is printed with the command that replays it.
+There are no processes and no files: a virtual clock drives the same state machine as in a job, and every rule of the flow is
+checked after every event (see tests/helpers/world.py). A seed that breaks a rule is printed with the command that replays it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from helpers.chaos import play, scene_of
 
 
 def play_range(first: int, count: int) -> int:
-    """Returns how many seeds failed."""
+    """Play a range of seeds; returns how many failed."""
     events = faults = failed = 0
     for seed in range(first, first + count):
         try:
@@ -51,7 +51,7 @@ def replay(seed: int) -> int:
 
 
 def play_in_parallel(first: int, count: int, jobs: int) -> int:
-    """Each process takes its share of the seeds."""
+    """Play a range of seeds in several processes; returns how many processes failed."""
     share = -(-count // jobs)
     starts = range(first, first + count, share)
     command = [sys.executable, __file__, "--jobs", "1"]
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seed", type=int, help="play this one alone")
+    parser.add_argument("--seed", type=int, help="replay only this seed")
     args = parser.parse_args()
     if args.seed is not None:
         sys.exit(replay(args.seed))

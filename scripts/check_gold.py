@@ -1,9 +1,9 @@
-"""Every scorer must accept its own gold answers: runs all of a data folder through them and lists what is refused.
+"""Checks that every scorer accepts its own gold answers: scores a whole data folder and lists the refusals.
 
     LLAMARL_DATA=FOLDER python scripts/check_gold.py
 
-FOLDER holds gsm8k/{train,test}.jsonl, math/train.jsonl, math500/test.jsonl and svamp.jsonl (or easy/svamp.jsonl). Each
-answer is given the way a model would: the worked solution itself, and the answer in a box.
+FOLDER has gsm8k/{train,test}.jsonl, math/train.jsonl, math500/test.jsonl and svamp.jsonl (or easy/svamp.jsonl). Each answer
+is given as a model would give it: as the worked solution, and in a box.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from llamarl.config import DatasetConfig as SourceConfig
-from llamarl.config import RewardConfig
+from llamarl.config import DatasetConfig, RewardConfig
 from llamarl.tasks.datasets import KINDS, Example
 from llamarl.tasks.extract import final_answer
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.rows import read_rows
 from llamarl.types import Problem
 
-MIN_SHARE = 0.995  # of answers that must be accepted
+MIN_SHARE = 0.995  # share of the answers that must be accepted
 FILES = {
     "gsm8k": ["gsm8k/train.jsonl", "gsm8k/test.jsonl"],
     "svamp": ["svamp.jsonl", "easy/svamp.jsonl", "svamp/train.jsonl"],
@@ -54,13 +53,13 @@ def ways(example: Example) -> dict[str, str]:
 
 
 def data_files(folder: Path) -> Iterator[tuple[str, str, list[Example], Judge]]:
-    """Kind, name and rows of each file that is there, and a judge of such answers."""
+    """Yield kind, name and rows of each file that exists, and a judge for its answers."""
     for kind, files in FILES.items():
         judge = Judge(RewardConfig(scorer=KINDS[kind].scorer))
         judge.prepare()
         for file in files:
             if (folder / file).is_file():
-                settings = SourceConfig(kind=kind)  # type: ignore[arg-type]
+                settings = DatasetConfig(kind=kind)  # type: ignore[arg-type]
                 examples = read_rows(folder / file, lambda row: KINDS[kind].read(settings, row))  # noqa: B023, used at once
                 yield kind, file, examples, judge
         judge.close()

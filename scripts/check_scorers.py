@@ -1,12 +1,12 @@
-"""Scorers must accept their own gold answers, and none of thousands of wrong ones.
+"""Checks that scorers accept their own gold answers, and none of thousands of wrong ones.
 
     python scripts/check_scorers.py FOLDER [FOLDER ...]
 
-A FOLDER holds gsm8k/{train,test}.jsonl, math/train.jsonl, math500/test.jsonl and svamp.jsonl (or easy/svamp.jsonl), as far
-as they are there. Each gold answer is given in a box and as the worked solution. Wrong answers are made of the gold ones:
-another number in many notations, a lost sign, addends, alternatives, parts. Prints counts and every refusal. The exit code is
-1 where a gold answer in a box is refused, or more than a few solutions (some box two answers, of which gold is the last),
-or a wrong answer is accepted, or one of them could not be judged.
+A FOLDER has any of gsm8k/{train,test}.jsonl, math/train.jsonl, math500/test.jsonl and svamp.jsonl (or easy/svamp.jsonl). Each
+gold answer is given in a box and as the worked solution. Wrong answers are made from the gold ones: another number in many
+notations, a lost sign, addends, alternatives, parts. Prints counts and every refusal. The exit code is 1 if a boxed gold
+answer is refused, if more than a few solutions are (some box two answers, of which the last is gold), or if a wrong answer is
+accepted or could not be judged.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ _WRAPS = ("\\boxed{{{}}}", "#### {}", "So the answer is {}.")
 
 
 def values(chance: Random, gold: Fraction) -> Iterator[int]:
-    """Whole numbers near the right one and far from it."""
+    """Yield whole numbers near the right one and far from it."""
     middle = int(gold)
     yield from (middle, -middle, middle + 1, abs(middle) * 10, chance.randint(-100, 1000))
 
 
 def meaning(shape: str, number: int) -> Fraction | None:
-    """What the notation says, worked out independently of the scorers; None where it says no number."""
+    """The value of a notation, computed independently of the scorers; None if it is not a number."""
     digits = str(number)
     powers = {"{}00": 100, "{}e1": 10, "{} million": 10**6}
     if shape in powers:
@@ -99,7 +99,7 @@ def meaning(shape: str, number: int) -> Fraction | None:
 
 
 def expressions(shape: str, number: int) -> set[Fraction]:
-    """What an expression comes to, for the scorer that works it out."""
+    """Values of an expression, for the scorer that evaluates expressions."""
     found = {
         "{}^2": [number**2 if number >= 0 else -(number**2)],
         "1+{}": [1 + number],
@@ -117,7 +117,7 @@ def expressions(shape: str, number: int) -> set[Fraction]:
 
 
 def wrong_answers(gold: str, number: int, *, math: bool) -> Iterator[str]:
-    """Completions that do not say the gold number; which, is decided by what was put into them."""
+    """Yield completions that do not give the gold number, according to how they were made."""
     chance = Random(number)
     right = read_number(gold, symbols=False)
     if right is None:
@@ -136,7 +136,7 @@ def check_wrong(folder: Path) -> Iterator[tuple[str, int, list[str]]]:
     for kind, file, examples, judge in data_files(folder):
         asked: dict[tuple[int, str], str] = {}
         accepted: list[str] = []
-        for number, example in list(enumerate(examples))[:: 10 if kind == "math" else 1]:  # those take a worker
+        for number, example in list(enumerate(examples))[:: 10 if kind == "math" else 1]:  # math answers take a worker
             gold = gold_answer(example.answer)
             for text in wrong_answers(gold, number, math=kind == "math"):
                 asked[number, text] = gold

@@ -1,11 +1,11 @@
-"""Make the shipped tiny model: a character tokenizer and a small Llama that can add, but hardly in the form it is asked.
+"""Makes the shipped tiny model: a character tokenizer and a small Llama that can add, but hardly in the form of the task.
 
-What pre-training saw: first only sums with a full stop before the result, `37+45.82`, of the operand pairs that the default
-task trains on, until it knew them; then, mixed in, the same pairs in the form of the task, `37+45=82`, until two fifths of
-its own greedy answers in that form were right. Every sum was the true one. It never saw a held-out pair, in either form or
-order. So it adds well in the form it knows and mostly fails in the form the task uses; that gap is what RL closes.
+Pretraining first shows only sums with a period before the result, `37+45.82`, for the operand pairs that the default task
+trains on, until the model knows them. Then it mixes in the same pairs in the form of the task, `37+45=82`, until two fifths
+of the greedy answers in that form are right. All sums are correct, and no held-out pair is shown in either form or order. So
+the model adds well in the form it knows and mostly fails in the form of the task; RL closes that gap.
 
-    python scripts/make_tiny.py FOLDER      (some minutes on two cores; the same bytes for the same torch and CPU)
+    python scripts/make_tiny.py FOLDER      (a few minutes on two cores; the same bytes for the same torch and CPU)
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from llamarl.types import Problem
 
 SEED = 1
 BATCH = 256
-STEPS = 800  # in the known form
+STEPS = 800  # steps in the known form
 WARMUP = 50
 LR = 1e-3
-MIXED_LR = 5e-5  # then mixed, gently, so that the end can be hit
+MIXED_LR = 5e-5  # low, so that mixed training can stop close to GOOD_ENOUGH
 TASK_FORM_SHARE = 0.05
-GOOD_ENOUGH = 0.4  # greedy accuracy in the task's form, on pairs that are trained on
+GOOD_ENOUGH = 0.4  # greedy accuracy in the task's form, on training pairs
 CHECK_EVERY = 2
 ALPHABET = "0123456789+-*=. "
 EOS = "<eos>"
@@ -65,12 +65,12 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def known_form(problem: Problem) -> Problem:
-    """`37+45=` as `37+45.`: the form that pre-training teaches first."""
+    """Turn `37+45=` into `37+45.`, the form that pretraining teaches first."""
     return Problem(problem.prompt[:-1] + ".", problem.answer)
 
 
 def encode(problems: Sequence[Problem], width: int) -> tuple[Tensor, Tensor]:
-    """Prompts with their answers, padded; and the mask of the tokens to learn (the answer and its end)."""
+    """Padded tokens of prompts and answers, and the mask of the tokens to learn (the answer and its end)."""
     index = {character: number for number, character in enumerate(ALPHABET, start=1)}
     tokens = torch.zeros(len(problems), width, dtype=torch.int64)
     learn = torch.zeros(len(problems), width, dtype=torch.bool)
@@ -123,7 +123,7 @@ class Pretraining:
 
     @torch.no_grad()
     def _accuracy(self, form: tuple[Tensor, Tensor]) -> float:
-        """Share of pairs whose whole answer is what the model would say greedily."""
+        """Share of pairs whose whole answer the model gives greedily."""
         tokens, learn = form[0][::8], form[1][::8]
         right = (self._logits(tokens).argmax(-1) == tokens[:, 1:]) | ~learn[:, 1:]
         return right.all(dim=1).float().mean().item()

@@ -1,10 +1,10 @@
-"""The soak: real kills and stops for as long as you like, on all roles, in all states, and on the job itself.
+"""Soak test: real kills and stops for as long as you like, of all roles, in all states, and of the job itself.
 
     python scripts/soak.py [--kills 200] [--every 5] [--seed 0] [--keep DIR] [KEY=VALUE ...]
 
-Runs the job once undisturbed, then again and again under fire until the kills are used up; each run is resumed when its
-own process was killed. At the end every run must be finished, its ledger clean, and its held-out accuracy not worse than
-the undisturbed run's by more than the noise of an evaluation. The exit code says whether that was so.
+Runs the job once undisturbed, then again and again under fire until all kills are done; a run is resumed when its own process
+was killed. At the end every run must be finished with a clean ledger, and its held-out accuracy must be within the noise of
+the undisturbed run's. The exit code is 0 if so.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from helpers.outside import ROBUST, Disturber, RunningJob
 from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
 
-TOLERANCE = 0.06  # of accuracy: seeds alone differ by so much
-RUN_S = 3600.0  # no single job takes longer, under fire or not
+TOLERANCE = 0.06  # allowed loss of accuracy: the difference between seeds alone
+RUN_S = 3600.0  # time limit of a single job
 
 
 def undisturbed(folder: Path, settings: list[str]) -> float:
@@ -38,7 +38,7 @@ def undisturbed(folder: Path, settings: list[str]) -> float:
 
 
 def under_fire(folder: Path, settings: list[str], disturber: Disturber, kills: int, target: float) -> list[str]:
-    """Returns what is wrong with the run after it has ended; nothing, one hopes."""
+    """Run a job under fire; returns a list of what is wrong with it."""
     job = RunningJob(folder, settings)
     try:
         disturber.disturb(job, kills)
@@ -79,7 +79,7 @@ def soak(folder: Path, args: argparse.Namespace) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between two")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between two kills or stops")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for the runs; without it they are removed")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")

@@ -1,4 +1,4 @@
-"""A kill and a stop at every failpoint of the real code, each in a job of its own that must end with a clean audit.
+"""Soak test: a kill and a stop at every failpoint, each in its own job, which must end with a clean audit.
 
 python scripts/soak_failpoints.py [--side-by-side 2]
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from helpers.failing import all_failpoints, run_and_resume
-from helpers.warm import nest
+from helpers.warm import fork_server
 
 Case = tuple[str, str, int]
 
 
 def outcome(folder: Path, case: Case) -> str:
-    """Empty when all is well."""
+    """Run one case; returns what went wrong, or "" if nothing did."""
     name, action, nth = case
     place = folder / f"{name}-{action}-{nth}"
     place.mkdir()
@@ -38,7 +38,7 @@ def main() -> None:
     names = all_failpoints()
     cases: list[Case] = [(name, action, nth) for name in names for action in ("kill", "stop") for nth in (1, 2)]
     wrong = 0
-    nest()
+    fork_server()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.side_by_side) as pool:
         results = pool.map(lambda case: outcome(Path(temporary), case), cases)
         for case, problem in zip(cases, results, strict=True):

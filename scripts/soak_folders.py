@@ -1,11 +1,10 @@
-"""Run folders under fire: second owners, full disks, live copies and torn files, against whole jobs.
+"""Soak test of run folders: second owners, full disks, live copies and damaged files, against whole jobs.
 
     python scripts/soak_folders.py [--rounds 10] [--seed 0] [--keep DIR]
 
-Each round runs a small job while things happen to its folder, and resumes it when it has ended early. At the end the job
-must be finished, its audit clean and its staleness within the bound. A second owner must be refused; a copy made while the
-job ran must be resumed to a clean end, or be refused in one line. Full disks need root, for a small tmpfs; without it they
-are left out.
+Each round runs a small job while its folder is disturbed, and resumes it if it ends early. At the end the job must be
+finished, with a clean audit and staleness within the bound. A second owner must be refused. A copy made while the job ran
+must resume to a clean end or be refused in one line. Full disks need root for a small tmpfs; without it they are left out.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ DERIVED = ("metrics.jsonl", "timings.jsonl", "evaluations.jsonl", "starts.jsonl"
 
 
 class Round:
-    """One job, and what happens to its folder."""
+    """One job and the disturbances of its folder."""
 
     def __init__(self, folder: Path, chance: random.Random, done: Counter[str]) -> None:
         self.folder, self._chance, self._done = folder / "run", chance, done
@@ -76,12 +75,14 @@ class Round:
         for copy in self._copies:
             self._resume_copy(copy)
 
-    # What happens to it
+    # Disturbances
 
     def _second_owner(self) -> None:
         self._done["second owners"] += 1
         second = self._llamarl("train", "--run", str(self.folder), "--resume", "--quiet")
-        if self._job.poll() is None and not self._finished:  # else it may rightly have gone on, or had nothing to do
+        if (
+            self._job.poll() is None and not self._finished
+        ):  # otherwise it may rightly have continued the run, or had nothing to do
             refused = second.returncode == 2 and "is at work there" in second.stderr
             self._expect(refused, f"second owner: {second.returncode} {second.stderr}")
 
@@ -105,12 +106,12 @@ class Round:
     def _copy(self) -> None:
         self._done["live copies"] += 1
         copy = self._disk.parent / f"copy-{self._disk.name}-{len(self._copies)}"
-        with suppress(shutil.Error):  # files that came and went
+        with suppress(shutil.Error):  # files may come and go during the copy
             shutil.copytree(self.folder, copy)
         self._copies.append(copy)
 
     def _tear(self) -> None:
-        """Killed, with the end of a file lost, or its middle, or all of it; ledger and groups may lose an end."""
+        """Kill the job and damage its files: the end, the middle or all of a file; ledger and groups may lose their end."""
         self._job.kill()
         self._job.wait()
         self._done["kills"] += 1
@@ -163,7 +164,7 @@ class Round:
         self._expect(found.clean and found.updates == UPDATES, f"{folder}: the audit is not clean: {found}")
         self._expect(found.max_staleness <= STALENESS, f"{folder}: staleness {found.max_staleness}")
         replayed = self._llamarl("replay", str(folder))
-        nothing_left = "nothing was left to compare" in replayed.stdout  # where the logs were torn
+        nothing_left = "nothing was left to compare" in replayed.stdout  # if the logs were damaged
         same = replayed.returncode == 0 or nothing_left or folder != self.folder
         self._expect(same, f"{folder}: replay: {replayed.stdout}{replayed.stderr}")
 
@@ -185,7 +186,7 @@ class Round:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """A disk of its own for what is in `folder`; False where that takes rights that we lack."""
+    """Mount a small disk at `folder`; yields False if we lack the rights."""
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "llamarl", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0

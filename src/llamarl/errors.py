@@ -1,4 +1,4 @@
-"""Every error a user can meet. Each carries the exit code of the command that raised it."""
+"""Every error that a user can meet. Each has the exit code of the command that raises it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ _MAX_LINE = 1000
 
 
 class LlamaRLError(Exception):
-    """Shown as one line, never as a traceback."""
+    """Base class of our errors; shown as one line, never as a traceback."""
 
     exit_code = 1
 
     def __str__(self) -> str:
-        """One line without control characters, whatever a user's file or another program put into it."""
+        """The message as one line without control characters, also if it quotes a user's file or another program."""
         line = " ".join(super().__str__().split())
         shown = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ..."
         return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
 
 
 class InputError(LlamaRLError):
-    """What the user gave cannot work: config, files, data, arguments. Raised before anything starts."""
+    """The user's config, files, data or arguments cannot work. Raised before anything starts."""
 
     exit_code = 2
 
@@ -36,17 +36,17 @@ class ConfigError(InputError):
 
 
 class ModelError(InputError):
-    """A model folder cannot be used; says which file or tensor and why."""
+    """A model folder cannot be used; the message names the file or tensor and the reason."""
 
 
 class JobFailed(LlamaRLError):
-    """The job began and had to stop; what was done so far is in its run folder."""
+    """The job started and had to stop; its results so far are in the run folder."""
 
     exit_code = 3
 
 
 class OwnCodeFailed(JobFailed):
-    """A function of the user's raised or returned something impossible: it would again, so nothing is started anew."""
+    """The user's function raised an error or returned an invalid value. It would do so again, so nothing is restarted."""
 
 
 class Interrupted(LlamaRLError):
@@ -56,20 +56,20 @@ class Interrupted(LlamaRLError):
 
 
 class StaleWeights(LlamaRLError):
-    """The requested version is no longer in its slot: a newer one took the place. Not a fault; load the newer one."""
+    """The requested version has been replaced by a newer one in its slot. Not a fault: load the newer one."""
 
 
 class LostWeights(StaleWeights):
-    """Whoever holds the requested version is gone, or does not answer; the reader keeps what it had."""
+    """The holder of the requested version is gone or does not answer; the reader keeps its old weights."""
 
 
 class CorruptWeights(LlamaRLError):
-    """The bytes in a slot do not match their checksum; the reader keeps what it had."""
+    """The bytes in a slot do not match their checksum; the reader keeps its old weights."""
 
 
 class BrokenWeights(LlamaRLError):
-    """A reader took damaged weights and could not go back to those it had: it holds a mixture and must be started anew."""
+    """A reader loaded damaged weights and could not restore its old ones. It holds a mixture and must be restarted."""
 
 
 class LeaseTimeout(LlamaRLError):
-    """A reader kept its lease past `weights.lease_s`; the error names it."""
+    """A reader kept its lease longer than `weights.lease_s`; the message names the reader."""

@@ -1,8 +1,8 @@
-"""Named places at every change of state, where a test can make something go wrong. Armed by nobody else.
+"""Named places at every change of state, where a test can inject a fault. Only tests arm them.
 
-`failpoint("snapshot.rename")` does nothing unless that name is armed, in this process by `arm` or by the environment:
-LLAMARL_FAILPOINT=NAME:ACTION:NTH:FLAG. ACTION is raise, delay, kill or stop; it happens when the place is reached for
-the NTH time, and only if the file FLAG could be made, so that it happens once over all processes and restarts.
+`failpoint("snapshot.rename")` does nothing unless that name is armed, by `arm` or by the environment variable
+LLAMARL_FAILPOINT=NAME:ACTION:NTH:FLAG. ACTION is raise, delay, kill or stop. It happens when the place is reached for the
+NTH time, and only if the file FLAG can be created, so that it happens once over all processes and restarts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ Action = Literal["raise", "delay", "kill", "stop"]
 
 
 class Fault(OSError):
-    """What an armed place raises: an error such as a disk or a peer may cause anywhere."""
+    """The error that an armed failpoint raises; it stands for a failing disk or peer."""
 
 
 class Armed(Struct):
+    """An armed failpoint, and how often it has been reached."""
+
     name: str
     action: Action
     nth: int
@@ -53,6 +55,7 @@ _armed = _from_environment()
 
 
 def failpoint(name: str) -> None:
+    """Inject a fault here if this name is armed."""
     if _armed is not None and _armed.name == name:
         _reach(_armed)
 
@@ -81,7 +84,7 @@ def _first(flag: str) -> bool:
 
 @contextmanager
 def arm(name: str, action: Action, flag: Path, nth: int = 1) -> Iterator[None]:
-    """For this process and those that it starts meanwhile."""
+    """Arm a failpoint in this process and in those that it starts in the meantime."""
     global _armed  # noqa: PLW0603
     before, variable = _armed, os.environ.get(VARIABLE)
     _armed = Armed(name, action, nth, str(flag))

@@ -1,4 +1,4 @@
-"""How much memory this machine gives us, and whether it has killed somebody for lack of it: /proc and cgroups, v1 and v2."""
+"""Memory of this machine and out-of-memory kills, read from /proc and from cgroups v1 and v2."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from msgspec import Struct
 
 _ROOT = Path("/")
-_NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about this size for "none"
+_NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about this size for "no limit"
 
 
 class FreeMemory(Struct, frozen=True):
-    """Bytes of memory: all that there is, swap included, and what is free at the moment."""
+    """Bytes of memory: the total, including swap, and what is available now."""
 
     total_bytes: float
     available_bytes: float
 
 
 def host_memory(root: Path = _ROOT) -> FreeMemory:
-    """What the machine has, or the tightest cgroup of this process allows."""
+    """Memory of the machine, or less if a cgroup or rlimit of this process allows less."""
     found = _numbers(root / "proc/meminfo")
     total = 1024 * (found.get("MemTotal:", _NO_LIMIT) + found.get("SwapTotal:", 0))
     room = FreeMemory(total, 1024 * found.get("MemAvailable:", _NO_LIMIT))
@@ -28,34 +28,35 @@ def host_memory(root: Path = _ROOT) -> FreeMemory:
         limit = _limit(folder)
         if limit < _NO_LIMIT:
             used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
-            kept = _numbers(folder / "memory.stat").get("inactive_file", 0)  # given back when it is needed
+            kept = _numbers(folder / "memory.stat").get("inactive_file", 0)  # page cache, freed on demand
             room = FreeMemory(min(room.total_bytes, limit), min(room.available_bytes, limit - used + kept))
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`, for each process
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`, per process
     if limit != resource.RLIM_INFINITY:
         room = FreeMemory(min(room.total_bytes, limit), min(room.available_bytes, limit))
     return room
 
 
 class KilledForMemory:
-    """Counts how often the kernel has killed a process of ours since it was last asked."""
+    """Detects that the kernel has killed one of our processes for lack of memory."""
 
     def __init__(self, root: Path = _ROOT) -> None:
         self._root = root
         self._count = self._read()
 
     def again(self) -> bool:
+        """Whether there was such a kill since the last call."""
         before, self._count = self._count, self._read()
         return self._count > before
 
     def _read(self) -> int:
-        """By our cgroups; where these do not tell, by the whole machine."""
+        """Number of kills in our cgroups; in the whole machine if the cgroups do not count them."""
         files = [folder / name for folder in _cgroups(self._root) for name in ("memory.events", "memory.oom_control")]
         counts = [found["oom_kill"] for file in files if "oom_kill" in (found := _numbers(file))]
         return max(counts) if counts else _numbers(self._root / "proc/vmstat").get("oom_kill", 0)
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """Folders of the cgroups that limit this process's memory, from its own up to the outermost that can be seen."""
+    """Yield the folders of the cgroups that limit this process's memory, from its own to the outermost visible one."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -83,7 +84,7 @@ def _number(file: Path) -> int | None:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Parse lines of a name and a number."""
     try:
         rows = [line.split() for line in file.read_text().splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""A user's own function, named in the config as FILE.py:FUNCTION."""
+"""User functions that the config names as FILE.py:FUNCTION."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from llamarl.errors import ConfigError
 
-_importing: list[Path] = []  # files of the user's that are being imported now
+_importing: list[Path] = []  # user files that are being imported now
 _MAX_SAID = 200
 _MAX_LINES = 100
 _OURS = str(Path(__file__).parent) + os.sep
@@ -22,18 +22,19 @@ _INSTALLED = tuple({path + os.sep for path in sysconfig.get_paths().values()})
 
 
 def is_reference(name: str) -> bool:
+    """Whether a setting has the form FILE.py:FUNCTION."""
     return ":" in name
 
 
 def split_reference(text: str) -> tuple[Path, str] | None:
-    """File and function of FILE.py:FUNCTION; None for everything else."""
+    """File and function of FILE.py:FUNCTION; None for any other text."""
     file, _, name = text.rpartition(":")
     path = Path(file).expanduser()
     return (path, name) if path.suffix == ".py" and name.isidentifier() else None
 
 
 def load_function(key: str, reference: str) -> Callable[..., Any]:
-    """Import the file and return the function; every way to fail names the setting `key`."""
+    """Import the file and return the function. Errors name the setting `key`."""
     found = split_reference(reference)
     if found is None:
         raise ConfigError(f"{key}: '{reference}' is neither a known name nor FILE.py:FUNCTION")
@@ -47,7 +48,7 @@ def load_function(key: str, reference: str) -> Callable[..., Any]:
 
 
 def reference_to(function: Callable[..., Any]) -> str:
-    """FILE.py:FUNCTION by which another process finds the same function; empty where there is no such way."""
+    """The FILE.py:FUNCTION from which another process can import the same function; empty if it cannot."""
     name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", None) or "")
     file = getattr(module, "__file__", None) or ""
     found = name.isidentifier() and getattr(module, name, None) is function
@@ -59,13 +60,13 @@ def _import(key: str, path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(module_name, path.resolve())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and typing look modules up there
+    sys.modules[module_name] = module  # dataclasses and typing look up modules there
     if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.append(folder)  # so that it may import its neighbors; last, so that these hide nothing
+        sys.path.append(folder)  # lets it import its neighbors; at the end, so that they hide no other module
     _importing.append(path)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's file is foreign code: whatever it raises becomes one line
+    except (Exception, SystemExit) as error:  # user code: whatever it raises becomes one line
         raise ConfigError(f"{key}: {path} cannot be imported: {describe_error(error)}") from error
     finally:
         _importing.pop()
@@ -73,8 +74,8 @@ def _import(key: str, path: Path) -> Any:
 
 
 def refuse_while_importing() -> None:
-    """A script that starts a job, and holds a function for it, is imported by the job's processes: without the usual guard
-    each would start another job."""
+    """Raise ConfigError if a user file is being imported. A script that both starts a job and defines a function for it is
+    imported by the job's processes; without the usual guard, each would start another job."""
     if _importing:
         raise ConfigError(
             f'{_importing[-1].name} starts a job when it is imported; put that under `if __name__ == "__main__":`'
@@ -82,7 +83,7 @@ def refuse_while_importing() -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """What happened and where, in one line: `ValueError: no digits (my.py:12)`."""
+    """An error and its place in the user's code in one line: `ValueError: no digits (my.py:12)`."""
     said = " ".join(str(error).split())[:_MAX_SAID]
     printable = "".join(char if char.isprintable() else "?" for char in said)
     place = _place_of(error)
@@ -90,7 +91,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _place_of(error: BaseException) -> str:
-    """`file:line` of the innermost frame that is neither ours nor of an installed package; empty where there is none."""
+    """`file:line` of the innermost frame that is neither ours nor in an installed package; empty if there is none."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{_short(error.filename)}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -103,12 +104,12 @@ def _is_installed(file: str) -> bool:
 
 
 def _short(file: str) -> str:
-    """As seen from the working folder, where that is shorter."""
+    """The path relative to the working directory, if the file is in it."""
     return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
 
 
 def format_traceback(error: BaseException) -> str:
-    """The whole of it, for a log; of a very long one, its last lines. Empty where no code of the user's had a part in it."""
+    """The traceback for a log, limited to its last lines; empty if no user code was involved."""
     if not _place_of(error):
         return ""
     lines = "".join(traceback.format_exception(error)).splitlines()
@@ -116,10 +117,10 @@ def format_traceback(error: BaseException) -> str:
 
 
 def check_call(key: str, reference: str, function: Callable[..., Any], names: Sequence[str]) -> None:
-    """Refuse a function that cannot be called with as many arguments."""
+    """Raise ConfigError if the function cannot be called with these arguments."""
     try:
         inspect.signature(function).bind(*names)
     except TypeError as error:
         raise ConfigError(f"{key}: {reference} cannot be called with ({', '.join(names)}): {error}") from None
     except ValueError:
-        return  # one without a signature, as some written in C
+        return  # no signature, as with some functions written in C

@@ -1,19 +1,19 @@
-"""Sizes that the generator pads its computations to, so that few shapes occur and each is captured and compiled once. Whoever
-predicts how long it takes must know them too."""
+"""Sizes to which the generator pads its batches, so that each of a few shapes is captured and compiled once. The planner uses
+them too."""
 
 from __future__ import annotations
 
-_FEW_ROWS = 128  # so many take as long as one: the weights are read either way
+_FEW_ROWS = 128  # up to this many rows take as long as one, since reading the weights dominates
 _LEAST_TOKENS = 16
 
 
 def padded_rows(count: int, most: int) -> int:
-    """Sequences that are decoded together: the next power of two or, where rows cost, one and a half of one."""
+    """Padded number of sequences in a decode step: the next power of two or, above 128, also 1.5 times one."""
     power = 1 << max(0, (count - 1).bit_length())
     between = 3 * power // 4
     return min(between if count <= between and power > _FEW_ROWS else power, most)
 
 
 def padded_tokens(count: int) -> int:
-    """Of prompts that are read together."""
+    """Padded length of prompts that are read together: the next power of two."""
     return max(_LEAST_TOKENS, 1 << max(0, (count - 1).bit_length()))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.failing import SEGMENT_BYTES, SMALL, all_failpoints, run_and_resume
-from helpers.warm import nest
+from helpers.warm import fork_server
 
 from llamarl import Job
 from llamarl.config.file import load_config
@@ -66,7 +66,7 @@ def test_processes_killed_or_stopped_at_twenty_places_lose_nothing(tmp_path: Pat
         sound = found.clean and (found.trained, found.updates, found.dropped) == (12, 6, {})
         return "" if sound else f"{case}: {found}"
 
-    nest()
+    fork_server()
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         assert not list(filter(None, pool.map(outcome, some_deaths())))
 

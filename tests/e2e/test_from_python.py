@@ -106,9 +106,9 @@ def test_a_script_that_starts_a_job_when_it_is_imported_is_told_of_the_guard(tmp
     """Each process of the job imports the file with the function: it would start another job, and so on."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from llamarl import Job\nfrom llamarl.config import Config, Reward\n"
+        "from llamarl import Job\nfrom llamarl.config import Config, RewardConfig\n"
         "def score(completion, answer):\n    return 1.0\n"
-        f"Job(Config(reward=Reward(trusted={trusted})), scorer=score).run({str(tmp_path / 'run')!r})\n"
+        f"Job(Config(reward=RewardConfig(trusted={trusted})), scorer=score).run({str(tmp_path / 'run')!r})\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1

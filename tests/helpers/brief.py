@@ -1,4 +1,4 @@
-"""Settings that make any example a matter of seconds on a CPU, with the tiny model in place of a real one."""
+"""Settings that let any example run in seconds on a CPU, with the tiny model in place of a real one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BRIEF = [
     "evaluate.prompts=8",
     "trainer.warmup_updates=0",
 ]
-# The tiny model knows digits and 256 positions: it cannot solve word problems, but everything around it is real.
+# The tiny model knows digits and 256 positions. It cannot solve word problems, but everything around it is real.
 TINY = [
     "model.path=tiny",
     "task.chat=false",

@@ -1,4 +1,4 @@
-"""Executors for tests, as a user would write them: a builder at the top of a file, named in `Job(builders=...)`."""
+"""Executors for tests, as a user would write them: top-level builder functions, passed as `Job(builders=...)`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weights_sha256(parameters: Mapping[str, Tensor]) -> str:
 
 
 class HashingTrainer:
-    """The trainer, and a line with the sha256 of its weights after every update."""
+    """A trainer that writes a line with the sha256 of its weights after every update."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -57,7 +57,7 @@ def hashing_trainer(site: Site) -> Executor:
 
 
 class PermutedReward:
-    """Real rewards, handed to the wrong completions of the same group: nothing can be learned from them."""
+    """Real rewards, given to the wrong completions of the same group, so that nothing can be learned."""
 
     idle = True
 

@@ -1,5 +1,5 @@
-"""Simulated chaos: the controller under a seeded virtual clock, with delays, reordering, duplicates, late words of the
-dead, deaths, hangs and restarts. The rules of the flow are checked after every event, by the world it runs in."""
+"""Simulated chaos: the controller under a seeded virtual clock, with delays, reordering, duplicates, deaths, late messages
+of dead executors, hangs and restarts. The simulated world checks the rules of the flow after every event."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller.line import Line
 
-SILENCE_S = 60.0  # a hung executor is killed after so long
+SILENCE_S = 60.0  # time after which a hung executor is killed
 MIN_EVENTS, MIN_FAULTS = 200, 3
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What one seed plays: a line, a schedule, and how much goes wrong."""
+    """The scenario of one seed: a line, a schedule, and the number of faults."""
 
     line: Line
     schedule: ScheduleConfig
@@ -60,10 +60,10 @@ class Chaos(World):
     def __init__(self, scene: Scene, seed: int) -> None:
         self._chance = random.Random(seed ^ 0x5EED)
         self.now_s, self.faults = 0.0, 0
-        self._fault_at = sorted(self._chance.sample(range(5, MIN_EVENTS - 20), scene.faults))  # by number of events
-        self._done_at_s: dict[int, float] = {}  # by identity of the command
+        self._fault_at = sorted(self._chance.sample(range(5, MIN_EVENTS - 20), scene.faults))  # counted in events
+        self._done_at_s: dict[int, float] = {}  # keyed by the identity of the command
         self._kept: list[ev.AnyCommand] = []
-        self._late: list[ev.AnyEvent] = []  # words that arrive a second time, or after their speaker's death
+        self._late: list[ev.AnyEvent] = []  # messages that arrive a second time, or after their sender's death
         super().__init__(scene.line, scene.schedule, scene.prompts, scene.evaluate_every, scene.save_every)
 
     def play(self, max_events: int = 50_000) -> None:
@@ -81,13 +81,13 @@ class Chaos(World):
         raise AssertionError("the job does not end")
 
     def _work(self) -> None:
-        """What is done next by the clock."""
+        """The command that is done next on the virtual clock."""
         index = min(range(len(self.outstanding)), key=lambda at: self._time_of(self.outstanding[at]))
         self.now_s = max(self.now_s, self._time_of(self.outstanding[index]))
         before = len(self.history)
         self.complete(index)
         said = self.history[before]
-        # Words of one executor arrive in order, perhaps twice: what it says now ends what could still be repeated.
+        # Messages of one executor arrive in order, perhaps twice: a new one rules out repeats of older ones.
         self._late = [word for word in self._late if _speaker(word) != _speaker(said)]
         # A probe may be asked of the same executor again, under its old ordinal: its answers are not repeated here.
         of_probe = isinstance(said, ev.GroupDone) and self.kinds[said.ordinal] == "probe"
@@ -99,11 +99,11 @@ class Chaos(World):
             quick = self._chance.random() < 0.9
             takes_s = self._chance.expovariate(1.0) if quick else self._chance.uniform(5, 40)
             self._done_at_s[id(command)] = self.now_s + takes_s
-            self._kept.append(command)  # an identity must not be used twice
+            self._kept.append(command)  # kept alive, so that its identity is not reused
         return self._done_at_s[id(command)]
 
     def _fault(self) -> None:
-        """A death, or a hang that the engine ends after its deadline; what the dead had said may still arrive."""
+        """Cause a death, or a hang that the engine ends at its deadline; messages of the dead executor may still arrive."""
         self._fault_at.pop(0)
         self.faults += 1
         executor = self._chance.choice(sorted(self.controller.executors))
@@ -119,7 +119,7 @@ def _speaker(event: ev.AnyEvent) -> tuple[str, int] | None:
 
 
 def _word_of(command: ev.AnyCommand) -> ev.AnyEvent | None:
-    """What its executor would have said."""
+    """The event that the executor would have reported."""
     match command:
         case ev.RunBatch():
             return ev.BatchDone(command.executor, command.incarnation, command.update)
@@ -132,7 +132,7 @@ def _word_of(command: ev.AnyCommand) -> ev.AnyEvent | None:
 
 
 def play(seed: int) -> Chaos:
-    """One seed from beginning to end; AssertionError says which rule was broken."""
+    """Play one seed to its end. An AssertionError says which rule was broken."""
     chaos = Chaos(scene_of(seed), seed)
     chaos.play()
     chaos.check_end()

@@ -1,4 +1,4 @@
-"""The command line, called in this process: importing torch once is enough."""
+"""Calls the command line in this process, so that torch is imported only once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Outcome(NamedTuple):
 
 
 def llamarl(*args: object) -> Outcome:
-    """What `llamarl ARGS` would print and exit with; an exception that is not SystemExit would be a traceback."""
+    """Output and exit code of `llamarl ARGS`; any exception but SystemExit would be a traceback for the user."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with patch.object(sys, "argv", ["llamarl", *map(str, args)]), redirect_stdout(out), redirect_stderr(err):
         try:

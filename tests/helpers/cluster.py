@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces with addresses of their own, joined by a bridge. Needs root."""
+"""Several hosts on one machine: network namespaces with their own addresses, joined by a bridge. Needs root."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PORT = 2700
-_INTERFACE = "eth0"  # of every host
+_INTERFACE = "eth0"  # name of the network interface on every host
 
 
 def ip(*args: object) -> str:
@@ -37,7 +37,7 @@ class ClusterHost:
             )
 
     def kill(self) -> None:
-        """As a power cut would: everything in it, at once."""
+        """Kill all its processes at once, like a power cut."""
         self._signal(signal.SIGKILL)
         if self._worker is not None:
             self._worker.kill()
@@ -81,8 +81,8 @@ class Cluster:
 
 @contextmanager
 def cluster(folder: Path, num_hosts: int, environment: Mapping[str, str]) -> Iterator[Cluster]:
-    """The job itself runs outside the namespaces, at the bridge's address."""
-    number = os.getpid() % 200 + 20  # several may run at once
+    """Make hosts with workers. The job itself runs outside the namespaces, at the bridge's address."""
+    number = os.getpid() % 200 + 20  # several clusters may run at once
     bridge, net = f"llr{number}", f"10.{number}.0"
     addresses = [f"{net}.{index + 1}" for index in range(num_hosts + 1)]
     from llamarl.engine.monarch.certs import make_certificates

@@ -1,4 +1,4 @@
-"""A second role that trains: a critic that fits the mean reward and hands its value to the trainer as a column."""
+"""A second training role: a critic that fits the mean reward and passes its value to the trainer as a column."""
 
 from __future__ import annotations
 

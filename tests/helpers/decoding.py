@@ -1,4 +1,4 @@
-"""A decoder driven to its end."""
+"""Runs a decoder until it is idle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_STEPS = 3000
 
 
 def decode_all(decoder: ContinuousDecoder, groups: Iterable[PromptGroup]) -> dict[int, CompletionGroup]:
-    """By ordinal, each once."""
+    """Maps each ordinal to its completions; each may finish only once."""
     for group in groups:
         decoder.add(group)
     found: dict[int, CompletionGroup] = {}

@@ -1,4 +1,4 @@
-"""A disk that fails at the n-th operation: the machine dies there, or there is no room left from there on."""
+"""A simulated disk that fails from the n-th operation on: the machine has died, or the disk is full."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TAKES_ROOM = {"mkdir", "open", "write", "fsync", "sendfile"}
 
 
 class Disk:
-    """Counts the operations that change it. From number `fails_at` on they fail, each after half of what it had to do."""
+    """Counts the operations that change the disk. From number `fails_at` on, each fails after half of its work."""
 
     def __init__(self, *, fails_at: int = -1, full: bool = False, only: str = "") -> None:
         self._fails_at, self._full, self._only = fails_at, full, only
         self.operations: list[str] = []
-        self.synced: set[int] = set()  # inodes
+        self.synced: set[int] = set()  # inodes of synced files
         self.on_rename: Callable[[Path, Path], None] = lambda source, target: None
 
     @property
@@ -33,7 +33,7 @@ class Disk:
         return 0 <= self._fails_at < len(self.operations)
 
     def operation(self, name: str, where: object, half: Callable[[], object] = lambda: None) -> None:
-        """Called before each; raises if this one fails."""
+        """Count an operation before it happens; raises if it is to fail."""
         if (self._full and name not in TAKES_ROOM) or self._only not in str(where):
             return
         self.operations.append(name)
@@ -55,7 +55,7 @@ class CountedFile(io.FileIO):
 
 @contextmanager
 def watching(disk: Disk) -> Iterator[Disk]:
-    """Everything that changes a file goes through `disk` while the block runs, in every thread."""
+    """Route every change of a file through `disk` inside the `with` block, in every thread."""
     real = {name: getattr(os, name) for name in CHANGES}
     real_open = io.open
 

@@ -1,4 +1,4 @@
-"""Which engine the tests of real processes run on: `local`, or what $LLAMARL_TEST_ENGINE says (`make test-monarch`)."""
+"""The engine for tests with real processes: `local`, or the one in $LLAMARL_TEST_ENGINE (`make test-monarch`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that meet an armed failpoint, and what must be true afterwards."""
+"""Runs jobs with an armed failpoint, and checks what must be true afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = (
     *TINY,
     "schedule.updates=6",
     "schedule.groups_per_update=2",
-    "snapshots.every=1",  # while one is being written the next is left out, so that a quick run may make half of them
+    "snapshots.every=1",  # a snapshot is skipped while the last one is being written, so a fast run makes about half of them
     "snapshots.keep=1",
     "evaluate.prompts=8",
     "engine.silence_s=1.5",
@@ -27,12 +27,12 @@ SMALL = (
     "schedule.max_restarts=9",
     "schedule.max_attempts=99",
 )
-SEGMENT_BYTES = 600  # many megabytes otherwise, of which a short run would not fill one
+SEGMENT_BYTES = 600  # instead of many megabytes, which a short run would not fill
 _RUN_S = 120.0
 
 
 def all_failpoints() -> list[str]:
-    """By reading the source, so that a new one is found by itself. Twice the same name is a mistake."""
+    """Names of all failpoints, read from the source, so that new ones are included. Names must be unique."""
     found: list[str] = []
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -43,7 +43,7 @@ def all_failpoints() -> list[str]:
 
 
 def run_and_resume(folder: Path, name: str, action: str, nth: int) -> Audit:
-    """`llamarl train` with the failpoint armed; when that ends or stops the job itself, it is resumed without."""
+    """Run `llamarl train` with the failpoint armed; if that ends or stops the job itself, resume without it."""
     flag = folder / "reached"
     start = partial(WarmProcess, segment_bytes=SEGMENT_BYTES)
     armed = {VARIABLE: f"{name}:{action}:{nth}:{flag}"}

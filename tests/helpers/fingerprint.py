@@ -1,4 +1,4 @@
-"""Everything of a run that a seed determines: weights, optimizer state, metrics, evaluations, canonical ledger."""
+"""Hashes everything that a seed determines in a run: weights, optimizer state, metrics, evaluations, canonical ledger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llamarl.controller.ledger import read_ledger
 
 
 def fingerprint(run: Path, version: int) -> dict[str, object]:
-    """Of the state that the snapshot of `version` holds; the run's audit must be clean."""
+    """Fingerprint of a run up to the snapshot of `version`; its audit must be clean."""
     books = Books.of(read_ledger(run / "ledger"))
     assert books.audit().clean
     snapshot = run / "snapshots" / str(version)

@@ -1,4 +1,4 @@
-"""Groups for tests, written the way people think of them: lists of tokens, log-probs and versions."""
+"""Makes groups for tests from plain lists of tokens, log-probs and versions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prompt_group(
 def completion(
     tokens: Sequence[int], logprobs: Sequence[float] | None = None, versions: Sequence[int] | None = None
 ) -> Completion:
-    """`versions` names the version that sampled each token."""
+    """A completion; `versions` has the version that sampled each token."""
     runs = groupby(versions if versions is not None else [0] * len(tokens))
     return Completion(
         tokens=tokens_to_bytes(tokens),

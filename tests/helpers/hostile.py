@@ -1,7 +1,7 @@
 """Executors that break every rule, for tests of the engine. Self-contained: children load this file by its path.
 
-A plan says what each executor does wrong in each of its lives: `{"reward/0": ["garbage", "exits"]}` spoils its first life
-and its second, and from the third on it behaves. The plan and the count of lives lie in the folder that $PLAN_FOLDER names.
+A plan says what each executor does wrong after each start: with `{"reward/0": ["garbage", "exits"]}` it misbehaves after its
+first and second start, and behaves from the third on. The plan and the number of starts are in the folder $PLAN_FOLDER.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llamarl.io.frames import encode_frame
 from llamarl.messages import LoadWeights, Message, Report, WorkOnBatch, WorkOnGroup
 
 PLAN_FOLDER = "LLAMARL_TEST_PLAN_FOLDER"
-LONG_S = 60.0  # far longer than any test: whoever sleeps so long is waiting to be killed
+LONG_S = 60.0  # far longer than any test: a process that sleeps this long waits to be killed
 HONEST_FRAME = encode_frame(encode(Envelope((), ())))
 
 
@@ -37,7 +37,7 @@ def write_plan(folder: Path, plan: Mapping[str, Sequence[str]]) -> None:
 
 
 def next_deed(executor: str) -> str:
-    """What this life of the executor does wrong; "" for nothing."""
+    """What the executor does wrong after this start; "" for nothing."""
     folder = Path(os.environ[PLAN_FOLDER])
     lives = folder / f"{executor.replace('/', '-')}.lives"
     life = lives.stat().st_size if lives.exists() else 0
@@ -48,7 +48,7 @@ def next_deed(executor: str) -> str:
 
 
 def engine_connection() -> socket.socket:
-    """This process's stream to the engine: the only stream socket it has."""
+    """This process's connection to the engine: its only stream socket."""
     for name in os.listdir("/proc/self/fd"):
         try:
             found = socket.socket(fileno=os.dup(int(name)))
@@ -60,7 +60,7 @@ def engine_connection() -> socket.socket:
 
 
 def say(data: bytes) -> None:
-    """Raw bytes where a frame should be; then wait for what comes of it."""
+    """Send raw bytes instead of a frame, then wait to be killed."""
     engine_connection().sendall(data)
     time.sleep(LONG_S)
 
@@ -102,7 +102,7 @@ DEEDS: dict[str, Callable[[], object]] = {
 
 
 class Misbehaving:
-    """An honest executor until the first message that `trigger` picks; then the deed."""
+    """An honest executor until the first message that `trigger` selects, at which it misbehaves."""
 
     def __init__(self, honest: Executor, deed: str, trigger: Callable[[Message], bool]) -> None:
         self._honest, self._deed, self._trigger = honest, deed, trigger
@@ -136,12 +136,12 @@ def misbehaving_reward(site: Site) -> Executor:
 
 
 def misbehaving_trainer(site: Site) -> Executor:
-    """Not before its second update, so that there is something to lose."""
+    """A trainer that misbehaves at its second update at the earliest, so that there is something to lose."""
     return _misbehaving(site, build_trainer, lambda message: isinstance(message, WorkOnBatch) and message.update == 1)
 
 
 class LeaseKeeper:
-    """Stops for good in the middle of loading weights."""
+    """A generator that stops forever while it loads weights."""
 
     def __init__(self, honest: Executor, site: Site) -> None:
         self._honest, self._site = honest, site
@@ -150,7 +150,9 @@ class LeaseKeeper:
         if isinstance(message, LoadWeights):
             with self._site.slots["trainer"].lease(message.version % 2):
                 _lease_kept().touch()
-                signal.raise_signal(signal.SIGSTOP)  # of this thread: `os.kill` would let it run on for a moment
+                signal.raise_signal(
+                    signal.SIGSTOP
+                )  # takes effect in this thread at once; after `os.kill` it would run on for a moment
         return self._honest.handle(message)
 
     def work(self) -> Iterable[Report]:
@@ -166,7 +168,7 @@ def _lease_kept() -> Path:
 
 
 def generator_that_may_keep_its_lease(site: Site) -> Executor:
-    """The honest replica waits for the other's deed: it would end a short job before a slow start of the other."""
+    """A generator that may keep its lease. The honest replica waits for that; otherwise it could end a short job first."""
     honest = build_generator(site)
     if next_deed(site.executor) == "keeps_lease":
         return LeaseKeeper(honest, site)
@@ -176,7 +178,7 @@ def generator_that_may_keep_its_lease(site: Site) -> Executor:
 
 
 class PairedReward:
-    """A reward of two ranks: both write down every message, agree on it by an all-reduce, and score it."""
+    """A reward with two ranks: both record every message, agree on it by an all-reduce, and score it."""
 
     idle = True
 
@@ -213,7 +215,7 @@ def paired_reward(site: Site) -> Executor:
 
 
 class Failing:
-    """Fails at whatever it is told."""
+    """An executor that fails at every message."""
 
     idle = True
 
@@ -229,7 +231,7 @@ def failing_executor(site: Site) -> Executor:
 
 
 class Idle:
-    """Does nothing, and takes any message."""
+    """An executor that accepts any message and does nothing."""
 
     idle = True
 

@@ -1,4 +1,4 @@
-"""Completions that try to break a scorer: named cases from a file, and as many more as one likes, made by chance.
+"""Completions that try to break a scorer: named cases from a file, and any number of random ones.
 
 The right answer is always 42, and none of these gives it.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 FILE = Path(__file__).parents[1] / "data" / "hostile.json"
 ANSWER = "42"
-MARK = "LLAMARL_WAS_HERE"  # a file that every injected command tries to make
+MARK = "LLAMARL_WAS_HERE"  # name of a file that every injected command tries to create
 
 _PIECES = [
     *"0123456789+-*/^=<>()[]{}|!,.;:%$#&~'\"\\ \n\t_xyzabie",
@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 
 def named_cases() -> Iterator[Case]:
-    """Made one by one: some are 10 MB."""
+    """Yield the named cases one by one, since some are 10 MB."""
     for case in json.loads(FILE.read_text()):
         yield Case(case["name"], "".join(unit * count for unit, count in case["parts"]))
 
@@ -78,7 +78,7 @@ def named_cases() -> Iterator[Case]:
 def random_cases(count: int, seed: int = 0) -> Iterator[Case]:
     chance = Random(seed)
     for number in range(count):
-        if number % 500 == 499:  # these take the whole time limit
+        if number % 500 == 499:  # such answers take the whole time limit
             inside = chance.choice(_TOWERS)
         else:
             inside = "".join(chance.choices(_PIECES, k=chance.choice((1, 2, 3, 5, 8, 13, 40, 200))))

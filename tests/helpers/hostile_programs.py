@@ -1,5 +1,5 @@
-"""Programs that try to be paid for nothing, to break out, or to break things; none of them solves the problem, which is to
-print the SHA-256 of the input (or to return it from `digest`). They stand in `tests/data/hostile_programs.txt`."""
+"""Programs that try to get a reward for nothing, to escape, or to break things. None of them solves the problem, which is to
+print the SHA-256 of the input (or to return it from `digest`). They are in `tests/data/hostile_programs.txt`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 _FILE = Path(__file__).parents[1] / "data" / "hostile_programs.txt"
 _HEAD = re.compile(r"^=== (\w+)( raw)?: (.+)$", re.MULTILINE)
-# Before those that are looking for something: what finds a hash anywhere prints it.
+# Prefix of programs that search for the answer: helpers that print any hash they find.
 _SEARCH = """
 import re
 def show(data):
@@ -23,7 +23,7 @@ def look(path):
     except OSError:
         pass
 """
-# Before those that speak to the kernel by number: x86_64's and aarch64's.
+# Prefix of programs that make system calls by number, for x86_64 and aarch64.
 _RAW = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -40,7 +40,7 @@ _UNWRITABLE = {
 
 
 def _read() -> dict[str, dict[str, str]]:
-    """Programs by name, by kind."""
+    """Maps each kind to its programs by name."""
     found: dict[str, dict[str, str]] = {"forging": dict(_UNWRITABLE)}
     parts = _HEAD.split(_FILE.read_text())[1:]
     for kind, raw, name, text in zip(*(iter(parts),) * 4, strict=True):
@@ -51,7 +51,7 @@ def _read() -> dict[str, dict[str, str]]:
 
 _BY_KIND = _read()
 FORGING = tuple(_BY_KIND["forging"])
-# What takes no time: it fails, or does not, at once.
+# Names of programs that take time begin like this; the others fail or succeed at once.
 _SLOW = ("races", "looks", "reads every")
 QUICK = (*_BY_KIND["reaching"], *(name for name in _BY_KIND["finding"] if not name.startswith(_SLOW)))
 

@@ -1,4 +1,4 @@
-"""Executors that take their time, by chance: what a run makes must not depend on it."""
+"""Executors with random delays, on which the results of a run must not depend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llamarl.messages import Message, Report
 
 
 class Jittery:
-    """An executor that dawdles, by chance: before it listens, and before it works."""
+    """An executor with random delays before it receives and before it works."""
 
     def __init__(self, executor: Executor, seed: float) -> None:
         self._executor, self._chance = executor, random.Random(seed)

@@ -1,4 +1,4 @@
-"""Ways to end a job in the middle, from inside, at an exact place."""
+"""Ends a job from inside, at an exact place."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llamarl.messages import Message, Report, WorkOnBatch
 
 
 class Killed(BaseException):
-    """Not an Exception: nothing in the project may catch it and tidy up, as nothing could after a real kill."""
+    """A simulated kill. Not an Exception, so that nothing catches it and cleans up, as nothing could after a real kill."""
 
 
 class MortalTrainer:
-    """Dies when it is given the batch of one update, before it looks at it."""
+    """A trainer that dies when it receives the batch of one update, before reading it."""
 
     def __init__(self, trainer: Executor, at_update: int) -> None:
         self._trainer, self._at_update = trainer, at_update

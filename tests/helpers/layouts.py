@@ -1,4 +1,4 @@
-"""Random layouts for tests: meshes, and parameters laid out over two of them, cut evenly, unevenly, or not at all."""
+"""Random layouts for tests: meshes, and parameters over two of them, sharded evenly, unevenly, or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Ends:
-    """Parameters by name, and where each end holds which part of them."""
+    """Parameters by name, and the shards of them that each end holds."""
 
     shapes: dict[str, Sizes]
     sources: list[dict[str, Box]]
@@ -36,7 +36,7 @@ def meshes(draw: st.DrawFn, max_ranks: int) -> Mesh:
 
 @st.composite
 def placements(draw: st.DrawFn, dims: int) -> Placement:
-    """Any of the axes cuts any of the dimensions; the same dimension may be cut twice."""
+    """Random placements: any axis may shard any dimension, and a dimension may be sharded twice."""
     if not dims:
         return ()
     axes = draw(st.lists(st.sampled_from(AXES), unique=True, max_size=3))

@@ -1,4 +1,4 @@
-"""A small model whose predictions depend strongly on what it has read, so that a mistake in a cache or a mask shows."""
+"""A small model whose predictions depend strongly on its context, so that a mistake in a cache or a mask shows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE = ModelSpec(
 
 
 def lively_model(seed: int = 0, shape: ModelSpec = SHAPE) -> Transformer:
-    """Untrained weights, blown up until attention is sharp and the next token is far from a coin toss."""
+    """A model with random weights, scaled up until attention is sharp and the next token far from uniform."""
     model = random_model(shape, seed=seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""A display that remembers what it was told."""
+"""A display that records its notes."""
 
 from __future__ import annotations
 

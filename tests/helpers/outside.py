@@ -1,4 +1,4 @@
-"""A job run by the command line and disturbed from the outside, as an operator, a kernel or a power cut would."""
+"""A job started from the command line and disturbed from outside, as by an operator, a kernel or a power cut."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from typing import Any, Protocol
 CONTROLLER = "controller"
 NUM_EXECUTORS = 3
 _LOOK_S = 0.005
-_STATE_S = 2.0  # a state that does not come about within this time is not waited for
-ROBUST = ("schedule.max_restarts=20", "schedule.max_attempts=50", "snapshots.every=5")  # kills come often
+_STATE_S = 2.0  # longest wait for a state
+ROBUST = ("schedule.max_restarts=20", "schedule.max_attempts=50", "snapshots.every=5")  # for frequent kills
 
 
 def children(pid: int) -> list[int]:
@@ -29,7 +29,7 @@ def children(pid: int) -> list[int]:
 
 
 def executors(controller: int) -> dict[str, int]:
-    """`generator-0` -> pid. Each writes into a log of its own name."""
+    """Maps each executor, such as `generator-0`, to its pid. Executors are recognized by the log that they write."""
     found = {}
     for server in children(controller):
         for pid in children(server):
@@ -55,12 +55,12 @@ Start = Callable[[Sequence[str], Mapping[str, str]], Process]
 
 
 def fresh(args: Sequence[str], environment: Mapping[str, str]) -> Process:
-    """`llamarl ARGS` in a new interpreter."""
+    """Run `llamarl ARGS` in a new interpreter."""
     return subprocess.Popen([sys.executable, "-m", "llamarl.cli", *args], env=environment)
 
 
 class RunningJob:
-    """`llamarl train` as a process; killed, it is resumed."""
+    """`llamarl train` as a process, which is resumed when it has been killed."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class RunningJob:
         environment: Mapping[str, str] | None = None,
         start: Start = fresh,
     ) -> None:
-        """`environment` is added to this process's, for the first start only."""
+        """Start the job. `environment` is added to this process's, for the first start only."""
         self.folder, self._start_process = folder, start
         self._process = self._start(*settings, environment=environment)
 
@@ -104,13 +104,13 @@ class RunningJob:
         found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
         return found
 
-    # States that can be told from the outside
+    # States that can be recognized from outside
 
     def is_in(self, state: str, victim: int) -> bool:
         match state:
             case "saving":
                 return any((self.folder / "snapshots").glob(".*.partial"))
-            case "publishing":  # follows when an update's records have been synced
+            case "publishing":  # it follows the sync of an update's records
                 newest = max((path.stat().st_mtime for path in (self.folder / "ledger").iterdir()), default=0.0)
                 return time.time() - newest < 0.02
             case "busy":
@@ -130,7 +130,7 @@ STATES = ("idle", "busy", "publishing", "saving")
 
 @dataclass
 class Disturber:
-    """One kill or stop every `every_s` seconds while a job runs, seeded."""
+    """Kills or stops a process every `every_s` seconds while a job runs, chosen by seed."""
 
     seed: int
     every_s: float
@@ -142,11 +142,11 @@ class Disturber:
         self._chance = random.Random(self.seed)
 
     def disturb(self, job: RunningJob, kills: int) -> None:
-        """Until the job ends or `kills` have been done."""
+        """Disturb the job until it ends or `kills` have been done."""
         next_s = time.monotonic() + self.every_s
         while job.running and kills:
             living = executors(job.pid)
-            if time.monotonic() < next_s or len(living) < NUM_EXECUTORS:  # the job, or one of them, is starting
+            if time.monotonic() < next_s or len(living) < NUM_EXECUTORS:  # the job or an executor is starting
                 time.sleep(_LOOK_S)
             elif self._strike(job, living):
                 kills -= 1

@@ -1,4 +1,4 @@
-"""A scorer at the top of a file, which any process can load."""
+"""A top-level scorer function, which any process can import."""
 
 from __future__ import annotations
 

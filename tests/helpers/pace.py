@@ -1,4 +1,4 @@
-"""A generator that takes its time while a file is there, so that a test can do something to a job before it is over."""
+"""A generator that is slow while a file exists, so that a test can act on a job before it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llamarl.builders.site import Site
 from llamarl.executors.executor import Executor
 from llamarl.messages import Message, Report
 
-PACE = "LLAMARL_TEST_PACE"  # the file
+PACE = "LLAMARL_TEST_PACE"  # environment variable with the path of the file
 _SLICE_S = 0.2
 
 

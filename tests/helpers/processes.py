@@ -1,4 +1,4 @@
-"""What a run's processes are, hold and listen on, as the kernel tells it."""
+"""Finds a run's processes and their listening sockets in /proc."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACCEPTS = 0x10000  # flag of a listening socket in /proc/net/unix
 
 
 def marked_processes(mark: str) -> set[int]:
-    """Living processes that were started with NAME=VALUE in their environment: children inherit it."""
+    """Living processes with NAME=VALUE in their environment, which children inherit."""
     found = set()
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
@@ -24,7 +24,7 @@ def marked_processes(mark: str) -> set[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is not: it only waits for somebody to ask how it died."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -36,7 +36,7 @@ def num_descriptors() -> int:
 
 
 def listeners(pids: set[int]) -> set[str]:
-    """`PROTOCOL ADDRESS` of everything the processes accept connections or datagrams on."""
+    """`PROTOCOL ADDRESS` of every socket on which the processes accept connections or datagrams."""
     inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
     found = set()
     for protocol, state in _LISTENING.items():
@@ -66,7 +66,7 @@ def _rows(path: str) -> list[list[str]]:
 
 @contextmanager
 def watching_listeners(mark: str) -> Iterator[set[str]]:
-    """Everything that this process or a marked one listens on while the block runs, looked up ten times a second."""
+    """Collect every socket on which this process or a marked one listens inside the `with` block, ten times a second."""
     seen: set[str] = set()
     done = Event()
 

@@ -1,4 +1,4 @@
-"""How a program that is one rank of several ends."""
+"""The end of a test program that is one of several ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def leave_group() -> NoReturn:
-    """When all are done. As executors end: torch may abort while an interpreter with a process group is taken apart."""
+    """Wait for all ranks, then exit as executors do: torch may abort if an interpreter with a process group shuts down."""
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)

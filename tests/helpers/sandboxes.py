@@ -1,4 +1,4 @@
-"""Sandboxes for tests: which walls this machine allows, and programs run behind them, in a process of its own.
+"""Sandboxes for tests: which walls this machine supports, and programs run behind them in a separate process.
 
 python -m helpers.sandboxes WALLS < [[name, program, tests], ...]      (JSON in, {name: reward or null} out)
 """
@@ -14,22 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import SandboxConfig as Limits
+from llamarl.config import SandboxConfig
 from llamarl.tasks.programs import Examiner
 from llamarl.tasks.sandbox.interpreter import find_interpreter
 from llamarl.tasks.sandbox.probe import features
 from llamarl.tasks.sandbox.run import Sandbox, SandboxError
 from llamarl.tasks.sandbox.walls import Walls
 
-BRIEF = Limits(wall_s=1.0, cpu_s=1.0, memory_mb=64, file_mb=4, output_kb=16, processes=8)
-SYSTEM_PYTHON = "/usr/bin/python3"  # one that an unprivileged user can read wherever ours was installed
+BRIEF = SandboxConfig(wall_s=1.0, cpu_s=1.0, memory_mb=64, file_mb=4, output_kb=16, processes=8)
+SYSTEM_PYTHON = "/usr/bin/python3"  # an interpreter that an unprivileged user can read, wherever ours is installed
 _FOLDERS = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
 _ENV = {**os.environ, "PYTHONPATH": ":".join(_FOLDERS)}
 Case = tuple[str, str, str]  # name, program, tests
 
 
 def score_under(walls: Walls, cases: list[Case]) -> dict[str, float | None]:
-    """None where the sandbox itself failed."""
+    """Score each program under these walls; None if the sandbox itself failed."""
     done = subprocess.run(
         [sys.executable, "-m", "helpers.sandboxes", walls.name],
         input=json.dumps(cases),
@@ -45,8 +45,11 @@ def score_under(walls: Walls, cases: list[Case]) -> dict[str, float | None]:
 
 @cache
 def _refusal() -> str:
-    """Why jobs can run no programs here; empty: they can."""
-    code = "from llamarl.config import Sandbox\nfrom llamarl.tasks.sandbox.probe import open_sandbox\nopen_sandbox(Sandbox())"
+    """The reason why jobs cannot run programs here; empty if they can."""
+    code = (
+        "from llamarl.config import SandboxConfig\nfrom llamarl.tasks.sandbox.probe import open_sandbox\n"
+        "open_sandbox(SandboxConfig())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=_ENV, check=False
     )
@@ -60,7 +63,7 @@ def skip_without_sandbox() -> None:
 
 @cache
 def works(walls: Walls) -> bool:
-    """Whether this machine has it at all; which walls is taken is the probe's business."""
+    """Whether this machine supports these walls; which walls a job takes is up to the probe."""
     if features().landlock < 3 or not Path(SYSTEM_PYTHON).exists() or (walls is Walls.ROOT and os.geteuid() != 0):
         return False
     return score_under(walls, [("first", "print(1)", '[{"output": "1"}]')])["first"] == 1.0

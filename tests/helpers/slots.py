@@ -1,4 +1,4 @@
-"""Weights to publish, and what tests look at in a slot file."""
+"""Weights to publish, and helpers that inspect a slot file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sys.stdin.read()
 
 
 def random_weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Sizes that fill no cache line, many pieces of a checksum, and a single number."""
+    """Weights of awkward sizes: less than a cache line, many chunks of a checksum, and a single number."""
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"embed": (301, 67), "norm": (5,), "scale": (), "big": (3, 128, 211)}
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
@@ -63,7 +63,7 @@ def writer_of(file: SlotFile, weights: dict[str, Tensor], lease_s: float = LEASE
 
 @contextmanager
 def held_by_another_process(file: SlotFile, slot: int, exclusive: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """A reader elsewhere that has taken a lease and does not come to an end."""
+    """A reader in another process that has taken a lease and never releases it."""
     command = [sys.executable, "-c", HOLD_A_LEASE, str(file.fd), str(slot * MAX_RANKS)]
     command.append("LOCK_EX" if exclusive else "LOCK_SH")
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""An endpoint for judges, on loopback: speaks OpenAI's chat completions and gives what the test tells it to."""
+"""A judge's endpoint on loopback: OpenAI's chat completions with the replies that a test chooses."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Request(NamedTuple):
         return self.shown.split(f"<answer-{self.nonce}>\n")[1].split(f"\n</answer-{self.nonce}>")[0]
 
 
-Behave = Callable[[Request], str | tuple[int, bytes]]  # what the judge says, or a status and a body
+Behave = Callable[[Request], str | tuple[int, bytes]]  # returns the judge's reply, or a status and a body
 
 
 @contextmanager
 def stub_judge(behave: Behave) -> Iterator[tuple[str, list[Request]]]:
-    """Its address, and all requests so far."""
+    """Yield the endpoint's URL and the list of all requests so far."""
     seen: list[Request] = []
 
     class Handler(BaseHTTPRequestHandler):

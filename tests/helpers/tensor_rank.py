@@ -1,4 +1,4 @@
-"""One rank of a generator that several processes hold together: `python -m helpers.tensor_rank RANK COUNT FOLDER`."""
+"""One rank of a tensor-parallel generator, as a program: `python -m helpers.tensor_rank RANK COUNT FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One rank of a trainer, as a program: `python trainer_rank.py TASK RANK DATA TENSOR FOLDER`.
 
-Ranks meet through a file in FOLDER and talk over loopback. What rank 0 finds out goes into FOLDER as safetensors.
+Ranks rendezvous through a file in FOLDER and communicate over loopback. Rank 0 writes its results to FOLDER as safetensors.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def train(learner: Learner, first: int = 0, last: int = UPDATES) -> dict[str, fl
 
 
 def gradients(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
-    """Of one update: in one pass, in several, with recompute, with few documents; and the metrics beside them."""
+    """Gradients and metrics of one update: in one pass, in several, with recompute, and with few documents."""
     documents, found = make_test_documents(DOCUMENTS), dict[str, Tensor]()
     cases: dict[str, dict[str, object]] = {"one": {}, "several": {"tokens_per_pack": 24}, "full": {"recompute": "full"}}
     for case, how in cases.items():
@@ -78,7 +78,7 @@ def gradients(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
 
 
 def sequence_loss(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
-    """A loss that cannot be cut, with all terms that can be added to it."""
+    """A loss over whole sequences, with all optional terms."""
     policy = load_policy(folder / "model", Computing(CPU, torch.float32, mesh, temperature=0.7))
     algo = AlgoConfig(loss="gspo", gspo_low=0.5, gspo_high=0.5, entropy=0.1, reference_kl=0.2)
     learner = Learner(policy, gspo_loss, settings=TrainerConfig(), algo=algo, updates=10)
@@ -91,7 +91,7 @@ def sequence_loss(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
 
 
 def updates(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
-    """Masters after some updates; and again, with a snapshot in between that another learner goes on from."""
+    """Masters after some updates; and again, when another learner continues from a snapshot in between."""
     straight = make_learner(folder / "model", mesh)
     metrics = train(straight)
     first = make_learner(folder / "model", mesh)
@@ -121,7 +121,7 @@ def updates(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
 
 
 def narrow(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
-    """bf16 passes: masters after some updates."""
+    """Masters after some updates with bf16 passes."""
     learner = make_learner(folder / "model", mesh, torch.bfloat16)
     train(learner)
     return whole_masters(learner)

@@ -1,4 +1,4 @@
-"""Training written naively: one document at a time, plain log-softmax, the formula of the loss as it stands in the paper."""
+"""A naive implementation of training: one document at a time, plain log-softmax, the loss as in the paper."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cpu_learner(
 def one_by_one(
     model: Transformer, documents: Sequence[Document], loss: Loss = aipo_loss, algo: AlgoConfig | None = None
 ) -> Tensor:
-    """The loss of an update, each document through the model on its own, scores over the whole vocabulary at once."""
+    """The loss of an update, with each document on its own and all logits at once."""
     num_tokens, parts = sum(document.num_answer_tokens for document in documents), []
     for number, document in enumerate(documents):
         tokens_1T = torch.from_numpy(document.tokens.astype(np.int64))[None]
@@ -78,7 +78,7 @@ def naive_gradients(
 
 
 def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """To `tolerance`, or that share of the largest entry where it is above 1."""
+    """Assert that gradients agree to `tolerance`, or to that share of the largest entry if it is above 1."""
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         assert (found[name] - grad).abs().max() <= tolerance * max(1.0, grad.abs().max().item()), name

@@ -1,5 +1,5 @@
-"""`llamarl ARGS` as a process of its own, forked from one that has imported torch: as from a fresh interpreter, but without
-its seconds of importing."""
+"""Runs `llamarl ARGS` in a process forked from one that has imported torch: as in a fresh interpreter, but without its
+seconds of imports."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _LOOK_S = 0.005
 class Order(Struct, frozen=True):
     args: tuple[str, ...]
     environment: dict[str, str]
-    segment_bytes: int  # 0: as many as the program says
+    segment_bytes: int  # 0: the program's default
 
 
-class Born(Struct, frozen=True, tag=True):
+class Started(Struct, frozen=True, tag=True):
     pid: int
 
 
@@ -45,11 +45,11 @@ class Ended(Struct, frozen=True, tag=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_order = msgspec.msgpack.Decoder(Order).decode
-_decode_news = msgspec.msgpack.Decoder(Born | Ended).decode
+_decode_news = msgspec.msgpack.Decoder(Started | Ended).decode
 
 
-class Nest:
-    """The tests' side. Made by the main thread, since what a thread has started dies with it."""
+class WarmForkServer:
+    """The tests' end of the connection. It must be made in the main thread: its process dies with the thread that made it."""
 
     def __init__(self) -> None:
         assert threading.current_thread() is threading.main_thread()
@@ -62,9 +62,9 @@ class Nest:
     def start(self, order: Order) -> int:
         with self._lock:
             self._control.send(_encode(order))
-            while (born := self._hear()) is None:
+            while (pid := self._hear()) is None:
                 pass
-        return born
+        return pid
 
     def code_of(self, pid: int) -> int | None:
         with self._lock:
@@ -73,25 +73,25 @@ class Nest:
             return self._ended.get(pid)
 
     def _hear(self) -> int | None:
-        """The pid of one that was born."""
+        """Receive one message; returns the pid if a process has started."""
         news = _decode_news(self._control.recv(MAX_MESSAGE))
-        if isinstance(news, Born):
+        if isinstance(news, Started):
             return news.pid
         self._ended[news.pid] = news.code
         return None
 
 
-nest = functools.cache(Nest)
+fork_server = functools.cache(WarmForkServer)
 
 
 class WarmProcess:
-    """As much of `subprocess.Popen` as tests need."""
+    """The part of `subprocess.Popen` that tests need."""
 
     def __init__(self, args: Sequence[str], environment: Mapping[str, str], segment_bytes: int = 0) -> None:
-        self.pid = nest().start(Order(tuple(args), dict(environment), segment_bytes))
+        self.pid = fork_server().start(Order(tuple(args), dict(environment), segment_bytes))
 
     def poll(self) -> int | None:
-        return nest().code_of(self.pid)
+        return fork_server().code_of(self.pid)
 
     def wait(self, timeout: float | None = None) -> int:
         deadline_s = time.monotonic() + (3600.0 if timeout is None else timeout)
@@ -109,7 +109,7 @@ class WarmProcess:
 class _Warm(ForkServerLoop):
     def on_order(self, data: bytes, fds: list[int]) -> None:
         order = _decode_order(data)
-        self.send(_encode(Born(self.fork(lambda: _live(order)))))
+        self.send(_encode(Started(self.fork(lambda: _live(order)))))
 
     def on_exit(self, pid: int, status: int) -> None:
         self.send(_encode(Ended(pid, os.waitstatus_to_exitcode(status))))

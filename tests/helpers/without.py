@@ -1,4 +1,4 @@
-"""Run a command on a machine that lacks some system calls: they answer "not implemented", as old kernels do.
+"""Runs a command without some system calls: they fail with "not implemented", as on old kernels.
 
 python -m helpers.without CALL[=ERRNO],... COMMAND ...
 """

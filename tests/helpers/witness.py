@@ -1,4 +1,4 @@
-"""An engine that notes what it reports and when, for a test that does things to its hosts meanwhile."""
+"""An engine that records its reports with their times, for tests that disturb its hosts in the meantime."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Witness:
 
         return WitnessedEngine
 
-    # What has happened since a moment
+    # Events since a moment
 
     def deaths(self, executor: str, since_s: float = 0.0) -> list[tuple[float, str]]:
         found = ((at_s, one) for at_s, one in list(self.seen) if at_s >= since_s)
@@ -50,7 +50,7 @@ class Witness:
     def updates(self, since_s: float = 0.0) -> int:
         return self._reports(BatchResult, "trainer/0", since_s)
 
-    # Waiting for it
+    # Waiting for events
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         if not wait_until(condition, self.patience_s):
@@ -58,7 +58,7 @@ class Witness:
             raise AssertionError(f"not within {self.patience_s:g} s: {what}; {self._story()}")
 
     def _story(self) -> str:
-        """Who was up and who died, and when."""
+        """When each executor came up and died, as text."""
         now_s = time.monotonic()
         told = ((at_s, one) for at_s, one in list(self.seen) if isinstance(one, Death) or isinstance(one.report, Up))
         words = (
@@ -68,17 +68,17 @@ class Witness:
         return "; ".join(words)
 
     def until_updates(self, count: int) -> None:
-        """So many more than now."""
+        """Wait for `count` more updates."""
         now_s = time.monotonic()
         self.until(lambda: self.updates(now_s) >= count, f"{count} more updates")
 
     def until_works(self, executor: str, since_s: float) -> None:
-        """It is up, and a generator has loaded weights."""
+        """Wait until the executor is up and, if it is a generator, has loaded weights."""
         kind = WeightsLoaded if executor.startswith("generator") else Up
         self.until(lambda: self._reports(kind, executor, since_s), f"{executor} at work")
 
     def until_dead(self, executor: str, since_s: float) -> tuple[float, str]:
-        """How long after `since_s`, and why."""
+        """Wait until the executor is dead; returns the seconds since `since_s`, and the reason."""
         self.until(lambda: self.deaths(executor, since_s), f"{executor} taken for dead")
         at_s, reason = self.deaths(executor, since_s)[0]
         return at_s - since_s, reason

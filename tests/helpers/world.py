@@ -1,6 +1,6 @@
-"""A world for the controller: executors that only pretend, in any order that `choose` picks, with deaths and duplicates.
+"""A simulated world for the controller: fake executors, in any order that `choose` picks, with deaths and duplicates.
 
-It checks the rules of the flow at every command, from what it saw itself, not from the controller's own state.
+It checks the rules of the flow at every command, from its own observations, not from the controller's state.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class World:
         self.records: list[Record] = []
         self.newest = -1
         self.told_to_publish = -1
-        self.holds: dict[str, int] = {}  # executor -> version of its weights
+        self.holds: dict[str, int] = {}  # version of each executor's weights
         self.held_groups: dict[str, set[int]] = {}
         self.kinds: dict[int, GroupKind] = {}
         self.first_version: dict[int, int] = {}
@@ -109,7 +109,7 @@ class World:
                 raise AssertionError(f"not work: {command}")
 
     def _first_load(self, index: int) -> int:
-        """An executor takes its weights in the order in which it was told to, whatever else overtakes what."""
+        """Index of the executor's first load: it loads weights in the order of its commands, whatever else is reordered."""
         chosen = self.outstanding[index]
         if not isinstance(chosen, ev.Load):
             return index

@@ -1,1 +1,1 @@
-"""Benchmarks of the parts, on whatever machine this is: `llamarl bench`."""
+"""Benchmarks of the parts on this machine: `llamarl bench`."""

@@ -1,4 +1,4 @@
-"""Objects that live in forked processes and are called from here: for benchmarks, and for tests that kill and stop them."""
+"""Objects in forked processes that are called by name; for benchmarks, and for tests that kill or stop them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _READ_BYTES = 1 << 20
 
 
 class Actor:
-    """`call` runs a method of the object that `make` makes in the child, and returns its result or raises what it raised."""
+    """A child process that holds the object made by `make`. `call` runs one of its methods there and returns the result, or
+    raises RuntimeError with the name of what it raised."""
 
     def __init__(self, make: Callable[[], object], threads: int = 1, answer_s: float = 60.0) -> None:
         self._connection, theirs = socket.socketpair()
@@ -33,12 +34,13 @@ class Actor:
         theirs.close()
 
     def begin(self, method: str, *args: object) -> None:
+        """Start a call; `end` waits for its result."""
         _send(self._connection, [method, list(args)])
 
     def end(self) -> Any:
         kind, value = _receive(self._connection)
         if kind:
-            raise RuntimeError(f"{kind}: {value}")  # by name: no exception travels
+            raise RuntimeError(f"{kind}: {value}")  # exceptions are not sent between processes, only their names
         return value
 
     def call(self, method: str, *args: object) -> Any:
@@ -55,7 +57,7 @@ class Actor:
 
 
 class Actors(list[Actor]):
-    """Ended together, whatever happens."""
+    """A list of actors that are all killed on leaving the `with` block."""
 
     def __enter__(self) -> Actors:
         return self
@@ -67,6 +69,7 @@ class Actors(list[Actor]):
             actor.close()
 
     def call_all(self, method: str, *args: object) -> list[Any]:
+        """Call a method of all actors at the same time."""
         for actor in self:
             actor.begin(method, *args)
         return [actor.end() for actor in self]
@@ -79,7 +82,7 @@ def _live(make: Callable[[], object], connection: socket.socket, threads: int) -
         method, args = _receive(connection)
         try:
             _send(connection, ["", getattr(made, method)(*args)])
-        except Exception as error:  # the border between the processes: it is raised again at the other end
+        except Exception as error:  # the border between processes: the caller raises it again
             _send(connection, [type(error).__name__, str(error)])
 
 
@@ -88,7 +91,7 @@ def _send(connection: socket.socket, value: object) -> None:
 
 
 def _receive(connection: socket.socket) -> Any:
-    """The one message that is under way: both sides take turns."""
+    """Receive one message. There is only one at a time, since both sides take turns."""
     reader = FrameReader()
     while data := connection.recv(_READ_BYTES):
         for payload in reader.feed(data):

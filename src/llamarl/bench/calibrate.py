@@ -1,8 +1,8 @@
-"""`llamarl bench --calibrate`: measure this machine, and write the description that plan and simulate read.
+"""`llamarl bench --calibrate`: measures this machine and writes the description that plan and simulate read.
 
-First what the hardware does at best: a large product, a large copy. Then our own generator and trainer on a few small models
-of random weights: from those times the factors are fitted that say how much of the hardware they reach. About a minute. On a
-CPU with one thread, times are those of its core, so that other programs on the machine do not count.
+It first measures the hardware's best: a large product and a large copy. Then it times our generator and trainer on a few
+small models with random weights, and fits the factors that say how much of the hardware they reach. It takes about a minute.
+On a CPU with one thread it measures CPU time, so that other programs on the machine do not count.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from llamarl.plan.gpus import GIB, GPUS, DecodeFactors, EngineFactors, Gpu, Trai
 from llamarl.plan.terms import decode_terms, total_s, train_terms
 from llamarl.plan.trainer import packed
 
-_REPEATS = 3  # the median counts: jobs are disturbed as much as measurements
+_REPEATS = 3  # the median counts, not the minimum: jobs are disturbed as much as measurements
 
 
 class DecodePoint(Struct, frozen=True):
+    """A decode measurement: `rows` sequences with `prompt` and `new` tokens each."""
+
     shape: ModelSpec
     rows: int
     prompt: int
@@ -39,13 +41,15 @@ class DecodePoint(Struct, frozen=True):
 
 
 class TrainPoint(Struct, frozen=True):
+    """A training measurement: an update on `documents` documents of equal length."""
+
     shape: ModelSpec
     documents: int
     length: int
 
 
 class CalibrationRow(Struct, frozen=True):
-    """One measurement, and what the fitted description says of it."""
+    """One measured time, and the time that the fitted description predicts."""
 
     what: str
     measured_s: float
@@ -57,12 +61,14 @@ class CalibrationRow(Struct, frozen=True):
 
 
 class Calibration(Struct, frozen=True):
+    """The fitted description of a machine, with the measurements behind it."""
+
     gpu: Gpu
     rows: tuple[CalibrationRow, ...]
 
 
 def _small(hidden: int, layers: int, vocab: int) -> ModelSpec:
-    """Shapes that a CPU trains in a blink."""
+    """A model small enough to be trained quickly on a CPU."""
     return ModelSpec(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -100,7 +106,7 @@ def _decode_points(on_gpu: bool) -> list[DecodePoint]:
 def _train_points(on_gpu: bool) -> list[TrainPoint]:
     if on_gpu:
         one, half = shape_named("llama-3.2-1b"), shape_named("qwen2.5-0.5b")
-        # Few: compiling takes most of the time.
+        # Only a few points, since compiling takes most of the time.
         return [TrainPoint(half, 32, 512), TrainPoint(one, 16, 1024), TrainPoint(one, 4, 4096)]
     small, wide = _small(128, 5, 17), _small(384, 8, 2048)
     return [
@@ -113,13 +119,13 @@ def _train_points(on_gpu: bool) -> list[TrainPoint]:
 
 
 def _samples(on_gpu: bool) -> int:
-    """Answers to each prompt. A GPU finds what it has just read in a cache of its own, so there none may be shared: in a job,
-    most of what is read are answers."""
+    """Answers per prompt. On a GPU, shared prompts would be read from its cache; so none are shared there, since in a job
+    most of the reads are of answers."""
     return 1 if on_gpu else 8
 
 
 def calibrate(device: torch.device, threads: int) -> Calibration:
-    """Whoever calls has set the number of threads. Memory is handled as in an executor."""
+    """Measure this machine. The caller has set the number of threads; memory is handled as in an executor."""
     keep_freed_memory()
     on_gpu = device.type == "cuda"
     precision = "bf16" if on_gpu else "fp32"
@@ -143,7 +149,7 @@ def _row(one: Measured, factors: DecodeFactors | TrainFactors) -> CalibrationRow
 
 
 def _bare(device: torch.device, threads: int, precision: str, found: Ceilings) -> Gpu:
-    """What the hardware does, with factors as they are stated; links as in the datasheet of the same kind of GPU."""
+    """The measured hardware with the stated factors, and with the links of the same GPU's datasheet."""
     if device.type == "cpu":
         cores = os.cpu_count() or 1
         return replace(
@@ -168,15 +174,15 @@ def _bare(device: torch.device, threads: int, precision: str, found: Ceilings) -
 def _measure_decode(
     gpu: Gpu, precision: str, device: torch.device, point: DecodePoint, clock: Clock
 ) -> tuple[Measured, float]:
-    """One step with all slots busy and the cache half full of what it will hold; and the reading of all prompts."""
+    """Measure a step with all slots busy and half-grown answers in the cache; also the time to read all prompts."""
     case = DecodeCase("", point.rows, point.prompt, point.new, _samples(not gpu.is_cpu), precision, str(device))
     bench = DecodeBench(point.shape, case, longest=point.new, clock=clock)
     steady = [point.new] * point.rows
-    bench.run(steady)  # captures graphs, compiles kernels
+    bench.run(steady)  # a first run, to capture graphs and compile kernels
     runs = [bench.run(steady) for _ in range(_REPEATS)]
     burst = bench.decoder.burst_steps
     step_s = median(busy_s for _, busy_s in runs) / (point.new - burst)
-    read_s = median(whole_s - busy_s for whole_s, busy_s in runs) - burst * step_s  # till the first burst is over
+    read_s = median(whole_s - busy_s for whole_s, busy_s in runs) - burst * step_s  # time before the first burst
     cached = point.rows * (point.prompt + point.new / 2)
     if gpu.is_cpu:
         cached = cached_on_cpu(point.rows, point.prompt + point.new, GeneratorConfig().page_tokens)
@@ -186,7 +192,7 @@ def _measure_decode(
 
 
 def _prefill_factor(gpu: Gpu, precision: str, points: Sequence[DecodePoint], read_s: Sequence[float]) -> float:
-    """How much longer than its terms say reading prompts takes, over all points."""
+    """Ratio of the measured to the predicted time of reading prompts, over all points."""
     described_s = 0.0
     for point in points:
         replica = Replica(point.shape, gpu, precision, 1, point.rows, point.prompt, point.prompt + point.new)
@@ -218,6 +224,7 @@ def _name(shape: ModelSpec) -> str:
 
 
 def describe_calibration(found: Calibration) -> Iterator[str]:
+    """Yield the lines of a report on a calibration."""
     gpu = found.gpu
     rate = ", ".join(f"{precision} {gpu.flops(precision) / 1e12:,.4g} TFLOP/s" for precision in gpu.precisions)
     yield f"{gpu.name}: {gpu.memory_gib:.1f} GiB, {rate}, {gpu.memory_gb_s:,.0f} GB/s"

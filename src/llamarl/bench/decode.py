@@ -1,4 +1,4 @@
-"""`llamarl bench decode`: how quickly the generator samples, and how near that is to what the machine allows."""
+"""`llamarl bench decode`: how fast the generator samples, and how close that is to the machine's limit."""
 
 from __future__ import annotations
 
@@ -28,20 +28,27 @@ from llamarl.plan.terms import layer_products
 from llamarl.train.speed import synchronize
 from llamarl.types import Problem, PromptGroup, Sampling, tokens_to_bytes
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}  # of the blocks' matrices
-_OPERANDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.bfloat16}  # of their products
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}  # dtypes of the weights
+_OPERANDS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": FP8,
+    "int8": torch.bfloat16,
+}  # dtypes of the products
 _LONGEST = 10  # heavy tail: the longest answer, in medians
-_SPREAD = 0.8  # of the logarithm of the lengths
+_SPREAD = 0.8  # heavy tail: standard deviation of the logarithm of the lengths
 _ROUNDS = 6  # heavy tail: sequences per slot
 _PROFILED_STEPS = 24
 
 
 class DecodeCase(Struct, frozen=True):
+    """What is measured: `batch` sequences with `prompt` and `new` tokens each."""
+
     model: str
     batch: int
     prompt: int
     new: int
-    samples: int  # completions that share a prompt
+    samples: int  # completions per prompt
     precision: str
     device: str
     kv_cache: Literal["auto", "fp8"] = "auto"
@@ -50,7 +57,7 @@ class DecodeCase(Struct, frozen=True):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters, and of all that is not quantized."""
+        """Dtype of the parameters, and of everything that is not quantized."""
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
     @property
@@ -60,27 +67,29 @@ class DecodeCase(Struct, frozen=True):
 
     @property
     def median(self) -> int:
-        """Of the heavy-tailed lengths, whose mean is then about `new`."""
+        """Median of the heavy-tailed lengths, whose mean is then about `new`."""
         return max(1, round(self.new / math.exp(_SPREAD**2 / 2)))
 
 
 class DecodeResult(Struct, frozen=True):
+    """The figures of a decode benchmark."""
+
     case: DecodeCase
-    first_token_s: float  # since the process was started
-    tokens_per_s: float  # all slots busy, from the first burst to the last
+    first_token_s: float  # time from the start of the process to the first token
+    tokens_per_s: float  # rate with all slots busy, from the end of the first burst
     tokens_per_s_with_prefill: float
-    floor_tokens_per_s: float
+    floor_tokens_per_s: float  # highest rate that the machine allows
     share_of_floor: float
-    heavy_tailed_tokens_per_s: float  # continuous refill, while sequences are waiting
+    heavy_tailed_tokens_per_s: float  # rate with continuous refill, while sequences are waiting
     heavy_tailed_share: float
-    weight_change_lost_s: float
+    weight_change_lost_s: float  # time lost by new weights in the middle of a run
     burst_s: float
     peak_memory_bytes: int
     ceilings: Ceilings
 
 
 def profile_decode(shape: ModelSpec, case: DecodeCase) -> str:
-    """Where the time of a few bursts goes, and of a run with heavy-tailed lengths."""
+    """Tables of the longest kernels in a few bursts and in a run with heavy-tailed lengths."""
     bench = DecodeBench(shape, case)
     bench.run([case.new] * case.batch)
     steady = kernel_times(lambda: bench.run([_PROFILED_STEPS] * case.batch))
@@ -106,12 +115,13 @@ def _decoder_of(shape: ModelSpec, case: DecodeCase, longest: int) -> ContinuousD
 
 
 def bench_decode(shape: ModelSpec, case: DecodeCase) -> DecodeResult:
+    """Measure how fast a model of this shape generates."""
     device, bench = torch.device(case.device), DecodeBench(shape, case)
     decoder = bench.decoder
     bench.run([1] * case.samples)
     first_token_s = process_age_s()
     steady = [case.new] * case.batch
-    bench.run(steady)  # captures what is to be measured
+    bench.run(steady)  # a first run, to capture the graphs
     whole_s, busy_s = bench.run(steady)
     changed_s, _ = bench.run(steady, change_weights=True)
     rate = bench.rate(busy_s)
@@ -135,7 +145,8 @@ def bench_decode(shape: ModelSpec, case: DecodeCase) -> DecodeResult:
 
 
 class DecodeBench:
-    """A decoder with random weights that is given work of known length. `longest`: of its slots; 0: of the heavy tail."""
+    """A decoder with random weights and answers of known length. `longest` is the longest answer; 0: as in the heavy
+    tail."""
 
     def __init__(self, shape: ModelSpec, case: DecodeCase, longest: int = 0, clock: Clock = time.perf_counter) -> None:
         self._shape, self._case, self._device, self._clock = shape, case, torch.device(case.device), clock
@@ -144,7 +155,7 @@ class DecodeBench:
         self.peak_bytes = 0
 
     def _add(self, lengths: list[int]) -> None:
-        """Groups of `samples` sequences; within a group all have one length."""
+        """Add groups of `samples` sequences; all sequences of a group have the same length."""
         case = self._case
         for start in range(0, len(lengths), case.samples):
             some = lengths[start : start + case.samples]
@@ -154,7 +165,7 @@ class DecodeBench:
             self._ordinal += 1
 
     def run(self, lengths: list[int], *, change_weights: bool = False) -> tuple[float, float]:
-        """Seconds in all, and from the end of the first burst."""
+        """Run to the end; returns the total seconds, and the seconds from the end of the first burst."""
         self._add(lengths)
         new_weights = _clone(self.decoder.model) if change_weights else []
         synchronize(self._device)
@@ -172,13 +183,13 @@ class DecodeBench:
         return end_s - start_s, end_s - first_s
 
     def rate(self, busy_s: float) -> float:
-        """Tokens per second with all slots busy, of a run that took so long from the end of its first burst."""
+        """Tokens per second with all slots busy; `busy_s` is the second result of `run`."""
         return self._case.batch * (self._case.new - self.decoder.burst_steps) / busy_s
 
     def steady(self, runs: int = 1) -> float:
-        """The median rate of several runs."""
+        """Median rate of several runs."""
         lengths = [self._case.new] * self._case.batch
-        self.run(lengths)  # captures what is to be measured
+        self.run(lengths)  # a first run, to capture the graphs
         return self.rate(statistics.median(self.run(lengths)[1] for _ in range(runs)))
 
     @torch.no_grad()
@@ -189,7 +200,7 @@ class DecodeBench:
     def heavy_tailed(self) -> float:
         """Tokens per second with heavy-tailed lengths and continuous refill."""
         lengths = self.heavy_tailed_lengths()
-        self.refilled(lengths)  # captures what is to be measured: a graph for each number of prompts that come at once
+        self.refilled(lengths)  # a first run, to capture a graph for each number of prompts that arrive together
         self.drain()
         rate = self.refilled(lengths)
         self.drain()
@@ -203,7 +214,7 @@ class DecodeBench:
         return lengths
 
     def refilled(self, lengths: list[int]) -> float:
-        """Tokens per second from start until nothing waits any more: as in training, there is always a next prompt."""
+        """Tokens per second until no sequence waits any more: as in training, there is always a next prompt."""
         self._add(lengths)
         before, start_s = self.decoder.tokens_sampled, self._clock()
         while self.decoder.num_waiting:
@@ -221,7 +232,7 @@ def _clone(model: Transformer) -> list[torch.Tensor]:
 
 
 def floor_s(shape: ModelSpec, case: DecodeCase, ceilings: Ceilings) -> float:
-    """One decode step can take no less: every product by its work or its bytes, then keys and values, then scores."""
+    """Lower bound of a decode step's time: each product by its work or its bytes, then keys and values, then logits."""
     width, operand = PRECISIONS[case.precision].itemsize, _OPERANDS[case.precision].itemsize
     plain = case.dtype.itemsize
 
@@ -236,7 +247,7 @@ def floor_s(shape: ModelSpec, case: DecodeCase, ceilings: Ceilings) -> float:
 
 
 def _head_s(shape: ModelSpec, case: DecodeCase, ceilings: Ceilings) -> float:
-    """Never quantized; its scores are written by the product in fp32 and read by the sampling."""
+    """Lower bound of the head's time. It is never quantized; its fp32 logits are written once and read by the sampling."""
     weight_bytes = (shape.vocab_size + case.batch) * shape.hidden_size * case.dtype.itemsize
     scores_bytes = case.batch * shape.vocab_size * 4
     flops = ceilings.flops / (

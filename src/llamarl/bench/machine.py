@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured: the ceilings that figures are held against."""
+"""The measured limits of this machine, to which other figures are compared."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from llamarl.train.speed import synchronize
 
 
 class Ceilings(Struct, frozen=True):
-    flops: float  # of a large matrix product, per second
-    bytes: float  # read and written by a large copy, per second
+    """The highest rates that this machine reaches."""
+
+    flops: float  # operations per second of a large matrix product
+    bytes: float  # bytes per second that a large copy reads and writes
 
     def as_gpu(self, name: str, precision: str) -> Gpu:
-        """Such a machine, as the cost model describes one."""
+        """This machine as a description for the cost model."""
         return Gpu(
             name=name,
             memory_gib=0.0,
@@ -34,7 +36,7 @@ Clock = Callable[[], float]
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, clock: Clock = time.perf_counter) -> Ceilings:
-    """On random numbers: a product or copy of zeros is quicker than real work."""
+    """Measure with random numbers, since a product or copy of zeros is faster than real work."""
     size, length = (8192, 1 << 30) if device.type == "cuda" else (1024, 1 << 26)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product_s = best_s(lambda: _product(left, right), device, clock=clock)
@@ -52,7 +54,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class KernelTimes:
-    """In which kernels the device spends the time between `start` and `stop`, in which calls the host, and how long it is."""
+    """Profiles the device's kernels and the host's calls between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._on_gpu = torch.cuda.is_available()
@@ -81,6 +83,7 @@ class KernelTimes:
 
 
 def kernel_times(action: Callable[[], object]) -> str:
+    """A table of the kernels that an action spends the most time in."""
     times = KernelTimes()
     times.start()
     action()
@@ -96,7 +99,7 @@ def _longest(rows: list[tuple[str, float, int]], count: int, whole_us: float) ->
 def best_s(
     action: Callable[[], object], device: torch.device, times: int = 10, clock: Clock = time.perf_counter
 ) -> float:
-    """Seconds of one run, the median of several after a warm-up."""
+    """Seconds of one run: the median of several, after a warm-up."""
     for _ in range(2):
         action()
     found = []
@@ -110,13 +113,13 @@ def best_s(
 
 
 def process_age_s() -> float:
-    """Since this process was started, the imports included."""
+    """Seconds since the start of this process, including imports."""
     started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that was allocated on a GPU, or resident in memory, so far."""
+    """Peak of the memory allocated on a GPU, or of this process's resident memory on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

@@ -1,8 +1,8 @@
-"""How long weights take from trainer to generator on this machine: real processes, one for each rank.
+"""`llamarl bench sync`: times the transfer of weights from trainer to generator, with one real process per rank.
 
-A round is timed from the order to publish until the last generator rank has loaded; orders and answers go through a third
-process, as they do in a job. Every publication is verified by its readers. The ranks hold random numbers, and what arrived is
-compared with what was sent.
+A round lasts from the command to publish until the last generator rank has loaded. Commands and replies go through a third
+process, as in a job. Readers verify every publication. The ranks hold random numbers, and the received ones are compared with
+those sent.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from llamarl.weights.wire import WireFormat
 
 _LEASE_S = 120.0
 _WARM_UP = 3
-_PATTERN = (1 << 20) - 3  # random numbers that fill the parameters, over and over; odd, so that rows differ
+_PATTERN = (1 << 20) - 3  # random numbers that are repeated to fill the parameters; odd, so that rows differ
 _PROBES = 64
 
 
 class SyncCase(Struct, frozen=True):
+    """What is measured: a model, the mesh of each end, and the transport."""
+
     model: str
     trainer: str
     generator: str
@@ -52,20 +54,22 @@ class SyncCase(Struct, frozen=True):
 
 
 class SyncResult(Struct, frozen=True):
+    """The figures of a transfer benchmark; times are medians over the rounds."""
+
     case: SyncCase
     transport: Transport
     device: str
-    bytes: int  # that all generator ranks together received, once each
-    end_to_end_ms: float  # median over the rounds, as are the next two
+    bytes: int  # total received by all generator ranks in one round
+    end_to_end_ms: float
     publish_ms: float
     load_ms: float
-    slowest_ms: float
+    slowest_ms: float  # slowest round, end to end
     gb_s: float
-    copy_ms: float  # a plain copy of the same bytes in the same memory
+    copy_ms: float  # time of a plain copy of the same bytes in the same memory
 
 
 class BenchRank:
-    """What a trainer's and a generator's process have in common: random parameters of their own."""
+    """One rank of either end, with its own shards of random parameters."""
 
     def __init__(self, shape: ModelSpec, side: Side, rank: int, device: str) -> None:
         self.device, self.shards = torch.device(device), dict[str, Shard]()
@@ -80,7 +84,7 @@ class BenchRank:
         raise NotImplementedError
 
     def probe(self, places: Sequence[tuple[str, list[int]]]) -> list[float | None]:
-        """The numbers at these places of whole parameters; None for those that others hold."""
+        """The numbers at these indices of whole parameters; None where another rank holds them."""
         return [self._at(name, at) for name, at in places]
 
     def _at(self, name: str, at: list[int]) -> float | None:
@@ -97,6 +101,8 @@ class BenchRank:
 
 
 class TrainerRank(BenchRank):
+    """A rank that publishes weights."""
+
     def __init__(self, shape: ModelSpec, side: Side, rank: int, device: str) -> None:
         self._dtype: torch.dtype = getattr(torch, PRECISIONS[side.precision])
         super().__init__(shape, side, rank, device)
@@ -112,7 +118,7 @@ class TrainerRank(BenchRank):
         return self
 
     def agree(self, flags: Tensor) -> None:
-        """Ranks that are told the same version by the same process agree without a word."""
+        """Stand-in for the ranks' agreement: all are told the same version by the same process, so they agree already."""
         if flags.item() > 1:
             flags.fill_(self._edition)
 
@@ -123,6 +129,8 @@ class TrainerRank(BenchRank):
 
 
 class GeneratorRank(BenchRank):
+    """A rank that loads weights."""
+
     def __init__(self, shape: ModelSpec, side: Side, rank: int, device: str, wire: WireFormat) -> None:
         self._precision = side.precision
         super().__init__(shape, side, rank, device)
@@ -150,7 +158,7 @@ def _fill(flat: Tensor, numbers: Tensor) -> None:
 
 
 class Ends:
-    """All ranks of both ends, each in its process, connected by one transport."""
+    """All ranks of both ends, each in its own process, connected by one transport."""
 
     def __init__(
         self, shape: ModelSpec, trainer: Side, generator: Side, transport: Transport | Literal["auto"]
@@ -162,7 +170,7 @@ class Ends:
         self.devices = [[_device(rank) for rank in range(size)] for size in sizes]
         self.transport = _settled(transport, self.devices)
         self._file = SlotFile()
-        self._meeting = os.memfd_create("llamarl-meeting", os.MFD_CLOEXEC)
+        self._rendezvous = os.memfd_create("llamarl-rendezvous", os.MFD_CLOEXEC)
         threads = max(1, (os.cpu_count() or 1) // max(sizes))
         self.trainers, self.generators = Actors(), Actors()
         self.trainers.extend(Actor(self._trainer(rank), threads, _LEASE_S) for rank in range(sizes[0]))
@@ -178,7 +186,7 @@ class Ends:
     def _writer(self, held: Parameters, rank: int, made: TrainerRank) -> WeightWriter:
         if self.transport == "group":
             writer = GroupWriter(held, lease_s=_LEASE_S, wire=self._wire, agree=made.agree)
-            writer.serve(Group.on_this_host(self._meeting, rank, *self._sizes, device=made.device))
+            writer.serve(Group.on_this_host(self._rendezvous, rank, *self._sizes, device=made.device))
             return writer
         return SlotWriter(
             self._file,
@@ -200,7 +208,7 @@ class Ends:
 
     def _reader(self, held: Parameters, rank: int, made: GeneratorRank) -> WeightReader:
         if self.transport == "group":
-            group = Group.on_this_host(self._meeting, self._sizes[0] + rank, *self._sizes, device=made.device)
+            group = Group.on_this_host(self._rendezvous, self._sizes[0] + rank, *self._sizes, device=made.device)
             return GroupReader(group, held, deadline_s=_LEASE_S)
         return SlotReader(self._file, held)
 
@@ -208,7 +216,7 @@ class Ends:
         for actor in (*self.trainers, *self.generators):
             actor.close()
         self._file.close()
-        os.close(self._meeting)
+        os.close(self._rendezvous)
 
 
 def _device(rank: int) -> str:
@@ -235,6 +243,7 @@ def default_model() -> str:
 
 
 def bench_sync(shape: ModelSpec, trainer: Side, generator: Side, case: SyncCase) -> SyncResult:
+    """Measure the transfer of weights between two meshes."""
     if PRECISIONS[trainer.precision] == FP8:
         raise InputError("--trainer: a trainer holds fp32, bf16 or fp16; fp8 is what a generator may hold")
     ends = Ends(shape, trainer, generator, case.transport)
@@ -263,6 +272,8 @@ def bench_sync(shape: ModelSpec, trainer: Side, generator: Side, case: SyncCase)
 
 
 class SyncRound(Struct, frozen=True):
+    """Times of one round."""
+
     end_to_end_s: float
     publish_s: float
     load_s: float
@@ -282,7 +293,7 @@ def _round(ends: Ends, version: int) -> SyncRound:
 
 
 def _compare(ends: Ends, shape: ModelSpec, dtype: torch.dtype) -> None:
-    """What lies at some places of the parameters must be the same at both ends."""
+    """Raise JobFailed unless both ends have the same numbers at some random places of the parameters."""
     random = Random(0)
     names = random.choices(list(parameter_shapes(shape).items()), k=_PROBES)
     places = [(name, [random.randrange(extent) for extent in size]) for name, size in names]

@@ -1,7 +1,7 @@
-"""How fast a model of a given shape trains: random weights, random tokens, real lengths, whole updates.
+"""`llamarl bench train`: how fast a model of a given shape trains, with random weights and tokens.
 
-An update is what the trainer does with a batch: packing, passes, gradient norm, optimizer step. The head is trained on every
-token but the first of each document.
+It times whole updates: packing, passes, gradient norm, optimizer step. The head is trained on every token but the first of
+each document.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from llamarl.train.policy import Computing, random_policy
 from llamarl.train.speed import datasheet_tflops, measured_tflops, synchronize, training_flops
 
 WARM_UP = 3
-SHORTEST, LONGEST = 64, 2048  # of log-normal lengths
+SHORTEST, LONGEST = 64, 2048  # limits of log-normal lengths
 Lengths = Literal["equal", "lognormal"]
 
 
 class TrainBench(Struct, frozen=True, kw_only=True):
-    """What is measured."""
+    """What is measured: a model, the documents of an update, and the trainer's settings."""
 
     model: str
-    tokens: int = 16_384  # of one update
-    length: int = 1024  # of each document, where all are equal
+    tokens: int = 16_384  # tokens per update
+    length: int = 1024  # tokens per document if lengths are equal
     lengths: Lengths = "equal"
-    padded: bool = False  # every document filled up to the longest, as without packing
+    padded: bool = False  # pad every document to the longest, as without packing
     recompute: str = "none"
     offload: bool = False
     compile: bool = True
     tokens_per_pack: int = 0  # 0: an update is one pass
     updates: int = 10
     device: str = "cuda"
-    dtype: Literal["bfloat16", "float16"] = "bfloat16"  # of the passes on a GPU
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"  # precision of the passes on a GPU
 
 
 class TrainFigures(Struct, frozen=True, kw_only=True):
-    """What was found. Tokens are real ones: padding counts for nothing."""
+    """The figures of a training benchmark. Padding is not counted as tokens."""
 
     model: str
     device: str
@@ -61,11 +61,11 @@ class TrainFigures(Struct, frozen=True, kw_only=True):
     fastest_s: float
     tokens_per_s: float
     tflops: float
-    peak_tflops: float  # one large matrix product, measured in this process
+    peak_tflops: float  # rate of one large matrix product, measured in this process
     mfu_measured: float
     mfu_datasheet: float | None
-    memory_gib: float  # most that was allocated at once
-    reserved_gib: float  # most that was taken from the device
+    memory_gib: float  # peak of allocated memory
+    reserved_gib: float  # peak of memory reserved from the device
     settings: TrainBench
 
 
@@ -75,7 +75,7 @@ def measure(bench: TrainBench, learner: Learner, documents: Sequence[Document]) 
 
 
 def prepare(bench: TrainBench, shape: ModelSpec | None = None) -> tuple[Learner, list[Document]]:
-    """Of a shape by name, unless one is given."""
+    """A learner and its documents; the shape is the one given, or else the one that `bench.model` names."""
     shape, device = shape or shape_named(bench.model), torch.device(bench.device)
     documents = make_documents(shape, bench)
     computing = Computing(
@@ -110,7 +110,7 @@ def _draw_lengths(bench: TrainBench, rng: np.random.Generator) -> list[int]:
 
 
 def _document(shape: ModelSpec, length: int, width: int, rng: np.random.Generator) -> Document:
-    """Padding lies in front, as part of the prompt, where it costs what it costs elsewhere and nothing is learned from it."""
+    """A random document. Padding is in front, as part of the prompt: it costs the same there and is not trained on."""
     tokens: NDArray[np.int32] = rng.integers(0, shape.vocab_size, width).astype(np.int32)
     return Document(
         tokens=tokens,
@@ -124,7 +124,7 @@ def _document(shape: ModelSpec, length: int, width: int, rng: np.random.Generato
 def time_update(
     learner: Learner, documents: Sequence[Document], number: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds, metrics included."""
+    """Seconds of one update, including its metrics."""
     device = learner.policy.computing.device
     synchronize(device)
     start_s = clock()
@@ -170,7 +170,7 @@ def _figures(
 
 
 def profile(learner: Learner, documents: Sequence[Document]) -> str:
-    """Where the time of one update goes."""
+    """A table of the longest kernels in one update."""
     return kernel_times(lambda: time_update(learner, documents, WARM_UP))
 
 

@@ -1,4 +1,4 @@
-"""`llamarl bench`: commands that measure the parts. torch is imported only once one of them runs."""
+"""`llamarl bench`: commands that measure the parts. torch is imported only when one of them runs."""
 
 from __future__ import annotations
 
@@ -106,16 +106,16 @@ def bench_train_command(
         bool, typer.Option("--padded", help="fill documents up to the longest, as without packing")
     ] = False,
     tokens_per_pack: Annotated[int, typer.Option(min=0, help="tokens of one pass; 0: all")] = 0,
-    recompute: Annotated[Recompute, typer.Option(help="activations made again in the backward pass")] = Recompute.none,
+    recompute: Annotated[Recompute, typer.Option(help="activations recomputed in the backward pass")] = Recompute.none,
     offload: Annotated[bool, typer.Option("--offload", help="optimizer state in host memory")] = False,
-    dtype: Annotated[Passes, typer.Option(help="of the passes on a GPU")] = Passes.bfloat16,
+    dtype: Annotated[Passes, typer.Option(help="precision of the passes on a GPU")] = Passes.bfloat16,
     eager: Annotated[bool, typer.Option("--eager", help="do not compile")] = False,
     updates: Annotated[int, typer.Option(min=1, help="updates that are timed")] = 10,
     device: DeviceOption = "auto",
     profile: Annotated[bool, typer.Option("--profile", help="also show the longest kernels of one update")] = False,
     json: Annotated[bool, typer.Option("--json", help="figures as JSON")] = False,
 ) -> None:
-    """How fast a model of this shape trains: whole updates, random weights and tokens."""
+    """Measure how fast a model of this shape trains: whole updates with random weights and tokens."""
     settled = device_or_refuse(device)
     from llamarl.bench.train import TrainBench, run
 
@@ -144,17 +144,19 @@ def bench_decode_command(
     new: Annotated[int, typer.Option(min=16, help="tokens to sample for each")] = 256,
     samples: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 8,
     precision: Annotated[
-        PrecisionOption, typer.Option(help="of the weights; fp8 and int8 quantize bf16")
+        PrecisionOption, typer.Option(help="precision of the weights; fp8 and int8 quantize bf16")
     ] = PrecisionOption.bf16,
     kv_cache: Annotated[
-        KVCache, typer.Option(help="precision of keys and values; auto: the weights', or bf16")
+        KVCache, typer.Option(help="precision of keys and values; auto: as the weights, but at least bf16")
     ] = KVCache.auto,
-    burst: Annotated[int, typer.Option(min=0, help="decode steps per visit of the host; 0: as a job would")] = 0,
+    burst: Annotated[
+        int, typer.Option(min=0, help="decode steps between two checks of the results; 0: as in a job")
+    ] = 0,
     device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     profile: Annotated[bool, typer.Option(help="instead of figures: where the time of a few bursts goes")] = False,
 ) -> None:
-    """How quickly completions are sampled, against what the machine allows."""
+    """Measure how fast completions are sampled, compared with the machine's limit."""
     from llamarl.model_spec import shape_named
 
     shape = shape_named(model)
@@ -177,13 +179,13 @@ def bench_sync_command(
     model: ModelOption = "",
     trainer: TrainerOption = "",
     generator: GeneratorOption = "",
-    rounds: Annotated[int, typer.Option(min=1, help="the median of so many is printed")] = 50,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds, of which the median is printed")] = 50,
     transport: Annotated[
         TransportChoice, typer.Option(help="auto: as a job would choose on this machine")
     ] = TransportChoice.auto,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
-    """How long weights take from trainer to generator, between real processes on this machine."""
+    """Measure how long weights take from trainer to generator, between real processes on this machine."""
     from llamarl.layout.mesh import parse_side
     from llamarl.model_spec import shape_named
 

@@ -1,4 +1,4 @@
-"""`llamarl plan` and `llamarl simulate`: what a job will take, before it is paid for. No torch here, and no GPU."""
+"""`llamarl plan` and `llamarl simulate`: predict the cost of a job, without torch and without a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def plan_command(
     skipped: SkippedOption = 0.0,
     max_staleness: Annotated[int, typer.Option(min=1, help="versions a trained group may lag behind")] = 1,
     precision: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="of the generators: bf16, fp8; may be given twice")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="precision of the generators: bf16 or fp8; may be given twice"),
     ] = None,
     base: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="a job whose other settings are kept")
@@ -93,7 +94,7 @@ def _missing(no_sync: bool) -> str:
 
 
 def job_text(model: str, base: Path | None, rehearsed: Rehearsed | None, question: Question) -> str:
-    """The YAML of a plan, which the config loader accepts."""
+    """The YAML of a plan; a comment on top says so if it cannot be run as a job."""
     from llamarl.config.file import parse_config, read_settings
     from llamarl.plan.jobfile import job_settings, job_yaml, merged
 
@@ -124,16 +125,16 @@ def simulate_command(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that replace the file's")
     ] = None,
     gpu: GpuOption = "h100",
-    gpus: Annotated[int, typer.Option(min=0, help="devices there are; 0: one for each rank, or all cores")] = 0,
+    gpus: Annotated[int, typer.Option(min=0, help="number of devices; 0: one per rank, or all cores")] = 0,
     model: Annotated[
-        str, typer.Option(metavar="SHAPE", help="a shape by name, where model.path is not here to be read")
+        str, typer.Option(metavar="SHAPE", help="a shape by name, if model.path is not on this machine")
     ] = "",
     prompt: PromptOption = 0,
     answer: AnswerOption = "",
     skipped: SkippedOption = 0.0,
-    hours: Annotated[float, typer.Option(min=0.0, help="stop after so many virtual hours; 0: at the end")] = 0.0,
+    hours: Annotated[float, typer.Option(min=0.0, help="stop after this many virtual hours; 0: at the end")] = 0.0,
     mtbf: Annotated[
-        float, typer.Option(min=0.0, help="hours between failures of one GPU, on average; 0: nothing fails")
+        float, typer.Option(min=0.0, help="mean hours between failures of one GPU; 0: nothing fails")
     ] = 0.0,
     restart: Annotated[float, typer.Option(min=0.0, help="seconds until a dead executor is up again")] = 120.0,
     timeline: Annotated[

@@ -1,4 +1,4 @@
-"""`llamarl plan-transfer`, and the options it shares with `llamarl bench sync`. No torch here."""
+"""`llamarl plan-transfer`, and the options it shares with `llamarl bench sync`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def plan_transfer_command(
     model: ModelOption = "llama-3.1-8b",
     trainer: TrainerOption = "fsdp=8",
     generator: GeneratorOption = "replicas=8",
-    nvlink: Annotated[float, typer.Option(min=0.001, help="GB/s of each GPU and direction inside a host")] = 450.0,
-    nic: Annotated[float, typer.Option(min=0.001, help="GB/s of each GPU and direction between hosts")] = 50.0,
+    nvlink: Annotated[float, typer.Option(min=0.001, help="GB/s per GPU and direction inside a host")] = 450.0,
+    nic: Annotated[float, typer.Option(min=0.001, help="GB/s per GPU and direction between hosts")] = 50.0,
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs of one host")] = 8,
     together: Annotated[
         bool,
-        typer.Option("--together", help="generators follow on the trainers' hosts instead of on hosts of their own"),
+        typer.Option("--together", help="place generators on the trainers' hosts, after them, not on their own"),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
-    """What goes where when weights are published, and how long it would take, for any number of GPUs."""
+    """Show what is sent where when weights are published, and how long it would take, for any number of GPUs."""
     from llamarl.layout.cost import Links, describe, predict
     from llamarl.layout.mesh import parse_side
     from llamarl.layout.model import model_plan

@@ -1,4 +1,4 @@
-"""How the command line shows its help and its usage errors: whole sentences, and one line for a mistake."""
+"""Help and usage errors of the command line: whole sentences, and one line per mistake."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typer.core import TyperGroup
 
 from llamarl.config.file import setting_named
 
-# Typer brings a click of its own or uses the installed one: what it raises is found from the one class that it always names.
+# Typer uses its own copy of click or the installed one; the base of an error that it exports is right for both.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 class WholeSentences(TyperGroup):
-    """Lists commands with all of their first words, which click would cut off at the end of the line."""
+    """A command group whose help shows each command's whole first sentence; click would cut it off at the line's end."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for command in self.commands.values():
@@ -24,14 +24,14 @@ class WholeSentences(TyperGroup):
 
 
 def _setting_meant(error: Any) -> str:
-    """The setting that was taken for an option, of a command that has settings."""
+    """The setting that the user wrote as an option, if the command takes settings; else ""."""
     takes_settings = error.ctx and any(one.name == "overrides" for one in error.ctx.command.params)
-    option = getattr(error, "option_name", None)  # of an unknown one
+    option = getattr(error, "option_name", None)  # present if the option is unknown
     return setting_named(option.lstrip("-").replace("-", "_")) if takes_settings and option else ""
 
 
 def describe_usage_error(error: Any) -> str:
-    """One line: what is wrong, and where the right way stands."""
+    """One line that says what is wrong and where the help is."""
     command = error.ctx.command_path if error.ctx else "llamarl"
     if setting := _setting_meant(error):
         return (

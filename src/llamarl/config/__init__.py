@@ -1,6 +1,7 @@
-"""Every setting of a job, with its default, limits and meaning: said once, here. Read, never written.
+"""Every setting of a job with its default, limits and meaning. Settings are read-only.
 
-`llamarl config` prints these files as a table. What follows from other values is a property, not a setting.
+There is one file per section of the YAML file. `llamarl config` prints all of them as a commented YAML file. A value that
+follows from other values is a property, not a setting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`algo`: the loss, advantages and what is left out of them."""
+"""`algo`: the loss, the advantages, and which answers take part in them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from llamarl.config.section import Section
 
 
 class AlgoConfig(Section, frozen=True):
+    """The loss, its coefficients and how advantages are computed; see docs/trainer.md."""
+
     loss: Annotated[
         str,
         Meta(
@@ -18,28 +20,39 @@ class AlgoConfig(Section, frozen=True):
     ] = "aipo"
     advantage: Annotated[
         Literal["auto", "mean", "leave_one_out", "mean_std"],
-        Meta(description="what a reward is held against: its group's mean ...; auto: what the loss was published with"),
+        Meta(
+            description="baseline and scale of the rewards in a group: mean, mean of the others, or mean and standard "
+            "deviation; auto: as published with the loss"
+        ),
     ] = "auto"
-    rho: Annotated[float, Meta(gt=0, description="AIPO's upper clip of the importance weight; 2 to 10 works well")] = (
-        4.0
-    )
-    clip_low: Annotated[float, Meta(ge=0, le=1, description="ppo, grpo: a ratio below 1 - this stops pulling")] = 0.2
-    clip_high: Annotated[float, Meta(ge=0, description="ppo, grpo: a ratio above 1 + this stops pulling")] = 0.2
-    cispo_high: Annotated[float, Meta(ge=0, description="cispo: the importance weight is cut at 1 + this")] = 4.0
-    gspo_low: Annotated[float, Meta(ge=0, le=1, description="gspo: clip of a whole answer's ratio, downwards")] = 3e-4
-    gspo_high: Annotated[float, Meta(ge=0, description="gspo: clip of a whole answer's ratio, upwards")] = 4e-4
+    rho: Annotated[float, Meta(gt=0, description="aipo: upper clip of the importance weight; 2 to 10 works well")] = 4.0
+    clip_low: Annotated[float, Meta(ge=0, le=1, description="ppo, grpo: the ratio is clipped below 1 - clip_low")] = 0.2
+    clip_high: Annotated[float, Meta(ge=0, description="ppo, grpo: the ratio is clipped above 1 + clip_high")] = 0.2
+    cispo_high: Annotated[
+        float, Meta(ge=0, description="cispo: the importance weight is clipped above 1 + cispo_high")
+    ] = 4.0
+    gspo_low: Annotated[
+        float, Meta(ge=0, le=1, description="gspo: the ratio of a whole answer is clipped below 1 - gspo_low")
+    ] = 3e-4
+    gspo_high: Annotated[
+        float, Meta(ge=0, description="gspo: the ratio of a whole answer is clipped above 1 + gspo_high")
+    ] = 4e-4
     reference_kl: Annotated[
-        float, Meta(ge=0, description="weight of the KL to the reference policy; above 0 puts a reference on the line")
+        float, Meta(ge=0, description="coefficient of the KL to the reference policy; above 0 adds a reference role")
     ] = 0.0
-    entropy: Annotated[float, Meta(ge=0, description="weight of an entropy bonus")] = 0.0
+    entropy: Annotated[float, Meta(ge=0, description="coefficient of the entropy bonus")] = 0.0
     overlong: Annotated[
         Literal["keep", "mask", "penalize"],
-        Meta(description="answers cut off at the token limit: keep, take out of the loss, or take from their reward"),
+        Meta(
+            description="answers cut off at the token limit: keep them, mask them out of the loss, or penalize their reward"
+        ),
     ] = "keep"
     overlong_penalty: Annotated[
-        float, Meta(ge=0, description="what overlong=penalize takes from the reward of an answer that was cut off")
+        float, Meta(ge=0, description="amount that overlong=penalize subtracts from the reward of a cut-off answer")
     ] = 1.0
     zero_variance: Annotated[
         Literal["keep", "skip"],
-        Meta(description="groups whose rewards are all equal: keep their tokens in the loss's denominator, or skip"),
+        Meta(
+            description="groups whose rewards are all equal: keep their tokens in the loss's denominator, or skip them"
+        ),
     ] = "skip"

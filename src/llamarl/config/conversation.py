@@ -1,4 +1,4 @@
-"""`conversation`: several turns, and the tool that replies between them."""
+"""`conversation`: answers of several turns, and the tool that replies between them."""
 
 from __future__ import annotations
 
@@ -11,41 +11,55 @@ from llamarl.errors import ConfigError
 
 
 class ConversationConfig(Section, frozen=True):
-    """Several turns: what the model says goes to a tool, whose reply comes before its next; see docs/conversations.md."""
+    """Answers of several turns: a tool reads each turn and its reply precedes the next; see docs/conversations.md."""
 
     tool: Annotated[
         str,
         Meta(
             description="calculator, python (in the sandbox), command, or FILE.py:FUNCTION called as tool(said, turns); "
-            "empty: one turn, no tool"
+            "empty: one turn without a tool"
         ),
     ] = ""
     command: Annotated[
-        tuple[str, ...], Meta(description="command: its words; gets JSON on its input, replies on its output")
+        tuple[str, ...],
+        Meta(description="command: program and arguments; reads JSON from standard input, replies on standard output"),
     ] = ()
-    max_turns: Annotated[int, Meta(ge=2, le=1000, description="of the model; after the last no tool is asked")] = 4
+    max_turns: Annotated[
+        int, Meta(ge=2, le=1000, description="turns the model may take; the last one gets no reply")
+    ] = 4
     begin: Annotated[
-        str, Meta(description="calculator, python: a call stands behind this mark; empty: see docs/conversations.md")
+        str, Meta(description="calculator, python: marker before a call; empty: see docs/conversations.md")
     ] = ""
-    end: Annotated[str, Meta(description="calculator, python: and before this one; empty: it runs to the end")] = ""
-    reply: Annotated[str, Meta(description="how a reply is put, with {reply} in it, where the prompt is no chat")] = (
-        "{reply}"
+    end: Annotated[
+        str, Meta(description="calculator, python: marker after a call; empty: a call runs to the end of the turn")
+    ] = ""
+    reply: Annotated[
+        str, Meta(description="template of a tool's reply, with {reply} in it; not used for chat prompts")
+    ] = "{reply}"
+    role: Annotated[Literal["user", "tool"], Meta(description="chat: role of the message that carries a reply")] = (
+        "user"
     )
-    role: Annotated[Literal["user", "tool"], Meta(description="chat: whose message a reply is")] = "user"
-    max_reply_chars: Annotated[int, Meta(ge=1, description="a longer reply is cut, and says so")] = 2000
+    max_reply_chars: Annotated[
+        int, Meta(ge=1, description="longest reply, in characters; a longer one is cut and marked as cut")
+    ] = 2000
     judge: Annotated[
         Literal["last", "all"],
-        Meta(description="what is judged: the last turn, or all that was said, replies included"),
+        Meta(description="text that is scored: the last turn, or all turns with their replies"),
     ] = "last"
-    workers: Annotated[int, Meta(ge=1, le=256, description="processes that run tools, for each generator")] = 2
+    workers: Annotated[int, Meta(ge=1, le=256, description="processes that run tools, per generator")] = 2
     timeout_s: Annotated[
-        float, Meta(gt=0, le=3600, description="a tool that takes longer is killed; python: besides sandbox.wall_s")
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="time limit of one call, after which the tool is killed; python: in addition to sandbox.wall_s",
+        ),
     ] = 5.0
-    memory_mb: Annotated[int, Meta(ge=128, description="memory of one call, beyond what the tool itself loads")] = 512
-    retries: Annotated[int, Meta(ge=0, le=10, description="a call that failed is tried so often again")] = 1
+    memory_mb: Annotated[int, Meta(ge=128, description="memory for one call, beyond what the tool itself loads")] = 512
+    retries: Annotated[int, Meta(ge=0, le=10, description="retries of a failed call")] = 1
     max_failure_share: Annotated[
         float,
-        Meta(ge=0, le=1, description="of the last 1,000 calls; beyond it the job stops, since its tool is broken"),
+        Meta(ge=0, le=1, description="the job stops when more than this share of the last 1,000 calls failed"),
     ] = 0.1
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`engine`: where executors live."""
+"""`engine`: which processes and machines executors run on."""
 
 from __future__ import annotations
 
@@ -15,49 +15,51 @@ class HostConfig(Section, frozen=True):
     """One host of a cluster, on which `llamarl worker` listens."""
 
     address: Address
-    ranks: Annotated[int, Meta(ge=0)] = 0
-    roles: tuple[str, ...] = ()
+    ranks: Annotated[int, Meta(ge=0)] = 0  # 0: no limit
+    roles: tuple[str, ...] = ()  # empty: any role
 
 
 class EngineConfig(Section, frozen=True):
+    """Where executors run and how long the engine waits for them; see docs/engines.md."""
+
     kind: Annotated[
         Literal["local", "inline", "monarch"],
         Meta(
-            description="where executors live: each in a process of its own, or all in this one, in turn, or on several "
-            "machines"
+            description="where executors run: each in its own process, all in turn in this process, or on several machines"
         ),
     ] = "local"
     hosts: Annotated[
         tuple[Address | HostConfig, ...],
         Meta(
-            description="monarch: HOST:PORT of each worker, or {address, ranks, roles} with how many ranks there is room "
-            "for and which roles may live there; empty: all on this machine"
+            description="monarch: HOST:PORT of each worker, or {address, ranks, roles}: how many ranks it has room for "
+            "and which roles may run there; empty: this machine only"
         ),
     ] = ()
-    certs: Annotated[
-        str, Meta(description="monarch: this machine's folder of certificates, made by `llamarl certs`")
-    ] = ""
-    host_s: Annotated[float, Meta(gt=0, description="monarch: a host that is silent for so long is taken for lost")] = (
+    certs: Annotated[str, Meta(description="monarch: this machine's certificate folder, made by `llamarl certs`")] = ""
+    host_s: Annotated[float, Meta(gt=0, description="monarch: a host that is silent for this long counts as lost")] = (
         10.0
     )
-    start_s: Annotated[float, Meta(gt=0, description="an executor must be up within this time")] = 300.0
+    start_s: Annotated[float, Meta(gt=0, description="time within which an executor must have started")] = 300.0
     silence_s: Annotated[
-        float, Meta(gt=0, description="an executor with work to do that says nothing for so long is killed")
+        float, Meta(gt=0, description="an executor that has work but sends nothing for this long is killed")
     ] = 600.0
-    frame_s: Annotated[float, Meta(gt=0, description="local: a message must arrive whole within this time")] = 30.0
+    frame_s: Annotated[float, Meta(gt=0, description="local: time within which a message must arrive completely")] = (
+        30.0
+    )
     trusted_network: Annotated[
         str,
         Meta(
             pattern=r"^[\w.:-]*$",
-            description="interface over which weights may cross hosts, in the clear (gloo, NCCL); empty: they may not",
+            description="network interface over which weights may cross hosts unencrypted (gloo, NCCL); empty: not allowed",
         ),
     ] = ""
 
     @property
     def all_hosts(self) -> tuple[HostConfig, ...]:
+        """`hosts`, with each plain address turned into a `HostConfig`."""
         return tuple(HostConfig(address=host) if isinstance(host, str) else host for host in self.hosts)
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """Machines, each once: several workers may listen on one."""
+        """Names of the machines without duplicates; several workers may listen on one machine."""
         return tuple(dict.fromkeys(host.address.rpartition(":")[0] for host in self.all_hosts))

@@ -1,4 +1,4 @@
-"""`evaluate`: when held-out problems are asked."""
+"""`evaluate`: when and on which problems the policy is evaluated."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from llamarl.config.section import Section
 
 
 class EvaluateConfig(Section, frozen=True):
-    prompts: Annotated[int, Meta(ge=0, description="held-out problems answered greedily; 0 switches it off")] = 512
-    every: Annotated[int, Meta(ge=0, description="also evaluate every so many updates; 0: only before and after")] = 0
+    """How often the policy is evaluated, and on which problems."""
+
+    prompts: Annotated[int, Meta(ge=0, description="problems per evaluation, answered greedily; 0: no evaluation")] = (
+        512
+    )
+    every: Annotated[int, Meta(ge=0, description="updates between evaluations; 0: only before and after the run")] = 0
     split: Annotated[
         Literal["held_out", "test"],
-        Meta(description="problems that were held out by hash, or the fixed test problems of the task"),
+        Meta(description="which problems: those held out by hash, or the task's fixed test problems"),
     ] = "held_out"

@@ -1,4 +1,4 @@
-"""From YAML and `key=value` overrides to a Config, and back; every mistake becomes one line that says where and what."""
+"""Reads YAML and `key=value` overrides into a Config, and writes it back. Every mistake becomes a one-line error."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from llamarl.config.other_names import OTHER_NAMES
 from llamarl.config.renamed import new_name, with_new_names
 from llamarl.errors import ConfigError
 
-# A section written as one plain word sets its kind: `engine: inline` is `engine: {kind: inline}`.
+# A section given as a plain word sets its kind: `engine: inline` means `engine: {kind: inline}`.
 _SHORTHAND_KEY = "kind"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers (`1e-5` is one), and no key twice."""
+    """YAML loader with the numbers of YAML 1.2 (`1e-5` is a number) that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -41,10 +41,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that either YAML's own rules or ours would read back as something else."""
+    """YAML dumper that quotes every string that YAML's rules or ours would read back as another type."""
 
 
-# YAML 1.1 reads 1e-5 as text, and 010 and 1:30 as 8 and 90: here the first is a number, the others are text.
+# YAML 1.1 reads 1e-5 as a string, 010 as 8 and 1:30 as 90. Here the first is a number and the others are strings.
 _NUMBERS = {
     "tag:yaml.org,2002:int": re.compile(r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"),
     "tag:yaml.org,2002:float": re.compile(
@@ -64,7 +64,7 @@ COMMAND_LINE = "command line"
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The settings of a job: defaults, then the file, then the overrides."""
+    """Read the settings of a job: overrides take precedence over the file, and the file over the defaults."""
     written = read_settings(path) if path else {}
     raw = with_new_names(written)
     for override in overrides:
@@ -76,8 +76,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
 
 
 def _to_blame(error: ConfigError, path: Path | None, written: Mapping[str, Any], overrides: Sequence[str]) -> str:
-    """Where the mistake was made: on the command line if it is about a key that is set there, or if the file alone is right;
-    else in the file."""
+    """Source of an error, as a prefix of its message: the command line if the key is set there or if the file alone is
+    valid; otherwise the file."""
     wrong = str(error).partition(":")[0]
     for key in (override.partition("=")[0] for override in overrides):
         if wrong == key or wrong.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{wrong}."):
@@ -90,6 +90,7 @@ def _to_blame(error: ConfigError, path: Path | None, written: Mapping[str, Any],
 
 
 def parse_config(raw: Mapping[str, Any]) -> Config:
+    """Check settings and convert them to a Config. Raises ConfigError."""
     try:
         checked = _check(with_new_names(raw), Config, prefix="")
         return msgspec.convert(checked, Config)
@@ -98,7 +99,7 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
 
 
 def check_config(config: Config) -> Config:
-    """The same settings, checked as if they had been read from a file: constructors look at no limits."""
+    """The same settings, checked as if read from a file. Constructors alone do not check limits."""
     try:
         return parse_config(msgspec.to_builtins(config))
     except (TypeError, ValueError, OverflowError) as error:
@@ -106,12 +107,12 @@ def check_config(config: Config) -> Config:
 
 
 def config_to_yaml(config: Config) -> str:
-    """ASCII, since some of Unicode's line ends would not come back as they were."""
+    """The settings as YAML, in ASCII: some Unicode line breaks would not survive a round trip."""
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False)
 
 
 def describe(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(key, default, meaning) of every setting, in the order of the file."""
+    """Yield (key, default, meaning) of every setting, in the order of the fields."""
     hints, defaults = typing.get_type_hints(section, include_extras=True), section()
     for field in msgspec.structs.fields(section):
         hint, key = hints[field.name], prefix + field.name
@@ -130,7 +131,7 @@ def _meaning(hint: Any) -> str:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What a YAML file says, unchecked."""
+    """The content of a YAML file, unchecked."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -159,7 +160,7 @@ def _parse_yaml(text: str, source: str) -> Any:
         where = f"{source}:{mark.line + 1}" if mark else source
         raise ConfigError(f"{where}: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        # PyYAML lets whatever its constructors meet through: `!!bool maybe` is a KeyError.
+        # PyYAML does not wrap the errors of its constructors: `!!bool maybe` raises a KeyError.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{source}: not valid YAML: {reason}") from None
 
@@ -183,7 +184,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _check(raw: dict[str, Any], section: type[Section], prefix: str) -> dict[str, Any]:
-    """Refuse unknown keys by name and numbers that are none; expand shorthands."""
+    """Refuse unknown keys and non-finite numbers; expand shorthands."""
     hints = _hints(section)
     checked = {}
     for name, value in raw.items():
@@ -212,13 +213,13 @@ def _as_section(key: str, value: Any, section: type[Section]) -> dict[str, Any]:
 
 
 def setting_named(name: str) -> str:
-    """The key of this name, the only one that ends in it, or the one that another library calls so; else nothing."""
+    """The key with this name, the only key that ends in it, or our key for another library's name; else ""."""
     ending = [key for key in _known_keys() if name in (key, key.rpartition(".")[2])]
     return ending[0] if len(ending) == 1 else OTHER_NAMES.get(name.rpartition(".")[2].lower(), "")
 
 
 def _nearest(key: str) -> str:
-    """What was meant: the same name in another section or library, a near spelling beside it, a near spelling anywhere."""
+    """A hint at the intended key: the same name in another section or library, or else a similar spelling."""
     section, _, name = key.rpartition(".")
     siblings = {full.rpartition(".")[2]: full for full in _known_keys() if full.rpartition(".")[0] == section}
     found = [
@@ -232,8 +233,8 @@ def _nearest(key: str) -> str:
 
 
 def _explain(message: str, raw: Mapping[str, Any]) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.schedule.updates`" as "schedule.updates: expected int, got 'ten'"."""
-    reason, found, path = message.rpartition(" - at ")  # the last one: the text before may hold the user's own words
+    """Turn msgspec's "Expected `int`, got `str` - at `$.schedule.updates`" into "schedule.updates: expected int, ..."."""
+    reason, found, path = message.rpartition(" - at ")  # the last match: the text before it may quote the user
     if not found:
         reason, path = message, ""
     key = path.strip("`").removeprefix("$.") or "config"

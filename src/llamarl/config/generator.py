@@ -1,4 +1,4 @@
-"""The section `generator`: how answers are sampled, and on which devices."""
+"""`generator`: how answers are sampled, and on which devices."""
 
 from __future__ import annotations
 
@@ -11,48 +11,52 @@ from llamarl.types import Sampling
 
 
 class GeneratorConfig(Section, frozen=True):
-    replicas: Annotated[int, Meta(ge=1, description="copies of the policy that generate side by side")] = 1
-    tensor: Annotated[
-        int, Meta(ge=1, description="ranks of one replica, which share every product (tensor parallel)")
-    ] = 1
+    """How answers are sampled, and the precision, parallelism and memory of the generator; see docs/generator.md."""
+
+    replicas: Annotated[int, Meta(ge=1, description="copies of the policy that generate in parallel")] = 1
+    tensor: Annotated[int, Meta(ge=1, description="ranks of one replica (tensor parallel)")] = 1
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
-            description="of weights and KV cache; auto: bfloat16 on a GPU, float32 elsewhere; float16: see trainer.dtype"
+            description="precision of weights and KV cache; auto: bfloat16 on a GPU, float32 elsewhere; float16: see "
+            "trainer.dtype"
         ),
     ] = "auto"
     quantize: Annotated[
         Literal["none", "fp8", "int8"],
         Meta(
-            description="narrow copies of the blocks' matrices, made of each new version; fp8 also narrows their inputs"
+            description="quantization of the blocks' weight matrices, repeated for each version; fp8 also quantizes "
+            "their inputs"
         ),
     ] = "none"
     kv_cache: Annotated[
-        Literal["auto", "fp8"], Meta(description="precision of keys and values; auto: that of dtype")
+        Literal["auto", "fp8"], Meta(description="precision of keys and values; auto: the same as dtype")
     ] = "auto"
-    slots: Annotated[int, Meta(ge=1, description="completions decoded at once by one replica")] = 768
-    max_prompt_tokens: Annotated[int, Meta(ge=1, description="a longer prompt is dropped, with the reason")] = 32
+    slots: Annotated[int, Meta(ge=1, description="completions that one replica decodes at once")] = 768
+    max_prompt_tokens: Annotated[
+        int, Meta(ge=1, description="longest prompt, in tokens; the group of a longer one is dropped, with the reason")
+    ] = 32
     max_new_tokens: Annotated[int, Meta(ge=1, description="longest completion, in tokens")] = 8
     temperature: Annotated[
-        float, Meta(ge=0.01, le=10, description="of the sampling; also divides the trainer's logits")
+        float, Meta(ge=0.01, le=10, description="sampling temperature; also divides the trainer's logits")
     ] = 1.0
-    top_k: Annotated[int, Meta(ge=0, description="sample from the k likeliest tokens only; 0: from all")] = 0
+    top_k: Annotated[int, Meta(ge=0, description="sample only from the k most likely tokens; 0: from all")] = 0
     top_p: Annotated[
-        float, Meta(gt=0, le=1, description="sample from the fewest likeliest tokens that make up this probability")
+        float, Meta(gt=0, le=1, description="sample from the fewest tokens that together have this probability")
     ] = 1.0
     min_p: Annotated[
-        float, Meta(ge=0, lt=1, description="leave out tokens less likely than this share of the likeliest")
+        float, Meta(ge=0, lt=1, description="exclude tokens below this share of the most likely token's probability")
     ] = 0.0
     page_tokens: Annotated[int, Meta(ge=1, description="tokens in one page of the KV cache")] = 16
     kv_pages: Annotated[
-        int, Meta(ge=0, description="pages of the KV cache; 0: enough for all slots, as far as a GPU's memory goes")
+        int, Meta(ge=0, description="pages in the KV cache; 0: enough for all slots, as far as GPU memory allows")
     ] = 0
     kv_on_new_weights: Annotated[
         Literal["keep", "recompute"],
-        Meta(description="keys and values of answers under way when weights change: keep them, or compute them anew"),
+        Meta(description="keys and values of unfinished answers when the weights change: keep or recompute them"),
     ] = "keep"
     burst: Annotated[
-        int, Meta(ge=0, description="decode steps between two looks at the results; 0: 1 on a CPU, 8 on a GPU")
+        int, Meta(ge=0, description="decode steps between two checks of the results; 0: 1 on a CPU, 8 on a GPU")
     ] = 0
     device: Device = "auto"
     threads: Threads = 0

@@ -1,4 +1,4 @@
-"""All settings of a job in one, and what one section may not ask of another."""
+"""All settings of a job, and the rules between sections."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ from llamarl.errors import ConfigError
 from llamarl.types import Sampling
 
 SHIPPED_MODEL = "tiny"
-# Scorers that give an answer 1 or 0; any other (a format, a length, a judge, one's own) has rewards that are no accuracy.
+# Scorers that return 1 or 0. The mean of any other (format, length, judge, user code) is not an accuracy.
 RIGHT_OR_WRONG = frozenset(["auto", "exact", "numeric", "choice", "regex", "math", "code"])
 
 
 class Config(Section, frozen=True):
-    seed: Annotated[int, Meta(ge=0, le=2**62, description="of prompts, sampling and everything else")] = 0
+    """All settings of a job: one field per section of the YAML file."""
+
+    seed: Annotated[int, Meta(ge=0, le=2**62, description="seed of the prompts, the sampling and everything else")] = 0
     placement: Annotated[
         Literal["split", "colocated"],
-        Meta(description="executors run side by side, or share all devices and take turns (needs max_staleness=0)"),
+        Meta(description="executors run in parallel, or share all devices and take turns (needs max_staleness=0)"),
     ] = "split"
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
@@ -77,7 +79,7 @@ class Config(Section, frozen=True):
 
     @property
     def score_name(self) -> str:
-        """What the mean over an evaluation's answers is: an accuracy only where each is right or wrong."""
+        """Name of an evaluation's mean score: "accuracy" if every answer is right or wrong, else "mean reward"."""
         scorer, graded = self.reward.scorer, bool(self.reward.combine or self.reward_model.path)
         programs = scorer == "code" or (scorer == "auto" and self.task.kind == "code")
         graded = graded or (programs and self.reward.tests == "share")
@@ -85,7 +87,7 @@ class Config(Section, frozen=True):
 
     @property
     def num_parked(self) -> int:
-        """Conversations that may wait for a reply in each generator while others use the slots."""
+        """Conversations per generator that may wait for a tool's reply while others use the slots."""
         return self.generator.slots if self.conversation.tool else 0
 
     @property
@@ -103,7 +105,7 @@ class Config(Section, frozen=True):
 
 
 def model_folder(path: str) -> Path:
-    """Where the model is that a setting or an argument names."""
+    """Folder of the model that a setting or an argument names."""
     return Path(__file__).parents[1] / "assets" / path if path == SHIPPED_MODEL else Path(path).expanduser()
 
 

@@ -1,4 +1,4 @@
-"""`observe`: what is recorded besides the run folder."""
+"""`observe`: optional records of a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from llamarl.config.section import Section
 
 
 class ObserveConfig(Section, frozen=True):
+    """Records in the run folder that can be switched on or limited."""
+
     tensorboard: Annotated[bool, Meta(description="also write metrics for TensorBoard into the run folder")] = False
     events_mb: Annotated[
         int,
         Meta(
             ge=0,
-            description="size of the controller's event log (some 25 bytes a group), beyond which it is not written on; "
-            "0: none",
+            description="size limit of the controller's event log (about 25 bytes per group); 0: no event log",
         ),
     ] = 1024

@@ -1,4 +1,4 @@
-"""What other libraries (TRL, verl, OpenRLHF, transformers) call the settings, so that a habit leads to the right key."""
+"""Names that other libraries (TRL, verl, OpenRLHF, transformers) use for our settings, for "did you mean" hints."""
 
 from __future__ import annotations
 

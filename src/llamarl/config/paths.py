@@ -1,4 +1,4 @@
-"""Settings that name files, made absolute: a run folder must mean the same wherever it is resumed from."""
+"""Makes the paths in settings absolute, so that a run can be resumed from any working directory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _FUNCTIONS = (("reward", "scorer"), ("algo", "loss"), ("conversation", "tool"))
 
 
 def with_absolute_paths(config: Config) -> Config:
+    """The same settings with every relative path made absolute."""
     raw = msgspec.to_builtins(config)
     for section, name in _MODELS:
         if raw[section][name] != SHIPPED_MODEL:

@@ -1,4 +1,4 @@
-"""`reference`: a fixed policy that the trained one may not leave too far behind."""
+"""`reference`: the fixed policy that a KL term keeps the trained one close to."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from llamarl.config.section import Device, Section, Threads
 
 
 class ReferenceConfig(Section, frozen=True):
-    """The policy that `algo.reference_kl` holds the trained one against."""
+    """The fixed policy of the KL term `algo.reference_kl`, and where it runs."""
 
-    model: Annotated[str, Meta(description="its model folder; empty: the one training starts from")] = ""
+    model: Annotated[str, Meta(description="model folder of the reference; empty: the one training starts from")] = ""
     place: Annotated[
         Literal["own", "trainer"],
-        Meta(description="on ranks of its own, or on the trainer's, its weights in host memory between uses"),
+        Meta(description="on its own ranks, or on the trainer's, with its weights in host memory between uses"),
     ] = "own"
-    data: Annotated[int, Meta(ge=1, description="place=own: ranks that share an update's tokens and the weights")] = 1
-    tensor: Annotated[int, Meta(ge=1, description="place=own: ranks that share every product")] = 1
+    data: Annotated[int, Meta(ge=1, description="place=own: data-parallel ranks (FSDP)")] = 1
+    tensor: Annotated[int, Meta(ge=1, description="place=own: tensor-parallel ranks")] = 1
     device: Device = "auto"
     threads: Threads = 0
 

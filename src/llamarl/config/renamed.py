@@ -1,4 +1,4 @@
-"""Keys and values that had another spelling in the last release: still read for one release, and said once."""
+"""Keys and values renamed since the last release. The old spelling is read for one more release, with a notice."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ VALUES = {("algo.overlong", "penalise"): "penalize"}
 
 
 def new_name(key: str) -> str:
+    """Today's name of a key; prints a notice if the key was renamed."""
     if key in KEYS:
         _tell(f"{key} is now {KEYS[key]}; the old name is read for one more release")
     return KEYS.get(key, key)
 
 
 def with_new_names(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings in today's spelling. A setting given under both names keeps both, and is refused as unknown later."""
+    """The same settings in today's spelling. A setting given under both names keeps both; the old one is then unknown."""
     renamed = {section: dict(found) if isinstance(found, dict) else found for section, found in raw.items()}
     for old, new in KEYS.items():
         (section, old_key), (_, new_key) = old.split("."), new.split(".")
@@ -35,6 +36,6 @@ def with_new_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-@functools.cache  # once, however often the settings are read
+@functools.cache  # prints each line once, however often the settings are read
 def _tell(line: str) -> None:
     print(line, file=sys.stderr)

@@ -12,19 +12,21 @@ from llamarl.errors import ConfigError
 
 
 class RewardConfig(Section, frozen=True):
+    """The scorer of answers, its options and its limits; see docs/tasks.md."""
+
     scorer: Annotated[
         str,
         Meta(
-            description="auto (what suits the task), exact, numeric, choice, regex, math, format, length, code, llm_judge, "
-            "none (0 for everything), or FILE.py:FUNCTION called as score(completion, answer, prompt), or with the columns "
-            "that its parameters name, or with all completions of a prompt; it may be async; see docs/tasks.md"
+            description="auto (suits the task), exact, numeric, choice, regex, math, format, length, code, llm_judge, none "
+            "(always 0), or FILE.py:FUNCTION called as score(completion, answer, prompt), with the columns its parameters "
+            "name, or with all completions of a prompt; it may be async; see docs/tasks.md"
         ),
     ] = "auto"
     trusted: Annotated[
         bool,
         Meta(
-            description="FILE.py: run it in the reward's own process, which is much faster, without limits of time and "
-            "memory and without a process for every answer; an async one is still cancelled after timeout_s"
+            description="FILE.py: run it in the reward's own process: much faster, but without time and memory limits or a "
+            "process per answer; an async scorer is still canceled after timeout_s"
         ),
     ] = False
     concurrency: Annotated[
@@ -32,44 +34,49 @@ class RewardConfig(Section, frozen=True):
         Meta(
             ge=1,
             le=4096,
-            description="FILE.py, async: answers under way at once, in each worker; with trusted, in all",
+            description="FILE.py, async: answers scored at the same time, per worker; in total with trusted",
         ),
     ] = 64
     combine: Annotated[
-        dict[str, float], Meta(description="several scorers and their weights, summed, instead of one: {math: 1, ...}")
+        dict[str, float], Meta(description="weighted sum of several scorers instead of one: {math: 1, ...}")
     ] = field(default_factory=dict)
     answer_from: Annotated[
         Literal["auto", "whole", "boxed", "hashes", "last_number"],
         Meta(
-            description="numeric, math: the final answer is the whole text, in \\boxed{}, after ####, the last number"
+            description="numeric, math: the final answer is the whole text, in \\boxed{}, after ####, or the last number"
         ),
     ] = "auto"
     pattern: Annotated[
-        str, Meta(description="regex: must be found; where it has a group, its last match must be the answer")
+        str, Meta(description="regex: pattern to be found; if it has a group, the last match must equal the answer")
     ] = ""
     format: Annotated[
         Literal["boxed", "hashes", "think"],
-        Meta(description="format: one \\boxed{}, a last line with ####, or <think>...</think> before the answer"),
+        Meta(description="format: required form: one \\boxed{}, a last line with ####, or <think>...</think> first"),
     ] = "boxed"
     max_chars: Annotated[
-        int, Meta(ge=2, description="length: 1 for up to half as many characters, falling to 0 at this many")
+        int, Meta(ge=2, description="length: characters at which the score is 0; up to half as many score 1")
     ] = 4000
     tests: Annotated[
-        Literal["all", "share"], Meta(description="code: 1 for passing all tests, or the share of tests passed")
+        Literal["all", "share"], Meta(description="code: score 1 if all tests pass, or the share of passed tests")
     ] = "all"
     workers: Annotated[
-        int, Meta(ge=1, le=256, description="processes for scorers that can hang or are foreign (math, code, FILE.py)")
+        int,
+        Meta(ge=1, le=256, description="processes for scorers that may hang or are user code (math, code, FILE.py)"),
     ] = 2
-    timeout_s: Annotated[float, Meta(gt=0, description="a worker that takes longer over one answer is killed")] = 2.0
+    timeout_s: Annotated[
+        float, Meta(gt=0, description="time limit for one answer, after which the worker is killed")
+    ] = 2.0
     memory_mb: Annotated[
-        int, Meta(ge=128, description="memory for judging one answer; FILE.py: beyond what the file itself loads")
+        int, Meta(ge=128, description="memory for scoring one answer; FILE.py: beyond what the file itself loads")
     ] = 512
-    retries: Annotated[
-        int, Meta(ge=0, le=10, description="an answer that could not be judged is tried so often again")
-    ] = 1
+    retries: Annotated[int, Meta(ge=0, le=10, description="retries for an answer whose scoring failed")] = 1
     max_failure_share: Annotated[
         float,
-        Meta(ge=0, le=1, description="of the last 1,000 answers; beyond it the job stops, since its scorer is broken"),
+        Meta(
+            ge=0,
+            le=1,
+            description="the job stops when more than this share of the last 1,000 answers could not be scored",
+        ),
     ] = 0.1
 
     def __post_init__(self) -> None:

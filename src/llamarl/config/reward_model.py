@@ -1,4 +1,4 @@
-"""`reward_model`: a model on the line that adds its score."""
+"""`reward_model`: a model whose score is added to the reward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from llamarl.errors import ConfigError
 
 
 class RewardModelConfig(Section, frozen=True):
-    """A model on the line behind the scorer, whose score is added to the reward."""
+    """A model that runs after the scorer and whose score is added to the reward."""
 
     path: Annotated[
-        str, Meta(description="its Hugging Face sequence-classification folder (one label); empty: no such role")
+        str, Meta(description="Hugging Face folder of a sequence classifier with one label; empty: no reward model")
     ] = ""
     weight: Annotated[
-        float, Meta(description="of its score in the reward; set reward.scorer=none to have it alone")
+        float, Meta(description="weight of its score in the reward; reward.scorer=none leaves it as the only score")
     ] = 1.0
-    squash: Annotated[bool, Meta(description="its score through a sigmoid, so that it lies between 0 and 1")] = False
+    squash: Annotated[bool, Meta(description="pass the score through a sigmoid, so that it lies in (0, 1)")] = False
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Meta(description="auto: bfloat16 on a GPU, float32 elsewhere")
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="precision of its weights; auto: bfloat16 on a GPU, float32 elsewhere"),
     ] = "auto"
     device: Device = "auto"
     threads: Threads = 0

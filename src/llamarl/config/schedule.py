@@ -11,27 +11,27 @@ from llamarl.errors import ConfigError
 
 
 class ScheduleConfig(Section, frozen=True):
-    updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next version of the policy")] = 180
+    """Length of the run, size of a batch, staleness, and when to give up; see docs/architecture.md."""
+
+    updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next policy version")] = 180
     groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 96
     samples_per_group: Annotated[int, Meta(ge=2, description="n: completions per prompt")] = 8
     max_staleness: Annotated[
         int,
-        Meta(ge=0, description="S: versions a trained group may lag behind (window=1); 0 is synchronous and on-policy"),
+        Meta(ge=0, description="S: versions a trained group may lag behind (window=1); 0: synchronous and on-policy"),
     ] = 1
     window: Annotated[
-        int, Meta(ge=1, description="W: at most W-1 younger groups may be trained before the oldest; 1 keeps order")
+        int, Meta(ge=1, description="W: at most W-1 younger groups may be trained before the oldest; 1: in order")
     ] = 1
     deterministic: Annotated[
         bool,
-        Meta(
-            description="asynchronous, yet the same seed gives the same bytes: batch u is sampled by version u - S alone"
-        ),
+        Meta(description="same seed, same bytes, also when asynchronous: batch u is sampled by version u - S only"),
     ] = False
     max_restarts: Annotated[
-        int, Meta(ge=0, description="restarts of one executor in a row, without any work done, before the job stops")
+        int, Meta(ge=0, description="consecutive restarts of one executor without any work done before the job stops")
     ] = 3
     max_attempts: Annotated[
-        int, Meta(ge=1, description="a group whose executor died this often while holding it is dropped")
+        int, Meta(ge=1, description="executor deaths while working on a group before that group is dropped")
     ] = 3
     probe_every: Annotated[
         int,
@@ -41,7 +41,7 @@ class ScheduleConfig(Section, frozen=True):
         ),
     ] = 50
     max_skipped: Annotated[
-        int, Meta(ge=1, description="updates in a row whose loss or gradient is no number, before the job stops")
+        int, Meta(ge=1, description="consecutive updates with a non-finite loss or gradient before the job stops")
     ] = 5
 
     def __post_init__(self) -> None:
@@ -70,10 +70,10 @@ class ScheduleConfig(Section, frozen=True):
         return (self.max_staleness + 1) * self.groups_per_update
 
     def sampling_version(self, ordinal: int) -> int:
-        """Deterministic mode: the one version that samples this group."""
+        """Version that samples this group in deterministic mode."""
         return max(0, ordinal // self.groups_per_update - self.max_staleness)
 
     @property
     def staleness_bound(self) -> int:
-        """No token is ever trained on by a version further from the one that sampled its group's first token."""
+        """Largest possible distance between the version being trained and the one that sampled a group's first token."""
         return (self.num_places + self.window - 2) // self.groups_per_update

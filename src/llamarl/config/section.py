@@ -1,4 +1,4 @@
-"""What every section of the settings is made of, and the kinds of value that several have."""
+"""Base class of all config sections, and value types that several sections share."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")]
-Threads = Annotated[int, Meta(ge=0, description="CPU threads of each process; 0: one for each core")]
+Threads = Annotated[int, Meta(ge=0, description="CPU threads per process; 0: one per core")]

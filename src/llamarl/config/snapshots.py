@@ -10,12 +10,14 @@ from llamarl.config.section import Section
 
 
 class SnapshotsConfig(Section, frozen=True):
-    every: Annotated[int, Meta(ge=0, description="updates between snapshots; 0: only one at the end")] = 25
-    keep: Annotated[int, Meta(ge=1, description="newest snapshots that are kept")] = 2
+    """When the state of training is saved, and how many snapshots are kept; see docs/durability.md."""
+
+    every: Annotated[int, Meta(ge=0, description="updates between snapshots; 0: only at the end")] = 25
+    keep: Annotated[int, Meta(ge=1, description="number of newest snapshots to keep")] = 2
     at_end: Annotated[
         Literal["whole", "policy", "none"],
         Meta(
-            description="when all updates are made: a whole snapshot; the policy alone, in the model folder's precision, for "
-            "runs that nobody will resume; or none"
+            description="after the last update, save a whole snapshot; only the policy, in the model folder's precision, "
+            "if the run will not be resumed; or nothing"
         ),
     ] = "whole"

@@ -11,37 +11,37 @@ from llamarl.errors import ConfigError
 
 
 class DatasetConfig(Section, frozen=True):
-    """Where problems come from, and how a problem becomes a prompt."""
+    """One source of problems, and how a problem becomes a prompt."""
 
     kind: Annotated[
         Literal["arithmetic", "gsm8k", "math", "svamp", "jsonl", "code", "mixture", "given"],
-        Meta(description="where prompts come from; given: from Python, by Job(config, task=...)"),
+        Meta(description="source of the prompts; given: from Python, by Job(config, task=...)"),
     ] = "arithmetic"
-    path: Annotated[str, Meta(description="data file, or folder with train.jsonl; nothing is ever downloaded")] = ""
+    path: Annotated[str, Meta(description="data file, or folder with train.jsonl; nothing is downloaded")] = ""
     test_path: Annotated[
-        str, Meta(description="file of the fixed test problems; empty: test.jsonl beside the training file, if any")
+        str, Meta(description="file of the fixed test problems; empty: test.jsonl next to the training file, if any")
     ] = ""
-    max_operand: Annotated[int, Meta(ge=9, le=999, description="arithmetic: operands run from 0 to this")] = 99
+    max_operand: Annotated[int, Meta(ge=9, le=999, description="arithmetic: largest operand")] = 99
     held_out: Annotated[
-        float, Meta(gt=0, lt=1, description="share of the problems kept for evaluation, chosen by hash")
+        float, Meta(gt=0, lt=1, description="share of the problems held out for evaluation, chosen by hash")
     ] = 0.1
     prompt_field: Annotated[
-        str, Meta(min_length=1, description="jsonl: field with the prompt, a text or a list of {role, content}")
+        str, Meta(min_length=1, description="jsonl: field with the prompt, a string or a list of {role, content}")
     ] = "prompt"
     answer_field: Annotated[str, Meta(min_length=1, description="jsonl: field with the answer")] = "answer"
     solution_field: Annotated[
         str, Meta(description="jsonl: field with a worked solution, shown in few-shot examples; empty: the answer")
     ] = ""
     template: Annotated[
-        str, Meta(description="the prompt, with {prompt} where the problem goes; empty: what suits the kind")
+        str, Meta(description="template of a prompt, with {prompt} in place of the problem; empty: suits the kind")
     ] = ""
     few_shot: Annotated[int, Meta(ge=0, le=64, description="solved examples before each problem")] = 0
 
 
 class MixturePart(DatasetConfig, frozen=True):
-    """One component of a mixture."""
+    """One component of a mixture of datasets."""
 
-    weight: Annotated[float, Meta(gt=0, description="share of the prompts, relative to the other parts'")] = 1.0
+    weight: Annotated[float, Meta(gt=0, description="share of the prompts, relative to the other parts")] = 1.0
 
     def __post_init__(self) -> None:
         if self.kind == "mixture":
@@ -52,10 +52,12 @@ class MixturePart(DatasetConfig, frozen=True):
 
 
 class TaskConfig(DatasetConfig, frozen=True):
-    chat: Annotated[bool, Meta(description="prompts are user messages in the model's chat template")] = False
+    """The dataset of a job, or a mixture of several; see docs/tasks.md."""
+
+    chat: Annotated[bool, Meta(description="send prompts as user messages in the model's chat template")] = False
     system: Annotated[str, Meta(description="chat: the system message; empty: none")] = ""
     parts: Annotated[
-        tuple[MixturePart, ...], Meta(description="mixture: its components, each with kind, weight, path and so on")
+        tuple[MixturePart, ...], Meta(description="mixture: its datasets, each with kind, weight, path and so on")
     ] = ()
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`trainer`: how an update is computed, and on what."""
+"""`trainer`: how an update is computed, and on which devices."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from llamarl.errors import ConfigError
 
 
 class TrainerConfig(Section, frozen=True):
+    """The optimizer, and the precision, parallelism and memory of an update; see docs/trainer.md."""
+
     lr: Annotated[float, Meta(gt=0, le=1, description="AdamW's learning rate")] = 8e-5
     warmup_updates: Annotated[int, Meta(ge=0, description="updates over which lr rises linearly from 0")] = 10
     final_lr_share: Annotated[
-        float, Meta(ge=0, le=1, description="after the warm-up lr falls linearly to this share of itself")
+        float, Meta(ge=0, le=1, description="share of lr to which it falls linearly after the warm-up")
     ] = 0.1
-    betas: Annotated[tuple[float, float], Meta(description="AdamW's averaging factors, each in [0, 1)")] = (0.9, 0.95)
-    weight_decay: Annotated[float, Meta(ge=0, description="AdamW's, on matrices only")] = 0.0
-    max_grad_norm: Annotated[float, Meta(gt=0, description="gradients are scaled down to this norm")] = 1.0
-    data: Annotated[int, Meta(ge=1, description="ranks that share an update's tokens and the weights (FSDP)")] = 1
-    tensor: Annotated[
-        int, Meta(ge=1, description="ranks that share every product (tensor parallel); data * tensor processes in all")
-    ] = 1
+    betas: Annotated[tuple[float, float], Meta(description="AdamW's betas, each in [0, 1)")] = (0.9, 0.95)
+    weight_decay: Annotated[float, Meta(ge=0, description="AdamW's weight decay, applied to matrices only")] = 0.0
+    max_grad_norm: Annotated[float, Meta(gt=0, description="norm to which larger gradients are clipped")] = 1.0
+    data: Annotated[int, Meta(ge=1, description="data-parallel ranks, which also shard the weights (FSDP)")] = 1
+    tensor: Annotated[int, Meta(ge=1, description="tensor-parallel ranks; there are data * tensor processes")] = 1
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
-            description="of the passes; master weights and moments are float32; auto: bfloat16 on a GPU; float16: forward "
-            "products take float16, all else is as with bfloat16, and a float16 generator's log-probs are nearer"
+            description="precision of the passes; master weights and moments are float32; auto: bfloat16 on a GPU; float16: "
+            "float16 forward products and otherwise bfloat16, closer to the log-probs of a float16 generator"
         ),
     ] = "auto"
     tokens_per_pack: Annotated[
-        int, Meta(ge=16, description="most tokens of one forward and backward pass; a longer sequence goes alone")
+        int, Meta(ge=16, description="most tokens in one forward and backward pass; a longer sequence goes alone")
     ] = 16_384
     recompute: Annotated[
         Literal["none", "selective", "full"],
-        Meta(description="activations made again in the backward pass: none, those of the MLPs, or of whole blocks"),
+        Meta(description="activations recomputed in the backward pass: none, those of the MLPs, or whole blocks"),
     ] = "none"
     compile: Annotated[
         Literal["auto", "on", "off"], Meta(description="compile the blocks with torch.compile; auto: on a GPU")
     ] = "auto"
     offload: Annotated[
-        bool, Meta(description="keep the optimizer's state in host memory between updates (for large models)")
+        bool, Meta(description="keep the optimizer state in host memory between updates (for large models)")
     ] = False
     device: Device = "auto"
     threads: Threads = 0

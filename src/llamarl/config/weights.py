@@ -1,4 +1,4 @@
-"""`weights`: how weights reach those that read them."""
+"""`weights`: how published weights reach the generators."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from llamarl.config.section import Section
 
 
 class WeightsConfig(Section, frozen=True):
+    """Where weight slots are, and how long a reader may hold one; see docs/weights.md."""
+
     lease_s: Annotated[
-        float, Meta(gt=0, description="a reader that holds a weight slot longer than this is declared dead")
+        float, Meta(gt=0, description="longest time a reader may hold a weight slot before it is killed")
     ] = 30.0
     transport: Annotated[
         Literal["auto", "memfd", "cuda"],
         Meta(
-            description="slots in host memory (memfd) or device memory (cuda: fast, takes twice a rank's weights); auto: "
-            "device memory if all sit on GPUs that reach each other"
+            description="weight slots in host memory (memfd) or device memory (cuda: fast, needs twice a rank's weights); "
+            "auto: device memory if all ranks are on GPUs that can reach each other"
         ),
     ] = "auto"

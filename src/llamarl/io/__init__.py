@@ -1,1 +1,1 @@
-"""Bytes on disk and between processes: files that only grow, checksummed records, framed messages. No torch here."""
+"""Bytes on disk and between processes: append-only files, checksummed records, framed messages. Nothing imports torch."""

@@ -1,7 +1,7 @@
-"""A file that only grows, and is never torn by a write that fails halfway.
+"""An append-only file that a failed write never leaves with a partial record.
 
-Every record of a run is written through here: a disk that is full for a moment, or takes only half of a row, leaves the
-file as it was before that row. A power cut can still tear the end; whoever reads a file knows how to recognize that.
+All records of a run are written through it. If the disk is full, or takes only half of a row, the file stays as it was before
+that row. A power cut can still truncate the end; readers recognize that.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import msgspec
 
 
 class AppendFile:
-    """Bytes added to the end of `path`.
+    """Appends bytes to the end of `path`.
 
-    Without a buffer, what was appended survives the death of this process; `sync` makes it survive that of the machine.
-    What a failed write could not store stays in memory, and is tried again by the next `append`, `flush`, `sync` or `close`.
+    Without a buffer, appended bytes survive the death of this process; after `sync`, also a crash of the machine.
+    Bytes of a failed write stay in memory, and the next `append`, `flush`, `sync` or `close` tries again.
     """
 
     def __init__(self, path: Path, *, buffer_bytes: int = 0, exclusive: bool = False) -> None:
@@ -29,7 +29,7 @@ class AppendFile:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file with everything that was appended."""
+        """Size of the file, including bytes that are not yet written."""
         return self._stored_bytes + len(self._pending)
 
     def append(self, data: bytes) -> None:
@@ -41,7 +41,7 @@ class AppendFile:
         self.append(msgspec.json.encode(value) + b"\n")
 
     def flush(self) -> None:
-        """Hand all bytes to the operating system: all of them, or none and OSError."""
+        """Write all pending bytes to the operating system, or none of them and raise OSError."""
         data, written = bytes(self._pending), 0
         try:
             while written < len(data):
@@ -54,6 +54,7 @@ class AppendFile:
         self._pending.clear()
 
     def sync(self) -> None:
+        """Write all bytes to disk."""
         self.flush()
         os.fsync(self._file.fileno())
 

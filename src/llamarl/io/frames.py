@@ -1,6 +1,6 @@
 """Messages on a byte stream: a fixed header (magic, checksum, length), then MessagePack. Anything else ends the stream.
 
-Whatever two of our processes say to each other over a pipe or a socket pair is said in these frames.
+All messages between our processes over a pipe or a socket pair are sent in these frames.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_FRAME_BYTES = 1 << 30
 
 
 class BadFrame(Exception):
-    """The peer does not speak our protocol, or was cut off in the middle of a word."""
+    """The peer sent bytes that are not a valid frame."""
 
 
 def encode_frame(payload: bytes) -> bytes:
@@ -23,7 +23,7 @@ def encode_frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream into payloads. Never holds more than one frame's bytes, and says since when one is incomplete."""
+    """Splits a stream into payloads. `incomplete_since_s` is the time since when a frame has been incomplete."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -31,6 +31,7 @@ class FrameReader:
         self.incomplete_since_s: float | None = None
 
     def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes from the stream; returns the payloads that are now complete. Raises BadFrame."""
         self._buffer += data
         payloads = []
         while (payload := self._next()) is not None:

@@ -1,8 +1,8 @@
-"""Append-only records on disk, in segments: what the ledger and the GroupStore are made of.
+"""A log of records on disk, in append-only segment files. The ledger and the GroupStore are such logs.
 
-A record is a header (length, checksum, and a checksum of these two) and its bytes. A crash can only tear the end of the
-segment that was being written; after a restart a new segment is begun, so that nothing is ever written behind a torn end.
-Damage anywhere else is an error that names the place.
+A record is a header (length, checksum, and a checksum of these two) and its bytes. A crash can only truncate the end of the
+segment being written. A restart begins a new segment, so that nothing is ever written after a truncated end. Damage anywhere
+else is an error that names the place.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from llamarl.failpoints import failpoint
 from llamarl.io.append_file import AppendFile
 
 _FACTS = struct.Struct("<II")  # length, crc32 of the record
-_HEADER = struct.Struct("<III")  # the same, and the crc32 of these eight bytes
+_HEADER = struct.Struct("<III")  # length, crc32 of the record, crc32 of these eight bytes
 MAX_SEGMENT_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 16
 
 
 class SegmentWriter:
-    """Appends to the newest segment of a folder; begins another when it is full."""
+    """Appends records to the newest segment of a folder, and begins another when it is full."""
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ class SegmentWriter:
         self._file: AppendFile | None = None
 
     def append(self, record: bytes) -> int:
-        """Returns the number of the segment that holds the record. It is safe after the next `sync`."""
+        """Append a record, which is safe after the next `sync`. Returns the number of its segment."""
         if self._file is None or self._file.num_bytes >= self._max_bytes:
             self.begin_segment()
         assert self._file is not None
@@ -50,7 +50,7 @@ class SegmentWriter:
             self._file.sync()
 
     def remove(self, number: int) -> None:
-        """Forget a whole segment; the one being written is left alone."""
+        """Delete a segment, unless it is the one being written."""
         if number != self.number:
             failpoint("segment.remove")
             (self._folder / f"{number:08}").unlink(missing_ok=True)
@@ -61,7 +61,7 @@ class SegmentWriter:
             file.close()
 
     def begin_segment(self) -> None:
-        """Close the segment being written, if any, and begin the next."""
+        """Close the current segment, if any, and begin the next."""
         self.close()
         self.number += 1
         failpoint("segment.begin")
@@ -70,12 +70,13 @@ class SegmentWriter:
 
 
 def segment_files(folder: Path) -> list[Path]:
+    """The segments of a folder, oldest first; empty if there is no such folder."""
     return sorted(path for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
 
 
 def read_records(folder: Path, on_damage: Callable[[str], None] | None = None) -> Iterator[tuple[int, bytes]]:
-    """(segment, record) of everything that is whole, in the order it was written. Damage is an InputError; or, for records
-    that can be done without, `on_damage` is told, and what can still be read follows."""
+    """Yield (segment, record) of every complete record, in the order of writing. Damage raises InputError; with `on_damage`,
+    that is called instead, and reading continues where possible."""
     for path in segment_files(folder):
         try:
             data = path.read_bytes()
@@ -95,23 +96,23 @@ def _records(path: Path, data: bytes, on_damage: Callable[[str], None]) -> Itera
         length, checksum, header_checksum = _HEADER.unpack_from(data, at)
         start, end = at + _HEADER.size, at + _HEADER.size + length
         if zlib.crc32(data[at : at + _FACTS.size]) != header_checksum:
-            if any(data[at:]):  # else torn: the file had grown, but nothing was in it yet
+            if any(data[at:]):  # otherwise truncated: the file had grown, but held no bytes yet
                 on_damage(f"{path}: damaged at byte {at} (a record's header is wrong)")
-            return  # without its length, nobody knows where the next one begins
+            return  # without this length, the next record cannot be found
         if end > len(data):
-            return  # torn: the crash came before the record was whole
+            return  # truncated: the crash came before the record was complete
         record = data[start:end]
         if zlib.crc32(record) == checksum:
             yield record
         elif end == len(data):
-            return  # torn: the length reached the disk, not all of the bytes
+            return  # truncated: the length reached the disk, but not all of the bytes
         else:
             on_damage(f"{path}: damaged at byte {at} (the record's checksum does not match)")
         at = end
 
 
 def sync_path(path: Path) -> None:
-    """Make a file's bytes, or the names in a folder, survive a crash."""
+    """Sync a file's bytes, or a folder's entries, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,1 +1,1 @@
-"""Watching: the run folder, the timeline and the summary. Work first, watching after: nothing here decides anything."""
+"""Observing a run: the run folder, metrics, timeline, display and summary. Nothing here decides anything."""

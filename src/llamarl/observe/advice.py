@@ -1,7 +1,7 @@
-"""What a job should be told about its own run: that it cannot learn from what it sees, why, and which setting to change.
+"""Advice on a run that does not learn: what is wrong, why, and which setting to change.
 
-Pure: rows of metrics in, lines out. Each piece of advice is given once while the job runs, and again at its end if it
-still holds.
+Pure functions from rows of metrics to lines of text. Each piece of advice is given once while the job runs, and again at
+its end if it still holds.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from llamarl.config import Config
 from llamarl.plugins import is_reference
 
-_WINDOW = 10  # updates that a judgment needs
+_WINDOW = 10  # number of recent updates that advice is based on
 _MOST = 0.9
 _HALF = 0.5
-Means = Mapping[str, float]  # of the last updates
+Means = Mapping[str, float]  # mean of each metric over the recent updates
 Rule = Callable[[Config, Means], str]
 
 
@@ -87,16 +87,16 @@ _RULES: dict[str, Rule] = {
 
 
 class Advisor:
-    """Hears of every update; `final` is what still holds at the end, also for runs shorter than the window."""
+    """Collects the metrics of every update and gives advice on them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
         self._given: set[str] = set()
-        self._best_reward = 0.0  # of any window
+        self._best_reward = 0.0  # highest mean reward of any window
 
     def hear(self, metrics: Mapping[str, float]) -> list[str]:
-        """Advice that is due with this update."""
+        """Add an update's metrics; returns the advice that becomes due with it."""
         self._recent.append(metrics)
         if len(self._recent) < _WINDOW:
             return []
@@ -105,6 +105,7 @@ class Advisor:
         return list(due.values())
 
     def final(self) -> list[str]:
+        """Advice that holds at the end, also for runs shorter than the window."""
         return list(self._judge().values()) if self._recent else []
 
     def _judge(self) -> dict[str, str]:
@@ -118,7 +119,7 @@ class Advisor:
 
 
 def advice_before(config: Config) -> list[str]:
-    """What is known before anything starts."""
+    """Advice that follows from the settings alone."""
     warmup, updates = config.trainer.warmup_updates, config.schedule.updates
     if warmup < updates:
         return []

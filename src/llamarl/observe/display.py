@@ -1,4 +1,4 @@
-"""What a person sees while a job runs."""
+"""What the terminal shows while a job runs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Snapshot(Struct, frozen=True):
-    """The state of a job after an update."""
+    """The state of a job after an update. Tokens and time count from this start of the job."""
 
     update: int
     updates: int
     metrics: dict[str, float]
-    tokens_generated: int  # since this start of the job, as are the following two
+    tokens_generated: int
     tokens_trained: int
     elapsed_s: float
-    waiting: dict[str, float]  # per executor, the share of the last seconds that it waited
-    accuracy: float | None  # of the newest evaluation
-    score_failures: int = 0  # attempts at judging an answer that came to nothing, so far
+    waiting: dict[str, float]  # share of the last seconds that each executor waited
+    accuracy: float | None  # mean score of the newest evaluation
+    score_failures: int = 0  # failed attempts to score an answer so far
     score_timeouts: int = 0
-    tool_failures: int = 0  # and at getting a tool's reply
+    tool_failures: int = 0  # failed calls of a tool so far
     tool_timeouts: int = 0
-    updates_before: int = 0  # made by earlier starts of the job
-    score_name: str = "accuracy"  # what the newest evaluation measured; or "mean reward"
+    updates_before: int = 0  # updates made by earlier starts of the job
+    score_name: str = "accuracy"  # name of `accuracy`: "accuracy" or "mean reward"
 
     @property
     def generated_per_s(self) -> float:
@@ -47,8 +47,10 @@ class Snapshot(Struct, frozen=True):
 
 
 class Display(Protocol):
+    """Shows the progress of a job to the user."""
+
     def progress(self, done: int, of: int) -> None:
-        """Before the first update of a start: answers that are scored, of those that it needs."""
+        """Show, before the first update, how many of the answers it needs are scored."""
 
     def update(self, snapshot: Snapshot) -> None: ...
 
@@ -58,6 +60,8 @@ class Display(Protocol):
 
 
 class Quiet:
+    """A display that shows nothing."""
+
     def progress(self, done: int, of: int) -> None:
         pass
 
@@ -72,12 +76,12 @@ class Quiet:
 
 
 class Lines:
-    """Plain lines, at most one every few seconds, and always the first and the last update."""
+    """Prints plain lines: the first and the last update, and at most one line every few seconds between them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last_s = time.monotonic()
-        self._began = False  # whether an update was shown
+        self._began = False  # whether an update has been shown
 
     def progress(self, done: int, of: int) -> None:
         if self._is_time():
@@ -102,7 +106,7 @@ class Lines:
 
 
 class LiveView:
-    """A panel that is redrawn in place, for a terminal; notes scroll by above it."""
+    """A panel for a terminal that is redrawn in place; notes scroll above it."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(Text("starting ..."), console=console, refresh_per_second=4, transient=True)
@@ -122,6 +126,7 @@ class LiveView:
 
 
 def make_display(console: Console, *, quiet: bool) -> Display:
+    """The display that suits a console: a live panel on a terminal, plain lines otherwise."""
     if quiet:
         return Quiet()
     return LiveView(console) if console.is_terminal else Lines(console)
@@ -132,7 +137,7 @@ def progress_of(done: int, of: int) -> str:
 
 
 def answers_of(metrics: dict[str, float]) -> str:
-    """Length of the answers, and the shares of those that are cut off and of groups without variance."""
+    """Mean length of the answers, share of cut-off answers, and share of groups without variance."""
     if "answer_tokens" not in metrics:
         return ""
     return (
@@ -142,6 +147,7 @@ def answers_of(metrics: dict[str, float]) -> str:
 
 
 def line_of(snapshot: Snapshot) -> str:
+    """A snapshot as one line of text."""
     metrics = snapshot.metrics
     waiting = " ".join(f"{executor} {share:.0%}" for executor, share in snapshot.waiting.items())
     return (
@@ -156,15 +162,17 @@ def line_of(snapshot: Snapshot) -> str:
 
 
 def unjudged(failures: int, timeouts: int) -> str:
-    """Said only when there is something to say."""
+    """Counts of answers that could not be scored; empty if there are none."""
     return f"not judged {failures} failed, {timeouts} late  " if failures or timeouts else ""
 
 
 def without_reply(failures: int, timeouts: int) -> str:
+    """Counts of tool calls without a reply; empty if there are none."""
     return f"tools {failures} failed, {timeouts} late  " if failures or timeouts else ""
 
 
 def panel_of(snapshot: Snapshot) -> Group:
+    """A snapshot as a panel for the live view."""
     metrics = snapshot.metrics
     facts = Table.grid(padding=(0, 3))
     accuracy = "-" if snapshot.accuracy is None else f"{snapshot.accuracy:.3f}"

@@ -1,7 +1,7 @@
-"""The controller's event log: compressed JSON lines (`zcat events.jsonl.gz`), one file for each start of the job.
+"""The controller's event log: compressed JSON lines (`zcat events.jsonl.gz`), one file per start of the job.
 
-It is for looking back (`llamarl replay`); nothing is resumed from it. So it may lack its end after a crash, and a job that
-has written `observe.events_mb` writes no more of it.
+Only `llamarl replay` reads it; `--resume` does not. So its end may be missing after a crash, and it stops growing once it
+has reached `observe.events_mb`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _READ_BYTES = 1 << 16
 
 
 class EventLog:
-    """`max_mb` is how large all logs of the run may get together. A full one says so in `full`, and takes nothing more."""
+    """Writes one event log. `max_mb` limits the size of all logs of a run; once it is reached, `full` is true and events
+    are ignored."""
 
     def __init__(self, path: Path, max_mb: int) -> None:
         others_bytes = sum(file.stat().st_size for file in event_files(path.parent).values())
@@ -40,7 +41,7 @@ class EventLog:
             self._file.append(self._compress.compress(msgspec.json.encode(value) + b"\n"))
 
     def flush(self) -> None:
-        """Everything so far survives the death of this process. Ends the log if it has become too large."""
+        """Write everything out, so that it survives the death of this process. Ends the log if it is too large."""
         if not self.full:
             self.full = self._file.num_bytes >= self._max_bytes
             last = self._compress.compress(LOG_FULL + b"\n") if self.full else b""
@@ -55,7 +56,7 @@ class EventLog:
 
 
 def event_files(folder: Path) -> dict[int, Path]:
-    """The event logs of a run folder by the number of the start that wrote them."""
+    """Maps the number of each start of the job to its event log."""
     found = {}
     for path in folder.glob(f"{EVENTS}*{_SUFFIX}"):
         number = path.name.removeprefix(EVENTS).removesuffix(_SUFFIX).removeprefix(".") or "0"
@@ -69,7 +70,7 @@ def event_file(folder: Path, run: int) -> Path:
 
 
 def read_events(path: Path) -> Iterator[bytes]:
-    """Line by line, up to where a crash tore the file."""
+    """Yield the lines of an event log, up to the point where a crash truncated it."""
     decompress, rest = zlib.decompressobj(_GZIP), b""
     try:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""metrics.jsonl: one row for each update and role, in the order of updates and of the line, whatever happened on the way.
+"""metrics.jsonl: one row per update and training role, ordered by update and then by role.
 
-A role that trains may die and make its updates again. Its rows are then taken back and written anew, so that a file tells of
-each update once, and two runs that computed the same have the same bytes.
+A training role may die and repeat its updates. Its rows are then removed and written again, so that the file has each update
+once, and two runs with the same results have the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Metrics = Mapping[str, float]
 
 
 class MetricsFile:
-    """Rows wait here until all `roles` have made an update; a file that is gone on with begins at `next_update`."""
+    """Writes metrics.jsonl. Rows of an update wait until all `roles` have made it; `next_update` is the first to write."""
 
     def __init__(self, path: Path, roles: Sequence[str], next_update: int = 0) -> None:
         cut_rows(path, lambda row: row.get("update", next_update) < next_update)
@@ -33,7 +33,7 @@ class MetricsFile:
             self._next += 1
 
     def rewind(self, update: int, role: str) -> None:
-        """The role makes its updates from this one on again; what the other roles said of them still holds."""
+        """Remove the role's rows from this update on, since it repeats them. The rows of other roles stay."""
         if update < self._next:
             self._file.close()
             for row in cut_rows(self._path, lambda row: row.get("update", update) < update):

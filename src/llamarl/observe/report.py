@@ -1,4 +1,4 @@
-"""What is printed when a job has ended: what was learned, and where the time went."""
+"""The report printed at the end of a job: what was learned, and where the time went."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def print_report(console: Console, summary: Summary, folder: Path) -> None:
 
 
 def report_lines(summary: Summary, folder: Path) -> list[str]:
+    """The report on a job, line by line."""
     lines = [""]
     if summary.eval_before is not None and summary.eval_after is not None:
         label = f"held-out {summary.score_name}"

@@ -1,4 +1,4 @@
-"""Files of JSON lines. What reads them goes on where a line is damaged: nothing that a job needs is kept in them alone."""
+"""Files of JSON lines. Readers skip damaged lines: no job depends on these files alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Rows(Generic[T]):
-    """The whole rows of a file, one at a time; a torn last line is left out, a damaged one is left out and counted."""
+    """Iterates over the intact rows of a file. An incomplete last line is skipped; damaged lines are skipped and counted."""
 
     def __init__(self, path: Path, type: type[T]) -> None:
         self._path, self._decode = path, msgspec.json.Decoder(type).decode
-        self.damaged: list[int] = []  # line numbers, once all rows were read
+        self.damaged: list[int] = []  # line numbers; complete once all rows have been read
 
     def __iter__(self) -> Iterator[T]:
         self.damaged.clear()
@@ -43,7 +43,7 @@ class Rows(Generic[T]):
 
     @property
     def warning(self) -> str:
-        """What to tell of damaged rows; empty: nothing."""
+        """A line about damaged rows; empty if there are none."""
         if not self.damaged:
             return ""
         shown = ", ".join(map(str, self.damaged[:5])) + (" ..." if len(self.damaged) > 5 else "")
@@ -51,14 +51,14 @@ class Rows(Generic[T]):
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All whole rows."""
+    """All intact rows of a file."""
     return list(Rows(path, Row))
 
 
 def cut_rows(path: Path, keep: Callable[[Row], bool]) -> list[Row]:
-    """Take back the end of the file: rows up to the last that is to be kept, damaged ones and a torn line among them.
+    """Truncate the file after the last row for which `keep` is true; damaged rows behind it go too.
 
-    Returns the rows that went, in their order. Reads only as much of the file as it takes back."""
+    Returns the removed rows in order. Reads only the removed part of the file."""
     gone: list[Row] = []
     if not path.exists():
         return gone
@@ -76,7 +76,7 @@ def cut_rows(path: Path, keep: Callable[[Row], bool]) -> list[Row]:
 
 
 def _lines_from_the_end(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]:
-    """(where it starts, line), the last one first, without reading more of the file than was asked for."""
+    """Yield (offset, line) from the last line to the first, reading the file lazily."""
     start, block = end, b""
     while start > 0:
         size = min(_BLOCK_BYTES, start)
@@ -94,7 +94,7 @@ def _lines_from_the_end(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]
 
 
 def _split(block: bytes) -> list[bytes]:
-    """Into lines, each with its end. Not `splitlines`, which knows other ends too."""
+    """Split into lines that keep their `\\n`. Unlike `splitlines`, it splits at `\\n` only."""
     parts = block.split(b"\n")
     return [part + b"\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
 

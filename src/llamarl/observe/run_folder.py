@@ -1,4 +1,4 @@
-"""The run folder: the record of a job. Everything that reports reads it; nothing else knows state."""
+"""The run folder: the complete record of a job, and the only source of its reports."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ LOGS = "logs"
 
 
 def log_file(run: Path, executor: str) -> Path:
-    """What an executor printed, and the tracebacks of what failed in it."""
+    """Path of an executor's log: its output, and tracebacks of user code that failed in it."""
     return run / LOGS / f"{executor.replace('/', '-')}.log"
 
 
 class RunFolder:
-    """Where the record of one job is written, by its one owner. `create` makes a new one, `reopen` goes on with one."""
+    """Writes the record of one job, as its only owner. `create` makes a new folder, `reopen` continues an old one."""
 
     def __init__(
         self, path: Path, lock: RunLock, roles: Sequence[str], events_mb: int, version: int = 0, last_run: int = -1
@@ -50,15 +50,13 @@ class RunFolder:
         self.metrics = MetricsFile(path / METRICS, roles, version)
         self.evaluations = AppendFile(path / EVALUATIONS)
         self.timings = AppendFile(path / TIMINGS)
-        self.run = 1 + max(
-            [last_run, *event_files(path)]
-        )  # number of this start of the job: its records and its log bear it
+        self.run = 1 + max([last_run, *event_files(path)])  # number of this start of the job
         self.events = EventLog(event_file(path, self.run), events_mb)
 
     @classmethod
     def create(cls, path: Path, roles: Sequence[str] = ("trainer",), *, events_mb: int = EVENTS_MB) -> RunFolder:
-        """One that holds anything already is refused, so that no record is ever mixed with another. `roles` are those that
-        train, in the order of the line."""
+        """Make a new run folder. A folder that is not empty is refused, so that records never mix. `roles` are the training
+        roles, in the order of the line."""
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
@@ -79,10 +77,10 @@ class RunFolder:
         last_run: int = -1,
         events_mb: int = EVENTS_MB,
     ) -> RunFolder:
-        """Go on from the snapshot of `version`: rows of later updates are taken back, since they are made again. `last_run`
-        is the last start that the ledger knows of; logs of events may be gone."""
+        """Continue from the snapshot of `version`. Rows of later updates are removed, since those updates are repeated.
+        `last_run` is the last start in the ledger; event logs may have been deleted."""
         _keep_rows(path / EVALUATIONS, lambda row: row.get("version", version + 1) <= version)
-        cut_rows(path / TIMINGS, lambda row: True)  # a torn line
+        cut_rows(path / TIMINGS, lambda row: True)  # removes an incomplete last line
         return cls(path, lock, roles, events_mb, version, last_run)
 
     def write_config(self, text: str) -> None:
@@ -93,13 +91,13 @@ class RunFolder:
         replace_file(self.path / SUMMARY, encoded + b"\n")
 
     def sync(self) -> None:
-        """The ledger is on disk, and this job is still the only one here."""
+        """Write the ledger to disk, after checking that this job still owns the folder."""
         self.lock.check()
         self.events.flush()
         self.ledger.sync()
 
     def log(self, name: str, text: str) -> Path:
-        """Add to a log, of an executor or of something else; where it lies."""
+        """Append to the log of an executor or another part; returns its path."""
         path = log_file(self.path, name)
         path.parent.mkdir(exist_ok=True)
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -107,7 +105,7 @@ class RunFolder:
         return path
 
     def close(self) -> None:
-        """Close everything, even what cannot be written to the end, and leave the folder to others."""
+        """Close all files, even if writing to one fails, and release the folder."""
         with ExitStack() as stack:
             stack.callback(self.lock.release)
             for file in (self.timings, self.evaluations, self.metrics, self.events, self.ledger):
@@ -115,7 +113,7 @@ class RunFolder:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """A file with new content, or, whatever happens, the one that was there."""
+    """Replace a file atomically: after a crash it has either the new content or the old."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)
@@ -130,7 +128,7 @@ def _keep_rows(path: Path, keep: Callable[[Row], bool]) -> None:
 
 
 def dated_run_folder(base: Path = Path("runs")) -> Path:
-    """A name of its own for every run, in order of time."""
+    """A new folder name from the current time."""
     stamp = datetime.now(UTC).strftime("%Y-%m-%d_%H-%M-%S")
     candidates = (base / (stamp + (f"_{number}" if number else "")) for number in range(1000))
     return next(path for path in candidates if not path.exists())

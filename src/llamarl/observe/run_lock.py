@@ -1,10 +1,10 @@
-"""One owner at a time: the lock on a run folder.
+"""The lock on a run folder: one owner at a time.
 
-A kernel lock (flock) on a file in the folder: it ends with the process that holds it, however that ends, and a process that
-is frozen still holds it. On NFS the server keeps such locks. A file system without locks is told to the user, once.
+It is a kernel lock (flock) on a file in the folder. It ends with the process that holds it; a frozen process still holds it.
+On NFS the server keeps such locks. On a file system without locks, the user gets a warning.
 
-A lock can also be lost while its holder sleeps: somebody removed the file, or a server forgot a client that was away. So the
-holder leaves a mark in the file and looks for it, and for the file itself, before each update is made final.
+The holder may also lose the lock without noticing: somebody removes the file, or a server forgets a client that was away. So
+the holder writes a mark into the file and checks it before each update becomes final.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Owner(Struct, frozen=True):
 
 
 class RunLock:
-    """Held from `RunLock(folder)` to `release`. Raises InputError if another process holds it."""
+    """The lock on a run folder, held from construction to `release`. Raises InputError if another process holds it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
-        self.warning = ""  # what the user should know of this lock
+        self.warning = ""  # text for the user if the file system has no locks
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,7 +56,7 @@ class RunLock:
         os.pwrite(self._fd, msgspec.json.encode(self._owner), 0)
 
     def check(self) -> None:
-        """Raises JobFailed if another process has taken the folder over."""
+        """Raise JobFailed if another process has taken over the folder."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""starts.jsonl: every start of a job in its run folder, with the settings and the user's own code that it ran with.
+"""starts.jsonl: one row per start of a job, with its settings and the user's code.
 
-A resumed job is held against the last row, so that an edited config.yaml or a changed file is noticed. Copies of the user's
+A resumed job is compared with the last row, so that an edited config.yaml or a changed file is noticed. Copies of the user's
 files are in `code/`.
 """
 
@@ -30,16 +30,16 @@ CODE = "code"
 class StartRecord(Struct, frozen=True):
     """One start of the job."""
 
-    run: int  # 0 is the first
-    version: int  # of the policy that it went on from
+    run: int  # number of the start; 0 is the first
+    version: int  # policy version that it started from
     at: str  # date and time, UTC
-    llamarl: str
+    llamarl: str  # version of LlamaRL
     config: dict[str, Any]
-    code: dict[str, str]  # path of a file of the user's -> its copy in `code/`
+    code: dict[str, str]  # maps the path of each user file to its copy in `code/`
 
 
 class Starts:
-    """The starts of one run folder."""
+    """Reads and writes the starts.jsonl of one run folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / STARTS
@@ -53,14 +53,14 @@ class Starts:
         return found
 
     def add(self, config: Config, *, run: int, version: int, at: str) -> None:
-        cut_rows(self._path, lambda row: True)  # a torn line
+        cut_rows(self._path, lambda row: True)  # removes an incomplete last line
         file = AppendFile(self._path)
         code = {str(path): self._copy(path) for path in own_files(config)}
         file.append_json(StartRecord(run, version, at, llamarl.__version__, msgspec.to_builtins(config), code))
         file.close()
 
     def changed_files(self, config: Config) -> Iterator[str]:
-        """A line for each file of the user's that is not what it was at the last start."""
+        """Yield a line for each user file that has changed since the last start."""
         before = self.last()
         for path in own_files(config):
             copy = before.code.get(str(path)) if before else None
@@ -75,14 +75,14 @@ class Starts:
 
 
 def own_files(config: Config) -> list[Path]:
-    """Files that settings name as FILE.py:FUNCTION, as absolute paths."""
+    """Absolute paths of the files that settings name as FILE.py:FUNCTION."""
     found = map(split_reference, _texts(msgspec.to_builtins(config)))
     paths = {reference[0].absolute() for reference in found if reference}
     return sorted(path for path in paths if path.is_file())
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings in settings, keys of mappings included: `reward.combine` names functions there."""
+    """Yield all strings in the settings, including mapping keys: those of `reward.combine` name functions."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

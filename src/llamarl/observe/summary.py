@@ -1,4 +1,4 @@
-"""What a run amounted to: counted while it goes on, written once at its end."""
+"""The totals of a run: counted while it runs, written once at its end."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from msgspec import Struct
 
 
 class Summary(Struct, kw_only=True):
-    outcome: str  # "finished", or why it stopped
+    """The result of a job, as written to summary.json. Times and idle shares are of the last start only."""
+
+    outcome: str  # "finished", or the reason why the job stopped
     eval_before: float | None
     eval_after: float | None
-    score_name: str = "accuracy"  # what these two are; or "mean reward"
+    score_name: str = "accuracy"  # name of the evaluated score: "accuracy" or "mean reward"
     updates: int
     groups_trained: int
     groups_dropped: int
-    skipped: int  # updates that changed nothing, since a loss or gradient was no number
+    skipped: int  # updates without effect, because the loss or gradient was not finite
     staleness_mean: float
     staleness_max: int
     reward_first: float
     reward_last: float
     idle_share: dict[str, float]
-    started_at: float = 0.0  # unix time; seconds in the other files of the run folder count from then
+    started_at: float = 0.0  # Unix time from which the other files of the run folder count seconds
     wall_s: float
-    train_s: float  # wall without start-up and the evaluations before and after
-    updates_before: int = 0  # made by earlier starts of the job; times and waiting are of the last start alone
+    train_s: float  # wall time without startup and the evaluations before and after training
+    updates_before: int = 0  # updates made by earlier starts of the job
     tokens_generated: int
     tokens_trained: int
     restarts: int
-    score_failures: int = 0  # attempts at judging an answer that failed, or took too long: not wrong answers
-    score_timeouts: int = 0
-    tool_failures: int = 0  # calls of a conversation's tool that crashed, or took too long
-    tool_timeouts: int = 0
-    policy: str  # the folder of the trained model, inside the run folder
-    advice: list[str] = []  # what stood in the way of learning, and what to change
+    score_failures: int = 0  # attempts to score an answer that crashed; wrong answers are not counted
+    score_timeouts: int = 0  # attempts to score an answer that took too long
+    tool_failures: int = 0  # calls of a conversation's tool that crashed
+    tool_timeouts: int = 0  # calls of a conversation's tool that took too long
+    policy: str  # folder of the trained model, relative to the run folder
+    advice: list[str] = []  # obstacles to learning, each with the setting to change
 
 
 class Counted(Struct, frozen=True):
-    """What is counted of an update's metrics."""
+    """The metrics of an update that go into the totals."""
 
     groups: float | None = None
     trained_tokens: float | None = None
@@ -50,13 +52,13 @@ class Counted(Struct, frozen=True):
     skipped: float | None = None
 
 
-_WIDTH = 5  # numbers that are kept of an update: groups, tokens, tokens times their mean staleness, skipped, reward
+_WIDTH = 5  # numbers kept per update: groups, tokens, tokens times their mean staleness, skipped, reward
 
 
 class Tally:
-    """Running totals of the updates made so far. An update that is made again after a rewind replaces its first making.
+    """Running totals of the updates so far. An update that is repeated after a rewind replaces its first result.
 
-    Keeps five numbers an update: 40 MB for a million."""
+    Keeps five numbers per update: 40 MB for a million updates."""
 
     def __init__(self) -> None:
         self.groups_dropped = 0
@@ -69,7 +71,7 @@ class Tally:
         self.tool_timeouts = 0
         self.evaluations: dict[int, float] = {}  # held-out accuracy by version
         self.updates = 0
-        self._made = array("d")  # no numbers where an update, or its reward, is missing
+        self._made = array("d")  # NaN where an update or its reward is missing
         self._groups = self._tokens = self._stale_tokens = self._skipped = 0.0
 
     @property
@@ -86,7 +88,7 @@ class Tally:
 
     @property
     def rewards(self) -> list[float]:
-        """Mean reward of every update that had any, in order."""
+        """Mean rewards of the updates that had one, in order."""
         return [reward for reward in self._made[_WIDTH - 1 :: _WIDTH] if not math.isnan(reward)]
 
     @property

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, when the config asks for it and the package is there."""
+"""Metrics for TensorBoard, if the config asks for them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from llamarl.errors import ConfigError
 
 
 class Board(Protocol):
+    """Receives the metrics of every update."""
+
     def add(self, update: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class NoBoard:
+    """A board that ignores all metrics."""
+
     def add(self, update: int, metrics: Mapping[str, float]) -> None:
         pass
 
@@ -26,6 +30,8 @@ class NoBoard:
 
 
 class TensorBoard:
+    """A board that writes TensorBoard event files."""
+
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -44,5 +50,6 @@ def make_board(settings: ObserveConfig, run_folder: Path) -> Board:
 
 
 def check_board(settings: ObserveConfig) -> None:
+    """Raise ConfigError if TensorBoard is asked for but not installed."""
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("observe.tensorboard: the package is missing; pip install 'llamarl[tensorboard]'")

@@ -1,4 +1,4 @@
-"""Who did what when: spans of every executor, the share of time that each waited, and a file that Perfetto opens."""
+"""The timeline of a run: spans of work per executor, the share of time each waited, and a trace file for Perfetto."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ SpanKind = Literal["work", "weights", "save"]
 
 
 class Span(Struct, frozen=True, array_like=True):
-    """Seconds on the machine's monotonic clock, which all processes of one host share. What no span covers is waiting."""
+    """A stretch of work of one executor; time not covered by any span is waiting.
+
+    Times are seconds on the monotonic clock, which all processes of a host share."""
 
     kind: SpanKind
     name: str
@@ -22,18 +24,18 @@ class Span(Struct, frozen=True, array_like=True):
     end_s: float
 
 
-MAX_SPANS = 200_000  # of one executor: a few megabytes here, some twenty in the file
+MAX_SPANS = 200_000  # spans kept per executor: a few megabytes in memory, about twenty in the file
 
 
 class Track:
-    """The latest spans of one executor, packed. Of older ones only their sum is kept: memory and file have a limit,
-    however long the run."""
+    """The latest spans of one executor, packed. Only the total of older spans is kept, which bounds memory and file
+    size."""
 
     def __init__(self) -> None:
         self._labels: dict[tuple[SpanKind, str], int] = {}
         self._label_of, self._times_s = array("H"), array("d")
-        self.forgotten_s = 0.0  # how long the older ones were
-        self.known_since_s = float("-inf")  # when the last of them ended
+        self.forgotten_s = 0.0  # total duration of the forgotten spans
+        self.known_since_s = float("-inf")  # end of the last forgotten span
 
     def append(self, span: Span) -> None:
         self._label_of.append(self._labels.setdefault((span.kind, span.name), len(self._labels)))
@@ -62,6 +64,8 @@ class Track:
 
 
 class Timeline:
+    """The spans of all executors."""
+
     def __init__(self) -> None:
         self.spans: dict[str, Track] = {}
 
@@ -71,9 +75,9 @@ class Timeline:
             track.append(span)
 
     def busy_s(self, executor: str, start_s: float, end_s: float) -> float:
-        """Seconds of [start, end] that the executor was not waiting. Spans lie in order and do not overlap.
+        """Seconds of [start, end] in which the executor worked. Spans are ordered and do not overlap.
 
-        A time before what is still known in detail is taken for the beginning: all that was forgotten counts."""
+        If `start_s` is before the kept spans, all forgotten work counts, as if it were the start of the run."""
         track, busy = self.spans.get(executor, Track()), 0.0
         for span in reversed(track):
             if span.end_s <= start_s:
@@ -82,19 +86,19 @@ class Timeline:
         return busy + (track.forgotten_s if start_s < track.known_since_s else 0.0)
 
     def waiting(self, start_s: float, end_s: float) -> dict[str, float]:
-        """Per executor, the share of [start, end] that it waited."""
+        """Maps each executor to the share of [start, end] that it waited."""
         length = max(1e-9, end_s - start_s)
         return {executor: max(0.0, 1.0 - self.busy_s(executor, start_s, end_s) / length) for executor in self.spans}
 
     def idle_share(self, start_s: float, end_s: float) -> dict[str, float]:
-        """Per role, the share of its executors' time that was spent waiting."""
+        """Maps each role to the mean share of [start, end] that its executors waited."""
         shares: dict[str, list[float]] = {}
         for executor, share in self.waiting(start_s, end_s).items():
             shares.setdefault(executor.partition("/")[0], []).append(share)
         return {role: sum(found) / len(found) for role, found in shares.items()}
 
     def write(self, path: Path, start_s: float, end_s: float) -> None:
-        """Chrome's trace format: one track per executor, waiting drawn in between."""
+        """Write a file in Chrome's trace format, with one track per executor; waiting is drawn between the spans."""
         rows: list[dict[str, object]] = []
         for track, (executor, spans) in enumerate(sorted(self.spans.items())):
             rows.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": executor}})

@@ -1,4 +1,4 @@
-"""Keeps the record while a job runs: counts, metrics, timings, timeline; and tells the display what to show."""
+"""Records counts, metrics, timings and the timeline while a job runs, and updates the display."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from llamarl.observe.tensorboard import make_board
 from llamarl.observe.timeline import Span, Timeline
 from llamarl.types import GroupFacts
 
-_RECENT_S = 10.0  # the live view shows how the last seconds were spent, and the last update if that took longer
-_TOLD_ONE_BY_ONE = 5  # dropped groups
+_RECENT_S = 10.0  # period over which the live view shows waiting; the last update, if that took longer
+_TOLD_ONE_BY_ONE = 5  # number of dropped groups that get a note each
 
 
 class Watcher:
-    """`first_role` generates, `last_group_role` has the last word on a group, `last_role` makes the updates: their tokens,
-    answers and updates are the ones that are counted."""
+    """Records what the engine reports. It counts the tokens of `first_role` (generates), the answers of `last_group_role`
+    (finishes groups) and the updates of `last_role` (trains)."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class Watcher:
         self._board = make_board(config.observe, folder.path)
         self.tally, self.timeline = tally, Timeline()
         self._start_s, self._started_at = time.monotonic(), time.time()
-        self._training_s: tuple[float, float] | None = None  # when the first group was done, and the last update
+        self._training_s: tuple[float, float] | None = None  # times of the first finished group and of the last update
         self._last_update_s = self._start_s
-        self._before = (tally.updates, tally.tokens_generated, tally.tokens_trained)  # by earlier starts of the job
-        self._num_answers = 0  # that are scored, before the first update
-        self._num_dropped = 0  # since this start of the job
+        self._before = (tally.updates, tally.tokens_generated, tally.tokens_trained)  # totals of earlier starts
+        self._num_answers = 0  # answers scored before the first update
+        self._num_dropped = 0  # groups dropped since this start of the job
         self._advisor = Advisor(config)
         self._failed = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
 
@@ -64,7 +64,7 @@ class Watcher:
     def batch_done(
         self, executor: str, update: int, metrics: Mapping[str, float], timings: Mapping[str, float] | None = None
     ) -> None:
-        """Metrics hold what a seed determines; wall times go into a file of their own, so that runs can be compared."""
+        """Record an update. Metrics depend only on the seed; wall times go into another file, so that runs compare."""
         role = executor.partition("/")[0]
         now_s = time.monotonic()
         self._folder.metrics.add(update, role, metrics)
@@ -95,7 +95,7 @@ class Watcher:
         self._weights_moved("sync_generator_s", executor, version, num_bytes, lost_s)
 
     def _weights_moved(self, name: str, executor: str, version: int, num_bytes: int, lost_s: float) -> None:
-        """`lost_s` is what the executor could not use for its own work; beside that work, a transfer costs nothing."""
+        """Record a weight transfer. `lost_s` is the time it took from the executor's own work; overlapped time is free."""
         moved = {"version": version, "executor": executor, "at_s": time.monotonic() - self._start_s}
         rate = num_bytes / lost_s / 1e9 if lost_s else 0.0
         self._folder.timings.append_json({**moved, "bytes": num_bytes, name: lost_s, "gb_s": rate})
@@ -108,7 +108,7 @@ class Watcher:
         self._display.note(f"held-out {self._config.score_name} of version {version}: {accuracy:.3f}")
 
     def dropped(self, ordinal: int, reason: str) -> None:
-        """The first ones are told, then every tenth, hundredth and so on: there may be thousands."""
+        """Count a dropped group. Notes are sparse after the first few, since there may be thousands."""
         self.tally.groups_dropped += 1
         self._num_dropped += 1
         if self._num_dropped <= _TOLD_ONE_BY_ONE:
@@ -123,7 +123,7 @@ class Watcher:
         )
 
     def scores_failed(self, failures: int, timeouts: int) -> None:
-        """Told with the next update's timings: when something times out is the machine's doing, not the seed's."""
+        """Count scoring failures. They are written with the timings, since time-outs depend on the machine, not the seed."""
         self.tally.score_failures += failures
         self.tally.score_timeouts += timeouts
         self._failed["score_failures"] += failures
@@ -136,7 +136,7 @@ class Watcher:
         self._failed["tool_timeouts"] += timeouts
 
     def _take_failed(self) -> dict[str, int]:
-        """Since the last update."""
+        """Take the failure counts since the last update, and reset them."""
         taken, self._failed = self._failed, dict.fromkeys(self._failed, 0)
         return taken
 
@@ -150,7 +150,7 @@ class Watcher:
         self.tally.restarts += 1
 
     def finish(self, outcome: str, policy: str) -> Summary:
-        """Write what is known only at the end; also when the job failed."""
+        """Write the timeline and the summary, also when the job failed."""
         self._display.close()
         self._board.close()
         end_s = time.monotonic()
@@ -189,8 +189,8 @@ class Watcher:
         return summary
 
     def _snapshot(self, metrics: Mapping[str, float], now_s: float) -> Snapshot:
-        """Rates and shares are of this start of the job, and begin with its first group. The trainer tells of its work when
-        an update is made, so shares of waiting are of that update at least."""
+        """The state after an update. Rates count from the first group of this start. Waiting covers at least the last
+        update, since the trainer reports its work only when an update is done."""
         began_s = (self._training_s or (self._start_s, 0.0))[0]
         recent_s = max(began_s, min(now_s - _RECENT_S, self._last_update_s))
         updates, generated, trained = self._before

@@ -1,4 +1,4 @@
-"""What to say when nothing fits: how much is missing, and what would fit."""
+"""The answer when no plan fits: how much memory is missing, and what would fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MORE = (2, 4, 8, 16, 32)
 
 
 def why_nothing_fits(question: Question) -> str:
-    """One line: the least that each side would need, and what would do."""
+    """One line with the least memory that each role needs, and changes that would make the job fit."""
     room = question.memory_bytes / GIB
     return (
         f"nothing fits: of {room:.0f} GiB on each of {question.gpus} {question.gpu.name}, {_least(question)}. "
@@ -29,7 +29,7 @@ def _least(question: Question) -> str:
 
 
 def _needs(question: Question) -> Iterator[tuple[float, float]]:
-    """Bytes that a trainer and a generator need at least, for every split; both on all GPUs first."""
+    """Yield the least bytes of a trainer and of a generator: first with both on all GPUs, then for every split."""
     space = Space(question)
     for trainer_gpus, generator_gpus in [
         (question.gpus, question.gpus),

@@ -1,7 +1,7 @@
-"""From measured times to the factors of a GPU's description: least squares on relative errors, near what is stated.
+"""Fits the factors of a GPU's description to measured times: least squares on relative errors, with a prior.
 
-Each measurement is a time and its terms; the factors that are looked for multiply the terms. There are about as many
-measurements as factors, so each factor is also pulled, weakly, towards a value known from elsewhere; none becomes negative.
+Each measurement is a time and its terms; the factors multiply the terms. There are about as many measurements as factors, so
+each factor is also pulled weakly towards a known value. No factor becomes negative.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from llamarl.plan.gpus import Factors
 
-PULL = 0.05  # how much being off by 100% from the stated value counts, against a measurement being off by 100%
+PULL = 0.05  # weight of a relative deviation from the stated value, against one from a measurement
 
 AnyFactors = TypeVar("AnyFactors", bound=Factors)
 
 
 class Measured(Struct, frozen=True):
-    """What took how long."""
+    """One measured time, and the terms that should explain it."""
 
     what: str
     seconds: float
@@ -29,9 +29,10 @@ class Measured(Struct, frozen=True):
 
 
 def fit_factors(stated: AnyFactors, measured: Sequence[Measured]) -> AnyFactors:
+    """The factors that explain the measurements best; those that no measurement has a term for stay as stated."""
     prior: dict[str, float] = to_builtins(stated)
     names = [name for name in prior if prior[name] and any(name in one.terms for one in measured)]
-    # Unknowns are factors in units of what is stated; rows are divided by what was measured.
+    # The unknowns are factors relative to the stated ones; each row is divided by its measured time.
     rows = [[one.terms.get(name, 0.0) * prior[name] / one.seconds for name in names] for one in measured]
     pulls = PULL * np.eye(len(names))
     found = _nonnegative(np.array([*rows, *pulls]), np.array([1.0] * len(rows) + [PULL] * len(names)))
@@ -41,7 +42,7 @@ def fit_factors(stated: AnyFactors, measured: Sequence[Measured]) -> AnyFactors:
 
 
 def _nonnegative(matrix: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares; what comes out negative is set to nothing, and the rest is solved again."""
+    """Least squares with a nonnegative solution: negative unknowns are set to 0 and the rest is solved again."""
     kept = list(range(matrix.shape[1]))
     while True:
         solved = np.linalg.lstsq(matrix[:, kept], wanted, rcond=None)[0]

@@ -1,4 +1,4 @@
-"""How long one replica of the generator takes: a step, a prompt, a batch that drains, and what it makes in a steady state."""
+"""Times of one generator replica: a decode step, the prefill, a batch that drains, and the steady state."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from llamarl.plan.terms import (
 )
 from llamarl.shape_buckets import padded_rows, padded_tokens
 
-# By `padded_rows`, on average: (1 / 2 + 1 / 3) / ln 2. Few rows are rounded further up, and cost nothing.
+# Mean factor by which `padded_rows` rounds up: (1 / 2 + 1 / 3) / ln 2. Small counts are rounded up more, at no cost.
 _ROUNDED_UP = 1.2
-GPU_BURST = 8  # decode steps between two looks at the results, one burst late (generate/decoder.py)
+GPU_BURST = 8  # decode steps between two checks of the results, which are read one burst late (generate/decoder.py)
 
 
 def cached_on_cpu(slots: int, length: int, page_tokens: int = 16) -> int:
-    """A CPU reads all pages of all slots, whatever they hold (generate/kv_cache.py)."""
+    """Tokens of cache that a CPU reads per step: all pages of all slots, full or empty (generate/kv_cache.py)."""
     return slots * -(-length // page_tokens) * page_tokens
 
 
 class Replica(Struct, frozen=True, dict=True):
-    """One copy of the policy that generates: `tp` ranks, `slots` answers at once."""
+    """One generating copy of the policy, with `tp` ranks and `slots` answers at once."""
 
     shape: ModelSpec
     gpu: Gpu
@@ -40,20 +40,21 @@ class Replica(Struct, frozen=True, dict=True):
     tp: int
     slots: int
     prompt: int
-    length: int  # tokens that a slot has room for, prompt and answer
+    length: int  # capacity of a slot in tokens, prompt and answer
 
     def rows(self, active: float) -> int:
-        """What a step is computed for: all slots on a CPU."""
+        """Number of rows that a step computes: padded on a GPU, all slots on a CPU."""
         return self.slots if self.gpu.is_cpu else padded_rows(int(active), self.slots)
 
     @cached_property
     def cached_token_s(self) -> float:
-        """What a token in the cache adds to a step."""
+        """Time that each cached token adds to a step."""
         if self.gpu.is_cpu:
             return 0.0
         return self.gpu.decode.cache * kv_bytes_per_token(self.shape, self.precision, self.tp) / self.gpu.bytes_per_s
 
     def step_s(self, active: float, cached_tokens: float) -> float:
+        """Time of a decode step with `active` answers and `cached_tokens` tokens in the cache."""
         count = int(active)
         if count not in self._known_steps_s:
             rows = self.rows(active)
@@ -63,7 +64,7 @@ class Replica(Struct, frozen=True, dict=True):
         return self._known_steps_s[count] + self.cached_token_s * cached_tokens
 
     def typical_step_s(self, active: NDArray[np.float64], cached_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """As `step_s`, for many at once and without its jumps."""
+        """`step_s` for arrays, interpolated so that it has no jumps."""
         rows, seconds = self._steps_by_rows
         found: NDArray[np.float64] = (
             np.interp(active * _ROUNDED_UP, rows, seconds) + self.cached_token_s * cached_tokens
@@ -84,13 +85,13 @@ class Replica(Struct, frozen=True, dict=True):
         return {}
 
     def _row_step_s(self, rows: int) -> float:
-        """A step without what depends on the cache."""
+        """Time of a step without the part that depends on the cache."""
         cached = cached_on_cpu(self.slots, self.length) if self.gpu.is_cpu else 0
         terms = decode_terms(self.shape, self.gpu, self.precision, rows, cached, self.tp)
         return total_s(self.gpu.decode, terms) + decode_exchange_s(self.shape, self.gpu, rows, self.tp)
 
     def prefill_s(self, groups: int) -> float:
-        """Prompts of so many groups that arrive together."""
+        """Time to read the prompts of `groups` groups that arrive together."""
         if groups not in self._prefills_s:
             self._prefills_s[groups] = self._prefill_s(groups)
         return self._prefills_s[groups]
@@ -108,24 +109,25 @@ class Replica(Struct, frozen=True, dict=True):
 
     @property
     def late_steps(self) -> float:
-        """For so many steps more than it has tokens an answer takes, on average. On a GPU: the rest of a burst, and the one
-        that runs while the host looks. On a CPU: a step that has begun when it arrives."""
+        """Steps that an answer takes beyond its number of tokens, on average. On a GPU: the rest of its burst, and the burst
+        that runs while the host reads the results. On a CPU: the step that is running when it arrives."""
         return 1.0 if self.gpu.is_cpu else 1.5 * GPU_BURST
 
     # Whole batches
 
     def steady_step_s(self, active: float, answers: Lengths) -> float:
+        """Time of a step in the steady state, with answers of all ages in the cache."""
         return self.step_s(active, active * (self.prompt + answers.mean_under_way))
 
     def drain_s(self, count: float, total: float, samples: int, answers: Lengths) -> float:
-        """`count` answers that start together, until the last of `total` (over all replicas) has ended. Where there are
-        more than slots, the others follow as slots become free."""
+        """Time for `count` answers that start together, until the last of `total` (over all replicas) has ended. Answers
+        beyond the number of slots start as slots become free."""
         slots = min(self.slots, count)
         waiting_s = (count - slots) / slots * (answers.mean + self.late_steps) * self.steady_step_s(slots, answers)
         return self.prefill_s(max(1, round(count / samples))) + waiting_s + self._ending_s(slots, total, answers)
 
     def _ending_s(self, count: float, total: float, answers: Lengths) -> float:
-        """Fewer and fewer run: steps become shorter as the batch shrinks."""
+        """Time until the last of the running answers ends; steps become shorter as the batch shrinks."""
         last, at, spent_s = answers.longest_of(total), 0.0, 0.0
         for share, length in zip(answers.edges[:-1].tolist(), answers.values.tolist(), strict=True):
             active, end = max(1.0, count * (1 - share)), min(length, last)

@@ -1,8 +1,8 @@
-"""What a GPU (or a CPU) can do, and how much of that our programs reach: from a datasheet, or measured.
+"""Descriptions of GPUs (or a CPU): what the hardware can do, and how much of it our code reaches; stated or measured.
 
 `llamarl bench --calibrate` writes such a description as JSON; `llamarl plan` and `llamarl simulate` read it with `--gpu`.
-A time is a sum of terms (`terms.py`); each term says what the hardware would need at best, or counts something, and is
-multiplied by the factor given here under its name.
+A time is a sum of terms (`terms.py`). Each term is the hardware's best time for something, or a count, and is multiplied by
+the factor of the same name here.
 """
 
 from __future__ import annotations
@@ -20,47 +20,46 @@ GIB = 1 << 30
 
 
 class Factors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What each term of a time is multiplied with. Those of the first kind are 1 for a program that loses nothing; those
-    that end in _s are seconds for each time something is done."""
+    """Factors of the terms of a time. A plain factor is 1 for perfect code; one that ends in _s is seconds per event."""
 
 
 class DecodeFactors(Factors, frozen=True):
-    """Of one decode step of one replica. As measured with our generator on one H200 (benchmarks/results/decode.md)."""
+    """Factors of a decode step of one replica, measured with our generator on one H200 (benchmarks/results/decode.md)."""
 
     products: float = 1.0
     cache: float = 0.95
     traffic: float = 1.2
     scores: float = 1.2
-    layer_s: float = 33e-6  # for each layer: what the many small kernels of a CUDA graph take at least
+    layer_s: float = 33e-6  # per layer: least time of the many small kernels in a CUDA graph
     step_s: float = 100e-6
-    row_s: float = 0.0  # for each row: the host's book-keeping, which a GPU does not wait for
-    prefill: float = 1.0  # of reading prompts, whose terms are those of a step and of training's attention
+    row_s: float = 0.0  # per row: bookkeeping on the host, which a GPU does not wait for
+    prefill: float = 1.0  # factor on reading prompts, whose terms are those of a step and of training attention
 
 
 class TrainFactors(Factors, frozen=True):
-    """Of one update of one rank. As measured with our trainer on one H200 (benchmarks/results/train.md)."""
+    """Factors of an update on one rank, measured with our trainer on one H200 (benchmarks/results/train.md)."""
 
     products: float = 1.07
     attention: float = 6.0
     traffic: float = 1.2
     optimizer: float = 1.2
-    layer_s: float = 100e-6  # for each layer and pass: launching its kernels, as far as the GPU waits for it
+    layer_s: float = 100e-6  # per layer and pass: kernel launches that the GPU waits for
     update_s: float = 10e-3
 
 
 class EngineFactors(Factors, frozen=True):
-    """What controller, messages and the record cost. Measured on a CPU (benchmarks/results/engine_overhead.md)."""
+    """Costs of controller, messages and records, measured on a CPU (benchmarks/results/engine_overhead.md)."""
 
-    group_s: float = 60e-6  # the controller's work on one group, from admission to retirement, ledger included
-    message_s: float = 0.7e-3  # from one executor to the next by way of the controller
-    update_s: float = 4e-3  # ledger and store reach the disk
-    score_s: float = 0.2e-3  # judging one answer by a rule
-    copy: float = 1.1  # of weights, against a plain copy of as many bytes; a publication and a load are one each
+    group_s: float = 60e-6  # the controller's work per group, from admission to retirement, with the ledger
+    message_s: float = 0.7e-3  # a message from one executor to the next through the controller
+    update_s: float = 4e-3  # writing ledger and store to disk
+    score_s: float = 0.2e-3  # scoring one answer by a rule
+    copy: float = 1.1  # a publication or a load of weights, relative to a plain copy of the same bytes
     copy_s: float = 0.3e-3
 
 
 class Rates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TFLOP/s of dense products by precision; 0: it has none."""
+    """TFLOP/s of dense products by precision; 0 if not supported."""
 
     fp32: float = 0.0
     bf16: float = 0.0
@@ -68,18 +67,20 @@ class Rates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One GPU, or the CPU of a machine, with its memory, rates, links and factors."""
+
     name: str
     memory_gib: float
     tflops: Rates
-    memory_gb_s: float  # read and written together
-    nvlink_gb_s: float = 0.0  # of each GPU and direction, inside a host
-    nic_gb_s: float = 50.0  # the same between hosts
+    memory_gb_s: float  # memory bandwidth, reads and writes together
+    nvlink_gb_s: float = 0.0  # bandwidth inside a host, per GPU and direction
+    nic_gb_s: float = 50.0  # bandwidth between hosts, per GPU and direction
     gpus_per_host: int = 8
-    host_hops: float = 1.0  # how many times longer than stated a collective's step between hosts takes
-    product_share: float = 0.79  # of `tflops` that a large product really reaches
-    memory_share: float = 0.87  # of `memory_gb_s` that a large copy really reaches
-    cores: int = 0  # of a CPU, which executors share; 0: it is a GPU
-    threads: int = 0  # of the process that was measured (CPU)
+    host_hops: float = 1.0  # factor on the time of a collective's step between hosts
+    product_share: float = 0.79  # share of `tflops` that a large product reaches
+    memory_share: float = 0.87  # share of `memory_gb_s` that a large copy reaches
+    cores: int = 0  # cores of a CPU, which executors share; 0: this is a GPU
+    threads: int = 0  # CPU: threads of the process that was measured
     decode: DecodeFactors = DecodeFactors()
     train: TrainFactors = TrainFactors()
     engine: EngineFactors = EngineFactors()
@@ -95,11 +96,11 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def bytes_per_s(self) -> float:
-        """That one large copy moves, in both directions together."""
+        """Bytes per second that a large copy reads and writes."""
         return self.memory_gb_s * self.memory_share * 1e9
 
     def flops(self, precision: str) -> float:
-        """Per second, of one large product."""
+        """Floating-point operations per second of a large product."""
         rate: float = getattr(self.tflops, precision)
         if not rate:
             raise InputError(f"--gpu {self.name}: has no {precision} products; it has {', '.join(self.precisions)}")
@@ -107,6 +108,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def precisions(self) -> list[str]:
+        """Precisions that it has products for."""
         return [name for name in Rates.__struct_fields__ if getattr(self.tflops, name)]
 
     @property
@@ -157,7 +159,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """A GPU by name, or the JSON file that `llamarl bench --calibrate` wrote."""
+    """The GPU of this name, or of the JSON file that `llamarl bench --calibrate` wrote."""
     if name.endswith(".json"):
         return read_gpu(Path(name))
     try:

@@ -1,4 +1,4 @@
-"""A plan as the settings of a job: what `llamarl train` and `llamarl simulate` read."""
+"""Writes a plan as job settings for `llamarl train` and `llamarl simulate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
-    """Only what the plan decides; everything else is the user's."""
+    """The settings that the plan decides; all others are the user's."""
     work, trainer, replica = question.work, plan.trainers.ranks, plan.generators.replica
     return {
         "placement": "colocated" if plan.colocated else "split",
@@ -42,7 +42,7 @@ def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
 
 
 def merged(base: dict[str, Any], planned: dict[str, Any]) -> dict[str, Any]:
-    """The plan's settings over the user's, section by section."""
+    """The user's settings, overridden by the plan's section by section."""
     sections = {
         name: {**base.get(name, {}), **value} if isinstance(value, dict) else value for name, value in planned.items()
     }
@@ -50,5 +50,6 @@ def merged(base: dict[str, Any], planned: dict[str, Any]) -> dict[str, Any]:
 
 
 def job_yaml(settings: dict[str, Any], head: str) -> str:
+    """The settings as YAML, with `head` as a comment on top."""
     comment = "".join(f"# {line}\n" for line in head.splitlines())
     return comment + yaml.safe_dump(settings, sort_keys=False)

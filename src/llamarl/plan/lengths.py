@@ -1,4 +1,4 @@
-"""How long answers are: a distribution by name, as `lognormal:median=800,sigma=1,max=8192`."""
+"""Distributions of answer lengths, written like `lognormal:median=800,sigma=1,max=8192`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from llamarl.errors import InputError
 
-_STEPS = 200  # of the grid of quantiles
+_STEPS = 200  # number of quantiles in the grid
 FORMS = "fixed:N, uniform:min=A,max=B, lognormal:median=M,sigma=S,max=N, or file:PATH with one length on each line"
 
 
 class Lengths:
-    """Everything is computed from quantiles; the grid is finer towards the longest answers, since they matter most."""
+    """A distribution of answer lengths. All figures come from a grid of quantiles, which is finer for long answers."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
@@ -34,20 +34,21 @@ class Lengths:
         return hash(self.spec)
 
     def draw(self, random: np.random.Generator, count: int) -> NDArray[np.int64]:
-        """So many lengths, at least one token each."""
+        """Draw `count` lengths of at least one token each."""
         return np.maximum(1, np.rint(self._form.draw(random, count))).astype(np.int64)
 
     def quantile(self, share: float) -> float:
-        """At most so long is this share of the answers."""
+        """Length that this share of the answers does not exceed."""
         return self._form.at(share)
 
     @cached_property
     def edges(self) -> NDArray[np.float64]:
-        """Shares between which the grid's values lie."""
+        """Shares at the boundaries of the grid's cells."""
         return 1 - (1 - np.linspace(0, 1, _STEPS + 1)) ** 3
 
     @cached_property
     def values(self) -> NDArray[np.float64]:
+        """Length at the middle of each grid cell."""
         middles = (self.edges[1:] + self.edges[:-1]) / 2
         return np.array([max(1.0, self.quantile(float(share))) for share in middles])
 
@@ -61,18 +62,18 @@ class Lengths:
 
     @property
     def mean_under_way(self) -> float:
-        """Of the tokens that an answer has so far, seen at any time: long answers are under way more often."""
+        """Mean number of tokens that a running answer has so far; long answers are running more often."""
         return self.mean_square / (2 * self.mean)
 
     def share_above(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of the answers, that are longer than each of these; straight lines between the quantiles that are known."""
+        """Share of the answers that are longer than each of these lengths, interpolated between the quantiles."""
         found: NDArray[np.float64] = np.interp(
             lengths, self.values, 1 - (self.edges[:-1] + self.edges[1:]) / 2, left=1, right=0
         )
         return found
 
     def longest_of(self, count: float) -> float:
-        """Expected length of the longest of so many."""
+        """Expected length of the longest of `count` answers."""
         if count not in self._longest:
             self._longest[count] = float(self.values @ np.diff(self.edges ** max(1.0, count)))
         return self._longest[count]
@@ -129,7 +130,7 @@ class _LogNormal:
 
 
 class _File:
-    """Lengths that were seen: a run's own, say."""
+    """Observed lengths, read from a file."""
 
     def __init__(self, spec: str, text: str) -> None:
         try:
@@ -181,11 +182,11 @@ def _settings(spec: str, text: str, names: tuple[str, ...]) -> dict[str, float]:
 
 
 def lognormal_with(mean: float, truncated_share: float, limit: int) -> Lengths:
-    """The log-normal of which this share reaches the limit, and whose mean, cut off there, is `mean`."""
+    """The log-normal distribution, cut off at `limit`, with this mean and this share of answers at the limit."""
     if not 0 < mean < limit:
         raise InputError(f"lengths: no answers below {limit} tokens have a mean of {mean:g}")
     reach = NormalDist().inv_cdf(1 - min(0.999, max(1e-4, truncated_share)))
-    low, high = 1e-3, 5.0  # of sigma; the wider, the lower the mean, since the share at the limit stays
+    low, high = 1e-3, 5.0  # bounds of sigma; a larger sigma gives a lower mean, since the share at the limit is fixed
     if reach <= 0:
         raise InputError(f"lengths: {truncated_share:.0%} of the answers reach the limit; more than half tell nothing")
     for _ in range(40):

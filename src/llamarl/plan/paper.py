@@ -1,9 +1,9 @@
-"""The paper's table, predicted: what is not published about the workload is fitted on the 8B row, the other two rows follow.
+"""Predicts the paper's table. The unpublished facts of its workload are fitted on the 8B row; the other two rows follow.
 
 Synchronous is the paper's baseline as its theorem describes it: one layout of m GPUs for training and generation, which
-holds weights, gradients, optimizer and cache together; all answers start together, and the step waits for the longest.
-Asynchronous is LlamaRL: each role with the layout that suits it, on its share of the GPUs; unfinished answers are carried
-over, so that nobody waits for the longest and as many answers as an update has are under way all the time.
+holds weights, gradients, optimizer and cache together. All answers start together, and the step waits for the longest.
+Asynchronous is LlamaRL: each role has the layout that suits it, on its share of the GPUs. Unfinished answers carry over to
+the next step, so that no step waits for the longest, and one update's worth of answers is running at all times.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from llamarl.plan.terms import MEMORY_SHARE, copy_s, kv_bytes_per_token, sync_s,
 from llamarl.plan.workload import Question, Workload
 
 _HALVINGS = 14
-_SPLITS = 16  # of the GPUs between trainer and generators
+_SPLITS = 16  # number of ways to split the GPUs between trainer and generators
 _MEDIANS, _SIGMAS = (20.0, 20_000.0), (0.05, 2.0)
 
 
 class PaperRow(Struct, frozen=True):
+    """One row of the paper's table: times of a step, and of a weight transfer."""
+
     model: str
     gpus: int
     sync_s: float
@@ -52,26 +54,28 @@ PUBLISHED = (
 
 
 class Assumed(Struct, frozen=True, kw_only=True):
-    """What the paper does not publish and is not fitted. The sensitivity table changes one at a time."""
+    """Facts that are neither published nor fitted. The sensitivity table changes one at a time."""
 
-    answers: int = 2048  # of an update
-    samples: int = 8  # to each prompt
+    answers: int = 2048  # answers per update
+    samples: int = 8  # answers per prompt
     prompt: int = 512
     limit: int = 8192  # longest answer, in tokens
-    state_bytes: float = 16.0  # per parameter: what the baseline holds for training, on the m GPUs of a copy
-    eager_layer_s: float = 0.0  # more than with CUDA graphs, for each layer of a baseline's decode step
-    train_factor: float = 1.0  # of the time of training, against our own trainer
-    host_factor: float = 1.0  # of the baseline's time for sums between hosts
-    precision: str = "bf16"  # of the baseline's weights when it generates
-    async_precision: str = "bf16"  # of LlamaRL's generators; fp8 where that does not fit a host
+    state_bytes: float = 16.0  # training state of the baseline per parameter, on the m GPUs of a copy
+    eager_layer_s: float = 0.0  # extra time per layer of a baseline's decode step, without CUDA graphs
+    train_factor: float = 1.0  # training time relative to our own trainer
+    host_factor: float = 1.0  # factor on the baseline's time for sums between hosts
+    precision: str = "bf16"  # precision of the baseline's weights when it generates
+    async_precision: str = "bf16"  # precision of LlamaRL's generators; fp8 if that does not fit
     gpu: Gpu = GPUS["h100"]
 
 
 class Predicted(Struct, frozen=True):
+    """Prediction of one row: step times and the layouts that reach them."""
+
     row: PaperRow
     sync_s: float
     async_s: float
-    m: int  # GPUs of the baseline's copy
+    m: int  # GPUs per copy of the baseline
     theta: float  # share of the GPUs that train
     generator: str
 
@@ -81,6 +85,7 @@ class Predicted(Struct, frozen=True):
 
 
 def predict_row(row: PaperRow, answers: Lengths, assumed: Assumed) -> Predicted:
+    """The best synchronous and the best asynchronous step for one row."""
     sync, m = min(_sync_options(row, answers, assumed))
     split_s, theta, generator = min(_async_options(row, answers, assumed))
     return Predicted(row, sync, split_s, m, theta, generator)
@@ -96,7 +101,7 @@ def _question(row: PaperRow, answers: Lengths, assumed: Assumed) -> Question:
 
 
 def _sync_options(row: PaperRow, answers: Lengths, assumed: Assumed) -> Iterator[tuple[float, int]]:
-    """(seconds, m) for every m that fits. Training is as fast as our own trainer on all GPUs would be."""
+    """Yield (seconds, m) for every m that fits. Training is as fast as our own trainer on all GPUs."""
     question = _question(row, answers, assumed)
     train_s = _train_s(question, row.gpus)
     gpu = _baseline_gpu(assumed)
@@ -119,7 +124,7 @@ def _baseline_gpu(assumed: Assumed) -> Gpu:
 
 
 def _async_options(row: PaperRow, answers: Lengths, assumed: Assumed) -> Iterator[tuple[float, float, str]]:
-    """(seconds, theta, how generators are laid out) for every split of the GPUs."""
+    """Yield (seconds, theta, generator layout) for every split of the GPUs."""
     question = _question(row, answers, assumed)
     for train_gpus in range(row.gpus // _SPLITS, row.gpus, row.gpus // _SPLITS):
         generate_gpus = row.gpus - train_gpus
@@ -137,20 +142,20 @@ def _async_options(row: PaperRow, answers: Lengths, assumed: Assumed) -> Iterato
 
 
 def _precision(question: Question, tp: int, assumed: Assumed) -> str:
-    """The widest in which the weights leave half of a GPU's memory for the cache; empty: none."""
+    """The widest precision in which the weights take at most 3/4 of the memory; empty if none does."""
     room = question.memory_bytes * 0.75 * tp
     return next((name for name in (assumed.async_precision, "fp8") if weight_bytes(question.shape, name) <= room), "")
 
 
 def _train_s(question: Question, gpus: int) -> float:
-    """Of the quickest layout whose memory suffices, states sharded over all ranks."""
+    """Update time of the fastest layout that fits, with the states sharded over all ranks."""
     space = Space(question)
     fitting = [one.update_s for one in space.trainers(gpus) if space.fits(one.memory_bytes)]
     return min(fitting, default=float("inf"))
 
 
 def fit_answers(assumed: Assumed) -> Lengths:
-    """Median and spread of the answers' lengths at which both times of the 8B row come out as published."""
+    """The distribution of lengths at which both predicted times of the 8B row are as published."""
     row = PUBLISHED[0]
     low, high = _SIGMAS
     for _ in range(_HALVINGS):

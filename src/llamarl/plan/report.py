@@ -1,4 +1,4 @@
-"""A plan in words and in figures."""
+"""Reports plans as a table for people and as figures for `--json`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from llamarl.plan.workload import Question
 
 
 class Rehearsed(Struct, frozen=True):
-    """A plan, and what its simulation showed."""
+    """A plan with the results of its simulation."""
 
     plan: Plan
     step_s: float
     idle_share: dict[str, float]
-    one_more_s: float
-    weights_s: float
+    one_more_s: float  # seconds by which one more GPU would shorten a step
+    weights_s: float  # seconds of a weight transfer
 
 
 def figures(found: Rehearsed | None) -> dict[str, Any] | None:
-    """For --json."""
+    """The figures of a plan for `--json`; None if nothing fits."""
     if found is None:
         return None
     plan = found.plan
@@ -41,6 +41,7 @@ def figures(found: Rehearsed | None) -> dict[str, Any] | None:
 
 
 def layout(plan: Plan) -> dict[str, Any]:
+    """GPUs, parallelism, precision and memory of trainer and generator."""
     trainer, replica = plan.trainers.ranks, plan.generators.replica
     return {
         "placement": "colocated" if plan.colocated else "split",
@@ -65,7 +66,7 @@ def layout(plan: Plan) -> dict[str, Any]:
 
 
 def table(question: Question, plans: Sequence[tuple[str, Rehearsed | None]]) -> list[str]:
-    """Side by side, one column for each plan."""
+    """A text table with one column per plan."""
     columns = [(name, _column(found)) for name, found in plans if found is not None]
     rows = [("", [name for name, _ in columns])]
     rows += [(label, [column[label] for _, column in columns]) for label in (columns[0][1] if columns else ())]

@@ -1,8 +1,8 @@
-"""The best co-located synchronous and the best asynchronous plan for a model on so many GPUs, by searching all of them.
+"""Searches for the best co-located synchronous and the best asynchronous plan for a model on a number of GPUs.
 
-The trainer's side and the generators' side are priced apart and only then put together, and what cannot become the best is
-not priced to the end; the answer is that of trying everything (a test compares both). Times are closed forms; the
-simulation of the chosen plan, with the real controller, says how far they hold.
+Trainer and generators are priced separately and then combined; options that cannot win are pruned. The result is that of
+trying everything (a test compares both). Times are closed forms; a simulation of the chosen plan with the real controller
+shows how well they hold.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from llamarl.plan.workload import Question
 
 RECOMPUTE = ("none", "selective", "full")
 PACKS = (4096, 8192, 16_384, 32_768, 65_536)
-STALENESS_PRICE = 0.01  # a version more of staleness must make a step faster by this share
-_ROUNDS = 2  # of a fixed point that is near after one
+STALENESS_PRICE = 0.01  # share by which one more version of staleness must shorten a step
+_ROUNDS = 2  # fixed-point iterations; the first is already close
 _MIDDLES = (np.arange(24) + 0.5) / 24
 
 Limit = Literal["training", "generation", "the longest answers", "training and generation in turn"]
 
 
 class Trainers(Struct, frozen=True):
-    """A trainer's layout, its time for an update, its memory."""
+    """A trainer's layout, its time per update, and its memory per rank."""
 
     ranks: TrainerRanks
     update_s: float
@@ -38,7 +38,7 @@ class Trainers(Struct, frozen=True):
 
 
 class Generators(Struct, frozen=True, dict=True):
-    """Replicas of one kind. `replicas` may be a fraction, to see what one GPU more would bring."""
+    """Identical generator replicas. `replicas` may be a fraction, to price one more GPU."""
 
     replica: Replica
     replicas: float
@@ -46,7 +46,7 @@ class Generators(Struct, frozen=True, dict=True):
 
 
 class Plan(Struct, frozen=True):
-    """A whole answer to the question."""
+    """A complete plan: layouts of both roles, staleness, step time and what limits it."""
 
     trainers: Trainers
     generators: Generators
@@ -57,33 +57,35 @@ class Plan(Struct, frozen=True):
 
     @property
     def price(self) -> float:
+        """Step time with a surcharge for staleness; the best plan has the lowest price."""
         return self.step_s * (1 + STALENESS_PRICE * self.max_staleness)
 
     @property
     def memory_bytes(self) -> float:
-        """Of the fullest GPU."""
+        """Memory of the fullest GPU."""
         if self.colocated:
             return self.trainers.memory_bytes + self.generators.memory_bytes - WORKSPACE_BYTES
         return max(self.trainers.memory_bytes, self.generators.memory_bytes)
 
 
 class Space:
-    """All that may be chosen for one question, each side with its prices."""
+    """The search space of one question: the options of each role, and their prices."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
         self._batch = question.work.batch(question.gpu)
 
-    # What there is to choose from
+    # Options
 
     @cached_property
     def splits(self) -> list[int]:
-        """GPUs that train. On many hosts whole hosts train or generate; on few, any number."""
+        """Possible numbers of training GPUs: whole hosts if there are many hosts, else any number."""
         question = self.question
         grain = question.gpu.gpus_per_host if question.gpus >= 8 * question.gpu.gpus_per_host else 1
         return list(range(grain, question.gpus, grain))
 
     def trainers(self, gpus: int) -> Iterator[Trainers]:
+        """Yield every trainer layout on `gpus` GPUs, with its price."""
         for ranks in self._trainer_ranks(gpus):
             yield Trainers(ranks, ranks.update_s(self._batch), ranks.memory_bytes)
 
@@ -100,12 +102,12 @@ class Space:
 
     @cached_property
     def _packs(self) -> Sequence[int]:
-        """A pack must hold the longest document."""
+        """Choices of `tokens_per_pack`; a pack must hold the longest document."""
         longest = -(-self.question.work.longest_document // 128) * 128
         return [longest, *(pack for pack in PACKS if pack > longest)]
 
     def generators(self, gpus: int, max_staleness: int) -> Iterator[Generators]:
-        """More slots than answers that can be under way would stay empty."""
+        """Yield every generator layout on `gpus` GPUs; never more slots than answers that can run at once."""
         question, work = self.question, self.question.work
         for tp in question.tensor_sizes():
             replicas = gpus // tp
@@ -125,7 +127,7 @@ class Space:
         return Generators(replica, replicas, memory)
 
     def least_generator_bytes(self, gpus: int) -> float:
-        """With room for one group."""
+        """Least memory per rank of a generator with room for one group."""
         question, samples = self.question, self.question.work.samples
         sizes = [tp for tp in question.tensor_sizes() if gpus % tp == 0]
         return min(self._generators(tp, 1, name, samples).memory_bytes for tp in sizes for name in question.precisions)
@@ -136,7 +138,7 @@ class Space:
         return memory_bytes <= self.question.memory_bytes
 
     def sync_plan(self, trainers: Trainers, generators: Generators) -> Plan:
-        """Everybody on all GPUs, in turn: generate until the last answer has ended, train, copy the weights."""
+        """Both roles on all GPUs in turn: generate until the last answer has ended, train, copy the weights."""
         work, gpu = self.question.work, self.question.gpu
         count = work.answers_per_update / generators.replicas
         generate_s = generators.replica.drain_s(count, work.answers_per_update, work.samples, work.answers)
@@ -147,8 +149,8 @@ class Space:
         return Plan(trainers, generators, True, 0, step_s, "training and generation in turn")
 
     def async_plan(self, trainers: Trainers, generators: Generators, max_staleness: int) -> Plan:
-        """The slowest of three: training, generating with full slots, and the way of a batch from its admission until its
-        version is published, of which S + 1 may be under way at a time."""
+        """Both roles in parallel. The step takes the longest of three: training; generating with full slots; and the path
+        of a batch from admission to published version, divided among the S + 1 batches that may be on it at a time."""
         after_s = trainers.update_s + self._overhead_s()
         terms: dict[Limit, float] = {
             "training": after_s,
@@ -161,8 +163,8 @@ class Space:
         return Plan(trainers, generators, False, max_staleness, terms[limit], limit)
 
     def full_s(self, generators: Generators, max_staleness: int) -> float:
-        """For the answers of an update, with as many under way all the time as slots and places allow. A group holds its
-        place until its longest answer has ended, but an answer its slot only until it has ended itself."""
+        """Time to generate an update's answers with as many running as slots and places allow. A group holds its place
+        until its longest answer has ended; an answer holds its slot only until it has ended itself."""
         work, replica = self.question.work, generators.replica
         each, late = work.answers_per_update / generators.replicas, replica.late_steps
         mean, longest = work.answers.mean + late, work.answers.longest_of(work.samples) + late
@@ -172,9 +174,9 @@ class Space:
         return each * mean / active * step_s + replica.prefill_s(max(1, round(each / work.samples)))
 
     def _cohorts_s(self, generators: Generators, max_staleness: int, after_s: float) -> float:
-        """An update's answers are admitted together, and S + 1 such cohorts are under way at a time, each K decode steps
-        younger than the one before: waiting for slots, the longest answer, and what comes after it must take no more than
-        (S + 1) K."""
+        """Time of a step that is limited by the longest answers. An update's answers are admitted together as a cohort, and
+        S + 1 cohorts run at a time, each K decode steps younger than the one before. Waiting for slots, the longest answer,
+        and what follows it must take at most (S + 1) K steps."""
         answers, cohorts = self.question.work.answers, max_staleness + 1
         longest = answers.longest_of(self.question.work.answers_per_update) + generators.replica.late_steps
         steps = longest / cohorts
@@ -184,14 +186,14 @@ class Space:
         return self._period_s(generators, steps, cohorts)
 
     def _queued_steps(self, generators: Generators, steps: float, cohorts: int) -> float:
-        """How long the last answer of a cohort waits for a slot, which answers of older cohorts still hold."""
+        """Steps that the last answer of a cohort waits for a slot still held by an older cohort."""
         work = self.question.work
         alive = work.answers.share_above(np.arange(cohorts, dtype=np.float64) * steps)
         wanted = float(alive.sum()) * work.answers_per_update / generators.replicas
         return max(0.0, wanted / generators.replica.slots - 1) * (work.answers.mean + generators.replica.late_steps)
 
     def _period_s(self, generators: Generators, steps: float, cohorts: int) -> float:
-        """That many decode steps, from one admission to the next, while answers of all cohorts end."""
+        """Time of `steps` decode steps, from one admission to the next, while answers of all cohorts end."""
         work, replica = self.question.work, generators.replica
         each = work.answers_per_update / generators.replicas
         ages = (_MIDDLES[:, None] + np.arange(cohorts)) * steps
@@ -208,13 +210,13 @@ class Space:
         )
 
     def _overhead_s(self) -> float:
-        """Messages, the record on the disk, and the last group's scores."""
+        """Time for messages, records on disk, and the scores of the last group."""
         engine = self.question.gpu.engine
         return engine.update_s + 4 * engine.message_s + self.question.work.samples * engine.score_s
 
 
 def _slot_choices(wanted: int, samples: int) -> list[int]:
-    """Whole groups: all that are wanted, or half of them, a quarter ..."""
+    """Numbers of slots for whole groups: as many as wanted, a half, a quarter and so on."""
     choices, groups = [], wanted // samples
     while groups >= 1:
         choices.append(groups * samples)
@@ -223,12 +225,12 @@ def _slot_choices(wanted: int, samples: int) -> list[int]:
 
 
 def best(plans: Iterable[Plan]) -> Plan | None:
-    """The lowest price; among equals the one that needs least memory, then the first."""
+    """The plan with the lowest price; among equals the one with the least memory, then the first."""
     return min(plans, key=lambda plan: (plan.price, plan.memory_bytes), default=None)
 
 
 def best_sync(question: Question) -> Plan | None:
-    """Without the cheapest trainer beside it, no generator can be the best: so trainers are tried cheapest first."""
+    """The best co-located plan. For each generator layout, the fastest trainer that fits beside it is enough."""
     space, found = Space(question), None
     trainers = sorted(space.trainers(question.gpus), key=lambda one: (one.update_s, one.memory_bytes))
     for generators in space.generators(question.gpus, 0):
@@ -243,6 +245,7 @@ def best_sync(question: Question) -> Plan | None:
 
 
 def best_async(question: Question) -> Plan | None:
+    """The best asynchronous plan over all splits of the GPUs."""
     space, found = Space(question), None
     for trainer_gpus in space.splits:
         fitting = [one for one in space.trainers(trainer_gpus) if space.fits(one.memory_bytes)]
@@ -260,7 +263,7 @@ def best_async(question: Question) -> Plan | None:
 
 
 def with_one_more(question: Question, plan: Plan) -> float:
-    """Seconds that a step would be shorter with one GPU more, given to whoever makes the most of it."""
+    """Seconds by which one more GPU would shorten a step, given to the role that gains most."""
     space, ranks, generators = Space(question), plan.trainers.ranks, plan.generators
     more_t = Trainers(ranks, plan.trainers.update_s * ranks.ranks / (ranks.ranks + 1), plan.trainers.memory_bytes)
     more_g = Generators(generators.replica, generators.replicas + 1 / generators.replica.tp, generators.memory_bytes)
@@ -271,7 +274,7 @@ def with_one_more(question: Question, plan: Plan) -> float:
 
 
 def _hopeless(space: Space, found: Plan | None, trainers: Trainers, generators: Generators, max_staleness: int) -> bool:
-    """Two of the three terms alone cost more than what was found."""
+    """Whether two of the three terms alone already cost more than the best plan so far."""
     if found is None:
         return False
     least_s = max(trainers.update_s, space.full_s(generators, max_staleness))

@@ -1,8 +1,8 @@
-"""The terms that times and memory are made of, each a short pure function of a model's shape, a GPU and a layout.
+"""The terms of time and memory, each a short pure function of a model, a GPU and a layout.
 
-Where nothing else is said, a term is the time that the hardware needs at best (its roofline); what our programs need is that
-times a factor of the GPU's description (`gpus.py`). docs/theory.md lists every formula. `tp` is the number of ranks that
-share every product, `rows` the number of tokens that a product is applied to.
+Unless stated otherwise, a term is the hardware's best time (its roofline); our code needs that time multiplied by a factor
+from the GPU's description (`gpus.py`). docs/theory.md lists every formula. `tp` is the number of tensor-parallel ranks,
+`rows` the number of tokens that a product is applied to.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from llamarl.families.parameters import block_parameters, embedding_of, family_o
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Factors, Gpu
 
-WIDTH = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}  # bytes of a weight
-CPU_PREFILL_ROWS = 16  # prompts that a CPU always reads at once (generate/device.py)
+WIDTH = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}  # bytes per weight
+CPU_PREFILL_ROWS = 16  # prompts that a CPU reads at once, always (generate/device.py)
 
 Terms = Mapping[str, float]
 
 
 def total_s(factors: Factors, terms: Terms) -> float:
+    """Sum of the terms, each multiplied by its factor."""
     return float(sum(getattr(factors, name) * value for name, value in terms.items()))
 
 
 def activation_width(precision: str) -> int:
-    """Activations, keys and values stay bf16 where weights are narrower."""
+    """Bytes per activation, key or value: bf16 where the weights are narrower."""
     return max(2, WIDTH[precision])
 
 
@@ -49,12 +50,12 @@ def product_s(gpu: Gpu, precision: str, rows: float, outputs: float, inputs: flo
     """max(2 * rows * outputs * inputs / FLOP rate, bytes of weights, input and output / memory rate)."""
     moved = outputs * inputs * WIDTH[precision]
     moved += rows * (inputs * activation_width(precision) + outputs * max(out_width, activation_width(precision)))
-    rate = gpu.flops("bf16" if precision == "int8" else precision)  # int8 weights meet bf16 inputs
+    rate = gpu.flops("bf16" if precision == "int8" else precision)  # int8 weights are multiplied with bf16 inputs
     return max(2 * rows * outputs * inputs / rate, moved / gpu.bytes_per_s)
 
 
 def block_products_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
-    """All products of all layers, forward."""
+    """Time of all products of all layers, forward."""
     each = (product_s(gpu, precision, rows, *sizes) for sizes in layer_products(shape, tp))
     return shape.num_layers * sum(each)
 
@@ -69,7 +70,7 @@ def head_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int) -> 
 
 
 def kv_bytes_per_token(shape: ModelSpec, precision: str, tp: int = 1, cache: str = "auto") -> float:
-    """On one rank. An fp8 cache has a scale of 4 bytes for every vector."""
+    """Bytes of cache per token on one rank. An fp8 cache has a 4-byte scale per vector."""
     heads = shape.num_kv_heads / min(tp, shape.num_kv_heads)
     each = shape.head_dim + 4 if cache == "fp8" else shape.head_dim * activation_width(precision)
     return 2 * shape.num_layers * heads * each
@@ -78,7 +79,7 @@ def kv_bytes_per_token(shape: ModelSpec, precision: str, tp: int = 1, cache: str
 def decode_terms(
     shape: ModelSpec, gpu: Gpu, precision: str, rows: float, cached_tokens: float, tp: int = 1
 ) -> dict[str, float]:
-    """One decode step: `rows` sequences with `cached_tokens` tokens in all of them together."""
+    """Terms of a decode step of `rows` sequences with `cached_tokens` cached tokens in total."""
     return {
         "products": block_products_s(shape, gpu, precision, rows, tp) + head_s(shape, gpu, precision, rows, tp),
         "cache": cached_tokens * kv_bytes_per_token(shape, precision, tp) / gpu.bytes_per_s,
@@ -97,14 +98,14 @@ def forward_traffic(shape: ModelSpec, precision: str, tp: int) -> float:
 
 
 def decode_exchange_s(shape: ModelSpec, gpu: Gpu, rows: float, tp: int, width: int = 2) -> float:
-    """Two sums over the ranks in every layer, one for the embedding, and the scores' maxima."""
+    """Time of a step's all-reduces: two per layer, one for the embedding, and one for the maxima of the logits."""
     if tp == 1:
         return 0.0
     return (2 * shape.num_layers + 2) * all_reduce_s(gpu, rows * shape.hidden_size * width, tp)
 
 
 def prefill_s(shape: ModelSpec, gpu: Gpu, precision: str, prompts: int, tokens: float, tp: int = 1) -> float:
-    """Reading prompts of `tokens` tokens: products, causal attention, launches. No head: nothing is sampled yet."""
+    """Time to read prompts of `tokens` tokens: products, causal attention, launches. No head: nothing is sampled yet."""
     rows = prompts * tokens
     attention_s = 2 * shape.num_layers * shape.q_size / tp * prompts * tokens**2 / gpu.flops(_products_in(precision))
     exchange_s = 0.0 if tp == 1 else 2 * shape.num_layers * all_reduce_s(gpu, rows * shape.hidden_size * 2, tp)
@@ -118,7 +119,7 @@ def prefill_s(shape: ModelSpec, gpu: Gpu, precision: str, prompts: int, tokens: 
 
 
 def _products_in(precision: str) -> str:
-    """Attention and head are computed in bf16 where weights are narrower."""
+    """Precision of attention and head: bf16 where the weights are narrower."""
     return "bf16" if WIDTH[precision] == 1 else precision
 
 
@@ -146,8 +147,8 @@ def train_terms(
     tp: int = 1,
     data: int = 1,
 ) -> dict[str, float]:
-    """One update on one of data * tp ranks. `tokens`, `answer_tokens` and `squares` (the sum of the squared lengths of the
-    documents) are those of the whole update; `passes` is what one rank makes."""
+    """Terms of an update on one of data * tp ranks. `tokens`, `answer_tokens` and `squares` (the sum of the documents'
+    squared lengths) are of the whole update; `passes` is the number of passes of one rank."""
     ranks, rate = tp * data, gpu.flops(precision)
     blocks = (6 * block_parameters(shape) + 2 * recomputed_parameters(shape, recompute)) * tokens
     head = 6 * head_of(shape).size * answer_tokens
@@ -170,7 +171,8 @@ def activation_traffic(shape: ModelSpec, precision: str) -> float:
 
 
 def shard_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, passes: float) -> float:
-    """FSDP: every pass gathers the weights twice (forward, backward) and reduces the gradients once, all in bf16."""
+    """FSDP's communication: each pass gathers the weights twice (forward, backward) and reduces the gradients once, in
+    bf16."""
     if data == 1:
         return 0.0
     each = num_parameters(shape) / tp * 2 * (data - 1) / data
@@ -178,7 +180,7 @@ def shard_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, passes: flo
 
 
 def tensor_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, tokens_per_rank: float, passes: float) -> float:
-    """Tensor parallelism: four sums over the ranks in every layer, two forward and two backward."""
+    """Tensor parallelism's communication: four all-reduces per layer, two forward and two backward."""
     if tp == 1 or not passes:
         return 0.0
     each_bytes = tokens_per_rank / passes * shape.hidden_size * 2
@@ -188,18 +190,18 @@ def tensor_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, tokens_per_rank: floa
 # Links
 
 HOP_S = 4e-6  # one step of a collective between GPUs of a host
-HOST_HOP_S = 12e-6  # the same between hosts
-COLLECTIVE_S = 8e-6  # what any collective costs
+HOST_HOP_S = 12e-6  # one step of a collective between hosts
+COLLECTIVE_S = 8e-6  # fixed cost of a collective
 
 
 def link_gb_s(gpu: Gpu, ranks: int) -> float:
-    """Of the slowest link in a group of so many neighbors."""
+    """Bandwidth of the slowest link in a group of `ranks` neighboring ranks."""
     return gpu.links.nvlink_gb_s if ranks <= gpu.gpus_per_host else gpu.nic_gb_s
 
 
 def all_reduce_s(gpu: Gpu, num_bytes: float, ranks: int) -> float:
-    """A sum over the ranks, known to all: inside the hosts first, then between them, each GPU with its share of the bytes,
-    and back. 2 (n-1)/n of the bytes over each kind of link; the number of steps grows with the logarithm of the ranks."""
+    """Time of an all-reduce: within the hosts, then between them (each GPU with its share of the bytes), and back. Each kind
+    of link carries 2 (n-1)/n of the bytes; the number of steps grows with the logarithm of the ranks."""
     local = min(ranks, gpu.gpus_per_host)
     hosts = -(-ranks // gpu.gpus_per_host)
     inside_s = 2 * (local - 1) / local * num_bytes / (gpu.links.nvlink_gb_s * 1e9)
@@ -209,33 +211,33 @@ def all_reduce_s(gpu: Gpu, num_bytes: float, ranks: int) -> float:
 
 
 def sync_s(shape: ModelSpec, gpu: Gpu, precision: str, sources: int, targets: int, tp: int) -> float:
-    """Weights from `sources` ranks to `targets`, each of which takes 1/tp of them, by the slower of both ends' links. A
-    TransferPlan says the same more exactly."""
+    """Time to send the weights from `sources` ranks to `targets` ranks, each of which takes 1/tp of them, over the slower
+    end's links. A TransferPlan gives it more exactly."""
     wanted = weight_bytes(shape, precision) / tp
     return max(wanted, wanted * targets / sources) / (gpu.nic_gb_s * 1e9)
 
 
 def copy_s(gpu: Gpu, num_bytes: float) -> float:
-    """A publication or a load of so many bytes within one device's memory: read and written once."""
+    """Time to publish or load `num_bytes` within one device's memory: read and written once."""
     return gpu.engine.copy * 2 * num_bytes / gpu.bytes_per_s + gpu.engine.copy_s
 
 
 # Memory, per rank
 
-HEAD_CHUNK_BYTES = 2 << 30  # scores of a chunk of tokens, and their gradient (train/head.py)
+HEAD_CHUNK_BYTES = 2 << 30  # logits of a chunk of tokens, and their gradient (train/head.py)
 WORKSPACE_BYTES = 3 << 30  # CUDA's context, graphs, fragmentation
-MEMORY_SHARE = 0.94  # of a GPU that may be planned with
+MEMORY_SHARE = 0.94  # share of a GPU's memory that a plan may use
 
 
 def weight_bytes(shape: ModelSpec, precision: str) -> float:
-    """Of all weights as a generator holds them: embedding, head and norms are bf16 at least."""
+    """Bytes of all weights in this precision; embedding, head and norms are at least bf16."""
     blocks = block_parameters(shape)
     return blocks * WIDTH[precision] + (num_parameters(shape) - blocks) * activation_width(precision)
 
 
 def training_state_bytes(shape: ModelSpec, tp: int, data: int) -> float:
-    """Masters, moments and gradients, 16 bytes per parameter, sharded over all ranks; with FSDP also two gathered layers
-    and the embedding. On one data rank: 12 bytes and a bf16 gradient (fp32, where an update has several passes)."""
+    """Bytes per rank of masters, moments and gradients: 16 per parameter, sharded over all ranks; with FSDP also two
+    gathered layers and the embedding. On one data rank: 12 bytes and a bf16 gradient (fp32 with several passes)."""
     if data == 1:
         return 16 * num_parameters(shape) / tp
     gathered = 2 * block_parameters(shape) / shape.num_layers + embedding_of(shape).size + head_of(shape).size
@@ -243,7 +245,7 @@ def training_state_bytes(shape: ModelSpec, tp: int, data: int) -> float:
 
 
 def activation_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int = 2) -> float:
-    """That one pass of `tokens` tokens keeps for its backward pass, in numbers of `width` bytes."""
+    """Bytes that a pass of `tokens` tokens keeps for its backward pass, with `width` bytes per number."""
     block_input = shape.hidden_size
     attention = shape.hidden_size + (2 * shape.q_size + 2 * shape.kv_size) / tp
     mlp = 3 * shape.intermediate_size / tp
@@ -253,16 +255,16 @@ def activation_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, w
 
 
 def wire(precision: str) -> str:
-    """What weights travel in: as generators hold them; int8 is made of bf16 on arrival."""
+    """Precision in which weights are sent: that of the generator, but bf16 for int8, which is quantized on arrival."""
     return "bf16" if precision == "int8" else precision
 
 
 def held_bytes(shape: ModelSpec, precision: str) -> float:
-    """Of a generator's weights: copies made on arrival stand beside what arrived (model/quantize.py)."""
+    """Bytes of a generator's weights, with the copies quantized on arrival beside the originals (model/quantize.py)."""
     narrow = block_parameters(shape) * WIDTH[precision] if wire(precision) != precision else 0
     return weight_bytes(shape, wire(precision)) + narrow
 
 
 def generator_bytes(shape: ModelSpec, precision: str, tp: int, cached_tokens: float) -> float:
-    """Weights and cache of one rank."""
+    """Bytes of weights and cache on one rank."""
     return held_bytes(shape, precision) / tp + cached_tokens * kv_bytes_per_token(shape, precision, tp)

@@ -1,8 +1,8 @@
 """The paper's theorem as code: the best synchronous and the best asynchronous step for given cost functions.
 
-B0 samples a step on G0 GPUs of M0 bytes. A copy of the policy takes m GPUs and works on b samples at once; eta_t(b, m) and
-eta_g(b, m) are GPU-seconds per sample for training and for generation, falling in b, not falling in m. docs/theory.md holds
-the proof. Minima are taken over finite sets of b and m, which is what there is in practice.
+A step has B0 samples on G0 GPUs of M0 bytes. A copy of the policy takes m GPUs and works on b samples at once; eta_t(b, m)
+and eta_g(b, m) are GPU-seconds per sample for training and generation, decreasing in b and nondecreasing in m. The proof is
+in docs/theory.md. Minima are over finite sets of b and m, as in practice.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ Eta = Callable[[float, float], float]  # (samples at once, GPUs per copy) -> GPU
 
 
 class Costs(Struct, frozen=True, kw_only=True):
-    samples: float  # B0
+    """The theorem's inputs, with the paper's symbols."""
+
+    samples: float  # B0: samples per step
     gpus: float  # G0
-    memory: float  # M0, of one GPU
+    memory: float  # M0: memory of one GPU
     weights: float  # W0
     state: float  # S_t: weights, gradients and optimizer of the trainer
-    activations: float  # A_t, of one sample
-    cache: float  # K_g, of one sample
+    activations: float  # A_t: activations of one sample
+    cache: float  # K_g: cache of one sample
     eta_t: Eta
     eta_g: Eta
 
     def sync_fits(self, b_t: float, b_g: float, m: float) -> bool:
-        """Both roles live on the same m GPUs."""
+        """Whether both roles fit together on the same m GPUs."""
         held = self.state + self.activations * b_t + self.weights + self.cache * b_g
         return held / m <= self.memory
 
@@ -38,6 +40,8 @@ class Costs(Struct, frozen=True, kw_only=True):
 
 
 class SyncPoint(Struct, frozen=True):
+    """A synchronous step: its time, and its choice of m and b."""
+
     step_s: float
     m: float
     b_t: float
@@ -45,6 +49,8 @@ class SyncPoint(Struct, frozen=True):
 
 
 class AsyncPoint(Struct, frozen=True):
+    """An asynchronous step: its time, its split of the GPUs, and its choice of m and b for each role."""
+
     step_s: float
     theta: float  # share of the GPUs that train
     m_t: float
@@ -54,17 +60,17 @@ class AsyncPoint(Struct, frozen=True):
 
 
 def theta_star(eta_t: float, eta_g: float) -> float:
-    """The share of GPUs for training at which both roles take equally long."""
+    """Share of the GPUs for training at which both roles take equally long."""
     return eta_t / (eta_t + eta_g)
 
 
 def sync_step_s(costs: Costs, eta_t: float, eta_g: float) -> float:
-    """One after the other, each on all GPUs."""
+    """Time of a step with both roles in turn, each on all GPUs."""
     return costs.samples / costs.gpus * (eta_t + eta_g)
 
 
 def async_step_s(costs: Costs, eta_t: float, eta_g: float, theta: float) -> float:
-    """Side by side, each on its share."""
+    """Time of a step with both roles in parallel, each on its share of the GPUs."""
     return max(
         costs.samples * eta_t / (theta * costs.gpus),
         costs.samples * eta_g / ((1 - theta) * costs.gpus),
@@ -72,7 +78,7 @@ def async_step_s(costs: Costs, eta_t: float, eta_g: float, theta: float) -> floa
 
 
 def sync_optimum(costs: Costs, batches: Sequence[float], sizes: Sequence[float]) -> SyncPoint | None:
-    """None: nothing fits."""
+    """The fastest synchronous step; None if nothing fits."""
     found = [
         SyncPoint(sync_step_s(costs, costs.eta_t(b_t, m), costs.eta_g(b_g, m)), m, b_t, b_g)
         for m in sizes
@@ -84,7 +90,8 @@ def sync_optimum(costs: Costs, batches: Sequence[float], sizes: Sequence[float])
 
 
 def async_optimum(costs: Costs, batches: Sequence[float], sizes: Sequence[float]) -> AsyncPoint | None:
-    """For any b and m the best share is theta*, so each role can be made as cheap as its own memory allows."""
+    """The fastest asynchronous step; None if nothing fits. The best split is theta* for any b and m, so each role can be
+    optimized on its own."""
     trainer = _cheapest(costs.eta_t, costs.trainer_fits, batches, sizes)
     generator = _cheapest(costs.eta_g, costs.generator_fits, batches, sizes)
     if trainer is None or generator is None:
@@ -96,7 +103,7 @@ def async_optimum(costs: Costs, batches: Sequence[float], sizes: Sequence[float]
 def _cheapest(
     eta: Eta, fits: Callable[[float, float], bool], batches: Iterable[float], sizes: Sequence[float]
 ) -> tuple[float, float, float] | None:
-    """(GPU-seconds per sample, m, b)."""
+    """The cheapest option that fits, as (GPU-seconds per sample, m, b)."""
 
     def options() -> Iterator[tuple[float, float, float]]:
         yield from ((eta(b, m), m, b) for b in batches for m in sizes if fits(b, m))

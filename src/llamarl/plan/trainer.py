@@ -1,4 +1,4 @@
-"""How long the trainer takes for an update, and how much memory one of its ranks needs."""
+"""Time of the trainer's update, and memory of one of its ranks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from llamarl.plan.terms import (
     training_state_bytes,
 )
 
-CPU_ROW = 64  # tokens; a CPU's rows are as short as the longest document allows, but not shorter (train/packing.py)
-ACCUMULATE_BYTES = 12  # per parameter and pass, where gradients of several passes are summed: read two, write one
+CPU_ROW = 64  # shortest row on a CPU, in tokens; otherwise a row is as long as the longest document (train/packing.py)
+ACCUMULATE_BYTES = 12  # per parameter and pass, to sum the gradients of several passes: two reads and one write
 
 
 class UpdateLoad(Struct, frozen=True):
-    """What one update is trained on, as the passes see it: with padding, where there is any."""
+    """Tokens of one update as the passes compute them, including padding."""
 
     tokens: float
     answer_tokens: float
-    squares: float
+    squares: float  # sum of the documents' squared lengths
 
 
 def packed(gpu: Gpu, lengths: Sequence[float], answer_share: float) -> UpdateLoad:
-    """Documents of these lengths, answer and prompt. On a GPU attention skips what is outside of a document, and half of
-    the rest, since it is causal; on a CPU it computes whole rows."""
+    """Load of documents with these lengths (prompt and answer). On a GPU, attention skips everything outside a document and
+    the causal half of the rest; on a CPU it computes whole rows."""
     tokens = sum(lengths)
     if not gpu.is_cpu:
         return UpdateLoad(tokens, tokens * answer_share, sum(length * length for length in lengths))
@@ -43,7 +43,7 @@ def packed(gpu: Gpu, lengths: Sequence[float], answer_share: float) -> UpdateLoa
 
 
 class TrainerRanks(Struct, frozen=True):
-    """data * tp ranks: FSDP over `data`, tensor parallel over `tp`."""
+    """A trainer of data * tp ranks: FSDP over `data`, tensor parallel over `tp`."""
 
     shape: ModelSpec
     gpu: Gpu
@@ -58,10 +58,11 @@ class TrainerRanks(Struct, frozen=True):
         return self.data * self.tp
 
     def passes(self, tokens: float) -> float:
+        """Forward and backward passes of each rank for this many tokens in all."""
         return max(1.0, -(-tokens // (self.tokens_per_pack * self.data)))
 
     def update_s(self, batch: UpdateLoad) -> float:
-        """Passes, with what FSDP sends hidden behind them as far as it fits; sums of tensor parallelism are not hidden."""
+        """Time of an update. FSDP's communication overlaps with the passes; that of tensor parallelism does not."""
         passes = self.passes(batch.tokens)
         terms = train_terms(
             self.shape,
@@ -87,7 +88,7 @@ class TrainerRanks(Struct, frozen=True):
 
     @property
     def memory_bytes(self) -> float:
-        """Of one rank."""
+        """Memory of one rank."""
         state = training_state_bytes(self.shape, self.tp, self.data)
         passing = activation_bytes(self.shape, self.tokens_per_pack, self.recompute, self.tp)
         return state + passing + WORKSPACE_BYTES

@@ -1,4 +1,4 @@
-"""How long weights take from the trainer's ranks to the generators': from the TransferPlan of both layouts."""
+"""Time of a weight transfer from the trainer's ranks to the generators', from the TransferPlan of both layouts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from llamarl.plan.trainer import TrainerRanks
 
 
 def transfer_s(trainer: TrainerRanks, replica: Replica, replicas: int) -> float:
+    """Seconds until all replicas have the trainer's weights."""
     total = trainer.ranks + replica.tp * replicas
     links = _links(trainer.gpu, total)
     return _transfer_s(trainer.shape, trainer.data, trainer.tp, replica.tp, replicas, wire(replica.precision), links)
 
 
 def _links(gpu: Gpu, total: int) -> Links:
-    """On one host everything goes over NVLink."""
+    """Links between all ranks: only NVLink if they fit on one host."""
     return replace(gpu.links, together=total <= gpu.gpus_per_host)
 
 
@@ -32,7 +33,7 @@ def _links(gpu: Gpu, total: int) -> Links:
 def _transfer_s(
     shape: ModelSpec, data: int, trainer_tp: int, generator_tp: int, replicas: int, precision: str, links: Links
 ) -> float:
-    """Of a cluster that is smaller by a common divisor: every rank sends and receives as many bytes there."""
+    """Computed on a cluster smaller by a common divisor, where every rank sends and receives the same number of bytes."""
     smaller = gcd(data, replicas)
     trainer = Side(Mesh((("fsdp", data // smaller), ("tp", trainer_tp))), "bf16")
     generator = Side(Mesh((("replicas", replicas // smaller), ("tp", generator_tp))), precision)

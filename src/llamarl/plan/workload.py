@@ -1,4 +1,4 @@
-"""What is asked of a job, and of which GPUs: the planner's question."""
+"""The planner's question: which workload, on which GPUs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from llamarl.plan.trainer import UpdateLoad, packed
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    groups: int  # prompts of one update
-    samples: int  # answers to each
-    prompt: int  # tokens
+    """One update's prompts and answers."""
+
+    groups: int  # prompts per update
+    samples: int  # answers per prompt
+    prompt: int  # tokens per prompt
     answers: Lengths
-    skipped: float = 0.0  # share of groups whose rewards are all equal: nothing is trained on them
+    skipped: float = 0.0  # share of groups that are not trained on, because their rewards are all equal
 
     @property
     def answers_per_update(self) -> int:
@@ -30,7 +32,7 @@ class Workload(Struct, frozen=True, kw_only=True):
         return self.prompt + self.answers.longest
 
     def batch(self, gpu: Gpu) -> UpdateLoad:
-        """A typical update, as far as it is trained on."""
+        """The trained part of a typical update."""
         count, answers = self.answers_per_update * (1 - self.skipped), self.answers
         if gpu.is_cpu:
             typical = [self.prompt + answers.quantile((at + 0.5) / 64) for at in range(64)]
@@ -42,14 +44,14 @@ class Workload(Struct, frozen=True, kw_only=True):
 
 
 class Question(Struct, frozen=True, kw_only=True):
-    """`precisions` may generators hold their weights in."""
+    """A model, a number of GPUs, a workload and the options that a plan may use."""
 
     shape: ModelSpec
     gpu: Gpu
     gpus: int
     work: Workload
     max_staleness: int = 1
-    precisions: tuple[str, ...] = ("bf16",)
+    precisions: tuple[str, ...] = ("bf16",)  # allowed precisions of the generators' weights
 
     def __post_init__(self) -> None:
         if self.work.longest_document > self.shape.max_positions:
@@ -60,11 +62,11 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def memory_bytes(self) -> float:
-        """Of one GPU, that may be planned with."""
+        """Memory of one GPU that a plan may use."""
         return self.gpu.memory_bytes * MEMORY_SHARE
 
     def tensor_sizes(self) -> Sequence[int]:
-        """Ranks that can share the model's products evenly, inside a host."""
+        """Tensor-parallel sizes that divide the model evenly and fit in a host."""
         shape = self.shape
         return [
             size

@@ -1,4 +1,4 @@
-"""A file of the record is never torn by a write that fails halfway, and what could not be written is not forgotten."""
+"""A write that fails halfway leaves no partial record in a file, and its bytes are written later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llamarl.io.append_file import AppendFile
 
 @contextmanager
 def room_for(num_bytes: int) -> Iterator[None]:
-    """The kernel takes a part of the write that crosses the limit, and refuses the rest: as a disk does that gets full."""
+    """Limit the file size: the kernel takes only part of the write that crosses the limit, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""Frames come out as they went in, however the stream is cut; what is no frame is refused before it takes memory."""
+"""Frames survive any splitting of the stream; anything else is refused before it takes memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records on disk: what was synced comes back, a torn end is left out, and damage anywhere else is named."""
+"""Synced records can be read back, a truncated end is skipped, and damage anywhere else is reported with its place."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_torn_end_is_left_out_wherever_it_was_torn(tmp_path: Path) -> None:
 
 
 def test_an_end_that_never_reached_the_disk_is_left_out(tmp_path: Path) -> None:
-    """After a power cut a file may have its length, but zeros for content."""
+    """After a power cut, a file may have its full length but contain zeros."""
     write(tmp_path, RECORDS)
     (file,) = segment_files(tmp_path)
     whole = file.read_bytes()

@@ -1,4 +1,4 @@
-"""A run that cannot learn says so, why, and which setting to change; one that learns hears nothing."""
+"""A run that cannot learn gets advice on the reason and the setting to change; a run that learns gets none."""
 
 from __future__ import annotations
 

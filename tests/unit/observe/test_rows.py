@@ -1,4 +1,4 @@
-"""Rows of a run: damage is left out and told, the end can be taken back, and metrics tell of each update once."""
+"""Rows of a run: damaged rows are skipped and reported, the end can be removed, and metrics have each update once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_cutting_takes_back_the_end_and_nothing_else(count: int, kept: int, bloc
 
 
 def test_metrics_of_updates_made_again_stand_once_and_in_order(tmp_path: Path) -> None:
-    """Two roles that train, each of which dies now and then, against the file of a run without deaths."""
+    """Two training roles that die now and then write the same file as a run without deaths."""
 
     def metrics(update: int, role: str) -> dict[str, float]:
         return {"loss": update + len(role) / 10}
@@ -60,7 +60,7 @@ def test_metrics_of_updates_made_again_stand_once_and_in_order(tmp_path: Path) -
     made = dict.fromkeys(roles, 0)
     while made["trainer"] < 30:
         role = chance.choice([r for r in roles if made[r] < 30 and (r == "critic" or made[r] < made["critic"])])
-        if chance.random() < 0.1:  # back to a snapshot, three updates ago at most
+        if chance.random() < 0.1:  # back to a snapshot at most three updates ago
             made[role] = min(made[role], max(0, min(made.values()) - chance.randrange(3)))
             file.rewind(made[role], role)
             made["trainer"] = min(made["trainer"], 30)

@@ -1,4 +1,4 @@
-"""A run folder is the record of one run: never of two, and never half a line."""
+"""A run folder is the record of one run, never of two, and never has half a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures that a run is judged by add up, also when an update had nothing to learn or was made twice."""
+"""The figures of a run add up, also if an update had nothing to learn or was made twice."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_summary_json_has_every_figure_that_is_promised(watcher: Watcher, tmp_pa
 
 
 def test_wall_times_stay_out_of_the_metrics(watcher: Watcher, tmp_path: Path) -> None:
-    """So that the metrics of two runs with one seed can be compared byte by byte."""
+    """The metrics of two runs with the same seed can be compared byte by byte."""
     run_to_the_end(watcher)
     lines = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
     assert not any(key.endswith("_s") for line in lines for key in line)

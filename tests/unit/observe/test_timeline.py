@@ -1,4 +1,4 @@
-"""Where the time went: what no span covers is waiting, and Perfetto is shown the same."""
+"""Time not covered by any span is waiting, in the summary and in the trace file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def timeline_of(**executors: list[Span]) -> Timeline:
 
 
 def test_idle_share_by_hand() -> None:
-    """Over ten seconds: one generator works 6 s, the other 2 s, the trainer publishes 1 s and works 8 s."""
+    """In ten seconds, one generator works 6 s, the other 2 s, and the trainer publishes for 1 s and works for 8 s."""
     timeline = timeline_of(
         generator_0=[work(0, 4), work(5, 7)],
         generator_1=[work(3, 5)],

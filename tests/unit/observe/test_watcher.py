@@ -1,4 +1,4 @@
-"""What the live view is told: shares of waiting, rates and time left that are right for long updates and after a resume."""
+"""The live view's shares of waiting, rates and time left are right for long updates and after a resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Clock:
 
 
 class Shown:
-    """A display that keeps what it is told."""
+    """A display that records its calls."""
 
     def __init__(self) -> None:
         self.snapshots: list[Snapshot] = []
@@ -59,9 +59,9 @@ def test_shares_of_waiting_leave_out_the_start_and_cover_long_updates(
 ) -> None:
     clock, shown = Clock(monkeypatch), Shown()
     watcher = make_watcher(tmp_path, shown, Tally())
-    clock.now_s = 160.0  # a minute of starting
+    clock.now_s = 160.0  # after a minute of startup
     watcher.group_done("generator/0", GroupFacts(num_tokens=10))
-    for update in range(2):  # the trainer works for 30 of every 40 seconds, and says so when it is done
+    for update in range(2):  # the trainer works for 30 of every 40 seconds, and reports it when it is done
         began_s = clock.now_s
         clock.now_s += 40.0
         watcher.spent("trainer/0", [Span("work", "update", began_s + 10.0, clock.now_s)])

@@ -1,4 +1,4 @@
-"""Distributions of lengths: what is drawn, and what is computed from their quantiles, agree."""
+"""Distributions of lengths: drawn lengths agree with the figures computed from quantiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's table from its first row: that row comes out as published, and the gain grows with the model."""
+"""The paper's table, fitted on its first row: that row is as published, and the gain grows with the model."""
 
 from __future__ import annotations
 

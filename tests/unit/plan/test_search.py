@@ -1,4 +1,4 @@
-"""The planner finds what trying everything finds; more of anything never hurts; what does not fit is told with a way out."""
+"""The planner's choice is that of trying everything; more resources never hurt; if nothing fits, it suggests what would."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def every_async(asked: Question) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("first", range(0, 200, 25))
 def test_the_choice_is_that_of_brute_force(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "PACKS", (16_384,))  # fewer to try, the same to decide
+    monkeypatch.setattr(search, "PACKS", (16_384,))  # fewer options, but the same decisions
     for seed in range(first, first + 25):
         asked = random_question(seed)
         for chosen, every in ((best_sync(asked), every_sync(asked)), (best_async(asked), every_async(asked))):

@@ -1,4 +1,4 @@
-"""The terms by hand where that can be done, and against our own figures where they were measured."""
+"""The cost terms agree with hand calculations and with our own measurements."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_training_costs_six_operations_for_each_weight_and_token() -> None:
     ],
 )
 def test_decoding_as_measured_on_one_h200(model: str, precision: str, prompt: int, tokens_per_s: float) -> None:
-    """benchmarks/results/decode.md: 256 sequences, 256 new tokens."""
+    """Figures of benchmarks/results/decode.md: 256 sequences, 256 new tokens."""
     replica = Replica(shape_named(model), H200, precision, 1, 256, prompt, prompt + 256)
     assert 256 / replica.step_s(256, 256 * (prompt + 128)) == pytest.approx(tokens_per_s, rel=0.07)
 
@@ -77,13 +77,13 @@ def test_decoding_as_measured_on_one_h200(model: str, precision: str, prompt: in
     ("model", "recompute", "update_s"), [("llama-3.2-1b", "none", 0.247), ("llama-3.1-8b", "selective", 1.501)]
 )
 def test_training_as_measured_on_one_h200(model: str, recompute: str, update_s: float) -> None:
-    """benchmarks/results/train.md: 16 documents of 1024 tokens."""
+    """Figures of benchmarks/results/train.md: 16 documents of 1024 tokens."""
     trainer = TrainerRanks(shape_named(model), H200, "bf16", 1, 1, recompute, 16_384)
     assert trainer.update_s(packed(H200, [1024] * 16, 1.0)) == pytest.approx(update_s, rel=0.07)
 
 
 def test_memory_as_measured_on_one_h200() -> None:
-    """35.7 GiB for the 1B; the plan reserves a few more for CUDA itself, and gradients in fp32."""
+    """The 1B took 35.7 GiB; the plan adds a few for CUDA itself and for gradients in fp32."""
     trainer = TrainerRanks(ONE, H200, "bf16", 1, 1, "none", 16_384)
     assert 35.7 < trainer.memory_bytes / 2**30 < 45
 

@@ -23,7 +23,7 @@ SIZES = [2**power for power in range(8)]
 
 
 def eta(chance: Random, *, falls: bool = True) -> Eta:
-    """GPU-seconds per sample: a part that a larger batch shares, a part that it does not, more for every GPU in between."""
+    """GPU-seconds per sample: a part that a larger batch shares, a part that it does not, and a part that grows with m."""
     shared = chance.uniform(0.5, 20) if falls else 0.0
     own, exchange = chance.uniform(0.05, 2), chance.uniform(0.0, 0.5)
     return lambda b, m: (own + shared / b) * (1 + exchange * (m - 1))
@@ -52,7 +52,7 @@ def test_async_is_never_slower_and_strictly_faster_where_memory_binds(seed: int)
         return
     assert split is not None, "what fits together fits apart"
     assert split.step_s <= sync.step_s * (1 + 1e-12)
-    # Wherever a batch could still grow, memory was what kept it from growing; apart, there is room.
+    # Only memory kept the batches from growing; with the roles apart, there is room.
     grows = [2 * sync.b_t, 2 * sync.b_g]
     room_t = found.trainer_fits(grows[0], sync.m) and grows[0] in BATCHES
     room_g = found.generator_fits(grows[1], sync.m) and grows[1] in BATCHES
@@ -82,7 +82,7 @@ def test_the_best_share_is_theta_star_and_there_both_steps_are_equal(seed: int) 
 
 
 def test_the_gain_grows_with_the_model() -> None:
-    """Same costs per sample and copy, larger state: the synchronous copy must spread, the generator's need not."""
+    """With a larger state at the same costs, the synchronous copy needs more GPUs, but the generator's does not."""
     gains = []
     for weights in (2, 16, 140):
         one = Costs(
