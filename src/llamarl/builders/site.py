@@ -32,7 +32,7 @@ class Site:
     given: Mapping[str, Callable[..., Any]] = field(
         default_factory=dict
     )  # scorers given from Python; empty unless the executor lives in the same process
-    meets: Rendezvous | None = None  # how weights cross hosts; None: they stay on one host, in slots
+    rendezvous: Rendezvous | None = None  # how weights cross hosts; None: they stay on one host, in slots
 
 
 Builder = Callable[[Site], Executor]
