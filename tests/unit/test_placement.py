@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.builders.devices import device_of, first_gpu
+from llamarl.builders.devices import describe_devices, device_of, first_gpu
 from llamarl.config import Config
 from llamarl.config.file import load_config
 
@@ -36,3 +36,13 @@ def test_co_located_roles_share_their_gpus(monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_gpu_serves_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert {index for role, count in ROLES.items() for index in gpus(load_config(None, SPLIT), role, count)} == {0}
+
+
+def test_a_job_says_what_it_computes_on_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, ["trainer.data=2", "generator.replicas=2"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert describe_devices(config) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert describe_devices(config) == ["generator on cuda:2, cuda:3; trainer on cuda:0, cuda:1"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert describe_devices(config) == ["generator on cuda:0; trainer on cuda:0"]
