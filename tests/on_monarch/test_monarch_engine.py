@@ -118,8 +118,8 @@ def test_a_reader_that_keeps_its_lease_is_killed(tmp_path: Path) -> None:
     assert deaths(tmp_path / "run", "generator/0") == ["kept a weight slot for over 1 s"]
 
 
-@pytest.mark.parametrize("victim", ["worker", "nursery"])
-def test_the_worker_or_its_nursery_is_killed_and_replaced(victim: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["worker", "fork_server"])
+def test_the_worker_or_its_fork_server_is_killed_and_replaced(victim: str, tmp_path: Path) -> None:
     """With all that it runs."""
     config = load_config(None, [*SMALL, "schedule.updates=40", "engine.host_s=3", "snapshots.every=5"])
     mark = f"{MARK}={tmp_path}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.builders.devices import device_of
+from llamarl.builders.devices import describe_devices, device_of
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.controller.default_line import default_line
@@ -51,3 +51,14 @@ def test_a_role_of_ones_own_takes_the_next_gpus_and_the_others_keep_theirs() -> 
     found = first_gpus(Line([*line.roles, critic], [*channels, *links]), "split")
     assert first_gpus(line, "split") == {"trainer": 0, "generator": 2, "reference": 6, "reward_model": 7}
     assert found == {"trainer": 0, "generator": 2, "critic": 6, "reference": 9, "reward_model": 10}
+
+
+def test_a_job_says_what_it_computes_on_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, ["trainer.data=2", "generator.replicas=2"])
+    numbers = first_gpus(default_line(config), "split")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert describe_devices(config, numbers) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert describe_devices(config, numbers) == ["generator on cuda:2, cuda:3; trainer on cuda:0, cuda:1"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert describe_devices(config, numbers) == ["generator on cuda:0; trainer on cuda:0"]

@@ -32,7 +32,7 @@ class Site:
     given: Mapping[str, Callable[..., Any]] = field(
         default_factory=dict
     )  # scorers given from Python; empty unless the executor lives in the same process
-    meets: Rendezvous | None = None  # how weights cross hosts; None: they stay on one host, in slots
+    rendezvous: Rendezvous | None = None  # how weights cross hosts; None: they stay on one host, in slots
     first_gpus: Mapping[str, int] = field(default_factory=dict)  # role -> its first GPU, where the engine chose none
 
 

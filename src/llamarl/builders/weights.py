@@ -30,9 +30,9 @@ def make_weight_writer(site: Site, policy: Policy) -> WeightWriter:
     shards = owned_shards(policy.model)
     wire = WireFormat.for_generator(wire_precision(site.config), policy.model.shape, site.config.generator.tensor)
     agree, lease_s = max_over_ranks if site.num_ranks > 1 else alone, site.config.weights.lease_s
-    if site.meets is not None:
+    if site.rendezvous is not None:
         writer = GroupWriter(shards, lease_s=lease_s, wire=wire, agree=agree)
-        site.meets.serve(writer)
+        site.rendezvous.serve(writer)
         return writer
     transport, device = weight_transport(site.config, site.first_gpus), policy.computing.device
     return SlotWriter(
@@ -49,10 +49,10 @@ def make_weight_writer(site: Site, policy: Policy) -> WeightWriter:
 
 
 def make_weight_reader(site: Site, held: Parameters, device: torch.device) -> WeightReader:
-    if site.meets is None:
+    if site.rendezvous is None:
         return SlotReader(site.slots[site.weights_source[role_of(site.executor)]], held)
     return RendezvousReader(
-        site.meets,
+        site.rendezvous,
         held,
         device,
         num_readers=site.num_ranks,

@@ -87,7 +87,7 @@ def train(
             raise InputError("--resume: name the run folder with --run DIR")
         if path is None and (run / CONFIG).is_file():
             path = run / CONFIG
-    settled = load_config(path, settings)  # mistakes are told at once, before torch is imported
+    settled = load_config(path, settings)  # before torch is imported, so that mistakes show at once
     with fork_server_ahead() if settled.engine.kind == "local" else nullcontext():
         _train(settled, run or dated_run_folder(), resume=resume, quiet=quiet)
 
@@ -139,7 +139,7 @@ def score_command(
     from llamarl.tasks.registry import own_scorers
     from llamarl.tasks.score_lines import score_lines
 
-    config = task_config(task, ["reward.retries=0", *(overrides or [])])  # what fails here is to be seen
+    config = task_config(task, ["reward.retries=0", *(overrides or [])])  # failures must show here
     scorers = own_scorers(config.task)
     judge = Judge.of(config, scorers)
     judge.prepare()
@@ -227,7 +227,7 @@ def _describe_audit(found: Audit, run: Path) -> str:
 
 
 def main() -> None:
-    """Every failure that a user can cause is one line on stderr and an exit code that says whose fault it was."""
+    """Turn every failure that a user can cause into one line on stderr and an exit code for its kind."""
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="llamarl", standalone_mode=False)
     except LlamaRLError as error:

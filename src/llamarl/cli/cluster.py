@@ -1,4 +1,4 @@
-"""`llamarl worker` and `llamarl certs`: what a cluster needs besides the job. No torch here."""
+"""`llamarl worker` and `llamarl certs`: the commands that a cluster needs besides `train`. No torch here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Whether a job fits into the memory of its machine: asked before anything starts.
+"""Whether a job fits into the memory of its machine, checked before anything starts.
 
-What is surely taken (weights, optimizer state, a cache of fixed size) is held against all the memory there is; more than that
-is refused. What may be taken besides (the activations of the longest pass) is held against what is free now; more than that
-is only said. The formulas are the planner's (`plan/terms.py`). Processes that share a device, or the host, count together.
+Memory that is surely taken (weights, optimizer state, a cache of fixed size) must fit into all the memory there is; otherwise
+the job is refused. Memory that may be taken besides (the activations of the longest pass) should fit too, into what is free
+now; otherwise a note says so. The formulas are the planner's (`plan/terms.py`). Processes that share a device, or the host,
+count together.
 """
 
 from __future__ import annotations
@@ -38,38 +39,39 @@ from llamarl.weights.cuda_driver import CudaRefused, total_memory
 from llamarl.weights.slot_file import NUM_SLOTS
 
 HOST = "cpu"
-_PROCESS_BYTES = 300 << 20  # what a process with torch in it takes by itself
-_MINOR_SHARE = 0.1  # of the whole; what is smaller is not worth naming
+_PROCESS_BYTES = 300 << 20  # of a process that has only imported torch
+_MINOR_SHARE = 0.1  # of the whole; smaller items are not named
 _NARROW = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
-_LEAST = 14 / 16  # of the training state on a GPU: gradients of a single pass stay bf16
-_OFFLOADED = 10 / 14  # of that: moments, and the low halves of the masters
+_LEAST = 14 / 16  # share of the training state that is sure on a GPU: gradients of a single pass stay bf16
+_OFFLOADED = 10 / 14  # share of that in host memory: moments, and the low halves of the masters
 
 
 class MemoryItem(Struct, frozen=True):
-    """Memory that one rank takes. `sure`: whatever the answers look like. `advice`: the settings that make it smaller."""
+    """Memory that one rank takes."""
 
     what: str
-    place: str
+    place: str  # `cpu`, or a GPU
     num_bytes: float
-    advice: str
-    sure: bool = True
+    advice: str  # settings that make it smaller
+    sure: bool = True  # whether it is taken whatever the answers look like
 
 
 def check_memory(config: Config) -> list[str]:
-    """Refuse what cannot fit; return what to say about what may not. Hosts of a cluster are not looked at from here."""
+    """Refuse a job that cannot fit; returns notes about one that may not. The hosts of a cluster are not checked."""
     if config.engine.hosts:
         return []
-    return settle(list(job_parts(config)), config)
+    return settle(list(job_parts(config)))
 
 
 def check_evaluation_memory(config: Config, device: str, sequences: int) -> list[str]:
-    """The same for a model that only answers."""
+    """As `check_memory`, for a model that only generates."""
     shape, place = read_shape(config.model_folder), str(torch.device(device))
     limits = Limits.of(config, sequences=sequences)
-    return settle(list(_generator_parts(config, shape, torch.device(place), limits)), config)
+    return settle(list(_generator_parts(config, shape, torch.device(place), limits)))
 
 
-def settle(parts: Sequence[MemoryItem], config: Config) -> list[str]:
+def settle(parts: Sequence[MemoryItem]) -> list[str]:
+    """Compare items with the memory at each place: refuse what cannot fit, return notes about what may not."""
     notes = []
     for place in dict.fromkeys(part.place for part in parts):
         here, room = [part for part in parts if part.place == place], room_at(place)
@@ -90,7 +92,7 @@ def settle(parts: Sequence[MemoryItem], config: Config) -> list[str]:
 
 
 def room_at(place: str) -> FreeMemory:
-    """Of the host, or of a GPU, on which nothing is started to ask."""
+    """Memory of the host, or of a GPU, without starting CUDA."""
     if place == HOST:
         return host_memory()
     try:
@@ -116,7 +118,7 @@ def _generator_parts(config: Config, shape: ModelSpec, device: torch.device, lim
     settings, place = config.generator, _place(device)
     wide = _NARROW[dtype_of(settings.dtype, device)]
     precision = wide if settings.quantize == "none" else settings.quantize
-    # Without a number of pages, a GPU's cache takes what is left: only the least is sure.
+    # Without `kv_pages`, a GPU's cache takes what is left: only the smallest cache is sure.
     pages = limits.num_pages or (limits.least_pages if device.type == "cuda" else limits.enough_pages)
     each = kv_bytes_per_token(shape, wide, settings.tensor, settings.kv_cache)
     yield MemoryItem(
@@ -170,7 +172,7 @@ def _saves_whole(config: Config) -> bool:
 
 
 def _reference_parts(config: Config) -> Iterator[MemoryItem]:
-    """Its weights: on ranks of its own, or in host memory until the trainer's ranks use them."""
+    """Weights of the reference: on ranks of its own, or in host memory until the trainer's ranks use them."""
     shape, settings, advice = read_shape(config.reference_folder), config.reference, "take a smaller reference.model"
     if not config.reference_alone:
         device = device_of("trainer.device", config.trainer.device)
@@ -208,7 +210,7 @@ def _place(device: torch.device) -> str:
 
 
 def _largest(parts: Sequence[MemoryItem]) -> str:
-    """Those that matter, each named once, and what would make the first ones smaller."""
+    """The largest items, each named once, and the settings that make the first ones smaller."""
     sizes: dict[str, float] = {}
     for part in parts:
         sizes[part.what] = sizes.get(part.what, 0.0) + part.num_bytes

@@ -24,16 +24,17 @@ from llamarl.observe.summary import Counted, Tally
 class Recovered(Struct, frozen=True):
     """What a run folder still holds, as of its newest snapshot that can be used."""
 
-    version: int
-    notes: tuple[str, ...]  # what the user should know of it
-    unknown: tuple[int, ...]  # snapshots that the ledger knows nothing of
-    last_run: int  # the last start of the job that the ledger knows of; -1: none
+    version: int  # of the snapshot; 0: the beginning
+    notes: tuple[str, ...]  # for the user
+    unknown: tuple[int, ...]  # versions of snapshots that are not in the ledger
+    last_run: int  # number of the last start in the ledger; -1: none
     begin: Began | Resumed
     store: GroupStore
     tally: Tally
 
 
 def recover(folder: Path, config: Config, settled_state: str, last_role: str) -> Recovered:
+    """Read everything that the job needs to go on; drops stored groups that it does not need."""
     books, notes = read_books(folder), list[str]()
     snapshots = Snapshots(folder / SNAPSHOTS, config.snapshots.keep)
     version, unknown = _choose_snapshot(snapshots, books, notes)
@@ -43,7 +44,7 @@ def recover(folder: Path, config: Config, settled_state: str, last_role: str) ->
         for row in read_rows(folder / EVALUATIONS)
         if row.keys() >= {"version", "accuracy"} and row["version"] <= version
     }
-    begin: Began | Resumed = Began()  # killed before anything was on disk
+    begin: Began | Resumed = Began()  # as it stays if the run was killed before anything was on disk
     needed: tuple[int, ...] = ()
     if books is not None:
         begin = resumption(books, store.scored, version, sorted(evaluated), settled_state)
@@ -58,7 +59,7 @@ def recover(folder: Path, config: Config, settled_state: str, last_role: str) ->
 
 
 def read_books(folder: Path) -> Books | None:
-    """The run's books; None where it was killed before anything was on disk."""
+    """The run's books; None if it was killed before anything was on disk."""
     if segment_files(folder / LEDGER):
         return Books.of(read_ledger(folder / LEDGER))
     made = Snapshots(folder / SNAPSHOTS, keep=1).versions()
@@ -71,10 +72,10 @@ def read_books(folder: Path) -> Books | None:
 
 
 def _choose_snapshot(snapshots: Snapshots, books: Books | None, notes: list[str]) -> tuple[int, tuple[int, ...]]:
-    """The newest whole snapshot that the ledger knows of, 0 (the beginning) if there is none; and those it does not know.
+    """The newest whole snapshot that the ledger knows of, or 0 (the beginning); and the snapshots it does not know.
 
-    A snapshot newer than its ledger is of another time: the folder was copied while the job ran, or the ledger's end was
-    lost. Going on from it would train groups again, far beyond the bound on their staleness."""
+    A snapshot can be newer than the ledger if the folder was copied while the job ran, or the ledger's end was lost. Going on
+    from it would train groups again, far beyond the bound on their staleness."""
     known = books.known_updates if books else 0
     oldest = books.folded.updates if books else 0
     unknown = tuple(version for version in snapshots.versions() if version > known)
@@ -94,7 +95,7 @@ def _choose_snapshot(snapshots: Snapshots, books: Books | None, notes: list[str]
 
 
 def _read_tally(path: Path, version: int, last_role: str, notes: list[str]) -> Tally:
-    """Totals of the updates before `version`, from the rows of metrics that are still whole."""
+    """Totals of the updates before `version`, from the undamaged rows of metrics."""
     tally, rows = Tally(), Rows(path, _MetricsRow)
     for row in rows:
         if 0 <= row.update < version and row.role == last_role:

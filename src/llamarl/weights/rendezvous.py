@@ -1,4 +1,4 @@
-"""Weights between hosts: who publishes and who reads meet in a process group, anew whenever one of them is new."""
+"""Weights between hosts: ranks that publish and ranks that read form a process group, again whenever one is replaced."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ AllTrue = Callable[[bool], bool]  # over the ranks of one executor; every rank c
 
 
 class Rendezvous(Protocol):
-    """What an engine on many hosts offers."""
+    """How an engine on many hosts brings writers and readers together."""
 
     def serve(self, writer: GroupWriter) -> None:
-        """From now on, readers that call are met."""
+        """Serve all readers that call from now on."""
 
     def call(self, number: int, num_readers: int, device: torch.device) -> Group:
-        """The reader's ranks call their meetings together, one after the other; the ranks that publish come too."""
+        """A group with all ranks that publish. The ranks of one reader call together, each time with the next number."""
 
 
 class RendezvousReader:
-    """A reader that finds its way back: a lost group is replaced by a new one at the next load."""
+    """A reader that replaces a lost group by a new one at the next load."""
 
     def __init__(
         self,
-        meets: Rendezvous,
+        rendezvous: Rendezvous,
         parameters: Parameters,
         device: torch.device,
         *,
@@ -38,9 +38,9 @@ class RendezvousReader:
         limit_s: float,
         all_true: AllTrue = lambda mine: mine,
     ) -> None:
-        self._meets, self._parameters, self._device = meets, parameters, device
+        self._rendezvous, self._parameters, self._device = rendezvous, parameters, device
         self._num_readers, self._limit_s, self._all_true = num_readers, limit_s, all_true
-        self._meetings = 0
+        self._number = 0
         self._reader: GroupReader | None = None
 
     def load(self, version: int) -> int:
@@ -59,9 +59,9 @@ class RendezvousReader:
         raise BrokenWeights(f"weights: version {version} reached only some of the ranks: {problem or 'not the others'}")
 
     def _meet(self, version: int) -> GroupReader:
-        self._meetings += 1
+        self._number += 1
         try:
-            group = self._meets.call(self._meetings, self._num_readers, self._device)
+            group = self._rendezvous.call(self._number, self._num_readers, self._device)
             self._reader = GroupReader(group, self._parameters, deadline_s=self._limit_s)
         except (PeerLost, RuntimeError) as error:
             raise LostWeights(f"weights: version {version} cannot be had: {error}") from None

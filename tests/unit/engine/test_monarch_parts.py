@@ -1,4 +1,4 @@
-"""The parts of the Monarch engine that need no Monarch: placing, meetings, orders that wait, addresses, what is refused."""
+"""The parts of the Monarch engine that need no Monarch: placing, rendezvous stores, deferred loads, addresses, refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llamarl.engine.monarch.install import check_engine
 from llamarl.engine.monarch.placement import HostRoom, place
 from llamarl.engine.monarch.protocol import StoreRequest
 from llamarl.engine.monarch.rendezvous import RendezvousStores
-from llamarl.engine.monarch.rendezvous_store import Asking
+from llamarl.engine.monarch.rendezvous_store import StoreClient
 from llamarl.errors import ConfigError, InputError
 from llamarl.messages import LoadWeights, Up, WeightsPublished
 
@@ -42,20 +42,20 @@ def test_executors_go_to_the_emptiest_host_that_has_room(
     assert place(found, num_ranks, may_span=False) == (placed if len(placed) == 1 else [])
 
 
-def asking(meetings: RendezvousStores) -> Asking:
+def client_of(stores: RendezvousStores) -> StoreClient:
     lock = threading.Lock()
 
     def send(ask: StoreRequest) -> None:
         with lock:
-            meetings.ask(ask, found.answered)
+            stores.handle(ask, found.on_answer)
 
-    found = Asking(send)
+    found = StoreClient(send)
     return found
 
 
-def test_a_meeting_is_a_store_that_processes_share() -> None:
-    meetings = RendezvousStores()
-    one, other = (asking(meetings).store("here", 5.0) for _ in range(2))
+def test_a_rendezvous_is_a_store_that_processes_share() -> None:
+    stores = RendezvousStores()
+    one, other = (client_of(stores).store("here", 5.0) for _ in range(2))
     heard: list[bytes] = []
     waiting = threading.Thread(target=lambda: heard.append(other.get("name")))
     waiting.start()
@@ -67,27 +67,27 @@ def test_a_meeting_is_a_store_that_processes_share() -> None:
     assert one.compare_set("name", "value", "lost") == b"new"
     assert other.check(["name", "count"]) and not other.check(["name", "nothing"])
     assert one.num_keys() == 2 and one.delete_key("count") and not one.delete_key("count")
-    assert asking(meetings).store("elsewhere", 5.0).num_keys() == 0
+    assert client_of(stores).store("elsewhere", 5.0).num_keys() == 0
 
 
 def test_who_waits_in_vain_is_told_for_whom() -> None:
-    lonely = asking(RendezvousStores()).store("here", 0.05)
-    with pytest.raises(RuntimeError, match=r"'you' did not come to the meeting 'here' within 0.05 s"):
+    lonely = client_of(RendezvousStores()).store("here", 0.05)
+    with pytest.raises(RuntimeError, match=r"'you' did not come to the rendezvous 'here' within 0.05 s"):
         lonely.wait(["you"])
 
 
 def test_an_order_to_load_waits_until_somebody_alive_has_published_the_version() -> None:
-    holding, load = DeferredLoads({"generator": "trainer"}), LoadWeights(3)
-    assert holding.holds("generator/0", load)
-    assert holding.reported("trainer/0", Up()) == {}
-    assert holding.reported("trainer/0", WeightsPublished(2, "", 1, True)) == {}
-    assert holding.reported("trainer/0", WeightsPublished(3, "", 1, True)) == {"generator/0": load}
-    assert not holding.holds("generator/1", load)
-    assert not holding.holds("generator/1", LoadWeights(1)), "too old: the trainer itself refuses it"
-    holding.died("trainer/0")
-    assert holding.holds("generator/0", load)
-    holding.died("generator/0")
-    assert holding.reported("trainer/0", WeightsPublished(3, "", 1, True)) == {}
+    loads, load = DeferredLoads({"generator": "trainer"}), LoadWeights(3)
+    assert loads.defer("generator/0", load)
+    assert loads.on_report("trainer/0", Up()) == {}
+    assert loads.on_report("trainer/0", WeightsPublished(2, "", 1, True)) == {}
+    assert loads.on_report("trainer/0", WeightsPublished(3, "", 1, True)) == {"generator/0": load}
+    assert not loads.defer("generator/1", load)
+    assert not loads.defer("generator/1", LoadWeights(1)), "too old: the trainer itself refuses it"
+    loads.on_death("trainer/0")
+    assert loads.defer("generator/0", load)
+    loads.on_death("generator/0")
+    assert loads.on_report("trainer/0", WeightsPublished(3, "", 1, True)) == {}
 
 
 @pytest.mark.parametrize(

@@ -205,8 +205,8 @@ class LocalEngine(Supervision[LocalRank]):
         self._hear_of_death(state, news.reason)
 
     def _replace_fork_server(self, why: str = "died") -> None:
-        """Start another one. The children of the old one die with it, and the controller spawns what it needs again. Orders to
-        one that was never ready wait for the next."""
+        """Start another one. The old one's children die with it, and the controller spawns what it needs again. Orders to one
+        that was never ready wait for the next."""
         self._selector.unregister(self._control)
         self._control.close()
         self._fork_server.kill()

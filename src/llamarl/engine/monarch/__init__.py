@@ -2,9 +2,9 @@
 
     main process ── Monarch (Unix sockets here, mutual TLS between hosts) ──▶ worker, one on each host
          ▲                                                                      │ starts
-         └──────── reports, over Monarch ──────── rank ◀── fork ── nursery ◀── stub
-                                                  keeper: beats, and kills on request
+         └──────── reports, over Monarch ──── rank ◀── fork ── fork server ◀── stub
+                                              host agent: heartbeats, and kills on request
 
-A worker is Monarch's own host agent. What it starts as a process is a stub, in whose name the host's nursery, which has
-imported torch, forks the real one: an executor is back in a second instead of after the import of torch.
+A worker runs Monarch's own loop. What it starts as a process is a stub, for which the host's fork server, which has imported
+torch, forks the real process: an executor is back in a second instead of after the import of torch.
 """

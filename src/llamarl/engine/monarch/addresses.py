@@ -1,4 +1,4 @@
-"""Addresses of hosts, and what may be listened on: beyond loopback only with certificates."""
+"""Addresses of hosts, and which may be listened on: beyond loopback only with certificates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_loopback(host: str) -> bool:
 
 
 def url_of(key: str, address: str, certs: str) -> str:
-    """As Monarch writes it. Without certificates nothing but this machine is talked to, nor listened to."""
+    """The address as Monarch writes it. Without certificates, only addresses of this machine are allowed."""
     host, port = split_address(key, address)
     if certs:
         return f"tls://{host}:{port}"
@@ -40,7 +40,7 @@ def url_of(key: str, address: str, certs: str) -> str:
 
 
 def certificate_variables(key: str, certs: str) -> dict[str, str]:
-    """How Monarch is told: it takes paths from its environment, and has no other way."""
+    """Environment variables that tell Monarch where the certificates are; it has no other way."""
     folder = Path(certs).expanduser()
     for name in _FOR_MONARCH.values():
         if not (folder / name).is_file():
@@ -49,7 +49,7 @@ def certificate_variables(key: str, certs: str) -> dict[str, str]:
 
 
 def own_address(towards: str) -> str:
-    """The address under which a host can reach this machine, as the kernel would choose it. Nothing is sent."""
+    """The address under which a host can reach this machine, as the kernel chooses it. Nothing is sent."""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))

@@ -1,4 +1,4 @@
-"""How Monarch starts the processes of a host: in the worker's own words, since paths may differ from host to host."""
+"""The commands by which Monarch starts processes on a host. The worker's environment has the paths, which differ by host."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def bare_command() -> BootstrapCommand:
 
 
 def forked_command(name: str) -> BootstrapCommand:
-    """A stub, in whose name the nursery forks."""
+    """A stub, for which the fork server forks the real process."""
     return _shell(f'exec "${PYTHON}" -I -S "${STUB}"', {RANK: name})
 
 
-def _shell(line: str, environment: dict[str, str]) -> BootstrapCommand:
-    return BootstrapCommand("/bin/sh", None, ["-c", line], {IN_ORDER: "true", **environment})
+def _shell(command: str, environment: dict[str, str]) -> BootstrapCommand:
+    return BootstrapCommand("/bin/sh", None, ["-c", command], {IN_ORDER: "true", **environment})

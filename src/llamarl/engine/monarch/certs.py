@@ -1,6 +1,6 @@
 """Certificates of a cluster: an authority of its own, and for every host a key that it has signed.
 
-Whoever holds one of them may talk to all the others, in both directions (mutual TLS), and is trusted by them.
+A host that holds one may talk to all others (mutual TLS), and is trusted by them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SKEW = timedelta(hours=1)  # clocks of hosts differ
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
-    """One folder for each host below `folder`, to be copied to that host and to no other. The authority of an earlier call
+    """Make one folder for each host below `folder`, to be copied to that host and no other. The authority of an earlier call
     is used again, so that hosts can be added."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
@@ -44,12 +44,14 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int) -> list[Pat
 
 
 class Authority:
+    """A certificate authority, which signs the key of each host."""
+
     def __init__(self, certificate: x509.Certificate, key: EllipticCurvePrivateKey) -> None:
         self._certificate, self._key = certificate, key
 
     @classmethod
     def of(cls, folder: Path, days: int) -> Authority:
-        """The one in the folder, or a new one."""
+        """The authority in the folder, or a new one."""
         if not (folder / AUTHORITY_KEY).exists():
             key, name = generate_private_key(SECP256R1()), _name("llamarl cluster")
             built = _certificate(name, name, key, days, is_authority=True).sign(key, hashes.SHA256())
@@ -112,6 +114,6 @@ def _secret(key: EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """For nobody else to read, from its first moment on."""
+    """Write a file that, from the start, only its owner can read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)

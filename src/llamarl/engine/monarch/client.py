@@ -1,7 +1,7 @@
-"""This process as a client of Monarch: one port on which everybody speaks, one thread that listens, one hook for faults.
+"""This process as a client of Monarch: one port that all ranks send to, one thread that listens, one hook for faults.
 
-A process has one such client for its whole life, since Monarch cannot be started a second time; jobs that follow each other
-share it. Monarch ends a process by KeyboardInterrupt when nobody takes care of a fault, so the hook takes care of all.
+Monarch cannot be started twice in a process; jobs that follow each other share it. It raises KeyboardInterrupt in a process
+for a fault that nobody handles, so the hook handles all.
 """
 
 from __future__ import annotations
@@ -21,92 +21,98 @@ from monarch.actor import Channel, MeshFailure, context, enable_transport
 
 from llamarl.config import EngineConfig
 from llamarl.engine.monarch.addresses import is_loopback, own_address, split_address
-from llamarl.engine.monarch.protocol import Anything, StoreRequest, decode_word
+from llamarl.engine.monarch.protocol import AnyRankMessage, StoreRequest, decode_rank_message
 from llamarl.errors import ConfigError
 from llamarl.processes import describe_signal
 
 _END = "end"
 
 
-class Spoken(NamedTuple):
+class FromRank(NamedTuple):
+    """A message from a rank."""
+
     executor: str
     incarnation: int
     rank: int
-    number: int  # of all that this rank has said
-    word: Anything | None  # None: nothing that makes sense
+    number: int  # counts the messages of this rank
+    message: AnyRankMessage | None  # None: it could not be decoded
 
 
 class Pulse(NamedTuple):
+    """The answer of a host's agent to a heartbeat."""
+
     host: str
-    life: int
+    attempt: int  # to reach the host, in which the agent was started
     version: str
-    clock_s: float  # monotonic, of that host
+    clock_s: float  # the monotonic clock of that host
 
 
 class ProcessDeath(NamedTuple):
-    name: str  # of the rank, or of a host
+    """The end of a rank, or of the fork server of a host."""
+
+    name: str  # of the rank, or of the host
     reason: str
 
 
 class MeshFault(NamedTuple):
-    """What Monarch itself has noticed."""
+    """A fault that Monarch itself has noticed."""
 
     mesh: str
     ranks: tuple[int, ...]
     reason: str
 
 
-Heard = Spoken | Pulse | ProcessDeath | MeshFault
-_listening: list[queue.SimpleQueue[Heard]] = []
+ClientEvent = FromRank | Pulse | ProcessDeath | MeshFault
+_listening: list[queue.SimpleQueue[ClientEvent]] = []
 
 
 class Client:
-    """`serve` is called by the listening thread for questions that cannot wait for the driver."""
+    """Receives everything for one engine. The listening thread calls `serve` for requests that cannot wait for the driver."""
 
-    def __init__(self, settings: EngineConfig, serve: Callable[[Spoken, StoreRequest], None]) -> None:
+    def __init__(self, settings: EngineConfig, serve: Callable[[FromRank, StoreRequest], None]) -> None:
         _open_transport(settings)
-        monarch.actor.unhandled_fault_hook = _take_fault
+        monarch.actor.unhandled_fault_hook = _on_fault
         self.port: Any
         self.port, self._receiver = Channel.open()
         self._serve = serve
-        self._heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
-        _listening.append(self._heard)
+        self._events: queue.SimpleQueue[ClientEvent] = queue.SimpleQueue()
+        _listening.append(self._events)
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
-    def next(self, wait_s: float) -> Heard | None:
+    def next(self, wait_s: float) -> ClientEvent | None:
         try:
-            return self._heard.get(timeout=wait_s) if wait_s else self._heard.get_nowait()
+            return self._events.get(timeout=wait_s) if wait_s else self._events.get_nowait()
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        _listening.remove(self._heard)
+        _listening.remove(self._events)
         self.port.send(_END)
         self._thread.join(timeout=1.0)
 
     def _listen(self) -> None:
         while (heard := self._receiver.recv().get()) != _END:
-            if len(heard) != len(Spoken._fields):
-                self._heard.put(Pulse(*heard) if len(heard) == len(Pulse._fields) else ProcessDeath(*heard))
+            if len(heard) != len(FromRank._fields):
+                self._events.put(Pulse(*heard) if len(heard) == len(Pulse._fields) else ProcessDeath(*heard))
                 continue
             executor, incarnation, rank, number, data = heard
-            spoken = Spoken(executor, incarnation, rank, number, _decode(data))
-            if isinstance(spoken.word, StoreRequest):
-                self._serve(spoken, spoken.word)
-            self._heard.put(spoken)
+            received = FromRank(executor, incarnation, rank, number, _decode(data))
+            if isinstance(received.message, StoreRequest):
+                self._serve(received, received.message)
+            self._events.put(received)
 
 
-def _decode(data: bytes) -> Anything | None:
+def _decode(data: bytes) -> AnyRankMessage | None:
     try:
-        word: Anything = decode_word(data)
+        message: AnyRankMessage = decode_rank_message(data)
     except (msgspec.MsgspecError, TypeError):
         return None
-    return word
+    return message
 
 
 def _open_transport(settings: EngineConfig) -> None:
-    """Unix sockets for workers of our own; where hosts are named, an address that they can reach."""
+    """Unix sockets for a worker of our own; where hosts are named, an address that they can reach."""
     transport = "ipc"
     if settings.hosts:
         first, _ = split_address("engine.hosts", settings.all_hosts[0].address)
@@ -122,7 +128,7 @@ def _open_transport(settings: EngineConfig) -> None:
 
 @contextmanager
 def _without_banner() -> Iterator[None]:
-    """Monarch greets on stderr when it starts, where a user expects errors."""
+    """Suppress what Monarch prints on stderr when it starts, where users expect errors."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -134,7 +140,7 @@ def _without_banner() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _take_fault(failure: MeshFailure) -> None:
+def _on_fault(failure: MeshFailure) -> None:
     text = str(failure)
     ranks = re.search(r"crashed_ranks=\[([\d, ]*)\]", text)
     fault = MeshFault(
@@ -147,7 +153,7 @@ def _take_fault(failure: MeshFailure) -> None:
 
 
 def _reason(text: str) -> str:
-    """In the words that the other engines use."""
+    """The reason of a fault, worded as by the other engines."""
     if found := re.search(r"Killed\(sig=(\d+)", text):
         return describe_signal(int(found[1]))
     if found := re.search(r"exited with non-zero code (\d+)", text):

@@ -24,9 +24,9 @@ from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.engine.monarch import client
 from llamarl.engine.monarch.addresses import url_of
 from llamarl.engine.monarch.bootstrap import forked_command
-from llamarl.engine.monarch.client import Client, MeshFault, Pulse, Spoken
+from llamarl.engine.monarch.client import Client, FromRank, MeshFault, Pulse
 from llamarl.engine.monarch.deferred_loads import DeferredLoads
-from llamarl.engine.monarch.hosts import Elsewhere, Host, OwnWorker
+from llamarl.engine.monarch.hosts import Host, OwnWorker, RemoteWorker
 from llamarl.engine.monarch.placement import place
 from llamarl.engine.monarch.protocol import (
     RankReport,
@@ -49,29 +49,29 @@ from llamarl.weights.slot_file import SlotFile
 _WAIT_S = 0.05
 _GRACE_S = 2.0
 _FORGET_S = 60.0
-_BEATS = 10  # in the time after which a silent host is taken for lost
-_KEEPER_SHARE = 0.75  # of that time, after which a host that hears no beat ends all that it runs
+_BEATS = 10  # heartbeats in the time after which a silent host is taken for lost
+_AGENT_SHARE = 0.75  # of that time, after which a host that gets no heartbeat ends all that it runs
 
 
 @dataclass(eq=False, kw_only=True)
 class MonarchRank(Rank):
-    """Spoken to through an actor."""
+    """A rank that is reached through an actor."""
 
     actor: Any
-    mesh: str  # the name of its actor's mesh, and its place there
-    place: int
+    mesh: str  # name of its actor's mesh
+    place: int  # in that mesh
     host: Host
     name: str  # by which its process can be killed
-    processes: Any  # Monarch's mesh of them
-    ended: bool = False
-    outgoing: list[bytes] = field(default_factory=list)  # messages to it that Monarch does not have yet
-    sent: int = 0  # parcels of them
-    heard: int = 0  # words from it
+    processes: Any  # Monarch's process mesh
+    ended: bool = False  # whether it stopped as asked
+    outgoing: list[bytes] = field(default_factory=list)  # messages that Monarch does not have yet
+    sent: int = 0  # number of parcels sent
+    heard: int = 0  # number of messages received
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """An executor that is to be started, when its time has come and there is room."""
+class PendingSpawn:
+    """An executor that waits for its start: for its time, or for room."""
 
     executor: str
     incarnation: int
@@ -81,7 +81,9 @@ class Waiting:
 
 
 class MonarchEngine(Supervision[MonarchRank]):
-    obituary_s = 2.0  # it comes over the network
+    """Runs every executor rank in an actor of Monarch, on this machine or on named hosts."""
+
+    exit_report_s = 2.0  # longer, since it comes over the network
 
     def __init__(
         self,
@@ -98,8 +100,8 @@ class MonarchEngine(Supervision[MonarchRank]):
         self._client = Client(config.engine, self._answer)
         self._hosts = _hosts(config, slots, log_folder)
         self._network = interface_for(config.engine.host_names, config.engine.trusted_network)
-        self._waiting: list[Waiting] = []
-        self._meetings, self._holding = RendezvousStores(), DeferredLoads(line.weights_source)
+        self._pending: list[PendingSpawn] = []
+        self._stores, self._deferred_loads = RendezvousStores(), DeferredLoads(line.weights_source)
         self._opened_s = time.monotonic()
         self._numbers = count()
         self._stopped = threading.Event()
@@ -110,27 +112,27 @@ class MonarchEngine(Supervision[MonarchRank]):
 
     def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
         not_before_s = time.monotonic() + self._backoff.delay_s(executor)
-        self._waiting.append(Waiting(executor, incarnation, snapshot, not_before_s))
+        self._pending.append(PendingSpawn(executor, incarnation, snapshot, not_before_s))
         self._place_executors()
 
     def send(self, executor: str, message: Message) -> None:
         state = self._ranks.get((executor, 0))
         if state is None or state.hung_up_s is not None:
             return
-        if isinstance(message, LoadWeights) and self._crosses_hosts and self._holding.holds(executor, message):
+        if isinstance(message, LoadWeights) and self._crosses_hosts and self._deferred_loads.defer(executor, message):
             return
         self._owe(state)
         state.outgoing.append(encode_message(message))
 
     def events(self) -> Sequence[Arrival | Death]:
-        """What was sent since the last call goes out first, in one parcel to each: a parcel of one costs Monarch as much, and
-        a generator that is told of its groups one by one begins with the first few."""
+        """Messages since the last call go out first, in one parcel for each rank. A parcel costs the same at any size,
+        and a generator that gets its groups one by one would begin with the first few."""
         self._deliver()
         wait_s = _WAIT_S
         while (heard := self._client.next(wait_s)) is not None:
             wait_s = 0.0
             match heard:
-                case Spoken():
+                case FromRank():
                     self._hear(heard)
                 case Pulse():
                     self._hear_pulse(heard)
@@ -147,10 +149,10 @@ class MonarchEngine(Supervision[MonarchRank]):
         return self._settle(self._take_arrivals())
 
     def stop(self) -> None:
-        """Ask, wait a little, then end the hosts' part in this job, and a worker of our own."""
+        """Ask, wait a little, then end the job on all hosts, and a worker of our own."""
         if self._stopped.is_set():
             return
-        with suppress(KeyboardInterrupt, JobFailed):  # a second Ctrl-C: no more asking
+        with suppress(KeyboardInterrupt, JobFailed):  # after a second Ctrl-C, nobody is asked any more
             self._ask_to_stop()
         self._stopped.set()
         for host in self._hosts:
@@ -175,7 +177,7 @@ class MonarchEngine(Supervision[MonarchRank]):
         return bool(self._config.engine.hosts)
 
     def _beat(self) -> None:
-        """A thread of its own: hosts must not take a busy driver for a dead one."""
+        """Send heartbeats, in a thread of its own, so that no host takes a busy driver for a dead one."""
         every_s = self._config.engine.host_s / _BEATS
         while not self._stopped.wait(every_s):
             for host in self._hosts:
@@ -186,38 +188,38 @@ class MonarchEngine(Supervision[MonarchRank]):
         for host in self._hosts:
             if host.up and time.monotonic() - host.heard_s > limit_s:
                 self._lose_host(host, f"host {host.name} was silent for {limit_s:g} s")
-            host.try_to_reach(self._client.port, self._job, _KEEPER_SHARE * limit_s)
+            host.try_to_reach(self._client.port, self._job, _AGENT_SHARE * limit_s)
 
     def _lose_host(self, host: Host, reason: str) -> None:
         host.up = False
         for state in [one for one in self._ranks.values() if one.host is host]:
             if self._ranks.get((state.executor, state.rank)) is state:
-                self._bury(state, reason)
+                self._declare_dead(state, reason)
         host.lose()
 
     def _hear_pulse(self, pulse: Pulse) -> None:
         host = next((one for one in self._hosts if one.name == pulse.host), None)
-        if host is None or pulse.life != host.life:
+        if host is None or pulse.attempt != host.attempt:
             return
         if pulse.version != __version__:
             raise JobFailed(f"host {host.name} has llamarl {pulse.version}, this one {__version__}; install the same")
-        host.hear(pulse.clock_s)
+        host.on_pulse(pulse.clock_s)
 
-    # Births
+    # Spawning
 
     def _place_executors(self) -> None:
         now_s = time.monotonic()
         if not all(host.seen for host in self._hosts) and now_s - self._opened_s < self._config.engine.host_s:
-            return  # so that executors are spread over all hosts from the beginning
-        for waiting in [one for one in self._waiting if one.not_before_s <= now_s]:
-            role = next(role for role in self._line.roles if role.name == role_of(waiting.executor))
+            return  # all hosts are waited for, so that executors are spread over all from the beginning
+        for pending in [one for one in self._pending if one.not_before_s <= now_s]:
+            role = next(role for role in self._line.roles if role.name == role_of(pending.executor))
             rooms = [host.room(role.name) for host in self._hosts]
             placed = place(rooms, role.ranks, may_span=True)
             if placed:
-                self._waiting.remove(waiting)
-                self._bear(waiting, role, [(self._hosts[number], ranks) for number, ranks in placed])
-            elif now_s - waiting.since_s > self._config.engine.start_s and not self._lives(role):
-                raise JobFailed(f"{waiting.executor}: {self._why_no_room(role)}")
+                self._pending.remove(pending)
+                self._spawn_ranks(pending, role, [(self._hosts[number], ranks) for number, ranks in placed])
+            elif now_s - pending.since_s > self._config.engine.start_s and not self._lives(role):
+                raise JobFailed(f"{pending.executor}: {self._why_no_room(role)}")
 
     def _lives(self, role: Role) -> bool:
         return any(role_of(executor) == role.name for executor, _ in self._ranks)
@@ -227,23 +229,23 @@ class MonarchEngine(Supervision[MonarchRank]):
         out = f"; not reached: {', '.join(lost)}" if lost else ""
         return f"no host had room for {role.ranks} ranks within {self._config.engine.start_s:g} s{out}"
 
-    def _bear(self, waiting: Waiting, role: Role, places: Sequence[tuple[Host, int]]) -> None:
+    def _spawn_ranks(self, pending: PendingSpawn, role: Role, places: Sequence[tuple[Host, int]]) -> None:
         first = 0
         for host, num_ranks in places:
             ranks = range(first, first + num_ranks)
-            gpus = tuple(host.take(waiting.executor, rank, gpu=role.gpu) for rank in ranks)
+            gpus = tuple(host.take(pending.executor, rank, gpu=role.gpu) for rank in ranks)
             interface = LOOPBACK if len(places) == 1 else self._network
-            self._bear_on(host, ranks, self._birth(waiting, role, first, gpus, interface))
+            self._spawn_on(host, ranks, self._spec_of(pending, role, first, gpus, interface))
             first += num_ranks
 
-    def _birth(
-        self, waiting: Waiting, role: Role, first: int, gpus: tuple[int | None, ...], interface: str
+    def _spec_of(
+        self, pending: PendingSpawn, role: Role, first: int, gpus: tuple[int | None, ...], interface: str
     ) -> RankSpec:
         source = self._line.weights_source.get(role.name, role.name)
         writers = {one.name: one.ranks for one in self._line.roles if one.name in self._line.publishers}
         return RankSpec(
-            executor=waiting.executor,
-            incarnation=waiting.incarnation,
+            executor=pending.executor,
+            incarnation=pending.incarnation,
             first_rank=first,
             num_ranks=role.ranks,
             builder=self._builders[role.name],
@@ -251,27 +253,27 @@ class MonarchEngine(Supervision[MonarchRank]):
             weights_source=dict(self._line.weights_source),
             first_gpus=first_gpus(self._line, self._config.placement),
             threads=role.threads or os.cpu_count() or 1,
-            snapshot=str(waiting.snapshot.resolve()) if waiting.snapshot else "",
-            log=str((self._log_folder / f"{waiting.executor.replace('/', '-')}.log").resolve()),
+            snapshot=str(pending.snapshot.resolve()) if pending.snapshot else "",
+            log=str((self._log_folder / f"{pending.executor.replace('/', '-')}.log").resolve()),
             interface=interface,
             gpus=gpus,
             network=self._network,
             num_writers=writers.get(source, 0) if self._crosses_hosts else 0,
         )
 
-    def _bear_on(self, host: Host, ranks: range, birth: RankSpec) -> None:
-        mesh = f"{birth.executor.replace('/', '_')}_{birth.incarnation}_{next(self._numbers)}"
-        names = [f"{self._job}{birth.executor}.{birth.incarnation}.{rank}." for rank in ranks]
+    def _spawn_on(self, host: Host, ranks: range, spec: RankSpec) -> None:
+        mesh = f"{spec.executor.replace('/', '_')}_{spec.incarnation}_{next(self._numbers)}"
+        names = [f"{self._job}{spec.executor}.{spec.incarnation}.{rank}." for rank in ranks]
         procs = host.mesh.spawn_procs(
             per_host={"ranks": len(ranks)},
             name=f"p{mesh}",
             bootstrap_command=lambda point: forked_command(names[point["ranks"]]),
         )
-        actors = procs.spawn(mesh, RankActor, self._client.port, encode(birth))
+        actors = procs.spawn(mesh, RankActor, self._client.port, encode(spec))
         for index, rank in enumerate(ranks):
-            self._ranks[birth.executor, rank] = MonarchRank(
-                birth.executor,
-                birth.incarnation,
+            self._ranks[spec.executor, rank] = MonarchRank(
+                spec.executor,
+                spec.incarnation,
                 rank,
                 actor=actors.slice(ranks=index),
                 mesh=mesh,
@@ -281,17 +283,17 @@ class MonarchEngine(Supervision[MonarchRank]):
                 processes=procs,
             )
 
-    # What is heard
+    # What ranks send
 
-    def _hear(self, spoken: Spoken) -> None:
-        state = self._ranks.get((spoken.executor, spoken.rank))
-        if state is None or state.incarnation != spoken.incarnation or state.hung_up_s is not None:
+    def _hear(self, received: FromRank) -> None:
+        state = self._ranks.get((received.executor, received.rank))
+        if state is None or state.incarnation != received.incarnation or state.hung_up_s is not None:
             return
-        if spoken.number != state.heard:
+        if received.number != state.heard:
             self._end(state, f"word {state.heard} of it was lost")
             return
         state.heard += 1
-        match spoken.word:
+        match received.message:
             case RankStarted(pid=pid):
                 state.pid = pid
             case RankReport(envelope=envelope):
@@ -299,9 +301,9 @@ class MonarchEngine(Supervision[MonarchRank]):
             case RankStopped():
                 state.ended = True
             case StoreRequest():
-                pass  # answered already
-            case RendezvousCall(meeting=meeting, num_readers=num_readers):
-                self._tell_writers(state, "meet", meeting, num_readers)
+                pass  # already answered, by the listening thread
+            case RendezvousCall(rendezvous=rendezvous, num_readers=num_readers):
+                self._tell_writers(state, "serve_readers", rendezvous, num_readers)
             case _:
                 self._end(state, "sent something that is no report")
 
@@ -315,34 +317,34 @@ class MonarchEngine(Supervision[MonarchRank]):
         return [state for state in of_mesh if not fault.ranks or state.place in fault.ranks]
 
     def _settle(self, arrivals: list[Arrival | Death]) -> list[Arrival | Death]:
-        """What follows from them for weights that wait to be loaded."""
+        """Send the load orders that these arrivals make possible."""
         for arrival in arrivals if self._crosses_hosts else ():
             if isinstance(arrival, Death):
-                self._holding.died(arrival.executor)
+                self._deferred_loads.on_death(arrival.executor)
                 continue
-            for reader, message in self._holding.reported(arrival.executor, arrival.report).items():
+            for reader, message in self._deferred_loads.on_report(arrival.executor, arrival.report).items():
                 self.send(reader, message)
         return arrivals
 
-    # What is said
+    # What ranks are sent
 
     def _deliver(self) -> None:
         for state in [one for one in self._ranks.values() if one.outgoing]:
-            with suppress(Exception):  # the border to Monarch: it knows of a death that we will hear of
+            with suppress(Exception):  # the border to Monarch: it may know of a death before we do
                 state.actor.deliver.broadcast(state.sent, state.outgoing)
                 state.sent += 1
             state.outgoing = []
 
-    def _answer(self, spoken: Spoken, ask: StoreRequest) -> None:
-        """By the listening thread, so that ranks meet also while the driver is busy."""
+    def _answer(self, received: FromRank, request: StoreRequest) -> None:
+        """Called by the listening thread, so that a rendezvous succeeds also while the driver is busy."""
 
         def reply(number: int, value: bytes) -> None:
-            state = self._ranks.get((spoken.executor, spoken.rank))
-            if state is not None and state.incarnation == spoken.incarnation:
+            state = self._ranks.get((received.executor, received.rank))
+            if state is not None and state.incarnation == received.incarnation:
                 with suppress(Exception):
                     state.actor.answer.broadcast(number, value)
 
-        self._meetings.ask(ask, reply)
+        self._stores.handle(request, reply)
 
     def _tell_writers(self, reader: MonarchRank, endpoint: str, *args: object) -> None:
         source = self._line.weights_source.get(role_of(reader.executor))
@@ -354,21 +356,21 @@ class MonarchEngine(Supervision[MonarchRank]):
     # Deaths
 
     def _cut(self, state: MonarchRank) -> None:
-        """Nothing to close: what it says from now on is not listened to."""
+        """Nothing to close: messages from the rank are ignored from now on."""
 
     def _kill(self, state: MonarchRank) -> None:
         state.host.kill(state.name)
 
-    def _bury(self, state: MonarchRank, reason: str) -> None:
-        meeting = f"{state.executor}.{state.incarnation}"
+    def _declare_dead(self, state: MonarchRank, reason: str) -> None:
+        rendezvous = f"{state.executor}.{state.incarnation}"
         if role_of(state.executor) in self._line.weights_source:
-            self._tell_writers(state, "part", meeting)
-        self._meetings.end(meeting)
+            self._tell_writers(state, "on_reader_gone", rendezvous)
+        self._stores.end(rendezvous)
         for one in self._ranks_of(state.executor):
             one.host.taken.pop((one.executor, one.rank), None)
             if not one.place and one.host.up:
                 threading.Thread(target=_forget, args=(one.processes,), daemon=True).start()
-        super()._bury(state, reason)
+        super()._declare_dead(state, reason)
 
 
 def _hosts(config: Config, slots: Mapping[str, SlotFile], logs: Path) -> list[Host]:
@@ -376,19 +378,19 @@ def _hosts(config: Config, slots: Mapping[str, SlotFile], logs: Path) -> list[Ho
     if not settings.hosts:
         return [Host(0, "this machine", OwnWorker(slots, logs / "worker.log"), HostConfig(address=""), log)]
     return [
-        Host(number, host.address, Elsewhere(url_of("engine.hosts", host.address, settings.certs)), host, log)
+        Host(number, host.address, RemoteWorker(url_of("engine.hosts", host.address, settings.certs)), host, log)
         for number, host in enumerate(settings.all_hosts)
     ]
 
 
 def _forget(processes: Any) -> None:
-    """Monarch need not look after them any more."""
+    """Tell Monarch to stop supervising these processes."""
     with suppress(Exception):
         processes.stop().get(timeout=_FORGET_S)
 
 
 def _at_our_time(envelope: Envelope, ahead_s: float) -> Envelope:
-    """Spans by this machine's clock."""
+    """The envelope, with its spans on this machine's clock."""
     if not ahead_s or not envelope.spans:
         return envelope
     spans = (replace(span, start_s=span.start_s - ahead_s, end_s=span.end_s - ahead_s) for span in envelope.spans)

@@ -1,7 +1,7 @@
-"""The hosts of a job: reached or not, how much room they have, and how long they have been silent.
+"""The hosts of a job: whether each is reached, how much room it has, and how long it has been silent.
 
-Reaching a host takes time and may never succeed, so it is tried in a thread; what comes of it is the first pulse of its
-keeper. A heart of its own beats for all hosts, so that none takes a busy driver for a dead one.
+Reaching a host takes time and may never succeed, so a thread tries it; success shows as the first pulse of the host's agent.
+Heartbeats to all hosts come from a thread of their own, so that no host takes a busy driver for a dead one.
 """
 
 from __future__ import annotations
@@ -35,27 +35,28 @@ ANY_NUMBER = 1 << 30
 _TRY_AGAIN_S = 1.0
 _CONNECT_S = 2.0
 _ATTACH_S = 6.0
-_TRY_S = 15.0  # from the first word to the first pulse
-_LONGEST_FOLDER = 30  # bytes of the path of a folder that Monarch can have its sockets in
+_TRY_S = 15.0  # from the start of an attempt to the first pulse
+_LONGEST_FOLDER = 30  # bytes of a path that leaves room for the names of Monarch's sockets
 
 
-class Reach(Protocol):
-    """How a host's worker is found."""
+class WorkerLink(Protocol):
+    """How the worker of a host is found, or started."""
 
     url: str
 
     def prepare(self) -> None:
-        """By the engine's own thread, since a process that is to die with its parent dies with that thread of it."""
+        """Start the worker if need be. Called by the engine's main thread: a process that dies with its parent dies with the
+        thread that started it."""
 
     def ready(self) -> bool:
-        """Whether somebody listens there; may wait a little."""
+        """Whether the worker listens; may wait a little."""
 
     def close(self) -> None:
-        """End what was started for it."""
+        """End what was started."""
 
 
-class Elsewhere:
-    """A worker that somebody else has started."""
+class RemoteWorker:
+    """A worker on a named host, started by somebody else."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -75,8 +76,8 @@ class Elsewhere:
 
 
 class SocketFolder:
-    """A folder of our own, with a path that leaves room for Monarch's names. It goes when this process does, also when that
-    is killed: a shell waits for the end of a pipe that nobody else holds."""
+    """A folder with a path that leaves room for the names of Monarch's sockets. It is removed when this process ends, even if
+    killed: a shell waits for the end of a pipe that only this process holds."""
 
     def __init__(self) -> None:
         usual = tempfile.gettempdir()
@@ -103,7 +104,7 @@ class OwnWorker:
         self._was_ready = False
 
     def prepare(self) -> None:
-        """Started, also anew if it has died."""
+        """Start the worker, again if it has died."""
         if self._process is not None and self._process.poll() is not None:
             if not self._was_ready:
                 raise JobFailed(f"the worker could not start (exit code {self._process.returncode}); see {self._log}")
@@ -113,7 +114,7 @@ class OwnWorker:
             self._start()
 
     def ready(self) -> bool:
-        """Left for others to see: an earlier try may still be waiting for it."""
+        """Peeks only: an earlier attempt may still be waiting for the same bytes."""
         self._was_ready = self._ready.recv(len(READY), socket.MSG_PEEK) == READY
         return self._was_ready
 
@@ -131,32 +132,34 @@ class OwnWorker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, SLOTS: named, "TMPDIR": self._folder.path},  # so that Monarch's sockets go with it
+                env={**os.environ, SLOTS: named, "TMPDIR": self._folder.path},  # where Monarch puts its sockets
                 process_group=0,
             )
         theirs.close()
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.kill()  # and the kernel all that it has started
+            self._process.kill()  # the kernel then kills all that it has started
             self._process.wait()
             self._ready.close()
         self._folder.close()
 
 
 class Host:
-    def __init__(self, number: int, name: str, reach: Reach, settings: HostConfig, log: Path) -> None:
-        self.number, self.name, self._reach, self._settings, self._log = number, name, reach, settings, log
+    """One host of the job, as the engine sees it."""
+
+    def __init__(self, number: int, name: str, link: WorkerLink, settings: HostConfig, log: Path) -> None:
+        self.number, self.name, self._link, self._settings, self._log = number, name, link, settings, log
         self.up = False
-        self.seen = False  # at least once
-        self.life = 0  # how often it was reached
-        self.heard_s = 0.0
-        self.ahead_s = 0.0  # by which its clock is ahead of ours
-        self._clock_is_ours = isinstance(reach, OwnWorker)
+        self.seen = False  # whether it was ever up
+        self.attempt = 0  # number of the current attempt to reach it
+        self.heard_s = 0.0  # when its last pulse came
+        self.ahead_s = 0.0  # by how much its clock is ahead of ours
+        self._clock_is_ours = isinstance(link, OwnWorker)
         self.mesh: Any = None
-        self._keeper: Any = None
+        self._agent: Any = None
         self._next_try_s = 0.0
-        self.taken: dict[tuple[str, int], int | None] = {}  # (executor, rank) that lives there -> its GPU, if any
+        self.taken: dict[tuple[str, int], int | None] = {}  # (executor, rank) -> its GPU; None: it has none
 
     # Room
 
@@ -166,70 +169,70 @@ class Host:
         return HostRoom(self.number, len(self.taken), max(0, limit - len(self.taken)) if allowed else 0)
 
     def take(self, executor: str, rank: int, *, gpu: bool) -> int | None:
-        """Returns the number of the GPU that the rank gets, if its role uses one: the lowest that is free."""
+        """Take a rank in; returns the number of its GPU, the lowest that no other rank has, if its role uses GPUs."""
         self._note(f"takes {executor} rank {rank}")
         free = (number for number in range(ANY_NUMBER) if number not in self.taken.values())
         self.taken[executor, rank] = number = next(free) if gpu else None
         return number
 
-    # Life
+    # Reaching it
 
     def try_to_reach(self, port: Any, job: str, silence_s: float) -> None:
-        """Each try is a life of its own: one that hangs is not waited for."""
+        """Begin an attempt if it is time. One that hangs is not waited for."""
         if not self.up and time.monotonic() >= self._next_try_s:
-            self.life, self.ahead_s, self._next_try_s = self.life + 1, 0.0, time.monotonic() + _TRY_S
-            self._reach.prepare()
-            threading.Thread(target=self._try, args=(self.life, port, job, silence_s), daemon=True).start()
+            self.attempt, self.ahead_s, self._next_try_s = self.attempt + 1, 0.0, time.monotonic() + _TRY_S
+            self._link.prepare()
+            threading.Thread(target=self._attach, args=(self.attempt, port, job, silence_s), daemon=True).start()
 
-    def _try(self, life: int, port: Any, job: str, silence_s: float) -> None:
+    def _attach(self, attempt: int, port: Any, job: str, silence_s: float) -> None:
         try:
-            if self._reach.ready():
+            if self._link.ready():
                 mesh = attach_to_workers(
-                    ca="trust_all_connections",  # that is: all that the transport lets through
-                    workers=[self._reach.url],
-                    name=f"host{self.number}_{life}_{secrets.token_hex(4)}",
+                    ca="trust_all_connections",  # all that the transport lets through
+                    workers=[self._link.url],
+                    name=f"host{self.number}_{attempt}_{secrets.token_hex(4)}",
                 )
                 mesh.initialized.get(timeout=_ATTACH_S)
-                procs = mesh.spawn_procs(per_host={"keepers": 1}, name="keeper", bootstrap_command=bare_command())
-                keeper = procs.spawn("keeper", HostAgent, port, job, self.name, life, silence_s)
-                if life == self.life:
+                procs = mesh.spawn_procs(per_host={"agents": 1}, name="agent", bootstrap_command=bare_command())
+                agent = procs.spawn("agent", HostAgent, port, job, self.name, attempt, silence_s)
+                if attempt == self.attempt:
                     self._note("reached")
-                    self.mesh, self._keeper = mesh, keeper
-                    return  # its first pulse will tell
-        except Exception as error:  # the border to Monarch: whatever it says, the host is not there yet
+                    self.mesh, self._agent = mesh, agent
+                    return  # its first pulse will show that it is up
+        except Exception as error:  # the border to Monarch: whatever it raises, the host is not up yet
             self._note(f"not reached: {type(error).__name__}: {error}")
-        if life == self.life:
+        if attempt == self.attempt:
             self._next_try_s = time.monotonic() + _TRY_AGAIN_S
 
-    def hear(self, clock_s: float) -> None:
+    def on_pulse(self, clock_s: float) -> None:
         if not self.up:
             self._note("there")
         self.up = self.seen = True
         self.heard_s = time.monotonic()
-        if not self._clock_is_ours:  # the pulse that took least time to come tells most
+        if not self._clock_is_ours:  # the pulse that traveled fastest is the most exact
             self.ahead_s = max(self.ahead_s, clock_s - self.heard_s) if self.ahead_s else clock_s - self.heard_s
 
     def beat(self) -> None:
-        if self._keeper is not None:
-            with suppress(Exception):  # the border to Monarch: a host that cannot be told anything is silent
-                self._keeper.beat.broadcast()
+        if self._agent is not None:
+            with suppress(Exception):  # the border to Monarch: a host that cannot be reached will fall silent
+                self._agent.beat.broadcast()
 
     def kill(self, name: str) -> None:
-        if self._keeper is not None:
+        if self._agent is not None:
             with suppress(Exception):
-                self._keeper.kill.broadcast(name)
+                self._agent.kill.broadcast(name)
 
     def lose(self) -> None:
         self._note("lost")
-        self.up, self._keeper, self.mesh, self._next_try_s = False, None, None, 0.0
+        self.up, self._agent, self.mesh, self._next_try_s = False, None, None, 0.0
         self.taken.clear()
 
     def _note(self, text: str) -> None:
         with suppress(OSError), self._log.open("a") as log:
-            log.write(f"{datetime.now(UTC):%H:%M:%S.%f} {self.name}, try {self.life}: {text}\n")
+            log.write(f"{datetime.now(UTC):%H:%M:%S.%f} {self.name}, try {self.attempt}: {text}\n")
 
     def close(self) -> None:
-        if self._keeper is not None:
+        if self._agent is not None:
             with suppress(Exception):
-                self._keeper.end.broadcast()
-        self._reach.close()
+                self._agent.end.broadcast()
+        self._link.close()

@@ -1,6 +1,6 @@
-"""Monarch is an optional extra: what can be wrong about its settings is told before anything starts, and without it.
+"""Checks of the engine's settings before anything starts. They do not need Monarch, which is an optional extra.
 
-Monarch reads its environment when it is imported, once. So all that it must be told that way is told here, before.
+Monarch reads its environment once, when it is imported. So everything that it must be told that way is set here, before.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from llamarl.engine.monarch.addresses import certificate_variables, url_of
 from llamarl.errors import ConfigError
 
 _ENVIRONMENT = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # how often it looks whether a process is alive; else 10 s
-    "MONARCH_FILE_LOG": "error",  # into a log in the shared temporary folder, at info unless told
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # between its checks whether processes live; 10 s by default
+    "MONARCH_FILE_LOG": "error",  # level of its log in the shared temporary folder; info by default
 }
 
 
@@ -36,7 +36,7 @@ def check_engine(settings: EngineConfig) -> None:
 
 
 def prepare_environment(key: str, certs: str) -> None:
-    """For this process and its children."""
+    """Set what Monarch reads, for this process and its children."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     wanted = certificate_variables(key, certs) if certs else {}

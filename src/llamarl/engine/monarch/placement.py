@@ -1,4 +1,4 @@
-"""Which host takes the ranks of an executor."""
+"""Which hosts take the ranks of an executor."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from msgspec import Struct
 
 
 class HostRoom(Struct, frozen=True):
-    """What a host has to offer to one role."""
+    """How much room a host has for one role."""
 
     host: int
-    used: int  # ranks that live there
-    free: int  # for how many more there is room
+    used: int  # number of ranks that live there
+    free: int  # number of ranks that still fit
 
 
 def place(rooms: Sequence[HostRoom], num_ranks: int, *, may_span: bool) -> list[tuple[int, int]]:
-    """(host, ranks) of every host that takes part: one if there is room for all on one, the emptiest; else, if they may,
-    as few as possible. Empty: there is no room."""
+    """(host, number of ranks) of every host that takes part: the emptiest host with room for all, or else, if they may span
+    hosts, as few as possible. Empty if there is no room."""
     whole = [room for room in rooms if room.free >= num_ranks]
     if whole:
         return [(min(whole, key=lambda room: (room.used, room.host)).host, num_ranks)]

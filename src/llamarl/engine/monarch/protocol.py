@@ -18,19 +18,19 @@ class RankSpec(Struct, frozen=True):
     num_ranks: int  # of the whole executor
     builder: str  # MODULE:FUNCTION or FILE.py:FUNCTION
     config: Config
-    weights_source: dict[str, str]
+    weights_source: dict[str, str]  # reading role -> publishing role
     first_gpus: dict[str, int]
     threads: int
-    snapshot: str  # a folder, or nothing
+    snapshot: str  # a folder; empty: from the beginning
     log: str
     interface: str  # over which its ranks talk to each other
     gpus: tuple[int | None, ...]  # of the host, one for each of the ranks; None: the role uses none
-    network: str  # the interface over which weights come and go, where they cross hosts
+    network: str  # the interface for weights that cross hosts
     num_writers: int  # ranks of the role that publishes, where weights cross hosts; 0: they stay on one
 
 
 class RankMessage(Struct, frozen=True, tag=True):
-    """What a rank says."""
+    """A message from a rank to the engine."""
 
 
 class RankStarted(RankMessage, frozen=True):
@@ -42,14 +42,14 @@ class RankReport(RankMessage, frozen=True):
 
 
 class RankStopped(RankMessage, frozen=True):
-    """It was asked to stop, and has."""
+    """The rank was asked to stop, and has."""
 
 
 class StoreRequest(RankMessage, frozen=True):
-    """An operation on a meeting: a store that the engine keeps, in which the ranks of a process group find each other."""
+    """An operation on a rendezvous store, kept by the engine, in which the ranks of a process group find each other."""
 
-    number: int
-    meeting: str
+    number: int  # by which the answer comes back
+    rendezvous: str
     operation: str
     key: str
     value: bytes = b""
@@ -57,15 +57,14 @@ class StoreRequest(RankMessage, frozen=True):
 
 
 class RendezvousCall(RankMessage, frozen=True):
-    """A reader needs all that publish to meet it."""
+    """A reader asks all ranks that publish to join a rendezvous."""
 
-    meeting: str
+    rendezvous: str
     num_readers: int
 
 
-Anything = RankStarted | RankReport | RankStopped | StoreRequest | RendezvousCall
+AnyRankMessage = RankStarted | RankReport | RankStopped | StoreRequest | RendezvousCall
 
 encode = msgspec.msgpack.Encoder().encode
-decode_word = msgspec.msgpack.Decoder(Anything).decode
-decode_birth = msgspec.msgpack.Decoder(RankSpec).decode
-decode_ask = msgspec.msgpack.Decoder(StoreRequest).decode
+decode_rank_message = msgspec.msgpack.Decoder(AnyRankMessage).decode
+decode_spec = msgspec.msgpack.Decoder(RankSpec).decode

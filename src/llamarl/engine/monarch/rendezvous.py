@@ -1,7 +1,7 @@
-"""Where the ranks of a process group find each other: stores that the engine keeps in its own memory.
+"""Rendezvous stores, in which the ranks of a process group find each other. The engine keeps them in its own memory.
 
-Ranks ask over the connection they have to the engine anyway, so nothing else listens, and between hosts who asks has shown
-a certificate. A question that cannot be answered yet waits until it can.
+Ranks send requests over the connection that they have to the engine anyway, so nothing else listens; between hosts, whoever
+asks has shown a certificate. A request that cannot be answered yet waits until it can.
 """
 
 from __future__ import annotations
@@ -11,48 +11,52 @@ from dataclasses import dataclass, field
 
 from llamarl.engine.monarch.protocol import StoreRequest
 
-Answer = Callable[[int, bytes], None]  # the number of the question, what is answered
+Answer = Callable[[int, bytes], None]  # takes the number of the request, and the value
 
 
 @dataclass
 class StoreValues:
+    """One store, and the requests that wait for a key."""
+
     values: dict[str, bytes] = field(default_factory=dict)
     waiting: list[tuple[StoreRequest, Answer]] = field(default_factory=list)
 
 
 class RendezvousStores:
+    """The stores of all rendezvous, by name."""
+
     def __init__(self) -> None:
-        self._meetings: dict[str, StoreValues] = {}
+        self._stores: dict[str, StoreValues] = {}
 
-    def ask(self, ask: StoreRequest, answer: Answer) -> None:
-        meeting = self._meetings.setdefault(ask.meeting, StoreValues())
-        if ask.operation == "wait" and ask.key not in meeting.values:
-            meeting.waiting.append((ask, answer))
+    def handle(self, request: StoreRequest, answer: Answer) -> None:
+        store = self._stores.setdefault(request.rendezvous, StoreValues())
+        if request.operation == "wait" and request.key not in store.values:
+            store.waiting.append((request, answer))
             return
-        answer(ask.number, _operate(meeting.values, ask))
-        served = [one for one in meeting.waiting if one[0].key in meeting.values]
-        meeting.waiting = [one for one in meeting.waiting if one not in served]
+        answer(request.number, _operate(store.values, request))
+        served = [one for one in store.waiting if one[0].key in store.values]
+        store.waiting = [one for one in store.waiting if one not in served]
         for waiting, reply in served:
-            reply(waiting.number, meeting.values[waiting.key])
+            reply(waiting.number, store.values[waiting.key])
 
-    def end(self, name: str) -> None:
-        """Those that begin with this name are over."""
-        self._meetings = {known: one for known, one in self._meetings.items() if not known.startswith(name)}
+    def end(self, prefix: str) -> None:
+        """Forget the stores whose names begin with this."""
+        self._stores = {name: store for name, store in self._stores.items() if not name.startswith(prefix)}
 
 
-def _operate(values: dict[str, bytes], ask: StoreRequest) -> bytes:
-    match ask.operation:
+def _operate(values: dict[str, bytes], request: StoreRequest) -> bytes:
+    match request.operation:
         case "set":
-            values[ask.key] = ask.value
+            values[request.key] = request.value
         case "add":
-            values[ask.key] = str(int(values.get(ask.key, b"0")) + int(ask.value)).encode()
+            values[request.key] = str(int(values.get(request.key, b"0")) + int(request.value)).encode()
         case "compare_set":
-            if values.get(ask.key, b"") == ask.expected:
-                values[ask.key] = ask.value
+            if values.get(request.key, b"") == request.expected:
+                values[request.key] = request.value
         case "delete":
-            return str(int(values.pop(ask.key, None) is not None)).encode()
+            return str(int(values.pop(request.key, None) is not None)).encode()
         case "check":
-            return str(int(ask.key in values)).encode()
+            return str(int(request.key in values)).encode()
         case "count":
             return str(len(values)).encode()
-    return values.get(ask.key, b"")
+    return values.get(request.key, b"")

@@ -1,6 +1,6 @@
-"""Where one rank meets those that it gives weights to, or takes them from, on other hosts.
+"""How a rank forms process groups with ranks on other hosts that it gives weights to, or takes them from.
 
-A reader calls the meeting when it needs weights and has no group, or a broken one. The engine passes the call on to every
+A reader calls a rendezvous when it needs weights and has no group, or a broken one. The engine passes the call on to every
 rank that publishes; each serves the new group beside those it has.
 """
 
@@ -11,68 +11,69 @@ from collections.abc import Callable
 
 import torch
 
-from llamarl.engine.monarch.protocol import Anything, RankSpec, RendezvousCall
-from llamarl.engine.monarch.rendezvous_store import Asking
+from llamarl.engine.monarch.protocol import AnyRankMessage, RankSpec, RendezvousCall
+from llamarl.engine.monarch.rendezvous_store import StoreClient
 from llamarl.weights.group import Group, PeerLost
 from llamarl.weights.group_transport import GroupWriter
 
 
 class EngineRendezvous:
-    def __init__(self, birth: RankSpec, rank: int, asking: Asking, say: Callable[[Anything], None]) -> None:
-        self._birth, self._rank, self._asking, self._say = birth, rank, asking, say
-        self._limit_s = birth.config.weights.lease_s
+    """Rendezvous through stores that the engine keeps: both the publishing and the reading side of one rank."""
+
+    def __init__(self, spec: RankSpec, rank: int, stores: StoreClient, send: Callable[[AnyRankMessage], None]) -> None:
+        self._spec, self._rank, self._stores, self._send = spec, rank, stores, send
+        self._limit_s = spec.config.weights.lease_s
         self._writer: GroupWriter | None = None
-        self._called: list[tuple[str, int]] = []  # before there was a writer
-        self._groups: dict[str, Group] = {}
+        self._called: list[tuple[str, int]] = []  # calls that came before there was a writer
+        self._groups: dict[str, Group] = {}  # by rendezvous
         self._lock = threading.Lock()
 
-    # Who publishes
+    # The side that publishes
 
     def serve(self, writer: GroupWriter) -> None:
         with self._lock:
             self._writer, called = writer, self._called
-        for meeting, num_readers in called:
-            self.meet_readers(meeting, num_readers)
+        for rendezvous, num_readers in called:
+            self.serve_readers(rendezvous, num_readers)
 
-    def meet_readers(self, meeting: str, num_readers: int) -> None:
-        """Returns at once: a meeting takes as long as its slowest rank."""
+    def serve_readers(self, rendezvous: str, num_readers: int) -> None:
+        """Returns at once: a rendezvous takes as long as its slowest rank."""
         with self._lock:
             if self._writer is None:
-                self._called.append((meeting, num_readers))
+                self._called.append((rendezvous, num_readers))
                 return
-        threading.Thread(target=self._serve, args=(self._writer, meeting, num_readers), daemon=True).start()
+        threading.Thread(target=self._serve, args=(self._writer, rendezvous, num_readers), daemon=True).start()
 
-    def _serve(self, writer: GroupWriter, meeting: str, num_readers: int) -> None:
+    def _serve(self, writer: GroupWriter, rendezvous: str, num_readers: int) -> None:
         try:
-            group = self._join(meeting, self._rank, num_readers, writer.device)
+            group = self._join(rendezvous, self._rank, num_readers, writer.device)
             with self._lock:
-                self._groups[meeting] = group
+                self._groups[rendezvous] = group
             writer.serve(group)
-        except (PeerLost, RuntimeError) as error:  # the reader died on its way; the next one calls another meeting
-            print(f"meeting {meeting}: {error}", flush=True)
+        except (PeerLost, RuntimeError) as error:  # the reader died meanwhile; the next one calls another rendezvous
+            print(f"rendezvous {rendezvous}: {error}", flush=True)
 
-    def part(self, reader: str) -> None:
-        """It is gone: whoever waits for it is woken."""
+    def on_reader_gone(self, reader: str) -> None:
+        """Close the groups of a dead reader, so that nobody waits for it."""
         with self._lock:
-            over = [meeting for meeting in self._groups if meeting.startswith(f"{reader}/")]
-            groups = {meeting: self._groups.pop(meeting) for meeting in over}
-        for meeting, group in groups.items():
-            threading.Thread(target=self._close, args=(meeting, group), daemon=True).start()
+            over = [rendezvous for rendezvous in self._groups if rendezvous.startswith(f"{reader}/")]
+            groups = {rendezvous: self._groups.pop(rendezvous) for rendezvous in over}
+        for rendezvous, group in groups.items():
+            threading.Thread(target=self._close, args=(rendezvous, group), daemon=True).start()
 
-    def _close(self, meeting: str, group: Group) -> None:
+    def _close(self, rendezvous: str, group: Group) -> None:
         group.close()
-        self._asking.leave(meeting)
+        self._stores.leave(rendezvous)
 
-    # Who reads
+    # The side that reads
 
     def call(self, number: int, num_readers: int, device: torch.device) -> Group:
-        """A meeting with all that publish; the ranks of one executor call it together."""
-        meeting = f"{self._birth.executor}.{self._birth.incarnation}/{number}"
+        """A group with all ranks that publish; the ranks of one executor call this together."""
+        rendezvous = f"{self._spec.executor}.{self._spec.incarnation}/{number}"
         if self._rank == 0:
-            self._say(RendezvousCall(meeting, num_readers))
-        return self._join(meeting, self._birth.num_writers + self._rank, num_readers, device)
+            self._send(RendezvousCall(rendezvous, num_readers))
+        return self._join(rendezvous, self._spec.num_writers + self._rank, num_readers, device)
 
-    def _join(self, meeting: str, rank: int, num_readers: int, device: torch.device) -> Group:
-        store = self._asking.store(meeting, self._limit_s)
-        birth = self._birth
-        return Group(store, rank, birth.num_writers, num_readers, interface=birth.network, device=device)
+    def _join(self, rendezvous: str, rank: int, num_readers: int, device: torch.device) -> Group:
+        store, spec = self._stores.store(rendezvous, self._limit_s), self._spec
+        return Group(store, rank, spec.num_writers, num_readers, interface=spec.network, device=device)

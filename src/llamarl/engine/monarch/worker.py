@@ -1,7 +1,7 @@
-"""A host's worker: Monarch's own host agent, with a nursery beside it, from which all processes there are forked.
+"""The worker of a host: Monarch's own worker loop, with a fork server beside it that forks all processes there.
 
-Run as a program by an engine that has no other hosts: `python -m llamarl.engine.monarch.worker URL PARENT READY FD...`, with
-descriptors that all processes there are to have. For a host of a cluster: `llamarl worker`.
+An engine without named hosts runs it as a program: `python -m llamarl.engine.monarch.worker URL PARENT READY FD...`, with
+descriptors that all processes there inherit. For a host of a cluster: `llamarl worker`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from llamarl.engine.forking import READY, start_forking
+from llamarl.engine.forking import READY, start_fork_process
 from llamarl.engine.monarch import stub
-from llamarl.engine.monarch.fork_server import NURSERY
+from llamarl.engine.monarch.fork_server import FORK_SERVER
 from llamarl.errors import JobFailed
 from llamarl.processes import die_with_parent
 
 PYTHON, STUB = "LLAMARL_PYTHON", "LLAMARL_STUB"
-# Monarch numbers the messages to each actor, also to the agent of a host. One that was started anew behind the same address
-# would wait for ever for those that the one before it got. So agents take messages as they come; all others keep the order.
+# Monarch numbers the messages to each actor, also to a worker. A worker that was started again at the same address would wait
+# for ever for the messages that its predecessor got. So workers take messages as they come; all other actors keep the order.
 IN_ORDER = "HYPERACTOR_ENABLE_DEST_ACTOR_REORDERING_BUFFER"
-_NURSERY_S = 120.0  # for importing torch, however slow the disk
+_FORK_SERVER_S = 120.0  # for importing torch, however slow the disk
 _MAX_FAILED_STARTS = 3
 
 
 class ForkServers:
-    """Always one: when it dies, its children die with it, and another takes its place behind the same descriptor."""
+    """Keeps one fork server alive: when it dies, its children die with it, and another takes over behind the same
+    descriptor."""
 
     def __init__(self, inherited: Sequence[int]) -> None:
         self._inherited = inherited
@@ -43,23 +44,23 @@ class ForkServers:
         threading.Thread(target=self._replace, daemon=True).start()
 
     def _start(self) -> tuple[socket.socket, int]:
-        control, process = start_forking("llamarl.engine.monarch.fork_server", inherited=self._inherited)
+        control, process = start_fork_process("llamarl.engine.monarch.fork_server", inherited=self._inherited)
         return control, process.pid
 
     def _wait_until_ready(self) -> bool:
-        """False if it died before, or did not come up in time; then it is ended."""
+        """Whether it came up in time; otherwise it is killed."""
         with socket.socket(fileno=os.dup(self.fd)) as control:
             poll = select.poll()
             poll.register(control, select.POLLIN)
-            if poll.poll(1000 * _NURSERY_S) and control.recv(len(READY)) == READY:
+            if poll.poll(1000 * _FORK_SERVER_S) and control.recv(len(READY)) == READY:
                 return True
         with suppress(ProcessLookupError):
             os.kill(self._process, signal.SIGKILL)
         return False
 
     def _replace(self) -> None:
-        """At once: orders to the next one wait in its socket until it has imported torch. One that was killed before it was
-        ready is replaced too, but not for ever."""
+        """Replace each fork server that dies, at once: orders wait in the socket of the next one until it has imported torch.
+        After several in a row that were never ready, the worker ends."""
         failed_starts = 0
         while failed_starts < _MAX_FAILED_STARTS:
             os.waitpid(self._process, 0)
@@ -76,11 +77,11 @@ class ForkServers:
 
 
 def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
-    """Until killed."""
-    nurseries = ForkServers(inherited)
+    """Serve this host until killed."""
+    fork_servers = ForkServers(inherited)
     os.environ.update(
         {
-            NURSERY: str(nurseries.fd),
+            FORK_SERVER: str(fork_servers.fd),
             PYTHON: sys.executable,
             STUB: str(Path(stub.__file__).resolve()),
             IN_ORDER: "false",
@@ -97,7 +98,7 @@ def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
 def main() -> None:
     url, parent, ready_fd, *inherited = sys.argv[1:]
     die_with_parent(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which alone decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine alone decides what Ctrl-C means
     serve(url, [int(fd) for fd in inherited], int(ready_fd))
 
 
