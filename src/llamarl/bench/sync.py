@@ -1,7 +1,7 @@
-"""How long weights take from trainer to generator on this machine: real processes, one for each rank.
+"""Measures how long weights take from trainer to generator on this machine, with one process for each rank.
 
-A round is timed from the order to publish until the last generator rank has loaded; orders and answers go through a third
-process, as they do in a job. Every publication is verified by its readers. The ranks hold random numbers, and what arrived is
+A round is timed from the command to publish until the last generator rank has loaded. Commands and replies go through a third
+process, as in a job. Readers verify every publication. The ranks hold random numbers, and samples of what arrived are
 compared with what was sent.
 """
 
@@ -39,7 +39,7 @@ from llamarl.weights.wire import WireFormat
 
 _LEASE_S = 120.0
 _WARM_UP = 3
-_PATTERN = (1 << 20) - 3  # random numbers that fill the parameters, over and over; odd, so that rows differ
+_PATTERN = (1 << 20) - 3  # random numbers that fill the parameters repeatedly; an odd count, so that rows differ
 _PROBES = 64
 
 
@@ -55,8 +55,8 @@ class SyncResult(Struct, frozen=True):
     case: SyncCase
     transport: Transport
     device: str
-    bytes: int  # that all generator ranks together received, once each
-    end_to_end_ms: float  # median over the rounds, as are the next two
+    bytes: int  # received by all generator ranks together in one round
+    end_to_end_ms: float  # median over the rounds, like the next two
     publish_ms: float
     load_ms: float
     slowest_ms: float
@@ -65,7 +65,7 @@ class SyncResult(Struct, frozen=True):
 
 
 class BenchRank:
-    """What a trainer's and a generator's process have in common: random parameters of their own."""
+    """A process with the shards of one rank: what trainer and generator have in common."""
 
     def __init__(self, shape: ModelSpec, side: Side, rank: int, device: str) -> None:
         self.device, self.shards = torch.device(device), dict[str, Shard]()
@@ -80,7 +80,7 @@ class BenchRank:
         raise NotImplementedError
 
     def probe(self, places: Sequence[tuple[str, list[int]]]) -> list[float | None]:
-        """The numbers at these places of whole parameters; None for those that others hold."""
+        """The numbers at these places of whole parameters; None for places that other ranks hold."""
         return [self._at(name, at) for name, at in places]
 
     def _at(self, name: str, at: list[int]) -> float | None:
@@ -112,7 +112,7 @@ class TrainerRank(BenchRank):
         return self
 
     def agree(self, flags: Tensor) -> None:
-        """Ranks that are told the same version by the same process agree without a word."""
+        """Takes the edition from the version: all ranks get the same commands, so they agree without talking."""
         if flags.item() > 1:
             flags.fill_(self._edition)
 
@@ -150,7 +150,7 @@ def _fill(flat: Tensor, numbers: Tensor) -> None:
 
 
 class Ends:
-    """All ranks of both ends, each in its process, connected by one transport."""
+    """All ranks of both ends, each in its own process, connected by one transport."""
 
     def __init__(
         self, shape: ModelSpec, trainer: Side, generator: Side, transport: Transport | Literal["auto"]
@@ -162,7 +162,7 @@ class Ends:
         self.devices = [[_device(rank) for rank in range(size)] for size in sizes]
         self.transport = _settled(transport, self.devices)
         self._file = SlotFile()
-        self._meeting = os.memfd_create("llamarl-meeting", os.MFD_CLOEXEC)
+        self._rendezvous_fd = os.memfd_create("llamarl-rendezvous", os.MFD_CLOEXEC)
         threads = max(1, (os.cpu_count() or 1) // max(sizes))
         self.trainers, self.generators = Actors(), Actors()
         self.trainers.extend(Actor(self._trainer(rank), threads, _LEASE_S) for rank in range(sizes[0]))
@@ -178,7 +178,7 @@ class Ends:
     def _writer(self, held: Parameters, rank: int, made: TrainerRank) -> WeightWriter:
         if self.transport == "group":
             writer = GroupWriter(held, lease_s=_LEASE_S, wire=self._wire, agree=made.agree)
-            writer.serve(Group.on_this_host(self._meeting, rank, *self._sizes, device=made.device))
+            writer.serve(Group.on_this_host(self._rendezvous_fd, rank, *self._sizes, device=made.device))
             return writer
         return SlotWriter(
             self._file,
@@ -200,7 +200,7 @@ class Ends:
 
     def _reader(self, held: Parameters, rank: int, made: GeneratorRank) -> WeightReader:
         if self.transport == "group":
-            group = Group.on_this_host(self._meeting, self._sizes[0] + rank, *self._sizes, device=made.device)
+            group = Group.on_this_host(self._rendezvous_fd, self._sizes[0] + rank, *self._sizes, device=made.device)
             return GroupReader(group, held, deadline_s=_LEASE_S)
         return SlotReader(self._file, held)
 
@@ -208,7 +208,7 @@ class Ends:
         for actor in (*self.trainers, *self.generators):
             actor.close()
         self._file.close()
-        os.close(self._meeting)
+        os.close(self._rendezvous_fd)
 
 
 def _device(rank: int) -> str:

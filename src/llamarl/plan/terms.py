@@ -1,8 +1,8 @@
-"""The terms that times and memory are made of, each a short pure function of a model's shape, a GPU and a layout.
+"""The terms of time and memory, each a short pure function of a model's spec, a GPU and a layout.
 
-Where nothing else is said, a term is the time that the hardware needs at best (its roofline); what our programs need is that
-times a factor of the GPU's description (`gpus.py`). docs/theory.md lists every formula. `tp` is the number of ranks that
-share every product, `rows` the number of tokens that a product is applied to.
+Unless stated otherwise, a term is the least time that the hardware needs (its roofline); our programs need that times a
+factor of the GPU's description (`gpus.py`). docs/theory.md lists every formula. `tp` is the number of ranks that share every
+product, `rows` the number of tokens that a product is applied to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def total_s(factors: Factors, terms: Terms) -> float:
 
 
 def activation_width(precision: str) -> int:
-    """Activations, keys and values stay bf16 where weights are narrower."""
+    """Bytes of an activation, key or value: these stay bf16 where weights are narrower."""
     return max(2, WIDTH[precision])
 
 
@@ -46,7 +46,7 @@ def layer_products(shape: ModelSpec, tp: int) -> tuple[tuple[float, float], ...]
 
 
 def product_s(gpu: Gpu, precision: str, rows: float, outputs: float, inputs: float, out_width: int = 2) -> float:
-    """max(2 * rows * outputs * inputs / FLOP rate, bytes of weights, input and output / memory rate)."""
+    """One product: max(2 * rows * outputs * inputs / FLOP rate, bytes of weights, input and output / memory rate)."""
     moved = outputs * inputs * WIDTH[precision]
     moved += rows * (inputs * activation_width(precision) + outputs * max(out_width, activation_width(precision)))
     rate = gpu.flops("bf16" if precision == "int8" else precision)  # int8 weights meet bf16 inputs
@@ -54,7 +54,7 @@ def product_s(gpu: Gpu, precision: str, rows: float, outputs: float, inputs: flo
 
 
 def block_products_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
-    """All products of all layers, forward."""
+    """Forward products of all layers."""
     each = (product_s(gpu, precision, rows, *sizes) for sizes in layer_products(shape, tp))
     return shape.num_layers * sum(each)
 
@@ -69,7 +69,7 @@ def head_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int) -> 
 
 
 def kv_bytes_per_token(shape: ModelSpec, precision: str, tp: int = 1, cache: str = "auto") -> float:
-    """On one rank. An fp8 cache has a scale of 4 bytes for every vector."""
+    """Bytes of the cache per token on one rank. An fp8 cache has a scale of 4 bytes for every vector."""
     heads = shape.num_kv_heads / min(tp, shape.num_kv_heads)
     each = shape.head_dim + 4 if cache == "fp8" else shape.head_dim * activation_width(precision)
     return 2 * shape.num_layers * heads * each
@@ -78,7 +78,7 @@ def kv_bytes_per_token(shape: ModelSpec, precision: str, tp: int = 1, cache: str
 def decode_terms(
     shape: ModelSpec, gpu: Gpu, precision: str, rows: float, cached_tokens: float, tp: int = 1
 ) -> dict[str, float]:
-    """One decode step: `rows` sequences with `cached_tokens` tokens in all of them together."""
+    """Terms of one decode step of `rows` sequences, which have `cached_tokens` tokens together."""
     return {
         "products": block_products_s(shape, gpu, precision, rows, tp) + head_s(shape, gpu, precision, rows, tp),
         "cache": cached_tokens * kv_bytes_per_token(shape, precision, tp) / gpu.bytes_per_s,
@@ -97,7 +97,7 @@ def forward_traffic(shape: ModelSpec, precision: str, tp: int) -> float:
 
 
 def decode_exchange_s(shape: ModelSpec, gpu: Gpu, rows: float, tp: int, width: int = 2) -> float:
-    """Two sums over the ranks in every layer, one for the embedding, and the scores' maxima."""
+    """Collectives of a decode step: two sums in every layer, one for the embedding, and the scores' maxima."""
     if tp == 1:
         return 0.0
     return (2 * shape.num_layers + 2) * all_reduce_s(gpu, rows * shape.hidden_size * width, tp)
@@ -118,7 +118,7 @@ def prefill_s(shape: ModelSpec, gpu: Gpu, precision: str, prompts: int, tokens: 
 
 
 def _products_in(precision: str) -> str:
-    """Attention and head are computed in bf16 where weights are narrower."""
+    """Precision of attention and head: bf16 where weights are narrower."""
     return "bf16" if WIDTH[precision] == 1 else precision
 
 
@@ -146,8 +146,8 @@ def train_terms(
     tp: int = 1,
     data: int = 1,
 ) -> dict[str, float]:
-    """One update on one of data * tp ranks. `tokens`, `answer_tokens` and `squares` (the sum of the squared lengths of the
-    documents) are those of the whole update; `passes` is what one rank makes."""
+    """Terms of one update on one of data * tp ranks. `tokens`, `answer_tokens` and `squares` (the sum of the squared lengths
+    of the documents) are those of the whole update; `passes` counts the passes of one rank."""
     ranks, rate = tp * data, gpu.flops(precision)
     blocks = (6 * block_parameters(shape) + 2 * recomputed_parameters(shape, recompute)) * tokens
     head = 6 * head_of(shape).size * answer_tokens
@@ -193,13 +193,13 @@ COLLECTIVE_S = 8e-6  # what any collective costs
 
 
 def link_gb_s(gpu: Gpu, ranks: int) -> float:
-    """Of the slowest link in a group of so many neighbors."""
+    """GB/s of the slowest link in a group of so many neighbors."""
     return gpu.links.nvlink_gb_s if ranks <= gpu.gpus_per_host else gpu.nic_gb_s
 
 
 def all_reduce_s(gpu: Gpu, num_bytes: float, ranks: int) -> float:
-    """A sum over the ranks, known to all: inside the hosts first, then between them, each GPU with its share of the bytes,
-    and back. 2 (n-1)/n of the bytes over each kind of link; the number of steps grows with the logarithm of the ranks."""
+    """An all-reduce: inside the hosts first, then between them, each GPU with its share of the bytes, and back. 2 (n-1)/n of
+    the bytes go over each kind of link; the number of steps grows with the logarithm of the ranks."""
     local = min(ranks, gpu.gpus_per_host)
     hosts = -(-ranks // gpu.gpus_per_host)
     inside_s = 2 * (local - 1) / local * num_bytes / (gpu.links.nvlink_gb_s * 1e9)
@@ -209,14 +209,14 @@ def all_reduce_s(gpu: Gpu, num_bytes: float, ranks: int) -> float:
 
 
 def sync_s(shape: ModelSpec, gpu: Gpu, precision: str, sources: int, targets: int, tp: int) -> float:
-    """Weights from `sources` ranks to `targets`, each of which takes 1/tp of them, by the slower of both ends' links. A
-    TransferPlan says the same more exactly."""
+    """Transfer of weights from `sources` ranks to `targets`, each of which reads 1/tp of them, at the slower end's speed. A
+    TransferPlan is more exact."""
     wanted = weight_bytes(shape, precision) / tp
     return max(wanted, wanted * targets / sources) / (gpu.nic_gb_s * 1e9)
 
 
 def copy_s(gpu: Gpu, num_bytes: float) -> float:
-    """A publication or a load of so many bytes within one device's memory: read and written once."""
+    """A publication or a load of so many bytes in one device's memory: each byte is read and written once."""
     return gpu.engine.copy * 2 * num_bytes / gpu.bytes_per_s + gpu.engine.copy_s
 
 
@@ -228,14 +228,14 @@ MEMORY_SHARE = 0.94  # of a GPU that may be planned with
 
 
 def weight_bytes(shape: ModelSpec, precision: str) -> float:
-    """Of all weights as a generator holds them: embedding, head and norms are bf16 at least."""
+    """Bytes of all weights in a generator: embedding, head and norms are bf16 at least."""
     blocks = block_parameters(shape)
     return blocks * WIDTH[precision] + (num_parameters(shape) - blocks) * activation_width(precision)
 
 
 def training_state_bytes(shape: ModelSpec, tp: int, data: int) -> float:
-    """Masters, moments and gradients, 16 bytes per parameter, sharded over all ranks; with FSDP also two gathered layers
-    and the embedding. On one data rank: 12 bytes and a bf16 gradient (fp32, where an update has several passes)."""
+    """Masters, moments and gradients, 16 bytes per parameter, sharded over all ranks; with FSDP also two gathered layers,
+    embedding and head. On one data rank: 12 bytes and a bf16 gradient (fp32, where an update has several passes)."""
     if data == 1:
         return 16 * num_parameters(shape) / tp
     gathered = 2 * block_parameters(shape) / shape.num_layers + embedding_of(shape).size + head_of(shape).size
@@ -243,7 +243,7 @@ def training_state_bytes(shape: ModelSpec, tp: int, data: int) -> float:
 
 
 def activation_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int = 2) -> float:
-    """That one pass of `tokens` tokens keeps for its backward pass, in numbers of `width` bytes."""
+    """Bytes that one pass of `tokens` tokens keeps for its backward pass, in numbers of `width` bytes."""
     block_input = shape.hidden_size
     attention = shape.hidden_size + (2 * shape.q_size + 2 * shape.kv_size) / tp
     mlp = 3 * shape.intermediate_size / tp
@@ -253,16 +253,16 @@ def activation_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, w
 
 
 def wire(precision: str) -> str:
-    """What weights travel in: as generators hold them; int8 is made of bf16 on arrival."""
+    """Precision in which weights travel: that of the generators; int8 is made from bf16 on arrival."""
     return "bf16" if precision == "int8" else precision
 
 
 def held_bytes(shape: ModelSpec, precision: str) -> float:
-    """Of a generator's weights: copies made on arrival stand beside what arrived (model/quantize.py)."""
+    """Bytes of a generator's weights, with the quantized copies that are made on arrival (model/quantize.py)."""
     narrow = block_parameters(shape) * WIDTH[precision] if wire(precision) != precision else 0
     return weight_bytes(shape, wire(precision)) + narrow
 
 
 def generator_bytes(shape: ModelSpec, precision: str, tp: int, cached_tokens: float) -> float:
-    """Weights and cache of one rank."""
+    """Bytes of weights and cache on one rank."""
     return held_bytes(shape, precision) / tp + cached_tokens * kv_bytes_per_token(shape, precision, tp)

@@ -1,4 +1,4 @@
-"""Weights between hosts: who publishes and who reads meet in a process group, anew whenever one of them is new."""
+"""Weights between hosts: ranks that publish and ranks that read form a process group, anew whenever one of them is new."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from llamarl.model.shards import Parameters
 from llamarl.weights.group import Group, PeerLost
 from llamarl.weights.group_transport import GroupReader, GroupWriter
 
-AllTrue = Callable[[bool], bool]  # over the ranks of one executor; every rank calls it
+AllTrue = Callable[[bool], bool]  # whether all ranks of one executor pass true; every rank calls it
 
 
 class Rendezvous(Protocol):
-    """What an engine on many hosts offers."""
+    """How an engine on many hosts brings the ranks of both ends together."""
 
     def serve(self, writer: GroupWriter) -> None:
-        """From now on, readers that call are met."""
+        """From now on, `writer` serves every group that readers call."""
 
     def call(self, number: int, num_readers: int, device: torch.device) -> Group:
-        """The reader's ranks call their meetings together, one after the other; the ranks that publish come too."""
+        """A new group with the ranks that publish. All ranks of a reader call it together; `number` counts their calls."""
 
 
 class RendezvousReader:
-    """A reader that finds its way back: a lost group is replaced by a new one at the next load."""
+    """A reader that replaces a lost group by a new one at the next load."""
 
     def __init__(
         self,
-        meets: Rendezvous,
+        rendezvous: Rendezvous,
         parameters: Parameters,
         device: torch.device,
         *,
@@ -38,30 +38,30 @@ class RendezvousReader:
         limit_s: float,
         all_true: AllTrue = lambda mine: mine,
     ) -> None:
-        self._meets, self._parameters, self._device = meets, parameters, device
+        self._rendezvous, self._parameters, self._device = rendezvous, parameters, device
         self._num_readers, self._limit_s, self._all_true = num_readers, limit_s, all_true
-        self._meetings = 0
+        self._num_calls = 0
         self._reader: GroupReader | None = None
 
     def load(self, version: int) -> int:
         num_bytes, problem = 0, None
         try:
-            num_bytes = (self._reader or self._meet(version)).load(version)
+            num_bytes = (self._reader or self._connect(version)).load(version)
         except LlamaRLError as error:
             problem = error
         if self._all_true(problem is None):
             return num_bytes
         if self._all_true(not isinstance(problem, LostWeights) and problem is not None):
-            raise problem or AssertionError  # all have kept what they had, and their group
+            raise problem or AssertionError  # all ranks keep their weights and their group
         self._reader = None
         if self._all_true(problem is not None):
             raise LostWeights(str(problem))
         raise BrokenWeights(f"weights: version {version} reached only some of the ranks: {problem or 'not the others'}")
 
-    def _meet(self, version: int) -> GroupReader:
-        self._meetings += 1
+    def _connect(self, version: int) -> GroupReader:
+        self._num_calls += 1
         try:
-            group = self._meets.call(self._meetings, self._num_readers, self._device)
+            group = self._rendezvous.call(self._num_calls, self._num_readers, self._device)
             self._reader = GroupReader(group, self._parameters, deadline_s=self._limit_s)
         except (PeerLost, RuntimeError) as error:
             raise LostWeights(f"weights: version {version} cannot be had: {error}") from None
