@@ -1,6 +1,6 @@
 """Model specs: the sizes and switches that fix a transformer's maths, and those of well-known models by name.
 
-No torch here, so plans and `--help` start at once. Which parameters follow from a spec is told by `families/`.
+No torch here, so plans and `--help` start at once. `families/` lists the parameters of a spec.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llamarl.errors import InputError
 
 
 class RopeScaling(Struct, frozen=True, kw_only=True):
-    """Llama 3.1's stretching of rotary frequencies (`rope_type: llama3`)."""
+    """Llama 3.1's scaling of rotary frequencies (`rope_type: llama3`)."""
 
     factor: float
     low_freq_factor: float

@@ -49,8 +49,8 @@ def bytes_of_slot(file: SlotFile, slot: int) -> Tensor:
     return find(file, rank=0, device=-1).memory.data(slot)
 
 
-def entries_of(file: SlotFile) -> dict[str, SlotShard]:
-    return {entry.name: entry for entry in find(file, rank=0, device=-1).manifest.entries}
+def slot_shards_of(file: SlotFile) -> dict[str, SlotShard]:
+    return {shard.name: shard for shard in find(file, rank=0, device=-1).manifest.shards}
 
 
 def num_bytes_of(weights: dict[str, Tensor]) -> int:

@@ -1,1 +1,1 @@
-"""Where the bytes of a model's parameters lie, on which rank, and which of them must go where. No torch here."""
+"""How parameters are laid out over ranks, and which bytes go from which rank to which. No torch here."""

@@ -1,4 +1,4 @@
-"""Boxes: which part of a parameter a rank holds, as (first, end) of every dimension. A single number has the empty box."""
+"""A box is a part of a parameter: (first, end) of every dimension. The box of a single number has no dimensions."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ def volume(box: Box) -> int:
 
 
 def intersect(one: Box, other: Box) -> Box:
-    """Their common part; it may be empty."""
+    """The overlap of two boxes; it may be empty."""
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def subtract(box: Box, cut: Box) -> Iterator[Box]:
-    """What is left of a box without `cut`, which lies inside it, as boxes that do not overlap."""
+    """The rest of a box without `cut`, which lies inside it, as boxes that do not overlap."""
     for dim, ((first, end), (cut_first, cut_end)) in enumerate(zip(box, cut, strict=True)):
-        for part in ((first, cut_first), (cut_end, end)):
-            if part[0] < part[1]:
-                yield (*cut[:dim], part, *box[dim + 1 :])
+        for rest in ((first, cut_first), (cut_end, end)):
+            if rest[0] < rest[1]:
+                yield (*cut[:dim], rest, *box[dim + 1 :])
 
 
 def relative(box: Box, frame: Box) -> tuple[slice, ...]:
-    """Where a box lies inside the tensor that holds `frame`."""
+    """Slices of a box in the tensor that holds the box `frame`."""
     return tuple(slice(first - start, end - start) for (first, end), (start, _) in zip(box, frame, strict=True))
 
 
 def chunk(first: int, end: int, parts: int, index: int, unit: int = 1) -> tuple[int, int]:
-    """Part `index` of a range, as torch.chunk cuts it: equal but for the last ones, which may be short or empty. Cuts lie
-    between units only (a unit may be an attention head)."""
+    """Part `index` of a range, as torch.chunk cuts it: all are equal, but the last ones may be short or empty. Units, such as
+    attention heads, are never cut."""
     units = -(-(end - first) // unit)
     per_part = -(-units // parts) * unit
     return min(end, first + index * per_part), min(end, first + (index + 1) * per_part)
 
 
 def split_rows(box: Box, parts: int) -> list[Box]:
-    """Cut along the first dimension, so that each part stays one contiguous piece of what was contiguous."""
+    """Cuts a box along its first dimension, so that each part of a contiguous box is contiguous too."""
     if not box or parts == 1:
         return [box]
-    pieces = [(chunk(*box[0], parts, index), *box[1:]) for index in range(parts)]
-    return [piece for piece in pieces if volume(piece)]
+    cut = [(chunk(*box[0], parts, index), *box[1:]) for index in range(parts)]
+    return [one for one in cut if volume(one)]

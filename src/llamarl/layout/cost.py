@@ -1,4 +1,4 @@
-"""How long a transfer takes, from its plan and the speed of the links."""
+"""Predicts how long a transfer takes, from its plan and the speed of the links."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ from msgspec import Struct
 
 from llamarl.layout.plan import TransferPlan
 
-BUCKET_BYTES = 32 << 20  # what goes in one message
+BUCKET_BYTES = 32 << 20  # largest message
 
 
 class Links(Struct, frozen=True, kw_only=True):
-    """Of each GPU, in each direction. Trainers and generators live on different hosts, unless `together` fills the hosts
-    one after the other."""
+    """Speeds of the links of each GPU, in each direction. Trainers and generators are on different hosts, unless `together`
+    fills the hosts one after the other."""
 
     nvlink_gb_s: float = 450.0
     nic_gb_s: float = 50.0
     gpus_per_host: int = 8
     together: bool = False
-    message_s: float = 10e-6  # what a message costs whoever waits for it, besides its bytes
+    message_s: float = 10e-6  # latency of a message, besides its bytes
 
 
 class Prediction(Struct, frozen=True):
+    """Time and bytes of a transfer."""
+
     predicted_s: float
-    floor_s: float  # if every link that is needed were busy all the time, and messages cost nothing
+    floor_s: float  # with every link busy all the time and messages free of latency
     total_bytes: int
     minimum_bytes: int
     max_sent_bytes: int
@@ -42,7 +44,7 @@ def predict(plan: TransferPlan, links: Links) -> Prediction:
 
 
 def _busy_s(plan: TransferPlan, links: Links) -> list[float]:
-    """Seconds that each rank is sending, or receiving: both directions, and both kinds of link, work side by side."""
+    """Seconds that each rank sends or receives. Both directions and both kinds of link work at the same time."""
     busy: dict[tuple[str, int, float], float] = {}
     for (source, target), num_bytes in plan.bytes_between.items():
         rate = _gb_s(plan, links, source, target)
@@ -58,7 +60,7 @@ def _gb_s(plan: TransferPlan, links: Links, source: int, target: int) -> float:
 
 
 def _floor_s(plan: TransferPlan, links: Links) -> float:
-    """Nobody can receive faster than its link, and all senders together not faster than all of theirs."""
+    """Least time: no rank receives faster than its link, and all sources together send no faster than all of their links."""
     rates = {_gb_s(plan, links, source, target) for source, target in plan.bytes_between}
     fastest = sum(rates) if rates else links.nic_gb_s
     per_source = plan.minimum_bytes / plan.num_sources
@@ -67,10 +69,10 @@ def _floor_s(plan: TransferPlan, links: Links) -> float:
 
 def describe(plan: TransferPlan, found: Prediction) -> str:
     sent, received = plan.sent_bytes, plan.received_bytes
-    pieces = sum(len(moves) * len(kind.names) for kind, moves in zip(plan.kinds, plan.moves, strict=True))
+    num_moves = sum(len(moves) * len(one.names) for one, moves in zip(plan.reshardings, plan.moves, strict=True))
     return "\n".join(
         [
-            f"{plan.num_sources} trainer ranks to {plan.num_targets} generator ranks: {pieces:,} pieces",
+            f"{plan.num_sources} trainer ranks to {plan.num_targets} generator ranks: {num_moves:,} pieces",
             f"  predicted  {found.predicted_s:.4f} s  (floor of the links: {found.floor_s:.4f} s)",
             f"  moved      {found.total_bytes / 1e9:,.2f} GB in all; at least {found.minimum_bytes / 1e9:,.2f} GB are wanted",
             f"  a trainer rank sends        {min(sent) / 1e9:.3f} to {max(sent) / 1e9:.3f} GB",

@@ -1,6 +1,6 @@
-"""Where the bytes of a rank's parameters lie: each one's name, shape and type, and its place in one flat buffer.
+"""Places tensors one after the other in a flat buffer.
 
-Whoever knows the list knows the places, so a publication carries bytes and nothing else.
+The offsets follow from the list of tensors, so a publication carries bytes and nothing else.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class TensorSpec(Struct, frozen=True):
+    """Name, shape and type of a tensor."""
+
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -26,12 +28,14 @@ class TensorSpec(Struct, frozen=True):
 
 
 class Placed(Struct, frozen=True):
+    """A tensor and the offset of its first byte."""
+
     spec: TensorSpec
     offset: int
 
 
 class FlatLayout(Struct, frozen=True):
-    """Parameters one after the other, in the order given."""
+    """Tensors in their order, and the bytes of all of them with padding."""
 
     tensors: tuple[Placed, ...]
     num_bytes: int

@@ -1,7 +1,7 @@
-"""Ranks in a mesh, and how parameters are laid out over it.
+"""Meshes of ranks, and how parameters are laid out over them.
 
-A placement is a list of cuts, each along one axis of the mesh; along axes that no cut names, ranks hold the same. Cuts are
-made in order, so FSDP after tensor parallelism cuts what tensor parallelism has left, as torch's FSDP2 does.
+A placement is a list of cuts, each along one axis of the mesh. Along other axes, ranks hold equal shards. Cuts are made in
+order: FSDP after tensor parallelism cuts the shards of tensor parallelism, as torch's FSDP2 does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "
 
 
 class Mesh(Struct, frozen=True):
-    """`Mesh((("fsdp", 4), ("tp", 2)))`: eight ranks, of which 0 and 1 differ in `tp`."""
+    """Axes and their sizes, outermost first. `Mesh((("fsdp", 4), ("tp", 2)))` has eight ranks; 0 and 1 differ in `tp`."""
 
     axes: tuple[tuple[str, int], ...] = ()
 
@@ -38,7 +38,7 @@ class Mesh(Struct, frozen=True):
 
 
 class Cut(Struct, frozen=True):
-    """Along `axis` of the mesh, dimension `dim` of the parameter is dealt out in whole units."""
+    """Deals out dimension `dim` of a parameter, in whole units, to the ranks along `axis` of the mesh."""
 
     axis: str
     dim: int
@@ -49,6 +49,7 @@ Placement = tuple[Cut, ...]
 
 
 def box_on(rank: int, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> Box:
+    """The box of a parameter that a rank holds."""
     box = list(whole(shape))
     for cut in placement:
         first, end = box[cut.dim]
@@ -57,7 +58,7 @@ def box_on(rank: int, shape: tuple[int, ...], placement: Placement, mesh: Mesh) 
 
 
 class Side(Struct, frozen=True):
-    """One end of a transfer, as the command line names it: 'tp=8,replicas=64,precision=fp8'."""
+    """One end of a transfer, written 'tp=8,replicas=64,precision=fp8' on the command line."""
 
     mesh: Mesh
     precision: str

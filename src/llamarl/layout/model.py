@@ -14,13 +14,13 @@ from llamarl.families.parameters import parameters
 from llamarl.layout.boxes import Box, chunk
 from llamarl.layout.flat import DTYPE_BYTES
 from llamarl.layout.mesh import PRECISIONS, Cut, Placement, Side, box_on
-from llamarl.layout.plan import ShardPattern, TransferPlan, plan_transfer
+from llamarl.layout.plan import Resharding, TransferPlan, plan_transfer
 from llamarl.model_spec import ModelSpec
 
 Boxes = tuple[tuple[Box, ...], tuple[Box, ...]]  # of every source rank, of every target rank
 SCALE = "_scale"
 FP8 = PRECISIONS["fp8"]
-WIDE = PRECISIONS["bf16"]  # of what stays wide where the rest is fp8
+WIDE = PRECISIONS["bf16"]  # type of parameters that are not fp8 where matrices are
 
 
 def placement_of(parameter: ParameterSpec) -> Placement:
@@ -45,7 +45,7 @@ def segment_columns(parameter: ParameterSpec, generator_tp: int) -> int:
 
 
 def scale_box(box: Box, width: int) -> Box:
-    """The scales of a part of a matrix: those of its rows, for every segment of `width` columns that it touches."""
+    """Box of the scales of a box: its rows, and every segment of `width` columns that it touches."""
     rows, (first, end) = box
     return rows, (first // width, max(first // width, -(-end // width)))
 
@@ -61,7 +61,7 @@ def model_plan(shape: ModelSpec, trainer: Side, generator: Side) -> TransferPlan
         for name, dtype, boxes in _on_the_wire(parameter, cache[key], generator):
             alike[DTYPE_BYTES[dtype], *boxes].append(name)
     found = [
-        ShardPattern(tuple((name, name) for name in names), width, *boxes) for (width, *boxes), names in alike.items()
+        Resharding(tuple((name, name) for name in names), width, *boxes) for (width, *boxes), names in alike.items()
     ]
     return plan_transfer(found, trainer.mesh.num_ranks, generator.mesh.num_ranks)
 

@@ -1,8 +1,8 @@
-"""TransferPlan: which part of which parameter goes from which source rank to which target rank.
+"""TransferPlan: which box of which parameter goes from which source rank to which target rank.
 
-Computed once from what both ends hold. Every target byte is received exactly once, from a rank that holds it; where several
-hold the same, they share the work. Parameters that are held alike are planned together as one kind, so that the plan of a
-large model on many ranks stays small.
+The plan is computed once from the shards of both ends. Every target byte is received exactly once, from a rank that holds it;
+where several ranks hold it, they share the work. Parameters with equal shards are planned together as one `Resharding`, so
+that the plan of a large model on many ranks stays small.
 """
 
 from __future__ import annotations
@@ -18,27 +18,31 @@ from llamarl.errors import InputError
 from llamarl.families.parameters import tied_name
 from llamarl.layout.boxes import Box, intersect, split_rows, subtract, volume
 
-MIN_SHARED_BYTES = 1 << 20  # smaller pieces are not cut only to spread them over those that hold them
+MIN_SHARED_BYTES = 1 << 20  # a smaller box is not cut to spread it over the ranks that hold it
 
 
 class ShardSpec(Struct, frozen=True):
-    """What one rank holds of one parameter, and how wide its elements are on the wire."""
+    """The box of a parameter that one rank holds, and the width of its elements on the wire."""
 
     box: Box
     item_bytes: int
 
 
-class ShardPattern(Struct, frozen=True):
-    """Parameters that are held alike: by each source rank in the same box, and by each target rank too. None: not held."""
+class Resharding(Struct, frozen=True):
+    """Parameters with equal shards: on every rank of both ends, all have the same box. None: that rank holds nothing."""
 
-    names: tuple[tuple[str, str], ...]  # at the source, at the target; they differ for a tied head only
+    names: tuple[tuple[str, str], ...]  # at the source and at the target; they differ only for a tied head
     item_bytes: int
     sources: tuple[Box | None, ...]
     targets: tuple[Box | None, ...]
 
+    def num_bytes(self, box: Box) -> int:
+        """Bytes of a box of all parameters together."""
+        return volume(box) * self.item_bytes * len(self.names)
+
 
 class Move(Struct, frozen=True, array_like=True):
-    """This part of every parameter of the kind goes from this source to this target."""
+    """This box of every parameter of a resharding goes from this source to this target."""
 
     source: int
     target: int
@@ -46,6 +50,8 @@ class Move(Struct, frozen=True, array_like=True):
 
 
 class NamedMove(Struct, frozen=True, array_like=True):
+    """A move of one parameter, with its name at both ends."""
+
     source: int
     target: int
     source_name: str
@@ -54,25 +60,27 @@ class NamedMove(Struct, frozen=True, array_like=True):
 
 
 class TransferPlan:
+    """All moves of a transfer, by resharding."""
+
     def __init__(
-        self, kinds: Sequence[ShardPattern], moves: Sequence[Sequence[Move]], sources: int, targets: int
+        self, reshardings: Sequence[Resharding], moves: Sequence[Sequence[Move]], sources: int, targets: int
     ) -> None:
-        self.kinds, self.moves = tuple(kinds), tuple(map(tuple, moves))
+        self.reshardings, self.moves = tuple(reshardings), tuple(map(tuple, moves))
         self.num_sources, self.num_targets = sources, targets
 
     def __iter__(self) -> Iterator[NamedMove]:
-        """Every move by name: parameter after parameter in the order of the kinds, the same for everybody."""
-        for kind, moves in zip(self.kinds, self.moves, strict=True):
-            for source_name, target_name in kind.names:
+        """Every move by name, parameter after parameter. The order is the same on all ranks."""
+        for resharding, moves in zip(self.reshardings, self.moves, strict=True):
+            for source_name, target_name in resharding.names:
                 for move in moves:
                     yield NamedMove(move.source, move.target, source_name, target_name, move.box)
 
     @cached_property
     def _bytes(self) -> tuple[Counter[int], Counter[int], Counter[tuple[int, int]]]:
         sent, received, between = Counter[int](), Counter[int](), Counter[tuple[int, int]]()
-        for kind, moves in zip(self.kinds, self.moves, strict=True):
+        for resharding, moves in zip(self.reshardings, self.moves, strict=True):
             for move in moves:
-                num_bytes = volume(move.box) * kind.item_bytes * len(kind.names)
+                num_bytes = resharding.num_bytes(move.box)
                 sent[move.source] += num_bytes
                 received[move.target] += num_bytes
                 between[move.source, move.target] += num_bytes
@@ -88,7 +96,7 @@ class TransferPlan:
 
     @property
     def bytes_between(self) -> Mapping[tuple[int, int], int]:
-        """By (source, target)."""
+        """Maps (source, target) to the bytes that go between them."""
         return self._bytes[2]
 
     @property
@@ -97,26 +105,21 @@ class TransferPlan:
 
     @property
     def minimum_bytes(self) -> int:
-        """What the targets hold: less cannot be received."""
-        return sum(
-            volume(box) * kind.item_bytes * len(kind.names)
-            for kind in self.kinds
-            for box in kind.targets
-            if box is not None
-        )
+        """Bytes that all targets hold: the least that can be received."""
+        return sum(one.num_bytes(box) for one in self.reshardings for box in one.targets if box is not None)
 
 
-def plan_transfer(kinds: Iterable[ShardPattern], num_sources: int, num_targets: int) -> TransferPlan:
-    """Large kinds first, so that the small ones even out what is left."""
-    ordered = sorted(kinds, key=lambda kind: -_kind_bytes(kind))
+def plan_transfer(reshardings: Iterable[Resharding], num_sources: int, num_targets: int) -> TransferPlan:
+    """Plans large reshardings first, so that the small ones even out the load of the sources."""
+    ordered = sorted(reshardings, key=lambda resharding: -_target_bytes(resharding))
     load = [0] * num_sources
-    return TransferPlan(ordered, [_moves_of(kind, load) for kind in ordered], num_sources, num_targets)
+    return TransferPlan(ordered, [_moves_of(resharding, load) for resharding in ordered], num_sources, num_targets)
 
 
-def shard_patterns(
+def reshardings_of(
     sources: Sequence[Mapping[str, ShardSpec]], targets: Sequence[Mapping[str, ShardSpec]]
-) -> list[ShardPattern]:
-    """Group what the ranks really hold. What no target asks for is left out."""
+) -> list[Resharding]:
+    """Groups the shards of all ranks. Parameters that no target holds are left out."""
     alike: dict[tuple[int, tuple[Box | None, ...], tuple[Box | None, ...]], list[tuple[str, str]]] = defaultdict(list)
     held = {name for source in sources for name in source}
     for name in dict.fromkeys(name for target in targets for name in target):
@@ -132,15 +135,15 @@ def shard_patterns(
             raise InputError(f"weights: '{name}' {reason}")
         boxes = (_boxes(sources, at_source), _boxes(targets, name))
         alike[widths.pop(), *boxes].append((at_source, name))
-    return [ShardPattern(tuple(names), width, *boxes) for (width, *boxes), names in alike.items()]
+    return [Resharding(tuple(names), width, *boxes) for (width, *boxes), names in alike.items()]
 
 
 def _boxes(ranks: Sequence[Mapping[str, ShardSpec]], name: str) -> tuple[Box | None, ...]:
     return tuple(rank[name].box if name in rank else None for rank in ranks)
 
 
-def _kind_bytes(kind: ShardPattern) -> int:
-    return max((volume(box) for box in kind.targets if box is not None), default=0) * kind.item_bytes * len(kind.names)
+def _target_bytes(resharding: Resharding) -> int:
+    return max((resharding.num_bytes(box) for box in resharding.targets if box is not None), default=0)
 
 
 def _ranks_by_box(boxes: Iterable[Box | None]) -> dict[Box, list[int]]:
@@ -151,39 +154,39 @@ def _ranks_by_box(boxes: Iterable[Box | None]) -> dict[Box, list[int]]:
     return found
 
 
-def _moves_of(kind: ShardPattern, load: list[int]) -> list[Move]:
-    holders = _ranks_by_box(kind.sources)
+def _moves_of(resharding: Resharding, load: list[int]) -> list[Move]:
+    holders = _ranks_by_box(resharding.sources)
     moves = []
-    for wanted, targets in _ranks_by_box(kind.targets).items():
-        pieces = list(_cover(kind, wanted, holders, len(targets)))
+    for target_box, targets in _ranks_by_box(resharding.targets).items():
+        cover = list(_cover(resharding, target_box, holders, len(targets)))
         for target in targets:
-            for piece, sources in pieces:
+            for box, sources in cover:
                 source = min(sources, key=load.__getitem__)
-                load[source] += volume(piece) * kind.item_bytes * len(kind.names)
-                moves.append(Move(source, target, piece))
+                load[source] += resharding.num_bytes(box)
+                moves.append(Move(source, target, box))
     return moves
 
 
 def _cover(
-    kind: ShardPattern, wanted: Box, holders: Mapping[Box, list[int]], num_targets: int
+    resharding: Resharding, target_box: Box, holders: Mapping[Box, list[int]], num_targets: int
 ) -> Iterator[tuple[Box, list[int]]]:
-    """The wanted box in pieces that do not overlap, each with the ranks that hold it. Where several hold a
-    piece, it is cut so that all can give equally much."""
-    missing = [wanted]
+    """Cuts the target's box into boxes that do not overlap, each with the ranks that hold it. Where several ranks hold a box,
+    it is cut further, so that each of them can send an equal share."""
+    missing = [target_box]
     for held, ranks in holders.items():
         left: list[Box] = []
         for box in missing:
             common = intersect(box, held)
-            num_bytes = volume(common) * kind.item_bytes
+            num_bytes = volume(common) * resharding.item_bytes
             if not num_bytes:
                 left.append(box)
                 continue
             left.extend(subtract(box, common))
             parts = max(1, min(len(ranks) // gcd(len(ranks), num_targets), num_bytes // MIN_SHARED_BYTES))
-            yield from ((piece, ranks) for piece in split_rows(common, parts))
+            yield from ((box, ranks) for box in split_rows(common, parts))
         missing = left
     if missing:
-        raise InputError(f"weights: no source holds {kind.names[0][0]}{_shown(missing[0])}")
+        raise InputError(f"weights: no source holds {resharding.names[0][0]}{_shown(missing[0])}")
 
 
 def _shown(box: Box) -> str:

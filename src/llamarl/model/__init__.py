@@ -1,1 +1,1 @@
-"""The policy: one definition in plain PyTorch that the trainer and the generator share, and its files."""
+"""The transformer, one definition in plain PyTorch for trainer and generator, and the files of models."""

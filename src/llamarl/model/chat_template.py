@@ -1,7 +1,7 @@
 """Chat templates: the Jinja text that comes with a model, rendered in a sandbox.
 
-A template is a program written by a stranger. It gets the messages and the special tokens, cannot reach Python, and
-its loops, repetitions and output are bounded.
+A template is an untrusted program. It gets the messages and the special tokens and cannot reach Python; its loops,
+repetitions and output are bounded.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _line(error: BaseException) -> str:
 
 
 def _bounded_range() -> Callable[..., range]:
-    """`range` with one allowance for the whole rendering, so that nested loops end too."""
+    """`range` with one limit for the whole rendering, so that nested loops end too."""
     left = _MAX_LOOPS
 
     def bounded(*args: int) -> range:
@@ -86,7 +86,7 @@ def _bounded_range() -> Callable[..., range]:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for loss masks; here its body is simply rendered."""
+    """The tag `{% generation %}`, which marks the assistant's text for loss masks. Here its body is simply rendered."""
 
     tags = {"generation"}  # noqa: RUF012, the base class declares it so
 
@@ -96,7 +96,7 @@ class _GenerationTag(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment that transformers gives to templates, with bounds on what one operator can make."""
+    """The environment that transformers gives to templates, with limits on the size of any result."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -116,7 +116,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _tojson(value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False, **_: Any) -> str:
-    """Jinja's own escapes HTML characters, which would change the prompt."""
+    """JSON without HTML escapes: those of Jinja's own filter would change the prompt."""
     return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,8 +1,7 @@
-"""A model folder, in and out: `config.json` and one or many safetensors files.
+"""Reads and writes model folders: `config.json` and one or many safetensors files.
 
-Reading: everything is verified against the headers before memory is taken. Then each parameter is allocated once, in
-its final dtype, on its device and at the size of its shard, and the bytes are read into it: the model is never held
-twice.
+Reading: all headers are verified before memory is taken. Then each parameter is allocated once, in its final dtype, on its
+device and at the size of its shard, and the bytes are read into it: the model is never held twice.
 Writing: into a folder beside the target, synced, then renamed, so that a folder with the final name is always whole.
 """
 
@@ -37,7 +36,7 @@ from llamarl.model_spec import ModelSpec
 
 BoxOf = Callable[[ParameterSpec], Box]  # the part of a parameter that a rank holds
 
-# What travels with the weights when a model is saved under a new name.
+# Files that are copied when a model is saved under a new name.
 CARRIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -59,7 +58,7 @@ def all_of(parameter: ParameterSpec) -> Box:
 
 
 class Checkpoint(Struct, frozen=True):
-    """A verified folder: every parameter of the shape is there, once, at its size; nothing else is."""
+    """A verified folder: it has every parameter of the spec once, at its size, and nothing else."""
 
     folder: Path
     shape: ModelSpec
@@ -72,8 +71,8 @@ class Checkpoint(Struct, frozen=True):
         def read(name: str) -> None:
             read_tensor(self.spans[name], memory[name].detach(), box_of(specs[name]))
 
-        # Most of the time goes to the kernel, which copies and finds pages for one thread at a time. Largest first, so
-        # that the threads end together.
+        # Most of the time is spent in the kernel, which copies and faults pages for one thread at a time. Largest first,
+        # so that the threads end together.
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
             for _ in pool.map(read, sorted(memory, key=lambda name: -memory[name].nbytes)):
                 pass
@@ -100,7 +99,7 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Transformer:
-    """Untrained weights: matrices from N(0, 0.02), norms 1, biases 0. On one device, the same seed gives the same."""
+    """A model with untrained weights: matrices from N(0, 0.02), norms 1, biases 0. The seed fixes them on each device."""
     model = empty_model(shape, dtype=dtype, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
@@ -118,7 +117,7 @@ def random_model(
 def empty_model(
     shape: ModelSpec, *, dtype: torch.dtype, device: str | torch.device, box_of: BoxOf = all_of
 ) -> Transformer:
-    """The model with memory for its shard of each parameter, not yet written."""
+    """The model with uninitialized memory for its shard of each parameter."""
     model = meta_model(shape)
     for name, parameter in parameters(shape).items():
         memory = torch.empty(shape_of(box_of(parameter)), dtype=dtype, device=device)
@@ -129,13 +128,13 @@ def empty_model(
 
 
 def meta_model(shape: ModelSpec) -> Transformer:
-    """The model without memory, as parallelism wants it before it is applied."""
+    """The model on the meta device, without memory."""
     with torch.device("meta"), _SkipInit():
         return Transformer(shape)
 
 
 class _SkipInit(TorchFunctionMode):
-    """Drawing numbers on the meta device does nothing, and imports a second's worth of torch to do it."""
+    """Skips initialization, which does nothing on the meta device and imports a second's worth of torch."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -145,14 +144,13 @@ class _SkipInit(TorchFunctionMode):
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Config, index and headers, checked against one another. Reads no weights, but for a tied model that has its matrix
-    twice."""
+    """Checks config, index and headers against one another. Reads no weights, except both copies of a tied head."""
     shape = read_shape(folder)
     return Checkpoint(folder, shape, checked_spans(folder, shape))
 
 
 def check_headers(folder: Path) -> ModelSpec:
-    """Refuse a folder whose weights are missing, cut short or of another shape, before anything starts. Reads no weights."""
+    """Refuses a folder whose weights are missing, cut short or of another shape, before anything starts. Reads no weights."""
     shape = read_shape(folder)
     checked_spans(folder, shape, compare_tied=False)
     return shape
@@ -161,7 +159,7 @@ def check_headers(folder: Path) -> ModelSpec:
 def checked_spans(
     folder: Path, shape: ModelSpec, more: Mapping[str, tuple[int, ...]] | None = None, *, compare_tied: bool = True
 ) -> dict[str, TensorSpan]:
-    """Where each tensor lies: the model's parameters and those of `more`, at their size, and nothing else."""
+    """Spans of the model's parameters and of the tensors in `more`. ModelError if one is missing, mis-shaped or surplus."""
     spans, family = _all_spans(folder), family_of(shape)
     expected = {**parameter_shapes(shape), **(more or {})}
     for name, size in expected.items():
@@ -180,7 +178,7 @@ def checked_spans(
 
 
 def _check_tied_copy(folder: Path, spans: Mapping[str, TensorSpan], family: Family) -> None:
-    """A tied model may carry its matrix twice, if both copies are equal."""
+    """A checkpoint of a tied model may contain the head too, if it equals the embedding."""
     head, embedding = spans[family.head], spans[family.embedding]
     same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
     if not same or not same_bytes(head, embedding):
@@ -234,9 +232,9 @@ def save_model(
     carry_from: Path | None = None,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
-    """A folder that transformers loads, in the model's dtype or the given one; the folder must not exist yet.
+    """Writes a folder that transformers loads, in the model's dtype or the given one; it must not exist yet.
 
-    With `carry_from`, the tokenizer, chat template and generation config of that folder come along.
+    With `carry_from`, the tokenizer, chat template and generation config of that folder are copied.
     """
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     chosen = dtype or next(iter(tensors.values())).dtype
@@ -272,7 +270,7 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dty
 
 
 def _split(tensors: Mapping[str, Tensor], item_bytes: int, max_shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Whole tensors in order, as many to a file as the limit allows; a larger one has a file of its own."""
+    """Tensors in order, as many to a file as the limit allows; a tensor above the limit has its own file."""
     groups: list[dict[str, Tensor]] = []
     num_bytes = max_shard_bytes + 1
     for name, tensor in tensors.items():
@@ -287,7 +285,7 @@ def _split(tensors: Mapping[str, Tensor], item_bytes: int, max_shard_bytes: int)
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that takes the wanted name once it is complete and on disk, or leaves nothing behind."""
+    """A temporary folder that is renamed to `folder` once it is complete and on disk, or removed."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ModelError(f"{folder}: already exists; choose another folder or remove this one")
     try:

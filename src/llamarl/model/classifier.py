@@ -19,7 +19,7 @@ _SCORE = "score.weight"
 
 
 class Classifier:
-    """`padding` is the token that transformers does not look at when it is at the end; so it is here."""
+    """Scores texts. Tokens `padding` at the end of a text are ignored, as in transformers."""
 
     def __init__(self, model: Transformer, score_1C: Tensor, padding: int | None) -> None:
         self._model, self._score_1C, self._padding = model, score_1C, padding
@@ -30,7 +30,7 @@ class Classifier:
 
     @torch.inference_mode()
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """One number for each text, read off its last token."""
+        """One score for each text, from the state of its last token."""
         rows = [self._without_padding(text) for text in texts]
         longest, device = max(map(len, rows)), self._score_1C.device
         tokens_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -51,7 +51,7 @@ class Classifier:
 
 
 def open_classifier(folder: Path) -> Checkpoint:
-    """Config and headers, checked against one another. Reads no weights."""
+    """Checks config and headers against one another. Reads no weights."""
     shape = read_classifier_shape(folder)
     return Checkpoint(folder, shape, checked_spans(folder, shape, {_SCORE: (1, shape.hidden_size)}))
 

@@ -1,4 +1,4 @@
-"""What stands where a model folder was expected: the mistakes that people make with paths, each with the way out."""
+"""One-line errors for paths that are no model folder: common mistakes, each with the way out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GIT_LFS = b"version https://git-lfs"
 
 
 def no_folder(path: Path) -> str:
-    """One line about a path that is no folder."""
+    """Error for a path that is no folder."""
     if path.is_file():
         if path.suffix == ".gguf":
             return f"{path}: a GGUF file; make a model folder of it first: llamarl import-gguf {path} DIR"
@@ -25,7 +25,7 @@ def no_folder(path: Path) -> str:
 
 
 def no_config(folder: Path) -> str:
-    """One line about a folder without config.json."""
+    """Error for a folder without config.json."""
     if policy := newest_policy(folder):
         return f"{folder}: is a run folder; the policy of its newest snapshot is {policy}"
     if (folder / "snapshots").is_dir() and (folder / "config.yaml").is_file():
@@ -41,14 +41,14 @@ def no_config(folder: Path) -> str:
 
 
 def newest_policy(run: Path) -> Path | None:
-    """Of a run folder's snapshots, or None."""
+    """The newest policy among a run folder's snapshots, or None."""
     found = [path for path in (run / "snapshots").glob("*/policy") if path.parent.name.isdigit()]
     whole = [path for path in found if (path / "config.json").is_file()]
     return max(whole, key=lambda path: int(path.parent.name), default=None)
 
 
 def no_weights(folder: Path) -> str:
-    """One line about a folder with config.json and no safetensors that we know."""
+    """Error for a folder with config.json and no known safetensors files."""
     others = sorted({path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)})
     if others:
         return (
@@ -61,5 +61,5 @@ def no_weights(folder: Path) -> str:
 
 
 def is_git_lfs_pointer(start: bytes) -> bool:
-    """Whether a file begins as one that stands for another, which `git lfs pull` would fetch."""
+    """Whether a file begins like a Git LFS pointer, for which `git lfs pull` fetches the real file."""
     return start.startswith(_GIT_LFS[: len(start)]) and bool(start)

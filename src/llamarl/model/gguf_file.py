@@ -1,7 +1,7 @@
-"""One GGUF file: its key-value fields and where its tensors lie, read with every length checked against the file.
+"""Reads the header of a GGUF file: its key-value fields and the places of its tensors, with every length checked.
 
-The `gguf` package reads headers too, but trusts them: a damaged length makes it loop for ever. It is used only to turn
-quantized blocks into numbers.
+The `gguf` package reads headers too, but trusts them: a damaged length makes it loop for ever. It is used only to dequantize
+blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_DIMENSIONS = 4
 
 
 class GGUFTensor(Struct, frozen=True):
-    """`shape` is in row-major order, the reverse of the file's."""
+    """A tensor of the file. `shape` is in row-major order, the reverse of the file's."""
 
     shape: tuple[int, ...]
     kind: int
@@ -52,7 +52,7 @@ class GGUFFile(Struct, frozen=True):
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """The verified contents of the file's header."""
+    """The verified header of a GGUF file."""
     if not path.is_file():
         raise ModelError(f"no file {path}; expected a GGUF model")
     try:

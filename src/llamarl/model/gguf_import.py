@@ -1,4 +1,4 @@
-"""A GGUF file made into a Hugging Face folder: weights as numbers again, config, tokenizer and chat template."""
+"""Converts a GGUF file into a Hugging Face folder: dequantized weights, config, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# Fields below `llama.` or `qwen2.` that are read here; any other could change the maths.
+# Fields below `llama.` or `qwen2.` that are read here. Any other could change the maths.
 _FIELDS = frozenset(
     [
         "block_count",
@@ -62,7 +62,7 @@ _TIED_ROWS = 1024
 
 
 def import_gguf(file: Path, folder: Path, *, dtype: str = "bfloat16") -> None:
-    """Writes `folder` from `file` (llama or qwen2 architecture), whole or not at all."""
+    """Writes `folder` from `file` (llama or qwen2 architecture), completely or not at all."""
     dequantize = _dequantizer()
     if dtype not in DTYPES:
         raise InputError(f"dtype '{dtype}' is not supported; supported: {', '.join(DTYPES)}")
@@ -100,7 +100,7 @@ def _gguf_package() -> ModuleType:
 
 
 class _Weights:
-    """The file's tensors as numbers, under Hugging Face names and in Hugging Face order of rows."""
+    """The file's tensors, dequantized, under Hugging Face names and with rows in Hugging Face order."""
 
     def __init__(self, gguf: GGUFFile, dequantize: Callable[[NDArray[np.uint8], int], NDArray[np.float32]]) -> None:
         self._gguf, self._dequantize = gguf, dequantize
@@ -131,7 +131,7 @@ class _Weights:
 
 
 def _unpermute(rows: Tensor, head_dim: int) -> Tensor:
-    """llama.cpp stores the rotary pairs of a llama model side by side; Hugging Face keeps the halves apart."""
+    """Reorders rows: llama.cpp stores rotary pairs side by side, Hugging Face keeps the halves apart."""
     return rows.view(-1, head_dim // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
@@ -189,7 +189,7 @@ def _whole(
 
 
 def _decimal(gguf: GGUFFile, fields: dict[str, Any], name: str, *, default: float) -> float:
-    """GGUF keeps fp32; 1e-5 comes back as 9.99999974e-06."""
+    """A field as written by people: GGUF stores fp32, in which 1e-5 is 9.99999974e-06."""
     value = fields.get(name, default)
     if type(value) is not float or not 0 < value < math.inf:
         raise ModelError(f"{gguf.path}: field '{name}' must be a positive number, is {str(value)[:60]}")
@@ -197,7 +197,7 @@ def _decimal(gguf: GGUFFile, fields: dict[str, Any], name: str, *, default: floa
 
 
 def _is_tied(gguf: GGUFFile, weights: _Weights) -> bool:
-    """No field says so: a tied file has no output matrix, or the embedding once more in another encoding."""
+    """Whether the head is tied. No field says so: a tied file has no output matrix, or the embedding in another encoding."""
     if "output.weight" not in gguf.tensors:
         return True
     if gguf.tensors["output.weight"].shape != gguf.tensors["token_embd.weight"].shape:
@@ -207,7 +207,7 @@ def _is_tied(gguf: GGUFFile, weights: _Weights) -> bool:
 
 
 def _with_rope_factors(gguf: GGUFFile, weights: _Weights, shape: ModelSpec) -> ModelSpec:
-    """Llama 3.1 and later carry the outcome of their scaling, not its parameters; the published ones are tried."""
+    """The spec with its RoPE scaling. Files of Llama 3.1 and later contain only its result, so published ones are tried."""
     if _ROPE_FACTORS not in gguf.tensors:
         return shape
     factors = weights.read(_ROPE_FACTORS).flatten()

@@ -1,4 +1,4 @@
-"""`tokenizer.json` and its companions from the vocabulary that a GGUF file carries.
+"""Writes `tokenizer.json` and its companions from the vocabulary in a GGUF file.
 
 GGUF names its pre-tokenizer (`tokenizer.ggml.pre`) instead of describing it, so each supported one is spelled out here.
 """

@@ -1,8 +1,7 @@
-"""`config.json` of a Hugging Face folder, read into a `ModelShape` and written from one. No torch here.
+"""Reads `config.json` of a Hugging Face folder into a `ModelSpec`, and writes it from one. No torch here.
 
-Reading is strict: a key that changes the maths in a way the transformer does not implement is refused by name, and so
-is a key nobody here has heard of, unless it is switched off. A model that loads and computes something else would be worse
-than one that does not.
+Reading is strict: a key that changes the maths in a way the transformer does not implement is refused by name, and so is an
+unknown key, unless it is switched off. A model that loads and computes something else would be worse than one that does not.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 
-# Far above any real model; keeps a lying config from building a billion layers before its tensors are looked at.
+# Far above any real model; keeps a false config from building a billion layers before its tensors are checked.
 _MAX_LAYERS = 2048
 _MAX_SIZE = 1 << 26
 _MAX_JSON_BYTES = 64 << 20
 
 
 class HFConfig(Struct, frozen=True, kw_only=True):
-    """The keys that fix the maths, as transformers 4 and 5 write them, with the defaults transformers gives them."""
+    """The keys that fix the maths, as transformers 4 and 5 write them, with their defaults in transformers."""
 
     model_type: str
     vocab_size: int
@@ -57,7 +56,7 @@ class HFConfig(Struct, frozen=True, kw_only=True):
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, or one line that says why not."""
+    """The JSON object in a file, or a one-line ModelError."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ModelError(f"{path}: larger than {_MAX_JSON_BYTES >> 20} MiB; this is not a model's JSON file")
@@ -72,7 +71,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_shape(folder: Path) -> ModelSpec:
-    """The shape that `folder/config.json` describes, or a `ModelError` naming what is not supported."""
+    """The spec that `folder/config.json` describes, or a `ModelError` that names what is not supported."""
     path = config_path(folder)
     raw = read_json_object(path)
     try:
@@ -82,7 +81,7 @@ def read_shape(folder: Path) -> ModelSpec:
 
 
 def read_classifier_shape(folder: Path) -> ModelSpec:
-    """The same of a sequence-classification folder: a model of one of our families with one score instead of a head."""
+    """The spec of a sequence-classification folder: a supported model with one score instead of a head."""
     path = config_path(folder)
     raw = read_json_object(path)
     expected = ARCHITECTURES.get(str(raw.get("model_type")), "").replace("ForCausalLM", "ForSequenceClassification")
@@ -169,7 +168,7 @@ def describe_ignored_keys(folder: Path) -> str:
 
 
 def ignored_keys(folder: Path) -> tuple[str, ...]:
-    """Keys of `folder/config.json` that nobody here has heard of, and that `read_shape` lets pass since they are off."""
+    """Unknown keys of `folder/config.json` that `read_shape` accepts, since they are switched off."""
     raw = read_json_object(config_path(folder))
     return tuple(key for key, value in raw.items() if value is not None and not _is_known(key))
 
@@ -208,7 +207,7 @@ def _check_sizes(config: HFConfig) -> None:
 
 
 def _check_sliding_window(config: HFConfig) -> None:
-    """A window at least as long as the context masks nothing, so it may stay."""
+    """Refuses a sliding window, unless it is at least as long as the context and so masks nothing."""
     if config.layer_types is not None and set(config.layer_types) - {"full_attention"}:
         raise ModelError("'layer_types' asks for more than full_attention, which is not supported")
     window = config.sliding_window
@@ -236,7 +235,7 @@ def _head_dim(config: HFConfig) -> int:
 
 
 def _rope_of(config: HFConfig) -> tuple[float, RopeScaling | None]:
-    """transformers 4 writes `rope_theta` and `rope_scaling`; 5 writes both into `rope_parameters`."""
+    """RoPE base and scaling: transformers 4 writes `rope_theta` and `rope_scaling`, 5 writes both into `rope_parameters`."""
     if config.rope_parameters is not None and config.rope_scaling is not None:
         raise ModelError("'rope_parameters' and 'rope_scaling' are both given; keep one")
     rope = config.rope_parameters if config.rope_parameters is not None else config.rope_scaling or {}
@@ -277,14 +276,14 @@ def _number(value: Any, name: str) -> float:
 
 
 def model_type_of(shape: ModelSpec) -> str:
-    """The Hugging Face family whose maths the shape has. Mistral without a window is Llama under another name."""
+    """The `model_type` whose maths the spec has. Mistral without a window is Llama under another name."""
     if shape.qk_norm and shape.qkv_bias:
         raise ModelError("no Hugging Face family has both QKV biases and QK norms")
     return "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
 
 
 def config_of(shape: ModelSpec, *, dtype: str = "float32") -> dict[str, Any]:
-    """`config.json` in the form that both transformers 4 and 5 read."""
+    """Contents of `config.json`, in the form that both transformers 4 and 5 read."""
     family = model_type_of(shape)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]],
@@ -332,7 +331,7 @@ def write_config(
 
 
 def carried_config(shape: ModelSpec, source: Path | None, *, dtype: str) -> dict[str, Any]:
-    """The source's own config with the new dtype where it describes the same shape; else one made from the shape."""
+    """The source's own config with the new dtype if it describes the same spec; else one made from the spec."""
     if source is None or not (source / "config.json").is_file() or read_shape(source) != shape:
         return config_of(shape, dtype=dtype)
     config = {key: value for key, value in read_json_object(source / "config.json").items() if key != "dtype"}

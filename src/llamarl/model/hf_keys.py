@@ -1,5 +1,5 @@
-"""What is known of the keys of a Hugging Face `config.json`: those that may have one value only, and those that say nothing
-about the maths."""
+"""Known keys of a Hugging Face `config.json`: those that may have one value only, and those without influence on the
+maths."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ ROPE_KEYS = frozenset(
 
 
 def is_off(key: str, value: Any) -> bool:
-    """Whether a key that may be unknown asks for nothing: null, false, empty, or a dropout of 0. Any other number could be a
-    factor, and any text the name of another way to compute."""
+    """Whether an unknown key is switched off: null, false, empty, or a dropout of 0. Any other number could be a factor, and
+    any text the name of another way to compute."""
     if value is None or value is False or value in ("", [], {}):
         return True
     return key.endswith(("dropout", "_pdrop")) and not isinstance(value, bool) and value == 0

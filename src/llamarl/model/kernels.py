@@ -1,4 +1,4 @@
-"""Triton twins of `ops.py`: one pass over memory each. Imported only where a GPU computes."""
+"""Triton versions of the functions of `ops.py`, each one pass over memory. Imported only on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONG_SUM = 4096
 
 @triton.jit
 def narrowed(x, dtype: tl.constexpr):
-    """`ops.narrowed`."""
+    """The kernel of `ops.narrowed`."""
     if dtype == tl.float16:
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     return x.to(dtype)
@@ -36,7 +36,7 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, inner, outer_stride, inner_stride, siz
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rows may be heads inside wider rows (Qwen3 norms queries and keys so); the result is contiguous."""
+    """RMS norm of rows, which may be heads inside wider rows, as in Qwen3. The result is contiguous."""
     size, inner = x.shape[-1], x.shape[-2] if x.dim() == 4 else 1
     rows = x.reshape(-1, inner, size)
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
@@ -133,7 +133,7 @@ def summed(
     PARTS: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """The residual stream with all parts added, which is also written."""
+    """The residual stream with all terms added; the sum is also written back."""
     at = row * size + columns
     total = tl.load(parts_ptr + at, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
@@ -192,7 +192,7 @@ def _add_and_norm(
 
 @dataclass(frozen=True)
 class Terms:
-    """What is still to be added to the residual stream: the sum of the parts, times a scale for each row and each column."""
+    """Terms still to be added to the residual stream: their sum, times a scale for each row and each column."""
 
     parts_PMN: Tensor
     scales: tuple[Tensor, Tensor] | None = None
@@ -215,7 +215,7 @@ def add_terms(residual: Tensor, terms: Terms) -> None:
 
 
 def add_and_norm(residual: Tensor, terms: Terms, weight: Tensor, eps: float) -> Tensor:
-    """`add_terms`, then `rms_norm`, in one pass."""
+    """`add_terms` and then `rms_norm`, in one pass."""
     _, rows, size = terms.parts_PMN.shape
     out = torch.empty(residual.shape, dtype=weight.dtype, device=residual.device)
     block = triton.next_power_of_2(size)
@@ -235,7 +235,7 @@ def add_and_norm(residual: Tensor, terms: Terms, weight: Tensor, eps: float) -> 
 
 
 def add_product(residual_MN: Tensor, x_MK: Tensor, weight_NK: Tensor) -> Terms | None:
-    """residual += x @ weight.t(), summed in fp32; or what is then still to be added."""
+    """residual += x @ weight.t(), summed in fp32; or the terms that are still to be added."""
     (rows, inner), outer = x_MK.shape, len(weight_NK)
     num_parts = parts_of_product(rows, outer, inner) if x_MK.dtype != torch.float32 else 1
     if num_parts > 1:
@@ -250,7 +250,7 @@ def add_product(residual_MN: Tensor, x_MK: Tensor, weight_NK: Tensor) -> Terms |
 
 
 def parts_of_product(rows: int, outer: int, inner: int) -> int:
-    """A long sum over few tiles leaves most of a GPU idle: cut into parts, it is there sooner."""
+    """Number of parts that a product's long sum is cut into: with few tiles, one part would leave most of a GPU idle."""
     tiles = triton.cdiv(rows, _TILE) * triton.cdiv(outer, _TILE)
     possible = [parts for parts in (2, 4) if parts * tiles <= _BUSY_TILES and inner % (parts * _TILE) == 0]
     return max(possible, default=1) if inner >= _LONG_SUM else 1

@@ -1,10 +1,10 @@
-"""The small operations of the transformer, in plain PyTorch; on a GPU, inference runs their fused twins in `kernels.py`.
+"""The small operations of the transformer, in plain PyTorch; on a GPU, inference runs their fused versions in `kernels.py`.
 
-Each function here is what the kernel of the same name must compute: a CPU runs it, autograd differentiates it, and a GPU
-test holds the kernel against it.
+Each function here is the reference for the kernel of the same name: a CPU runs it, autograd differentiates it, and a GPU test
+compares the kernel with it.
 
-Precision, the same for trainer and generator so that their log-probs agree: the residual stream is fp32 and only products
-take narrow operands. What lies between two products is computed in fp32 and rounded once, to the precision of the weights.
+Precision, the same for trainer and generator so that their log-probs agree: the residual stream is fp32, and only products
+take narrow operands. Between two products, everything is computed in fp32 and rounded once, to the precision of the weights.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Rope = tuple[Tensor, Tensor]  # cos and sin in fp32, [B, T, 1, D]
 
 
 def fused(x: Tensor) -> bool:
-    """Kernels have no gradients, so they serve inference alone. Compiled code is asked first: it cannot ask for the mode."""
+    """Whether to run a kernel: in inference only, since kernels have no gradients. Compiled code cannot query that mode."""
     return x.is_cuda and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 @dataclass
 class Residual:
-    """The residual stream of inference on a GPU: fp32, added to in place. What a product leaves to be added waits for the
-    next norm, which reads all of it anyway."""
+    """The residual stream of inference on a GPU: fp32, updated in place. Terms of a product that are not added yet wait for
+    the next norm, which reads the whole stream anyway."""
 
     sum: Tensor
     terms: kernels.Terms | None = None
@@ -52,7 +52,7 @@ Stream = Tensor | Residual
 
 
 def rms_norm(x: Stream, weight: Tensor, eps: float) -> Tensor:
-    """In the precision of the weight, whatever that of x."""
+    """RMS norm, in the precision of the weight."""
     if isinstance(x, Residual):
         from llamarl.model import kernels
 
@@ -68,7 +68,7 @@ def rms_norm(x: Stream, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x_BTHD: Tensor, rope: Rope) -> Tensor:
-    """Turn each pair (i, i + D/2) of every head by the angle of its position."""
+    """Rotates each pair (i, i + D/2) of every head by the angle of its position."""
     if fused(x_BTHD):
         from llamarl.model import kernels
 
@@ -80,7 +80,7 @@ def rotate(x_BTHD: Tensor, rope: Rope) -> Tensor:
 
 
 def silu_times(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, where the last dimension holds first all of gate, then all of up."""
+    """silu(gate) * up; the last dimension holds all of gate, then all of up."""
     if fused(gate_up):
         from llamarl.model import kernels
 
@@ -93,13 +93,13 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is beyond the range of fp16 becomes its largest number; bf16 has the range of fp32."""
+    """x in a narrower type. Values beyond the range of fp16 become its largest number; bf16 has the range of fp32."""
     return x.clamp(-LARGEST_HALF, LARGEST_HALF).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
 def add_projection(residual: Stream, linear: nn.Linear, x: Any) -> Stream:
-    """residual + linear(x) in fp32; in inference on a GPU the sum overwrites the residual, now or with the next norm.
-    A parallel layer has more to do, and a quantized one (`quantize.QuantizedLinear`) its own way, also with x."""
+    """residual + linear(x) in fp32. In inference on a GPU the sum overwrites the residual, now or with the next norm.
+    Parallel and quantized layers (`quantize.QuantizedLinear`) compute the product in their own way."""
     total = residual.settled() if isinstance(residual, Residual) else residual
     in_place, terms_of = fused(total), getattr(linear, "terms", None)
     if in_place and terms_of:
@@ -132,14 +132,14 @@ class _WideProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients meet the weights in the precision of the weights, as those of any other product."""
+        """Gradients are multiplied in the precision of the weights, as for any other product."""
         x, weight = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
         return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def scores(hidden: Tensor, weight: Tensor) -> Tensor:
-    """fp32 products with every row of the head, whatever the precision of the inputs: a narrow head costs quality."""
+    """fp32 products with every row of the head, for inputs of any precision: narrow scores would cost quality."""
     if fused(hidden) and weight.dtype != torch.float32:
         flat = hidden.flatten(0, -2)
         return torch.mm(flat, weight.t(), out_dtype=torch.float32).view(*hidden.shape[:-1], -1)

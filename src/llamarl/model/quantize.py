@@ -1,12 +1,12 @@
 """Products with quantized weights, for inference: fp8 (weights and what they multiply) or int8 (weights alone).
 
-`quantize` makes a narrow copy of every matrix of the blocks. Where new weights arrive wide, the wide ones stay beside it, and
+`quantize` makes a narrow copy of every matrix of the layers. Where new weights arrive wide, the wide ones are kept, and
 `refresh` fills the copies again, in place, so that graphs captured over them stay valid. Where they arrive narrow, or never,
-the narrow ones become the parameters, with their scales as `..._scale`, and the wide ones are gone. Every output of a product
-has its own scale, and in fp8 every row of its input too. Embedding, norms and head are not quantized.
+the narrow ones become the parameters, with their scales as `..._scale`, and the wide ones are freed. Every output of a
+product has its own scale, and in fp8 every row of its input too. Embedding, norms and head are not quantized.
 
-What a GPU computes with `quantize_kernels.py` and `torch._scaled_mm` stands here in plain PyTorch as well: a CPU runs it, and
-a GPU test holds one against the other.
+What a GPU computes with `quantize_kernels.py` and `torch._scaled_mm` is also written here in plain PyTorch: a CPU runs it,
+and a GPU test compares both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Rows = tuple[Tensor, Tensor]  # quantized values, and a scale for every row
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> Rows:
-    """Each row divided by its scale, and the scales in fp32: the largest value of a row becomes the largest there is."""
+    """Each row divided by its scale, and the scales in fp32. The largest value of a row becomes the largest of the type."""
     if fused(x):
         from llamarl.model import quantize_kernels
 
@@ -59,7 +59,7 @@ def fp8_product(x: Rows, weight: Rows, bias: Tensor | None, out: torch.dtype) ->
 
 
 def int8_product(x_MK: Tensor, weight: Rows, bias: Tensor | None) -> Tensor:
-    """x @ weight.t() + bias in the precision of x; the weights are whole numbers, which bf16 holds exactly."""
+    """x @ weight.t() + bias in the precision of x. The weights are whole numbers, which bf16 represents exactly."""
     if fused(x_MK):
         from llamarl.model import quantize_kernels
 
@@ -90,7 +90,7 @@ class QuantizedWeight:
         self._scales_N.copy_(scales_N)
 
     def replace(self, layers: Sequence[nn.Linear]) -> None:
-        """From now on these layers, which it is the joined weight of, hold the narrow values and their scales alone."""
+        """Replaces the weights of these layers, which it is the joined weight of, by the narrow values and their scales."""
         start = 0
         for layer in layers:
             end = start + len(layer.weight)
@@ -100,8 +100,8 @@ class QuantizedWeight:
         self._wide_NK = None
 
     def terms(self, x: Tensor | Rows) -> kernels.Terms:
-        """The product, on a GPU, as it is added to the residual stream: in fp8 the scales wait until then, since without them
-        products are faster."""
+        """The product on a GPU, as terms for the residual stream. In fp8 the scales are applied only there, since products
+        without scales are faster."""
         from llamarl.model.kernels import Terms
 
         if self._dtype != FP8:
@@ -114,7 +114,7 @@ class QuantizedWeight:
         return Terms(out_MN[None], (scales_M, self._scales_N))
 
     def unscaled(self, x: Rows) -> Tensor | kernels.Terms:
-        """For whoever can apply the scales: on a GPU they wait for that."""
+        """The product without its scales on a GPU, for callers that apply them."""
         if not fused(x[0]):
             return self(x)
         from llamarl.model.kernels import Terms
@@ -149,7 +149,7 @@ def _check(weight_NK: Tensor, kind: Quantization) -> None:
 
 
 class NarrowNorm(RMSNorm):
-    """For products that take fp8: the norm and its quantizing are one pass on a GPU."""
+    """RMS norm with quantized output, for products that take fp8; one pass on a GPU."""
 
     def forward(self, x: Stream) -> Rows:  # type: ignore[override]
         if isinstance(x, Residual) or fused(x):
@@ -161,7 +161,7 @@ class NarrowNorm(RMSNorm):
 
 
 def narrow_silu_times(gate_up: Tensor | kernels.Terms) -> Rows:
-    """For a product that takes fp8: the scales of the one before, `silu_times` and quantizing are one pass on a GPU."""
+    """`silu_times` with quantized output, for a product that takes fp8. On a GPU it also applies the scales before it."""
     if isinstance(gate_up, Tensor):
         return quantize_rows(silu_times(gate_up), FP8)
     from llamarl.model import quantize_kernels
@@ -176,7 +176,7 @@ class QuantizedLinear(ProductLinear):
 
 
 def quantize(model: Transformer, kind: Quantization, *, keep_wide: bool = True) -> list[QuantizedWeight]:
-    """Of a model that is already fused. Returns what must be refreshed whenever wide weights have arrived."""
+    """Quantizes a fused model. Returns the weights to refresh whenever wide weights have arrived."""
     if kind == "none":
         return []
     if kind == "fp8":
@@ -185,7 +185,7 @@ def quantize(model: Transformer, kind: Quantization, *, keep_wide: bool = True) 
                 norm.__class__ = NarrowNorm
     found = [narrow for part in list(model.modules()) for narrow in _quantize_part(part, kind, keep_wide)]
     if not keep_wide and model.lm_head.weight.is_cuda:
-        torch.cuda.empty_cache()  # the memory of the wide ones, for the cache and for others
+        torch.cuda.empty_cache()  # frees the memory of the wide weights
     return found if keep_wide else []
 
 
@@ -199,7 +199,7 @@ def _quantize_part(part: nn.Module, kind: Quantization, keep_wide: bool) -> Iter
         part.fused, part.activate = joined.unscaled, narrow_silu_times
     layer = getattr(part, output)
     narrow = QuantizedWeight(layer.weight, None, kind)
-    if isinstance(layer, ProductLinear):  # it is split over ranks, and sums over them
+    if isinstance(layer, ProductLinear):  # it is split over ranks and sums over them
         layer.product = narrow
     else:
         setattr(part, output, QuantizedLinear(layer, narrow))
@@ -211,7 +211,7 @@ def _quantize_part(part: nn.Module, kind: Quantization, keep_wide: bool) -> Iter
 
 
 def _names(part: Attention | MLP) -> tuple[tuple[str, ...], str]:
-    """Layers whose weights are joined, and the one behind them."""
+    """Names of the layers whose weights are joined, and of the layer behind them."""
     if isinstance(part, Attention):
         return ("q_proj", "k_proj", "v_proj"), "o_proj"
     return ("gate_proj", "up_proj"), "down_proj"

@@ -1,4 +1,4 @@
-"""Triton twins of `quantize.py`. Imported only where a GPU computes."""
+"""Triton versions of the functions of `quantize.py`. Imported only on a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _silu_rows(
 
 
 def silu_rows(gate_up: Terms) -> tuple[Tensor, Tensor]:
-    """`ops.silu_times` of one part, [1, ..., N], and its scales; quantized to fp8 row by row."""
+    """`ops.silu_times` of one term, [1, ..., N], and its scales; quantized to fp8 row by row."""
     _, *outer, double = gate_up.parts_PMN.shape
     size = double // 2
     values = torch.empty(*outer, size, dtype=torch.float8_e4m3fn, device=gate_up.parts_PMN.device)
@@ -112,7 +112,7 @@ def _add_and_norm_rows(
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float, terms: Terms | None = None) -> tuple[Tensor, Tensor]:
-    """`ops.rms_norm`, quantized to fp8 row by row; if terms are still to be added to x, that is done too."""
+    """`ops.rms_norm`, quantized to fp8 row by row; first adds the terms that x still lacks."""
     size = x.shape[-1]
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -129,7 +129,7 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float, terms: Terms | None = None)
 
 @triton.jit
 def _to_even(x):
-    """The nearest whole number; of two, the even one, as `torch.round` does. Holds for |x| < 2 ** 22."""
+    """The nearest whole number, ties to even, as `torch.round` does. Valid for |x| < 2 ** 22."""
     magic: tl.constexpr = 12582912.0
     return (x + magic) - magic
 
@@ -170,7 +170,7 @@ def _int8_product(
     OUT: tl.constexpr,
     IN: tl.constexpr,
 ):
-    """One tile of the result; rows vary fastest, so that neighbors share the weights they read."""
+    """One tile of the result. Rows vary fastest, so that neighbors read the same weights."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outs = tl.program_id(1) * OUT + tl.arange(0, OUT)
     ins = tl.arange(0, IN)

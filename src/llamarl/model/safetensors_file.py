@@ -1,7 +1,7 @@
-"""One `.safetensors` file: a header that is believed only after it has been checked, and reads of exact byte ranges.
+"""One `.safetensors` file: its header, checked before it is trusted, and reads of exact byte ranges.
 
-The safetensors library maps files into memory, so a file that shrinks meanwhile kills the process and resident memory
-counts the model twice. Here bytes are read into memory that the caller owns, and only those that were asked for.
+The safetensors library maps files into memory: a file that shrinks while it is read kills the process, and resident memory
+counts the model twice (benchmarks/load_time.py). Here, only the requested bytes are read, into memory that the caller owns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_NAME_CHARS = 200
 
 
 class TensorSpan(Struct, frozen=True):
-    """Where a tensor lies in its file, in bytes from the start of the file."""
+    """A tensor's place in its file; `offset` counts from the start of the file."""
 
     path: Path
     dtype: str
@@ -35,7 +35,7 @@ class TensorSpan(Struct, frozen=True):
 
 
 def read_spans(path: Path) -> dict[str, TensorSpan]:
-    """Every tensor of the file, after checking that the header tells the truth about the file's length and layout."""
+    """Maps each tensor name to its span, after checking the header against the file's length and layout."""
     header, data_start, num_data_bytes = _read_header(path)
     spans = {name: _span(path, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"}
     end = data_start
@@ -168,7 +168,7 @@ class SegmentReader:
 
 
 def header_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """The header for tensors (dtype, shape) that follow one another; padded so that the data starts aligned."""
+    """The header for tensors (dtype, shape) in this order; padded so that the data starts aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():

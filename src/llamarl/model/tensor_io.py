@@ -1,4 +1,4 @@
-"""Bytes of safetensors files into tensors and out of them, with no second copy of a model in between."""
+"""Reads tensors from safetensors files and writes them, without a second copy of a model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from llamarl.model.safetensors_file import SegmentReader, TensorSpan, header_byt
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _STAGING_BYTES = 16 << 20
-_CACHED_BYTES = 256 << 10  # on a CPU: stays in its cache between reading and converting
-_ONE_THREAD = 32_768  # so many numbers torch converts on the calling thread
+_CACHED_BYTES = 256 << 10  # on a CPU: stays in the cache between reading and converting
+_ONE_THREAD = 32_768  # numbers; torch converts so many on the calling thread
 
 
 def read_tensor(span: TensorSpan, out: Tensor, box: Box | None = None) -> None:
@@ -32,13 +32,13 @@ def read_tensor(span: TensorSpan, out: Tensor, box: Box | None = None) -> None:
         staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=out.device.type == "cuda").view(dtype)
         flat = out.view(-1)
         for start in range(0, flat.numel(), staging.numel()):
-            part = staging[: flat.numel() - start]
-            reader.fill(bytes_of(part))
-            _convert(part, flat[start : start + part.numel()])
+            chunk = staging[: flat.numel() - start]
+            reader.fill(bytes_of(chunk))
+            _convert(chunk, flat[start : start + chunk.numel()])
 
 
 def _convert(numbers: Tensor, out: Tensor) -> None:
-    """`out.copy_(numbers)`; on a CPU by the calling thread alone, since waking others costs more than small pieces."""
+    """`out.copy_(numbers)`; on a CPU by the calling thread alone, since waking others costs more than a small copy."""
     if out.device.type != "cpu":
         out.copy_(numbers)
     elif (numbers.dtype, out.dtype) == (torch.bfloat16, torch.float32):
@@ -51,16 +51,16 @@ def _convert(numbers: Tensor, out: Tensor) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """A safetensors file, written piece by piece."""
+    """Writes a safetensors file in chunks of bounded size."""
     name_of_dtype = _DTYPE_NAMES[dtype]
     with path.open("wb") as file:
         file.write(header_bytes({name: (name_of_dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}))
         for tensor in tensors.values():
-            for piece in _pieces(tensor, dtype):
-                file.write(piece)
+            for chunk in _chunks(tensor, dtype):
+                file.write(chunk)
 
 
-def _pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def _chunks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     flat = tensor.contiguous().view(-1)
     step = _STAGING_BYTES // dtype.itemsize
     for start in range(0, flat.numel(), step):

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and chats to prompts, from the files that a Hugging Face folder carries."""
+"""Text to tokens and back, and chats to prompts, from the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HERE = "(what the model said)"
 
 
 class Tokenizer:
-    """What the model produced is never tokenized again: prompts are encoded, completions are only decoded."""
+    """Encodes prompts and decodes completions. A model's output is never tokenized again."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...], template: Template) -> None:
         self._backend = backend
@@ -42,12 +42,12 @@ class Tokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Ids beyond the vocabulary (models may have padded rows) give no text."""
+        """Text of the tokens. Ids beyond the vocabulary (models may have padded rows) give no text."""
         text: str = self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
-        """The chat as the model was taught to see it, ready for its answer."""
+        """Tokens of a chat in the model's own format, ready for its answer."""
         return self.encode(self._template.render(messages, add_generation_prompt=add_generation_prompt))
 
     @property
@@ -55,9 +55,8 @@ class Tokenizer:
         return not isinstance(self._template, NoChatTemplate)
 
     def chat_reply(self, messages: Sequence[Mapping[str, str]], role: str, content: str) -> list[int]:
-        """What comes behind the model's turn in such a chat: the template's own words around a message of `role`, ready for
-        the next turn. The model's turn itself is not rendered: its tokens are there already, with the stop token that
-        ended it."""
+        """Tokens behind the model's turn in a chat: a message of `role` in the template's format, ready for the next turn.
+        The model's turn itself is not rendered, since its tokens exist already, with the stop token that ended it."""
         chat = [*messages, {"role": "assistant", "content": _HERE}, {"role": role, "content": content}]
         _, found, behind = self._template.render(chat, add_generation_prompt=True).partition(_HERE)
         if not found:
@@ -76,7 +75,7 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def _check_fits(tokenizer: Tokenizer, folder: Path) -> None:
-    """A token beyond the embedding would fail in the middle of a job, on the first text that holds it."""
+    """Refuses a tokenizer with ids beyond the embedding, which would fail in the middle of a job."""
     num_rows = read_json_object(folder / "config.json").get("vocab_size") if _has(folder, "config.json") else None
     if not isinstance(num_rows, int):
         return
@@ -117,7 +116,7 @@ def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _eos_ids(folder: Path, settings: Mapping[str, Any], backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """The generation config wins over the config, as in transformers; the tokenizer's own end joins them."""
+    """End tokens of the generation config, else of the config, as in transformers; and the tokenizer's own."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if not ids and _has(folder, name):
@@ -135,6 +134,6 @@ def _ids(value: Any, path: Path) -> list[int]:
 
 
 def _token_text(token: Any) -> str | None:
-    """Special tokens are written as text or as an object with its `content`."""
+    """Text of a special token, which is written as text or as an object with its `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None

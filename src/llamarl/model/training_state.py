@@ -1,4 +1,4 @@
-"""Where a snapshot keeps the trainer's two parts, and the hashes that tell whether files are still what was written."""
+"""Where a snapshot keeps policy and optimizer, and the hashes that show whether its files are unchanged."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _MAX_HASHED_AT_ONCE = 8
 
 
 class SnapshotManifest(Struct, frozen=True):
-    """What a whole snapshot holds."""
+    """The files of a complete snapshot."""
 
     version: int
     files: dict[str, str]  # path inside the snapshot -> sha256
 
 
 def read_manifest(snapshot: Path) -> SnapshotManifest:
-    """Raises OSError or MsgspecError where there is none."""
+    """The manifest of a snapshot. Raises OSError or MsgspecError if there is none."""
     return msgspec.json.decode((snapshot / MANIFEST).read_bytes(), type=SnapshotManifest)
 
 
 def keeps_policy_only(snapshot: Path) -> bool:
-    """Made at the end of a run with `snapshots.at_end: policy`: there is nothing to go on from. One that has lost its
-    trainer's part is something else: its manifest knows of it."""
+    """Whether a snapshot was made with `snapshots.at_end: policy`, so that training cannot go on from it. The manifest tells
+    it from a snapshot that has lost its optimizer state."""
     try:
         names = list(read_manifest(snapshot).files)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -43,7 +43,7 @@ def keeps_policy_only(snapshot: Path) -> bool:
 
 
 def hash_files(folder: Path, files: Iterable[Path]) -> dict[str, str]:
-    """By path inside `folder`. Several at a time: one core would take longer to hash a large state than to write it."""
+    """Maps each path inside `folder` to its sha256. Several at a time, since one core hashes slower than disks write."""
     paths = sorted(files)
     with ThreadPoolExecutor(min(_MAX_HASHED_AT_ONCE, os.cpu_count() or 1)) as pool:
         return dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(hash_file, paths), strict=True))
@@ -52,6 +52,6 @@ def hash_files(folder: Path, files: Iterable[Path]) -> dict[str, str]:
 def hash_file(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_HASH_BYTES):
-            digest.update(piece)
+        while chunk := file.read(_HASH_BYTES):
+            digest.update(chunk)
     return digest.hexdigest()

@@ -1,9 +1,8 @@
 """The one transformer: Llama 2-3.2, Mistral, SmolLM2, Qwen2 and Qwen3, in plain PyTorch.
 
-It knows nothing of parallelism, caches or masks. Attention is a function handed in by the caller: the trainer passes
-one that masks documents, the generator one that reads and writes its KV cache. Parameters carry their Hugging Face
-names, so checkpoints and publications need no renaming; `fuse` joins those that read the same input into one matrix, of
-which they become views.
+It knows nothing of parallelism, caches or masks. Attention is a function passed by the caller: the trainer's masks
+documents, the generator's reads and writes its KV cache. Parameters have their Hugging Face names, so checkpoints and
+publications need no renaming. `fuse` joins parameters that read the same input into one matrix, of which they become views.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from torch.nn import functional as F
 from llamarl.model.ops import Rope, Stream, add_projection, gated, rms_norm, rotate, scores, silu_times
 from llamarl.model_spec import ModelSpec
 
-# attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads serving H query heads. Queries and keys have been
-# turned to their positions, unless `attend.rotates` says that it does so itself.
+# attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads for H query heads. Queries and keys are already
+# rotated to their positions, unless `attend.rotates` says that it does so itself.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Product = Callable[[Any], Tensor]  # x @ weight.t() + bias, however that is computed and x is held
+Product = Callable[[Any], Tensor]  # x @ weight.t() + bias, in any way and for any form of x
 
 
 class Joined:
-    """Layers that read the same input, as one product."""
+    """Several layers that read the same input, as one product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -36,7 +35,7 @@ class Joined:
 
 
 class ProductLinear(nn.Linear):
-    """In the place of a layer and with its parameter, for those who compute the product in another way."""
+    """Replaces a layer and keeps its parameter, but computes the product in another way."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(1, 1, bias=False, device="meta")
@@ -69,7 +68,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
 
-        self.fused: Product | None = None  # with all three; see `fuse`
+        self.fused: Product | None = None  # q, k and v as one product; see `fuse`
 
     def forward(self, x_BTC: Tensor, rope: Rope | None, attend: Attend, residual: Stream) -> Stream:
         q, k, v_BTKD = (part.view(*part.shape[:2], -1, self.head_dim) for part in self._project(x_BTC))
@@ -91,8 +90,8 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-        self.fused: Callable[[Any], Any] | None = None  # with gate above up, as `activate` takes it; see `fuse`
-        self.activate: Callable[[Tensor], Any] = silu_times  # as `down_proj` takes it
+        self.fused: Callable[[Any], Any] | None = None  # gate and up as one product, in this order; see `fuse`
+        self.activate: Callable[[Tensor], Any] = silu_times  # makes the input of `down_proj`
 
     def forward(self, x: Tensor, residual: Stream) -> Stream:
         if self.fused is None:
@@ -117,7 +116,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and final norm: what Hugging Face calls `model`."""
+    """Embedding, blocks and final norm; Hugging Face calls it `model`."""
 
     def __init__(self, shape: ModelSpec) -> None:
         super().__init__()
@@ -139,9 +138,9 @@ class Transformer(nn.Module):
         )  # joins the scores of a head that is split over ranks
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend, rope: Rope | None = None) -> Tensor:
-        """The last hidden states [B, T, C]; `logits` turns the wanted ones into scores.
+        """The last hidden states [B, T, C]; `logits` turns them into scores.
 
-        `rope` is for callers that keep the table of all positions; it must be that of these.
+        `rope` is the table of these positions, for callers that already have it.
         """
         x_BTC: Tensor = self.model.embed_tokens(tokens_BT).float()
         if not getattr(attend, "rotates", False):
@@ -158,15 +157,15 @@ class Transformer(nn.Module):
 
 
 def fuse(model: Transformer) -> None:
-    """Join q, k, v and gate, up of every block, in memory and in the product.
+    """Joins q, k, v and gate, up of every block, in memory and in the product.
 
-    The parameters keep their names, as views of the joined matrix, so whoever writes them writes what is computed with.
+    The parameters keep their names, as views of the joined matrix: writing them changes what is computed.
     """
-    for part in model.modules():
-        if isinstance(part, Attention):
-            part.fused = _join([part.q_proj, part.k_proj, part.v_proj])
-        elif isinstance(part, MLP):
-            part.fused = _join([part.gate_proj, part.up_proj])
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.fused = _join([module.q_proj, module.k_proj, module.v_proj])
+        elif isinstance(module, MLP):
+            module.fused = _join([module.gate_proj, module.up_proj])
 
 
 def _join(layers: list[nn.Linear]) -> Joined:
@@ -183,7 +182,7 @@ def _join_named(name: str, layers: list[nn.Linear]) -> Tensor:
 
 
 def rope_frequencies(shape: ModelSpec, device: torch.device | None = None) -> Tensor:
-    """Rotary frequencies [D/2] in fp32, with Llama 3.1's stretch of the low ones where the shape asks for it."""
+    """Rotary frequencies [D/2] in fp32, with Llama 3.1's scaling of the low ones where the spec has it."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device=device).float() / shape.head_dim
     frequencies = 1.0 / (shape.rope_theta**steps)
     scaling = shape.rope_scaling
@@ -204,13 +203,13 @@ def rope_table(shape: ModelSpec, positions_BT: Tensor) -> Rope:
 
 
 def rope_up_to(shape: ModelSpec, length: int, device: torch.device | str) -> Rope:
-    """Of all positions below `length`, [T, 1, D]: for those who look up what they need."""
+    """cos and sin for all positions below `length`, [T, 1, D], for callers that look up theirs."""
     cos_1T1D, sin_1T1D = rope_table(shape, torch.arange(length, device=device)[None])
     return cos_1T1D[0], sin_1T1D[0]
 
 
 def causal_attention(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
-    """Plain causal attention over each row: for whole sequences that start at position 0."""
+    """Plain causal attention over each row, for whole sequences that start at position 0."""
     out = F.scaled_dot_product_attention(
         q_BTHD.transpose(1, 2), k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2), is_causal=True, enable_gqa=True
     )

@@ -47,7 +47,7 @@ def layer_products(shape: ModelSpec, tp: int) -> tuple[tuple[float, float], ...]
 
 
 def product_s(gpu: Gpu, precision: str, rows: float, outputs: float, inputs: float, out_width: int = 2) -> float:
-    """max(2 * rows * outputs * inputs / FLOP rate, bytes of weights, input and output / memory rate)."""
+    """One product: max(2 * rows * outputs * inputs / FLOP rate, bytes of weights, input and output / memory rate)."""
     moved = outputs * inputs * WIDTH[precision]
     moved += rows * (inputs * activation_width(precision) + outputs * max(out_width, activation_width(precision)))
     rate = gpu.flops("bf16" if precision == "int8" else precision)  # int8 weights are multiplied with bf16 inputs

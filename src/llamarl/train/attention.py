@@ -1,7 +1,6 @@
 """Attention inside documents: a token sees its own document up to itself, and nothing else of its row.
 
-Each pack brings its own mask, in one of two forms. Both are the same object for all layers, so that compiled blocks share
-one graph.
+Each pack has its own mask, in one of two forms. All layers get the same object, so that compiled blocks share one graph.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def uses_long_rows(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether documents may lie in one long row because attention skips what is outside of them."""
+    """Whether packs are one long row, because attention skips everything outside a document."""
     return device.type == "cuda" and dtype in _FLASH_DTYPES
 
 
@@ -27,7 +26,7 @@ def document_attention(pack: Pack, *, long_rows: bool) -> Attend:
 
 
 class MaskedDocuments:
-    """Every row attends under a mask of its documents: exact everywhere, and quadratic in the row's length."""
+    """Attention with a mask of each row's documents: it works on any device and is quadratic in the row's length."""
 
     def __init__(self, pack: Pack) -> None:
         numbers_RT = pack.documents_RT
@@ -46,15 +45,15 @@ class MaskedDocuments:
 
 
 class FlashDocuments:
-    """One long row, cut where documents begin: FlashAttention's variable-length form, which PyTorch ships."""
+    """Attention over one long row, cut where documents begin: PyTorch's variable-length FlashAttention."""
 
     def __init__(self, pack: Pack) -> None:
         width = pack.tokens_RT.numel()
-        lengths = [*pack.lengths, width - sum(pack.lengths)]  # the tail is a document that nobody looks at
+        lengths = [*pack.lengths, width - sum(pack.lengths)]  # the tail is a document that is ignored
         starts_D = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
         self.starts_D = starts_D.to(pack.tokens_RT.device, non_blocking=True)
         torch._dynamo.maybe_mark_dynamic(self.starts_D, 0)  # packs hold any number of documents
-        # A power of two that most packs have in common: compiled blocks are made anew for each other one.
+        # A power of two that most packs have in common, since blocks are compiled again for every new value.
         self.longest = 1 << max(10, (max(lengths) - 1).bit_length())
 
     def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:

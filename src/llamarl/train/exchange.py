@@ -1,4 +1,4 @@
-"""Small words between the ranks of one executor, as bytes: no object is ever pickled."""
+"""Small messages between the ranks of one executor, as bytes: no object is ever pickled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Written(Struct, frozen=True):
 
 
 class Exchange:
-    """Every method is called by all ranks at the same time; one rank alone talks to itself."""
+    """Collectives: all ranks call each method at the same time. With one rank, they are no-ops."""
 
     def __init__(self, mesh: TrainerMesh) -> None:
         self._count = mesh.size
@@ -29,13 +29,13 @@ class Exchange:
         return bool(flags.item())
 
     def merge(self, files: dict[str, str], problem: str) -> tuple[dict[str, str], str]:
-        """The files of all ranks, and the first problem that one of them had."""
+        """The files of all ranks, and the first problem of any rank."""
         found = [msgspec.json.decode(data, type=Written) for data in self._gather(Written(files, problem))]
         every = {name: digest for one in found for name, digest in one.files.items()}
         return every, next((one.problem for one in found if one.problem), "")
 
-    def _gather(self, word: Struct) -> list[bytes]:
-        data = msgspec.json.encode(word)
+    def _gather(self, message: Struct) -> list[bytes]:
+        data = msgspec.json.encode(message)
         if self._count == 1:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._count)]

@@ -1,11 +1,11 @@
-"""fp16 operands for the products of the forward pass, over bf16 weights: applied to the model from outside.
+"""fp16 operands for the products of the forward pass, with bf16 weights: applied to the model from outside.
 
-Generator and trainer add in different orders, so each rounds by itself what enters a product, and the differences add up over
-the layers. bf16 keeps 8 bits of a number, fp16 keeps 11: with fp16 on both sides the log-probs are several times nearer to
-each other. Every bf16 weight is an fp16 number as well (but for those below 6e-5, whose last bits are lost): it is the same
-model. Between two products everything is fp32 here, and what lies beyond fp16's range becomes its largest number.
+Generator and trainer sum in different orders, so operands of products are rounded differently, and the differences add up
+over the layers. bf16 keeps 8 bits of a number, fp16 keeps 11: with fp16 on both sides the log-probs are several times closer
+to each other. Every bf16 weight is an fp16 number as well (except those below 6e-5, whose last bits are lost): it is the same
+model. Between two products everything is fp32 here, and values beyond fp16's range become its largest number.
 
-The backward pass is that of bf16: gradients need its range, so that nobody has to scale a loss.
+The backward pass is that of bf16: gradients need its range, so that no loss has to be scaled.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from llamarl.model.transformer import MLP, Attention, RMSNorm, Transformer
 
 
 def take_half_operands(model: Transformer) -> None:
-    """Of the blocks; the head takes what the last norm gives it, in bf16."""
-    for part in model.model.layers.modules():
-        if isinstance(part, RMSNorm):
-            part.__class__ = WideNorm
-        elif isinstance(part, nn.Linear):
-            part.__class__ = HalfLinear
-    for part in model.model.layers.modules():
-        if isinstance(part, Attention):
-            part.o_proj.__class__ = WideLinear
-        elif isinstance(part, MLP):
-            part.down_proj.__class__ = WideLinear
+    """Makes the layers of all blocks take fp16 operands; the head takes the output of the last norm in bf16."""
+    for module in model.model.layers.modules():
+        if isinstance(module, RMSNorm):
+            module.__class__ = WideNorm
+        elif isinstance(module, nn.Linear):
+            module.__class__ = HalfLinear
+    for module in model.model.layers.modules():
+        if isinstance(module, Attention):
+            module.o_proj.__class__ = WideLinear
+        elif isinstance(module, MLP):
+            module.down_proj.__class__ = WideLinear
 
 
 class WideNorm(RMSNorm):
-    """Not rounded: what reads it rounds to fp16."""
+    """RMS norm in fp32; the layers that read it round to fp16."""
 
     def forward(self, x: Stream) -> Tensor:
         return rms_norm(x, self.weight.float(), self.eps)
@@ -47,7 +47,7 @@ class HalfLinear(nn.Linear):
 
 
 class WideLinear(HalfLinear):
-    """Its result goes into the residual stream, which is fp32."""
+    """A layer whose result goes into the residual stream, which is fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _HalfProduct.apply(x, self.weight, True)  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class WideLinear(HalfLinear):
 
 
 class _HalfProduct(torch.autograd.Function):
-    """fp32 in, fp32 out. Unless `wide`, the result is an fp16 number, so that it can be kept as one until it is needed."""
+    """A product from fp32 to fp32. Unless `wide`, the result is rounded to fp16, so that it can be kept in fp16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, wide: bool) -> Tensor:

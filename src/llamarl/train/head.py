@@ -1,13 +1,13 @@
 """The head in chunks: log-prob and entropy of every token without ever holding [tokens x vocabulary].
 
-Scores are fp32 whatever the precision below: narrow operands are multiplied exactly and summed in fp32. Two ways through:
+Scores are always fp32: narrow operands are multiplied exactly and summed in fp32. There are two ways:
 
-`chunked_logprobs`  two differentiable vectors; the backward pass makes the scores again, chunk by chunk.
-`fused_loss`        for a loss that may be cut anywhere: value and gradient of each chunk are made while its scores are
-                    there, so they are made once.
+`chunked_logprobs`  two differentiable vectors; the backward pass computes the scores again, chunk by chunk.
+`fused_loss`        for a loss that may be cut anywhere: value and gradient of a chunk are computed together, so its scores
+                    are computed once.
 
 With tensor parallelism every rank holds some rows of the head: maxima and sums over the vocabulary are completed over the
-tensor group, tokens stay whole.
+tensor group; every rank has all tokens.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_SCORE_BYTES = 1 << 30  # of the fp32 scores of one chunk
+_SCORE_BYTES = 1 << 30  # size of the fp32 scores of one chunk
 _TILE = 256  # tokens; chunks are multiples of it, so that products have whole tiles
 
-# part_loss(part, logprobs_n, entropy_n): what a chunk of the tokens adds to the loss
+# part_loss(part, logprobs_n, entropy_n): the share of the loss of a chunk of tokens
 PartLoss = Callable[[slice, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which rows of the head this rank holds, and with whom it shares the rest."""
+    """First row of the head on this rank, and the group of the ranks that hold the other rows."""
 
     first: int = 0
     group: dist.ProcessGroup | None = None
@@ -48,7 +48,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Head:
-    """How scores are made: divided by the temperature that tokens were sampled at, `chunk` tokens at a time."""
+    """How scores are computed: divided by the sampling temperature, `chunk` tokens at a time."""
 
     temperature: float = 1.0
     vocabulary: Vocabulary = Vocabulary()
@@ -82,7 +82,7 @@ class Head:
         grads: tuple[Tensor, Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Of the loss with respect to the undivided scores, in the precision that they were multiplied in."""
+        """Gradient of the loss with respect to the scores before the division, in the precision of their operands."""
         differentiate = _compiled(_score_gradient) if self.compiled else _score_gradient
         local_n = targets_n - self.vocabulary.first
         of_logprob_n, of_entropy_n = (grad / self.temperature for grad in grads)
@@ -172,7 +172,7 @@ def _differentiate(
 
 
 class _Gradient:
-    """Gradients of hidden states and head, filled chunk by chunk; the head's is summed in fp32."""
+    """Gradients of hidden states and head, filled chunk by chunk; that of the head is summed in fp32."""
 
     def __init__(self, hidden_NC: Tensor, weight_VC: Tensor) -> None:
         self._hidden_NC, self._weight_VC = hidden_NC, weight_VC
@@ -188,7 +188,7 @@ class _Gradient:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """fp32, also from narrow operands."""
+    """Scores in fp32, also from narrow operands."""
     if left.dtype == torch.float32:
         return left @ right
     if left.is_cuda:
@@ -216,7 +216,7 @@ def _statistics(scores_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _shared_statistics(scores_nV: Tensor, local_n: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, where other ranks hold other parts of the vocabulary."""
+    """The same, where other ranks hold other rows of the vocabulary."""
     highest_n = vocabulary.max(scores_nV.amax(-1))
     shifted_nV = scores_nV - highest_n[:, None]
     exp_nV = shifted_nV.exp()

@@ -1,4 +1,4 @@
-"""One update: the rollouts of a batch through the model and back, pack by pack, then one optimizer step."""
+"""One update: forward and backward passes over the rollouts of a batch, pack by pack, then one optimizer step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train.head import chunked_logprobs, fused_loss
 from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import Pack
-from llamarl.train.parallel import complete_gradients, is_shared_out
+from llamarl.train.parallel import complete_gradients, is_tensor_sharded
 from llamarl.train.policy import Policy
 from llamarl.train.speed import speed_of, synchronize
 from llamarl.types import CompletionGroup, RolloutGroup
@@ -26,8 +26,8 @@ from llamarl.types import CompletionGroup, RolloutGroup
 
 @dataclass(frozen=True)
 class UpdateResult:
-    metrics: dict[str, float]  # what a seed determines
-    timings: dict[str, float]  # what the machine determines
+    metrics: dict[str, float]  # figures that the seed determines
+    timings: dict[str, float]  # figures that depend on the machine
 
 
 class Learner:
@@ -37,11 +37,13 @@ class Learner:
         compiled = policy.computing.compiled
         self.optimizer = AdamW(dict(policy.model.named_parameters()), settings, compiled=compiled)
         self._shared = self._shared_parameters()
-        self.hold: Callable[[], float] | None = None  # waits until the weights may change; returns the seconds it took
+        self.hold: Callable[[], float] | None = (
+            None  # waits until the weights may change; returns the seconds that this took
+        )
         self._held_s = 0.0
 
     def update(self, number: int, groups: Sequence[RolloutGroup], probe: CompletionGroup | None = None) -> UpdateResult:
-        """Turn version `number` into the next. Without tokens to learn from, the weights stay as they are."""
+        """Turns version `number` into the next. Without tokens to learn from, the weights do not change."""
         metrics = describe_groups(groups)
         if probe is not None:
             metrics["logprob_gap"] = self._logprob_gap(probe, number)
@@ -58,7 +60,7 @@ class Learner:
         return UpdateResult({**totals.metrics(), **metrics, **stepped}, timings)
 
     def accumulate(self, documents: Sequence[Document]) -> Seen:
-        """Gradients of the whole update, in the optimizer; afterwards only the step is missing."""
+        """Computes the gradients of the whole update, which the optimizer keeps for its step."""
         self.optimizer.zero_grad()
         num_tokens = sum(document.num_answer_tokens for document in documents)
         seen = Seen(self.policy)
@@ -81,7 +83,7 @@ class Learner:
             return value if pack.counts else value * 0.0
 
         hidden_NC, head = self.policy.hidden(pack), self.policy.head
-        weight_VC = self.policy.head_weight  # after the pass: FSDP has gathered it by then
+        weight_VC = self.policy.head_weight  # after the pass, when FSDP has gathered it
         if is_tokenwise(self._loss):
             loss, logprobs_N, entropy_N = fused_loss(hidden_NC, weight_VC, pack.targets_N, part_loss, head)
         else:
@@ -91,7 +93,7 @@ class Learner:
         return loss
 
     def step(self, number: int, loss: Tensor | float) -> dict[str, float]:
-        """Descend, unless loss or gradient is not a number: then weights and optimizer stay as they are, bit for bit."""
+        """Takes the optimizer's step. If the loss or a gradient is not finite, weights and optimizer keep every bit."""
         mesh = self.policy.computing.mesh
         sum_over_ranks = mesh.sum_over_all if mesh.size > 1 else None
         norm = gradient_norm(self.optimizer.gradients(), self._counts_here, sum_over_ranks)
@@ -107,14 +109,14 @@ class Learner:
         return self.policy.computing.mesh.tensor_rank == 0 or name not in self._shared
 
     def _shared_parameters(self) -> frozenset[str]:
-        """Those that tensor parallelism leaves whole: every tensor rank has them, and the first one counts them."""
+        """Names of parameters that tensor parallelism leaves whole. Every tensor rank has them; the first one counts them."""
         if self.policy.computing.mesh.tensor == 1:
             return frozenset()
         parameters = self.policy.model.named_parameters()
-        return frozenset(name for name, parameter in parameters if not is_shared_out(parameter))
+        return frozenset(name for name, parameter in parameters if not is_tensor_sharded(parameter))
 
     def _logprob_gap(self, probe: CompletionGroup, version: int) -> float:
-        """How far policy and generator are apart on what this very version has sampled."""
+        """Difference of log-probs between policy and generator on tokens that this same version has sampled."""
         documents = [document_of(probe.prompt, one, version=version) for one in probe.completions]
         packs = self.policy.packs(documents, same_everywhere=True) if documents else []
         gaps = [(self.policy.logprobs(pack).cpu() - pack.behavior_logprobs_N).abs() for pack in packs]
@@ -128,12 +130,12 @@ class Learner:
         return speed_of(self.policy.model.shape, lengths, elapsed_s, how.device, how.dtype, how.mesh.size)
 
 
-OF_LOSS = "loss/"  # before the names of the loss's own sums
+OF_LOSS = "loss/"  # prefix of the loss's own sums
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums and maxima of an update, still on their device."""
+    """Sums and maxima of an update, still on the device."""
 
     staleness: list[int]
     sum_names: tuple[str, ...]
@@ -150,7 +152,7 @@ class Totals:
 
 
 class Seen:
-    """What passes leave behind, on their device until the update is over: nothing waits for a number in between."""
+    """Measures of the passes of an update. They stay on the device until its end, so that no pass waits for a number."""
 
     def __init__(self, policy: Policy) -> None:
         self._mesh, self._device = policy.computing.mesh, policy.computing.device
@@ -171,14 +173,14 @@ class Seen:
             )
 
     def total_loss(self) -> Tensor:
-        """Of the whole update; ranks meet here."""
+        """Loss of the whole update, summed over ranks (a collective)."""
         return self._mesh.sum_over_data(torch.stack(self._losses).sum())
 
     def loss(self) -> float:
         return self.total_loss().item()
 
     def totals(self, documents: Sequence[Document], rho: float) -> Totals:
-        """Of all ranks, who meet here; nobody waits for a number yet."""
+        """Totals over all ranks (a collective), without waiting for the device."""
         staleness = sorted({int(value) for document in documents for value in np.unique(document.staleness)})
         sums, ratio_max = token_totals(self._all_tokens(), rho=rho, staleness=staleness)
         weighted, maxima = self._part_totals()
@@ -202,7 +204,7 @@ class Seen:
         return TokenMeasures(*(torch.cat(values) for values in columns))
 
     def _part_totals(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Of the loss's own metrics: sums weighted by tokens, and for names that end in _max the largest."""
+        """Totals of the loss's own metrics: sums weighted by tokens, and maxima of names that end in _max."""
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
         for num_tokens, metrics in self._parts:
@@ -217,7 +219,7 @@ class Seen:
 
 
 def learning_rate(settings: TrainerConfig, update: int, updates: int) -> float:
-    """Linear warm-up, then constant or linear down to `final_lr_share` at the last update."""
+    """Learning rate of an update: linear warm-up, then linear down to `final_lr_share` at the last update."""
     warmup = settings.warmup_updates
     if update < warmup:
         return settings.lr * (update + 1) / warmup

@@ -1,6 +1,6 @@
 """The trainer's ranks as a mesh: `data` ranks share an update's tokens, `tensor` ranks share every product.
 
-One rank alone is a mesh too: its collectives do nothing, so that nobody else asks how many there are.
+A single rank is a mesh too: its collectives are no-ops, so that callers need not ask how many ranks there are.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ LONE_RANK = TrainerMesh()
 
 
 def make_mesh(data: int, tensor: int, rank: int, device: torch.device) -> TrainerMesh:
-    """Neighboring ranks share products: they talk most, so they should sit closest."""
+    """The mesh of this rank. Neighboring ranks share products: they talk most, so they should be closest."""
     if data * tensor == 1:
         return LONE_RANK
     devices = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
@@ -77,7 +77,7 @@ def make_mesh(data: int, tensor: int, rank: int, device: torch.device) -> Traine
 
 
 def check_tensor_parallel(shape: ModelSpec, tensor: int, key: str) -> None:
-    """Heads and the MLP's width must come out even."""
+    """ConfigError unless heads and the MLP's width divide evenly."""
     for name in ("num_kv_heads", "num_heads", "intermediate_size"):
         if (size := getattr(shape, name)) % tensor:
             raise ConfigError(f"{key}: {tensor} ranks cannot share the model's {name}={size} evenly")

@@ -1,8 +1,8 @@
 """AdamW on fp32 master weights, for parameters that are fp32 or bf16, resident or with their state in host memory.
 
-An fp32 parameter is its own master. The master of a bf16 parameter is held in two halves: the parameter itself, which is
-the master rounded to the nearest bf16, and 16 bits beside it that say how far the master lies from there. Together they are
-the fp32 master exactly, in the memory of one fp32 number instead of one and a half.
+An fp32 parameter is its own master. The master of a bf16 parameter is held in two halves: the parameter itself, which is the
+master rounded to the nearest bf16, and 16 bits with the distance of the master from there. Together they are exactly the fp32
+master, in the memory of one fp32 number instead of one and a half.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from llamarl.errors import ConfigError
 
 _EPSILON = 1e-8
 _ALIGNED = 64  # bytes
-_AHEAD = 2  # parameters whose state travels from host memory while another is updated
+_AHEAD = 2  # parameters whose state is copied from host memory while another is updated
 
 
 @dataclass
 class Slot:
-    """One parameter of this rank and its state. `low` is there for bf16 parameters only."""
+    """One parameter of this rank and its state. Only bf16 parameters have the state `low`."""
 
     name: str
-    parameter: Tensor  # as autograd knows it
-    local: Tensor  # this rank's memory of it
+    parameter: Tensor  # the tensor that autograd knows
+    local: Tensor  # this rank's shard
     decay: float
     state: dict[str, Tensor]
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
-        """What its state is made of."""
+        """Names and types of its state tensors."""
         moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         return moments | ({"low": torch.int16} if self.local.dtype == torch.bfloat16 else {})
 
     @property
     def grad(self) -> Tensor | None:
-        """This rank's part. Autograd may leave it laid out otherwise than the parameter is; then ranks meet here."""
+        """Gradient of this rank's shard. If its layout differs from the parameter's, this is a collective."""
         grad, parameter = self.parameter.grad, self.parameter
         if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
             return grad
@@ -54,7 +54,7 @@ class Slot:
 
 
 class AdamW:
-    """Decay pulls on matrices only, since norms and biases have a scale of their own."""
+    """AdamW. Weight decay applies to matrices only, since norms and biases have their own scale."""
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: TrainerConfig, *, compiled: bool = False) -> None:
         self._betas, self._compiled = settings.betas, compiled
@@ -75,7 +75,7 @@ class AdamW:
             slot.parameter.grad = None
 
     def collect(self) -> None:
-        """Move bf16 gradients into fp32 sums: called after each of several passes of one update."""
+        """Adds bf16 gradients to fp32 sums; called after each of several passes of one update."""
         for slot in self.slots:
             grad = slot.grad
             if grad is None or grad.dtype == torch.float32:
@@ -95,9 +95,9 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor | float = 1.0, sound: Tensor | bool = True) -> bool:
-        """Gradients count `scale` times what they are. Unless `sound`, everything stays as it is, bit for bit.
+        """Takes a step with gradients times `scale`. Unless `sound`, nothing changes, bit for bit; returns `sound`.
 
-        A step on bf16 parameters is queued at once and finds out on the device; only then does the host ask.
+        A step on bf16 parameters is queued at once and tests `sound` on the device; the host waits only at the end.
         """
         grads = self.gradients()
         slots = [slot for slot in self.slots if slot.name in grads]
@@ -119,7 +119,7 @@ class AdamW:
         return bool(go)
 
     def _resident(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
-        """Groups of slots whose state is on the device while they are handed out."""
+        """Groups of slots, each with its state on the device until the next group is asked for."""
         if self._offload is not None:
             yield from self._offload.stream(slots)
         elif slots:
@@ -161,21 +161,21 @@ class AdamW:
         )
 
     def _numbers(self, lr: float, decay: float) -> Tensor:
-        """What `_split_step` needs: step size, the second moment's factor, and the share that decay leaves."""
+        """Numbers for `_split_step`: step size, factor of the second moment's root, and the share that decay leaves."""
         beta1, beta2 = self._betas
         values = [lr / (1 - beta1**self.num_steps), (1 - beta2**self.num_steps) ** -0.5, 1 - lr * decay]
         return torch.tensor(values, dtype=torch.float32, device=self.slots[0].local.device)
 
-    # What is saved
+    # State
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """`parameter/exp_avg` and the like; empty before the first step. A master's low half is saved with its weights."""
+        """Maps `parameter/exp_avg` and the like to tensors; empty before the first step. Masters are saved as weights."""
         if not self.num_steps:
             return {}
         return {f"{slot.name}/{key}": value for slot in self.slots for key, value in slot.state.items() if key != "low"}
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of every parameter in fp32."""
+        """This rank's shard of every parameter, in fp32."""
         for slot in self.slots:
             if "low" in slot.state:
                 low = slot.state["low"].to(slot.local.device)
@@ -185,7 +185,7 @@ class AdamW:
 
     @torch.no_grad()
     def set_master(self, name: str, value: Tensor) -> None:
-        """Give a bf16 parameter its fp32 master."""
+        """Sets the fp32 master of a bf16 parameter."""
         slot = next(slot for slot in self.slots if slot.name == name)
         high, low = split_halves(value)
         slot.local.view(torch.int16).copy_(high)
@@ -199,7 +199,7 @@ def _make_slot(name: str, parameter: Tensor, settings: TrainerConfig) -> Slot:
 
 
 def split_halves(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 as the bits of the nearest bf16 (ties away from zero) and the signed distance from there, both int16."""
+    """fp32 as the bits of the nearest bf16 (ties away from zero) and the signed distance from it, both int16."""
     bits = master.view(torch.int32)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
@@ -240,8 +240,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def host_state(slots: Sequence[Slot]) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
-    """Zeroed state of all slots in host memory, and the one piece that it lies in: exactly as large as it must be, and never
-    on the device, where a large model leaves no room for it."""
+    """Zeroed state of all slots in one block of host memory, and that block: exactly as large as needed, and never on the
+    device, where a large model leaves no room for it."""
     sizes = [
         (slot, key, dtype, slot.local.numel() * dtype.itemsize) for slot in slots for key, dtype in slot.kinds.items()
     ]
@@ -259,7 +259,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _pin(memory: Tensor) -> None:
-    """Torch's own pinned memory comes in powers of two, and may take twice as much."""
+    """Pins memory in place. Torch's own pinned memory comes in powers of two and may take twice as much."""
     if status := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):  # type: ignore[no-untyped-call]
         raise ConfigError(
             f"trainer.offload: {memory.nbytes / 1e9:.0f} GB of host memory cannot be pinned (CUDA error {status}); "
@@ -272,7 +272,7 @@ def _unpin(memory: Tensor) -> None:
 
 
 class _Offload:
-    """State in pinned host memory, brought to the device and back parameter by parameter, beside the steps themselves."""
+    """State in pinned host memory, copied to the device and back parameter by parameter, during the steps."""
 
     def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
         self._device = device
@@ -317,7 +317,7 @@ class _Offload:
 def gradient_norm(
     grads: Mapping[str, Tensor], counted: Callable[[str], bool], sum_over_ranks: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
-    """Of the whole update. With several ranks, each adds the squares of the parts that are `counted` as its own."""
+    """Gradient norm of the whole update. With several ranks, each adds the squares of the shards that it `counted`."""
     mine = [grad for name, grad in grads.items() if counted(name)]
     if all(grad.dtype == torch.float32 for grad in mine):
         norm = torch.nn.utils.get_total_norm(mine)

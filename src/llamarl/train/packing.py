@@ -1,8 +1,8 @@
-"""Documents of all lengths packed to a token budget, balanced over ranks and passes by tokens.
+"""Packs documents of all lengths to a token budget, balanced over ranks and passes by tokens.
 
-A pack is what one forward and backward pass takes: rows that hold documents one behind the other. On a GPU it is one long
-row, since attention there skips what lies outside a document; elsewhere rows are as short as the longest document allows,
-since masked attention computes whole rows. The only padding is at the tail of a row.
+A pack is the input of one forward and backward pass: rows of documents one behind the other. On a GPU it is one long row,
+since attention there skips everything outside a document. Elsewhere rows are as short as the longest document allows, since
+masked attention computes whole rows. The only padding is at the tail of a row.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch import Tensor
 
 from llamarl.algo.batch import Document, TokenBatch
 
-_SHORTEST_ROW = 64  # below this, more rows cost more than the masked part of a row does
-_TAIL = 128  # a GPU's long row is filled up to a multiple of this, so that its products have whole tiles
+_SHORTEST_ROW = 64  # tokens; in shorter rows, the number of rows costs more than masked attention saves
+_TAIL = 128  # tokens; a GPU's long row is padded to a multiple of this, so that its products have whole tiles
 PADDING = -1
 
 
 @dataclass(frozen=True)
 class Pack:
-    """R rows of T tokens, and beside them the N answer tokens as flat vectors."""
+    """R rows of T tokens, and their N answer tokens as flat vectors."""
 
     tokens_RT: Tensor
-    positions_RT: Tensor  # of each token in its document
-    documents_RT: Tensor  # which document of the pack it belongs to; PADDING at the tail of a row
-    lengths: tuple[int, ...]  # of the documents, in the order in which they lie
-    at_N: Tensor  # where (in R*T) the hidden state lies that predicts each answer token ...
-    targets_N: Tensor  # ... and the token it should predict
+    positions_RT: Tensor  # position of each token in its document
+    documents_RT: Tensor  # document of the pack that each token belongs to; PADDING at the tail of a row
+    lengths: tuple[int, ...]  # lengths of the documents, in their order
+    at_N: Tensor  # index (in R*T) of the hidden state that predicts each answer token
+    targets_N: Tensor  # answer tokens
     behavior_logprobs_N: Tensor
     advantages_N: Tensor
-    sequence_N: Tensor  # which document of the update
+    sequence_N: Tensor  # document of the update that each answer token belongs to
     staleness_N: Tensor
-    fresh_N: Tensor  # whether all of its document was sampled by the version being trained
+    fresh_N: Tensor  # whether the version being trained sampled the whole document
     columns: dict[str, Tensor]
-    counts: bool = True  # False: it only keeps its rank in step with the others, and nothing is learned from it
+    counts: bool = True  # False: a filler that keeps its rank in step with the others; nothing is learned from it
 
     @property
     def num_targets(self) -> int:
@@ -56,7 +56,7 @@ class Pack:
     def tokens(
         self, part: slice, policy_logprobs_n: Tensor, entropy_n: Tensor, *, num_tokens: int, num_sequences: int
     ) -> TokenBatch:
-        """What the loss sees of `part` of the answer tokens."""
+        """Input of the loss for `part` of the answer tokens."""
         return TokenBatch(
             policy_logprobs_N=policy_logprobs_n,
             behavior_logprobs_N=self.behavior_logprobs_N[part],
@@ -70,13 +70,13 @@ class Pack:
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    """From pinned memory, so that the next pack travels while this one is computed."""
+    """Copies from pinned memory, so that the next pack is copied while this one is computed."""
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def balance(lengths: Sequence[int], limit: int, multiple: int = 1) -> list[list[int]]:
-    """Deal items into as few bins as hold at most `limit` each (one that is longer lies alone), filled as evenly as can
-    be; the number of bins is a multiple of `multiple`, with empty ones if need be. Longest first, each to the emptiest."""
+    """Deals items into as few bins as possible of at most `limit` each (a longer item is alone), filled as evenly as
+    possible. The number of bins is a multiple of `multiple`; some may be empty. Longest first, each to the emptiest bin."""
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     count = -(-max(1, -(-sum(lengths) // limit)) // multiple) * multiple
     while (bins := _deal(order, lengths, limit, count)) is None:
@@ -90,7 +90,7 @@ def _deal(order: Sequence[int], lengths: Sequence[int], limit: int, count: int) 
     for item in order:
         used, number = fill[0]
         if used and used + lengths[item] > limit:
-            return None  # not even the emptiest has room
+            return None  # it does not even fit the emptiest bin
         bins[number].append(item)
         heapq.heapreplace(fill, (used + lengths[item], number))
     return [sorted(items) for items in bins]
@@ -99,8 +99,8 @@ def _deal(order: Sequence[int], lengths: Sequence[int], limit: int, count: int) 
 def make_packs(
     documents: Sequence[Document], budget: int, *, rank: int = 0, num_ranks: int = 1, long_rows: bool
 ) -> list[Pack]:
-    """This rank's share of an update that has at least one document. Every rank gets equally many packs, since ranks
-    meet in every pass; where there are too few documents, a copy of the first one goes along and counts for nothing."""
+    """This rank's packs of an update, which has at least one document. Every rank gets equally many packs, since every pass
+    has collectives. Where documents are too few, a copy of the first one fills in and does not count."""
     bins = balance([len(document.tokens) for document in documents], budget, num_ranks)
     return [_pack(documents, items, long_rows=long_rows) for items in bins[rank::num_ranks]]
 
@@ -123,7 +123,7 @@ def _to_tensors(documents: Sequence[Document], rows: Sequence[Sequence[int]], wi
     positions = np.zeros_like(tokens)
     numbers = np.full_like(tokens, PADDING)
     order = [item for row in rows for item in row]
-    starts: list[int] = []  # where each document begins, in rows * width
+    starts: list[int] = []  # index of each document's first token, in rows * width
     for row, items in enumerate(rows):
         column = 0
         for item in items:
@@ -157,7 +157,7 @@ def _to_tensors(documents: Sequence[Document], rows: Sequence[Sequence[int]], wi
 
 
 def _columns(documents: Sequence[Document]) -> list[str]:
-    """Columns that every document of the pack has; a role adds its own to all or none."""
+    """Names of the columns of the pack's documents; a role adds its columns to all of them or to none."""
     return sorted(set.intersection(*(set(document.columns) for document in documents))) if documents else []
 
 

@@ -1,6 +1,6 @@
 """Parallelism, applied to the model from outside, in this order: tensor parallel, recompute, compile, FSDP.
 
-Nothing is wrapped: parameters keep their Hugging Face names.
+No module is wrapped, so parameters keep their Hugging Face names.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def parallelize(
     compiled: bool = False,
     compute_dtype: torch.dtype,
 ) -> None:
-    """Make `model` this rank's part of the mesh. Its parameters may still be without memory (on the meta device)."""
+    """Shards `model` over the mesh. Its parameters may still be on the meta device."""
     if mesh.tensor > 1:
-        _share_products(model, mesh)
+        _tensor_parallel(model, mesh)
     if recompute != "none":
         _recompute(model, recompute)
     if compiled:
         _compile(model)
     if mesh.data > 1:
-        _shard(model, mesh, compute_dtype)
+        _fsdp(model, mesh, compute_dtype)
 
 
-def _share_products(model: Transformer, mesh: TrainerMesh) -> None:
+def _tensor_parallel(model: Transformer, mesh: TrainerMesh) -> None:
     family, spec = family_of(model.shape), model.shape
     block_plan = {
         "self_attn": PrepareModuleInput(
@@ -68,8 +68,8 @@ def _share_products(model: Transformer, mesh: TrainerMesh) -> None:
 
 
 def _styles(parameters: Iterable[ParameterSpec]) -> dict[str, ParallelStyle]:
-    """Maps each module that tensor parallelism cuts to how torch does that. Torch speaks of weights that are transposed, so
-    its columns are our rows, but not those of an embedding."""
+    """Maps each module that tensor parallelism cuts to torch's style for it. Torch means the transposed weights of layers:
+    its columns are our rows. An embedding is not transposed."""
     found: dict[str, ParallelStyle] = {}
     for parameter in parameters:
         if parameter.kind == "embedding":
@@ -80,13 +80,13 @@ def _styles(parameters: Iterable[ParameterSpec]) -> dict[str, ParallelStyle]:
 
 
 def tie_head(model: Transformer) -> None:
-    """Whatever replaces parameters one by one forgets that two of them may be the same."""
+    """Ties the head again, after parameters were replaced one by one."""
     if model.shape.tied_head:
         model.lm_head.weight = model.model.embed_tokens.weight
 
 
 def _recompute(model: Transformer, what: str) -> None:
-    """The MLP holds most of a block's activations and is cheap to make again; whole blocks are the last resort."""
+    """Recomputes activations of MLPs, which have most of them and are cheap to compute again, or of whole blocks."""
     for block in model.model.layers:
         module: Any = block.mlp if what == "selective" else block
         module.forward = MethodType(_forward_again, module)
@@ -98,19 +98,19 @@ def _forward_again(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _compile(model: Transformer) -> None:
-    """Block by block, so that all blocks share one graph, and FSDP's hooks stay outside of it. Packs come in a few dozen
+    """Compiles block by block, so that all blocks share one graph and FSDP's hooks stay outside of it. Packs have a few dozen
     shapes at most; beyond its limit torch would silently stop compiling."""
     torch._dynamo.config.recompile_limit = max(_MAX_GRAPHS, torch._dynamo.config.recompile_limit)
     block: Any
     for block in model.model.layers:
         block.self_attn.layer = (
-            0  # the trainer's attention asks for no layer; different numbers would be different graphs
+            0  # the trainer's attention ignores the layer; different numbers would make different graphs
         )
         block.forward = _for_any_length(torch.compile(block.forward))
 
 
 def _for_any_length(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Told beforehand that rows come in all lengths, torch makes one graph for them, instead of another at the second."""
+    """Marks the length of rows as dynamic, so that torch makes one graph for all lengths from the start."""
 
     def call(x_RTC: Tensor, rope: Rope, *args: Any, **kwargs: Any) -> Tensor:
         for tensor in (x_RTC, *rope):
@@ -120,7 +120,7 @@ def _for_any_length(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _shard(model: Transformer, mesh: TrainerMesh, compute_dtype: torch.dtype) -> None:
+def _fsdp(model: Transformer, mesh: TrainerMesh, compute_dtype: torch.dtype) -> None:
     """Master weights and reductions stay fp32; passes see `compute_dtype`. Gradients are summed, not averaged, since the
     loss is divided by the tokens of the whole update."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -132,8 +132,8 @@ def _shard(model: Transformer, mesh: TrainerMesh, compute_dtype: torch.dtype) ->
         module.set_force_sum_reduction_for_comms(True)
 
 
-def is_shared_out(parameter: Tensor) -> bool:
-    """Whether tensor ranks hold different parts of it."""
+def is_tensor_sharded(parameter: Tensor) -> bool:
+    """Whether tensor ranks hold different shards of it."""
     return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
 

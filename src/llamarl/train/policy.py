@@ -1,4 +1,4 @@
-"""The policy on this rank: a model that is part of a mesh, in the precision of its passes, and what it says of a pack."""
+"""The policy on this rank: its shards of the model, the precision of its passes, and log-probs of packs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from llamarl.train.shards import owned_shards
 
 @dataclass(frozen=True)
 class Computing:
-    """How passes are made on this rank."""
+    """How this rank computes its passes."""
 
     device: torch.device
-    dtype: torch.dtype  # of what enters products; with float16, weights and gradients are bfloat16 (see `half.py`)
+    dtype: torch.dtype  # of the operands of products; with float16, weights and gradients are bfloat16 (see `half.py`)
     mesh: TrainerMesh = LONE_RANK
     recompute: str = "none"
     compiled: bool = False
@@ -52,7 +52,7 @@ class Policy:
 
     @property
     def head_weight(self) -> Tensor:
-        """Valid right after a pass, when FSDP has gathered it."""
+        """Weight of the head; valid right after a pass, when FSDP has gathered it."""
         weight = self.model.lm_head.weight
         return weight.to_local() if isinstance(weight, DTensor) else weight
 
@@ -74,19 +74,19 @@ class Policy:
         hidden_NC = self.hidden(pack)
         logprobs_N = chunked_logprobs(hidden_NC, self.head_weight, pack.targets_N, self.head)[0]
         if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # else a backward pass would, and snapshots find parts only after one
+            self.model.reshard()  # otherwise only a backward pass would, and snapshots need shards
         return logprobs_N
 
 
 def _vocabulary_of(model: Transformer, mesh: TrainerMesh) -> Vocabulary:
     if mesh.tensor == 1:
         return Vocabulary()
-    rows = -(-model.shape.vocab_size // mesh.tensor)  # how DTensor cuts: equal parts, the last ones shorter or empty
+    rows = -(-model.shape.vocab_size // mesh.tensor)  # as DTensor cuts: equal parts, the last ones shorter or empty
     return Vocabulary(rows * mesh.tensor_rank, mesh.tensor_group)
 
 
 def load_policy(folder: Path, computing: Computing) -> Policy:
-    """The folder's model; with several ranks, each reads its own part and nothing else."""
+    """The folder's model. With several ranks, each reads only its own shards."""
     if computing.mesh.size == 1:
         model = load_model(folder, dtype=computing.weight_dtype, device=computing.device)
         parallelize_for(model, computing)
@@ -101,14 +101,14 @@ def load_policy(folder: Path, computing: Computing) -> Policy:
 
 
 def random_policy(shape: ModelSpec, computing: Computing, *, seed: int = 0) -> Policy:
-    """Untrained weights, made where they will stay."""
+    """A policy with untrained weights, made on its device."""
     model = random_model(shape, seed=seed, dtype=parameter_dtype(computing), device=computing.device)
     parallelize_for(model, computing)
     return Policy(model, computing)
 
 
 def sharded_model(shape: ModelSpec, computing: Computing) -> Transformer:
-    """This rank's part of the model, with memory that is not yet written."""
+    """The model with uninitialized memory for this rank's shards."""
     model = meta_model(shape).to(parameter_dtype(computing))
     parallelize_for(model, computing)
     model.to_empty(device=computing.device)
@@ -117,7 +117,7 @@ def sharded_model(shape: ModelSpec, computing: Computing) -> Transformer:
 
 
 def parameter_dtype(computing: Computing) -> torch.dtype:
-    """FSDP keeps fp32 masters as the parameters and casts what it gathers; without it the parameters are what computes."""
+    """Type of the parameters. With FSDP they are fp32 masters, which it casts when it gathers them."""
     return torch.float32 if computing.mesh.data > 1 else computing.weight_dtype
 
 

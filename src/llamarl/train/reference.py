@@ -1,4 +1,4 @@
-"""The reference policy: what it makes of every answer token goes with the rollouts as a column."""
+"""The reference policy: its log-prob of every answer token is added to the rollouts as a column."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llamarl.types import Rollout, RolloutGroup
 
 
 def add_reference_column(policy: Policy, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
-    """Ranks share the work; every one of them returns all groups."""
+    """Groups with the column added. Ranks share the work; each of them returns all groups."""
     documents = [document_of(group.prompt, one.completion, version=0) for group in groups for one in group.rollouts]
     if not documents:
         return tuple(groups)
@@ -35,14 +35,14 @@ def add_reference_column(policy: Policy, groups: Sequence[RolloutGroup]) -> tupl
 
 
 def _places(sequence_N: Tensor, starts: Tensor) -> Tensor:
-    """Where each token lies when all documents lie in order: a pack holds the tokens of a document together."""
+    """Index of each token among the tokens of all documents in order. A pack keeps the tokens of a document together."""
     _, counts = torch.unique_consecutive(sequence_N, return_counts=True)
     within_N = torch.cat([torch.arange(int(count)) for count in counts])
     return starts[sequence_N] + within_N
 
 
 def _sum_over_data(column_N: Tensor, policy: Policy) -> None:
-    """Each data rank has filled its own places; the rest of its column is zero."""
+    """Sums a column over data ranks: each has filled its own tokens, and the others are zero."""
     mesh = policy.computing.mesh
     if mesh.data > 1:
         on_device = column_N.to(policy.computing.device)
@@ -56,7 +56,7 @@ def _with_column(rollout: Rollout, logprobs: Tensor) -> Rollout:
 
 
 class HostedReference:
-    """A reference on the trainer's ranks: its weights lie in host memory and come to the device for each use."""
+    """A reference on the trainer's ranks. Its weights are in host memory and are copied to the device for each use."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

@@ -1,4 +1,4 @@
-"""How fast training is against what the hardware can do: floating-point operations, peaks, MFU, memory."""
+"""Speed of training against the peak of the hardware: floating-point operations, MFU, memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
 
 
 def training_flops(shape: ModelSpec, lengths: Iterable[int]) -> float:
-    """6 per matrix weight and token (forward 2, backward 4), and 6 per layer, query feature and pair of tokens that
-    attend to each other in causal attention (12 without the causal half). Recomputed work does not count."""
+    """Floating-point operations of an update: 6 per matrix weight and token (forward 2, backward 4), and 6 per layer, query
+    feature and pair of tokens in causal attention (12 without the causal half). Recomputed work does not count."""
     tokens = pairs = 0
     for length in lengths:
         tokens += length
@@ -35,7 +35,7 @@ def datasheet_tflops(device: torch.device) -> float | None:
 
 @cache
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The rate of one large matrix product of random numbers: what this machine really reaches."""
+    """TFLOP/s of one large matrix product of random numbers on this machine."""
     size = _PRODUCT_SIZE[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     torch.mm(left, right)
@@ -59,7 +59,7 @@ def synchronize(device: torch.device) -> None:
 def speed_of(
     shape: ModelSpec, lengths: Iterable[int], elapsed_s: float, device: torch.device, dtype: torch.dtype, ranks: int
 ) -> dict[str, float]:
-    """Of one update, for the record of wall times."""
+    """Speed of one update, for `timings.jsonl`."""
     sizes = list(lengths)
     tflops = training_flops(shape, sizes) / elapsed_s / 1e12 / ranks
     found = {

@@ -1,8 +1,8 @@
-"""All that a trainer is made of, on disk: the policy as a Hugging Face folder, and the optimizer's state beside it.
+"""The state of a trainer on disk: the policy as a Hugging Face folder, and the optimizer's state beside it.
 
-The state is copied to host memory first, which is all the trainer waits for; hashing and writing go on in a thread. With
-several ranks, rank 0 gathers the policy, parameter by parameter, and every rank writes its own part of the optimizer's
-state; they are read back on the same mesh.
+The state is copied to host memory first, and the trainer waits for nothing else; a thread hashes and writes it. With several
+ranks, rank 0 gathers the policy, parameter by parameter, and every rank writes its own shards of the optimizer's state, which
+are read back on the same mesh.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MeshOnDisk(msgspec.Struct, frozen=True):
 
 
 class TrainingState:
-    """A copy of model and optimizer in host memory, made anew with `take` and written with `write`."""
+    """A copy of model and optimizer in host memory: `take` makes it, `write` writes it."""
 
     def __init__(self, model: Transformer, optimizer: AdamW, carry_from: Path, mesh: TrainerMesh = LONE_RANK) -> None:
         self._model, self._optimizer, self._carry_from = model, optimizer, carry_from
@@ -49,8 +49,8 @@ class TrainingState:
 
     @torch.no_grad()
     def take(self, *, policy_only: bool = False) -> None:
-        """Every rank calls this at the same time. The policy alone, which nobody goes on from, is as narrow as the model
-        folder that training began with."""
+        """Copies the state; every rank calls this at the same time. With `policy_only`, training cannot go on from it, and it
+        has the type of the model folder that training began with."""
         copies = self._room_for_policy(folder_dtype(self._carry_from) if policy_only else torch.float32)
         parameters = dict(self._model.named_parameters())
         for name, master in self._optimizer.masters():
@@ -63,7 +63,7 @@ class TrainingState:
         if self._mesh.rank > 0:
             return {}
         if self._policy_copy is None or self._policy_copy.lm_head.weight.dtype != dtype:
-            self._policy_copy = None  # first its memory, then other
+            self._policy_copy = None  # frees the old memory first
             self._policy_copy = empty_model(self._model.shape, dtype=dtype, device="cpu")
         return dict(self._policy_copy.named_parameters())
 
@@ -76,8 +76,8 @@ class TrainingState:
         return {**copies, _STEPS: torch.tensor([float(self._optimizer.num_steps)])}
 
     def write(self, folder: Path) -> dict[str, str]:
-        """This rank's files below `folder`; returns the sha256 of each, by its path inside `folder`. A rank touches only
-        what is its own, also of an attempt that was given up."""
+        """Writes this rank's files below `folder`; maps their paths inside `folder` to sha256. A rank touches only its own
+        files, also those of an attempt that was given up."""
         files: list[Path] = []
         failpoint("state.policy")
         if self._policy_copy is not None:
@@ -92,22 +92,22 @@ class TrainingState:
         target.mkdir(parents=True, exist_ok=True)
         if self._mesh.rank == 0:
             yield _write_mesh(target, self._mesh)
-        for number, part in enumerate(_parts(self._optimizer_copy)):
+        for number, tensors in enumerate(_by_file(self._optimizer_copy)):
             path = target / f"{_prefix(self._mesh)}{number:05}.safetensors"
-            write_tensors(path, part, torch.float32)
+            write_tensors(path, tensors, torch.float32)
             failpoint("state.optimizer")
             _sync(path)
             yield path
 
 
 def folder_dtype(folder: Path) -> torch.dtype:
-    """Of a model folder's weights; of the widest, where they differ."""
+    """Type of a model folder's weights; the widest, where they differ."""
     found = {DTYPES[span.dtype] for span in open_checkpoint(folder).spans.values()}
     return max(found, key=lambda dtype: dtype.itemsize)
 
 
 def gather(master: Tensor, parameter: Tensor) -> Tensor:
-    """The whole of a parameter from the parts of all ranks; they meet here."""
+    """The whole parameter, from the shards of all ranks (a collective)."""
     if not isinstance(parameter, DTensor):
         return master
     spread = DTensor.from_local(
@@ -122,7 +122,7 @@ def gather(master: Tensor, parameter: Tensor) -> Tensor:
 
 
 def restore(optimizer: AdamW, folder: Path, mesh: TrainerMesh = LONE_RANK) -> None:
-    """Bring back what `write` saved of the optimizer; the model itself is loaded from the policy folder like any other."""
+    """Reads the optimizer's state that `write` saved. The model is loaded from the policy folder like any other."""
     refuse_other_mesh(folder, mesh.data, mesh.tensor)
     spans: dict[str, TensorSpan] = {}
     for path in sorted((folder / OPTIMIZER).glob(f"{_prefix(mesh)}*.safetensors")):
@@ -137,7 +137,7 @@ def restore(optimizer: AdamW, folder: Path, mesh: TrainerMesh = LONE_RANK) -> No
 
 @torch.no_grad()
 def load_masters(model: Transformer, optimizer: AdamW, folder: Path) -> None:
-    """Parameters in bf16 hold rounded weights: the optimizer gets the folder's own."""
+    """Gives the optimizer the folder's weights as masters, since bf16 parameters are rounded."""
     checkpoint = None
     for name, shard in owned_shards(model).items():
         if shard.tensor.dtype == torch.bfloat16:
@@ -148,7 +148,7 @@ def load_masters(model: Transformer, optimizer: AdamW, folder: Path) -> None:
 
 
 def refuse_other_mesh(folder: Path, data: int, tensor: int) -> None:
-    """Optimizer state lies in the parts that its ranks held."""
+    """InputError if another mesh wrote the optimizer's state, which is stored by shard."""
     try:
         found = msgspec.json.decode((folder / OPTIMIZER / _MESH_FILE).read_bytes(), type=MeshOnDisk)
     except (OSError, msgspec.MsgspecError) as error:
@@ -182,14 +182,14 @@ def _read(span: TensorSpan) -> float:
     return value.item()
 
 
-def _parts(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Tensors in order, cut into files of a size that any file system takes."""
-    parts: list[dict[str, Tensor]] = [{}]
+def _by_file(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Tensors in order, grouped into files of a size that any file system takes."""
+    files: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
-        if parts[-1] and size + tensor.nbytes > _FILE_BYTES:
-            parts.append({})
+        if files[-1] and size + tensor.nbytes > _FILE_BYTES:
+            files.append({})
             size = 0
-        parts[-1][name] = tensor
+        files[-1][name] = tensor
         size += tensor.nbytes
-    return parts
+    return files

@@ -1,8 +1,8 @@
-"""Bytes between parameters and a slot in host memory, in blocks that fit a core's cache: each is copied and digested by one
-thread.
+"""Copies bytes between parameters and a slot in host memory, in blocks that fit a core's cache: one thread copies and digests
+each block.
 
 numpy rather than torch: its copies and sums let other threads run and start none of their own, so the threads of one
-publication meet once, at its end. Where executors share the cores, every meeting is a wait for the scheduler.
+publication wait for each other once, at its end. Where executors share the cores, every such wait is slow.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-Part = tuple[int, Bytes]  # where it lies in the whole, and its bytes
-Cut = Mapping[int, Sequence[Part]]  # the parts, or pieces of them, that lie in each block
+ByteRun = tuple[int, Bytes]  # its offset in the slot, and its bytes
+RunsByBlock = Mapping[int, Sequence[ByteRun]]  # runs, cut where blocks end
 
 BLOCK = 1 << 20
 DIGEST = 16  # bytes per block
-_PIECE_WORDS = 1024
-_BLOCKS_PER_THREAD = 8  # less is not worth the start of a thread
+_SUM_WORDS = 1024
+_BLOCKS_PER_THREAD = 8  # fewer are not worth starting a thread
 
 
-def copy_in(whole: Bytes, cut: Cut, threads: int) -> bytes:
-    """Put the parts in their places; returns the digest of every block of the whole."""
+def copy_in(whole: Bytes, runs: RunsByBlock, threads: int) -> bytes:
+    """Copies the runs into a slot; returns the digest of every block of the slot."""
 
     def fill(block: int) -> None:
-        for at, part in cut.get(block, ()):
-            np.copyto(whole[at : at + len(part)], part)
+        for at, run in runs.get(block, ()):
+            np.copyto(whole[at : at + len(run)], run)
 
     return _digests(whole, range(num_blocks(len(whole))), fill, threads)
 
 
-def copy_out(whole: Bytes, cut: Cut, threads: int) -> None:
-    """Fill the parts from their places."""
+def copy_out(whole: Bytes, runs: RunsByBlock, threads: int) -> None:
+    """Fills the runs from a slot."""
 
     def read(block: int) -> None:
-        for at, part in cut[block]:
-            np.copyto(part, whole[at : at + len(part)])
+        for at, run in runs[block]:
+            np.copyto(run, whole[at : at + len(run)])
 
-    for_each(list(cut), read, threads)
+    for_each(list(runs), read, threads)
 
 
-def copy_out_digested(whole: Bytes, cut: Cut, blocks: Sequence[int], threads: int) -> bytes:
-    """Fill the parts, all of which lie in these blocks, and return the blocks' digests, in one pass over memory."""
+def copy_out_digested(whole: Bytes, runs: RunsByBlock, blocks: Sequence[int], threads: int) -> bytes:
+    """Fills the runs, all of which lie in these blocks, and returns the digests of the blocks, in one pass over memory."""
 
     def read(block: int) -> None:
-        for at, part in cut.get(block, ()):
-            np.copyto(part, whole[at : at + len(part)])
+        for at, run in runs.get(block, ()):
+            np.copyto(run, whole[at : at + len(run)])
 
     return _digests(whole, blocks, read, threads)
 
@@ -64,17 +64,17 @@ def num_blocks(num_bytes: int) -> int:
 
 
 def digest(block: Bytes) -> bytes:
-    """16 bytes that any flipped bit changes, at the speed of memory: the 64-bit sums of 8 KiB pieces, hashed. It is there for
-    torn, mixed, shifted and damaged weights; words that change places inside one piece would pass."""
+    """16 bytes that any flipped bit changes, at the speed of memory: a hash of the 64-bit sums of every 8 KiB. It detects
+    torn, mixed, shifted and damaged weights, but not words that change places within the same 8 KiB."""
     words = block[: len(block) // 8 * 8].view(np.int64)
-    in_pieces = len(words) // _PIECE_WORDS * _PIECE_WORDS
-    sums = np.add.reduce(words[:in_pieces].reshape(-1, _PIECE_WORDS), axis=1)
-    rest = block[in_pieces * 8 :]
+    summed = len(words) // _SUM_WORDS * _SUM_WORDS
+    sums = np.add.reduce(words[:summed].reshape(-1, _SUM_WORDS), axis=1)
+    rest = block[summed * 8 :]
     return hashlib.blake2b(sums.tobytes() + rest.tobytes(), digest_size=DIGEST).digest()
 
 
 def _digests(whole: Bytes, blocks: Sequence[int], prepare: Callable[[int], None], threads: int) -> bytes:
-    """Each block is digested right after `prepare` has written it, while it is still in the cache."""
+    """Digests each block right after `prepare` has written it, while it is still in the cache."""
     found = bytearray(len(blocks) * DIGEST)
 
     def take(index: int) -> None:
@@ -86,20 +86,20 @@ def _digests(whole: Bytes, blocks: Sequence[int], prepare: Callable[[int], None]
     return bytes(found)
 
 
-def cut_by_block(parts: Iterable[Part]) -> Cut:
-    blocks: dict[int, list[Part]] = {}
-    for at, part in parts:
-        end = at + len(part)
+def runs_by_block(runs: Iterable[ByteRun]) -> RunsByBlock:
+    blocks: dict[int, list[ByteRun]] = {}
+    for at, run in runs:
+        end = at + len(run)
         for block in range(at // BLOCK, num_blocks(end)):
             first, last = max(at, block * BLOCK), min(end, (block + 1) * BLOCK)
-            blocks.setdefault(block, []).append((first, part[first - at : last - at]))
+            blocks.setdefault(block, []).append((first, run[first - at : last - at]))
     return blocks
 
 
 def for_each(blocks: Sequence[int], action: Callable[[int], None], threads: int) -> None:
-    """By so many threads, if there are enough of them."""
+    """Calls `action` for every block, by up to so many threads."""
     threads = max(1, min(threads, len(blocks) // _BLOCKS_PER_THREAD))
-    queue = count()  # whoever is free takes the next block
+    queue = count()  # a free thread takes the next block
 
     def work() -> None:
         while (index := next(queue)) < len(blocks):

@@ -1,6 +1,6 @@
-"""The moves of a plan between one source and one target, packed into messages of a bounded size.
+"""Packs the moves of a plan between one source and one target into messages of a bounded size.
 
-Wider elements come first, so that everything is aligned without a byte of padding. Each bucket begins with its digest.
+Wider elements come first, so that everything is aligned without padding. Each bucket begins with its digest.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from llamarl.weights.memory import copy_tensor
 from llamarl.weights.wire import SlotShard
 
 
-class Packed(Struct, frozen=True):
-    """A part of a parameter, and where it lies in its bucket."""
+class PackedShard(Struct, frozen=True):
+    """A box of a parameter, and its place in a bucket."""
 
     source_name: str
     target_name: str
@@ -39,11 +39,13 @@ class Packed(Struct, frozen=True):
 
 
 class Bucket(Struct, frozen=True):
-    parts: tuple[Packed, ...]
+    """One message: its digest, then its shards."""
+
+    shards: tuple[PackedShard, ...]
 
     @property
     def num_bytes(self) -> int:
-        return DIGEST + sum(part.num_bytes for part in self.parts)
+        return DIGEST + sum(shard.num_bytes for shard in self.shards)
 
 
 class Route(NamedTuple):
@@ -54,48 +56,48 @@ class Route(NamedTuple):
 def buckets_of(plan: TransferPlan, bucket_bytes: int) -> dict[Route, list[Bucket]]:
     """Both ends of a route compute the same buckets, in the order in which they are sent."""
     routes: dict[Route, list[tuple[int, str, str, Box]]] = {}
-    for kind, moves in zip(plan.kinds, plan.moves, strict=True):
-        for source_name, target_name in kind.names:
+    for resharding, moves in zip(plan.reshardings, plan.moves, strict=True):
+        for source_name, target_name in resharding.names:
             for move in moves:
-                pieces = split_rows(move.box, -(-volume(move.box) * kind.item_bytes // bucket_bytes) or 1)
+                boxes = split_rows(move.box, -(-volume(move.box) * resharding.item_bytes // bucket_bytes) or 1)
                 found = routes.setdefault(Route(move.source, move.target), [])
-                found.extend((kind.item_bytes, source_name, target_name, piece) for piece in pieces)
+                found.extend((resharding.item_bytes, source_name, target_name, box) for box in boxes)
     return {route: list(_packed(sorted(found, key=lambda p: -p[0]), bucket_bytes)) for route, found in routes.items()}
 
 
-def _packed(pieces: Iterable[tuple[int, str, str, Box]], bucket_bytes: int) -> Iterable[Bucket]:
-    parts, end = list[Packed](), 0
-    for item_bytes, source_name, target_name, box in pieces:
+def _packed(boxes: Iterable[tuple[int, str, str, Box]], bucket_bytes: int) -> Iterable[Bucket]:
+    shards, end = list[PackedShard](), 0
+    for item_bytes, source_name, target_name, box in boxes:
         size = volume(box) * item_bytes
-        if parts and end + size > bucket_bytes:
-            yield Bucket(tuple(parts))
-            parts, end = [], 0
-        parts.append(Packed(source_name, target_name, box, item_bytes, end))
+        if shards and end + size > bucket_bytes:
+            yield Bucket(tuple(shards))
+            shards, end = [], 0
+        shards.append(PackedShard(source_name, target_name, box, item_bytes, end))
         end += size
-    if parts:
-        yield Bucket(tuple(parts))
+    if shards:
+        yield Bucket(tuple(shards))
 
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # target and source
 
 
-def copies_in(bucket: Bucket, entries: Mapping[str, SlotShard], slot: Tensor, message: Tensor) -> Copies:
-    """From a slot into a message."""
+def copies_in(bucket: Bucket, slot_shards: Mapping[str, SlotShard], slot: Tensor, message: Tensor) -> Copies:
+    """Copies from a slot into a message."""
     copies = []
-    for part in bucket.parts:
-        entry = entries[part.source_name]
-        view = entry.view(slot)[relative(part.box, entry.box)]
-        copies.append((part.view(message[DIGEST:], view.dtype), view))
+    for packed in bucket.shards:
+        source = slot_shards[packed.source_name]
+        view = source.view(slot)[relative(packed.box, source.box)]
+        copies.append((packed.view(message[DIGEST:], view.dtype), view))
     return copies
 
 
 def copies_out(bucket: Bucket, shards: Mapping[str, Shard], message: Tensor) -> Copies:
-    """From a message into a reader's tensors."""
+    """Copies from a message into a reader's tensors."""
     copies = []
-    for part in bucket.parts:
-        shard = shards[part.target_name]
-        target = shard.tensor[relative(part.box, shard.box)]
-        copies.append((target, part.view(message[DIGEST:], target.dtype)))
+    for packed in bucket.shards:
+        shard = shards[packed.target_name]
+        target = shard.tensor[relative(packed.box, shard.box)]
+        copies.append((target, packed.view(message[DIGEST:], target.dtype)))
     return copies
 
 

@@ -1,7 +1,7 @@
 """Device memory that processes share by file descriptor: the CUDA driver's virtual memory calls, through ctypes.
 
-Memory that is exported so lives as long as any process maps it or any descriptor of it is open, so it outlives the process
-that made it. (Memory behind a cudaIpc handle goes with its maker.)
+Exported memory lives as long as any process maps it or any descriptor of it is open, so it outlives the process that made it.
+(Memory behind a cudaIpc handle goes with its maker.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PINNED, _POSIX_FD, _DEVICE, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 3, 1
 
 
 class CudaRefused(LlamaRLError):
-    """The driver did not do what it was asked for; says which call and why."""
+    """A call of the driver failed; the message has its name and the reason."""
 
 
 class _Location(ctypes.Structure):
@@ -62,7 +62,7 @@ def _call(name: str, *args: object) -> None:
 
 
 def total_memory(device: int) -> int:
-    """Bytes of a device. No context is made on it, so it costs nothing there."""
+    """Bytes of a device's memory. Makes no context there, so it takes no memory itself."""
     handle, size = c_int(), c_size_t()
     _call("cuInit", c_int(0))
     _call("cuDeviceGet", byref(handle), c_int(device))
@@ -71,7 +71,7 @@ def total_memory(device: int) -> int:
 
 
 def _wake(device: int) -> None:
-    """The driver's calls need what torch sets up with its first tensor."""
+    """Initializes CUDA by a first tensor of torch, as the driver's calls need it."""
     torch.zeros(1, device=torch.device("cuda", device))
 
 
@@ -80,7 +80,7 @@ def _properties(device: int) -> _Properties:
 
 
 def allocate(device: int, num_bytes: int) -> int:
-    """New memory on a device, as a descriptor: the memory goes when that is closed and nothing maps it any more."""
+    """New memory on a device, as a descriptor. It is freed when that is closed and no process maps it."""
     _wake(device)
     properties, handle, fd = _properties(device), c_uint64(), c_int(-1)
     try:
@@ -102,7 +102,7 @@ def _rounded(device: int, num_bytes: int) -> int:
 
 
 class Mapping:
-    """Memory behind a descriptor, in this process's address space. `users` are the devices that may touch it."""
+    """Memory of a descriptor, mapped into this process. `users` are the devices that may access it."""
 
     def __init__(self, fd: int, device: int, num_bytes: int, users: Sequence[int]) -> None:
         _wake(device)
@@ -120,7 +120,7 @@ class Mapping:
         self.address = address.value
 
     def tensor(self) -> Tensor:
-        """All of it, as bytes. Valid while this object is."""
+        """All of the memory, as bytes. Valid while this object exists."""
         seen: Tensor = torch.as_tensor(_Bytes(self.address, self.num_bytes))
         return seen
 
@@ -132,7 +132,7 @@ class Mapping:
 
 
 class _Bytes:
-    """How torch is told of memory that it did not allocate."""
+    """Array interface by which torch uses memory that it did not allocate."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,5 +1,5 @@
 """Slots in device memory, shared by the processes of one host. Weights are copied, cast and summed in one pass over memory;
-the host sees the sums and nothing else."""
+only the sums reach the host."""
 
 from __future__ import annotations
 
@@ -28,32 +28,33 @@ from llamarl.weights.memory import ShardRead, SlotManifest
 from llamarl.weights.slot_file import NUM_SLOTS, SlotFile
 from llamarl.weights.wire import LEAST_SCALE, MAX_FP8, Quantized, SlotShard, Staging
 
-_ALIGNED = 16  # bytes; what the kernels read at once
+_ALIGNED = 16  # bytes that the kernels read at once
 
 
 class CudaMemory:
+    """Slots in device memory. `user` is the device that copies and sums; the memory may be on another one."""
+
     block_bytes, digest_bytes = BLOCK_BYTES, 8
 
     def __init__(self, both: Tensor, num_bytes: int, user: int, owner: Mapping | None = None) -> None:
-        """`user` is the device that copies and sums; it need not be the one that the memory is on."""
         self._bytes, self._num_bytes, self._owner = both, num_bytes, owner
         self._device = torch.device("cuda", user)
         self._sums = torch.zeros(-(-num_bytes // BLOCK_BYTES), dtype=torch.int64, device=self._device)
         self._writes: dict[int, WriteTables] = {}
         self._reads: dict[int, ReadTables] = {}
-        self._takes: dict[int, TakeTables] = {}
+        self._digested_reads: dict[int, DigestedReadTables] = {}
         self._checks: dict[int, Tensor] = {}
 
     @classmethod
     def create(cls, file: SlotFile, rank: int, manifest: SlotManifest) -> int:
-        """New memory for both slots of a rank, zeroed (what lies between parameters is summed too). Returns its number."""
+        """New memory for both slots of a rank, zeroed, since padding is summed too. Returns its number."""
         size, number = NUM_SLOTS * cls._stride(manifest.num_bytes), secrets.randbits(62) | 1
         fd = allocate(manifest.device, size)
         mapping = Mapping(fd, manifest.device, size, [manifest.device])
         mapping.tensor().zero_()
         torch.cuda.synchronize(manifest.device)
         mapping.close()
-        fd_mailbox.post(file, rank, number, fd)
+        fd_mailbox.store(file, rank, number, fd)
         os.close(fd)
         return number
 
@@ -92,7 +93,7 @@ class CudaMemory:
             return self._taken_sums()
 
     def digests(self, slot: int, blocks: Sequence[int]) -> bytes:
-        """The blocks that a reader takes are always the same ones, so their table is made once."""
+        """Sums of these blocks. A reader always asks for the same blocks, so their table is made once."""
         if slot not in self._checks:
             self._checks[slot] = self._check_table(slot, blocks)
         with torch.cuda.device(self._device):
@@ -104,37 +105,37 @@ class CudaMemory:
         size = self.digest_bytes
         return b"".join(sums[block * size : (block + 1) * size] for block in blocks)
 
-    def read(self, slot: int, pieces: Sequence[ShardRead]) -> None:
+    def read(self, slot: int, reads: Sequence[ShardRead]) -> None:
         if slot not in self._reads:
-            self._reads[slot] = ReadTables(pieces, self.data(slot), self._device)
+            self._reads[slot] = ReadTables(reads, self.data(slot), self._device)
         with torch.cuda.device(self._device):
             self._reads[slot].fill(self._sums)
             torch.cuda.current_stream().synchronize()  # the lease ends when this returns
 
-    def take(self, slot: int, pieces: Sequence[ShardRead], blocks: Sequence[int]) -> bytes:
-        if slot not in self._takes:
-            self._takes[slot] = TakeTables(pieces, blocks, self.data(slot), self._device)
+    def read_digested(self, slot: int, reads: Sequence[ShardRead], blocks: Sequence[int]) -> bytes:
+        if slot not in self._digested_reads:
+            self._digested_reads[slot] = DigestedReadTables(reads, blocks, self.data(slot), self._device)
         with torch.cuda.device(self._device):
             self._sums.zero_()
-            self._takes[slot].fill(self._sums)
+            self._digested_reads[slot].fill(self._sums)
             return self._picked(self._taken_sums(), blocks)
 
     def _check_table(self, slot: int, blocks: Sequence[int]) -> Tensor:
         return tiles(_unread(self.data(slot), blocks, [])).to(self._device)
 
     def _taken_sums(self) -> bytes:
-        """Waits for the device, and so for the copies before them."""
+        """The sums, after waiting for the device and so for all copies."""
         return bytes(self._sums.cpu().numpy().tobytes())
 
 
 class WriteTables:
-    """How a rank's parameters go into one slot: raw, narrowed from fp32 to bf16, or by torch and summed afterwards."""
+    """How a rank's shards go into one slot: as they are, narrowed from fp32 to bf16, or by torch and summed afterwards."""
 
     def __init__(self, staging: Staging, data: Tensor, device: torch.device) -> None:
         raw, narrow, later = list[CopyRun](), list[CopyRun](), list[CopyRun]()
         self._others: list[tuple[Tensor, Tensor]] = []
-        for entry, tensor in staging.copied:
-            view, run = entry.view(data), _run(entry, data, tensor)
+        for target, tensor in staging.copied:
+            view, run = target.view(data), _run(target, data, tensor)
             if not _fits(tensor, view):
                 self._others.append((view, tensor))
                 later.append(run)
@@ -145,7 +146,7 @@ class WriteTables:
             else:
                 self._others.append((view, tensor))
                 later.append(run)
-        later += [_run(entry, data) for part in staging.quantized for entry in (part.entry, part.scale)]
+        later += [_run(shard, data) for one in staging.quantized for shard in (one.target, one.scale)]
         self._raw, self._narrow = tiles(raw).to(device), tiles(narrow, source_word_bytes=8).to(device)
         self._rows, self.quantize_later = _row_tables(staging, data, device)
         self.sum_later = tiles(run._replace(source=run.target) for run in later).to(device)
@@ -160,34 +161,34 @@ class WriteTables:
 
 
 def _row_tables(staging: Staging, data: Tensor, device: torch.device) -> tuple[list[RowTable], list[Quantized]]:
-    """What the kernel quantizes, in few launches; and what is left to torch."""
+    """Tables of rows that the kernel quantizes in few launches, and the shards that are left to torch."""
     alike: dict[tuple[int, bool], list[Tensor]] = defaultdict(list)
     later: list[Quantized] = []
-    for part in staging.quantized:
-        weight, (first, end) = part.shard.tensor, part.scale.box[1]
+    for one in staging.quantized:
+        weight, (first, end) = one.shard.tensor, one.scale.box[1]
         if staging.shares_rows or end - first != 1 or not weight.is_cuda or not fits_rows(weight):
-            later.append(part)
+            later.append(one)
             continue
-        addresses = row_addresses(weight, part.entry.view(data), part.scale.view(data))
+        addresses = row_addresses(weight, one.target.view(data), one.scale.view(data))
         alike[weight.shape[1], weight.dtype == torch.float32].append(addresses)
     tables = [RowTable(torch.cat(found).to(device), *kind) for kind, found in alike.items()]
     return tables, later
 
 
 class ReadTables:
-    """How one slot's bytes go into a reader's parameters."""
+    """How the bytes of one slot go into a reader's shards."""
 
-    def __init__(self, pieces: Iterable[ShardRead], data: Tensor, device: torch.device) -> None:
+    def __init__(self, reads: Iterable[ShardRead], data: Tensor, device: torch.device) -> None:
         self._runs: list[CopyRun] = []
         self._others: list[tuple[Tensor, Tensor]] = []
-        for piece in pieces:
-            first, end = piece.byte_range
-            if piece.is_plain and first % _ALIGNED == 0 and _fits(piece.target, piece.target):
+        for read in reads:
+            first, end = read.byte_range
+            if read.is_plain and first % _ALIGNED == 0 and _fits(read.target, read.target):
                 self._runs.append(
-                    CopyRun(data.data_ptr() + first, piece.target.data_ptr(), first // 4, (end - first) // 4)
+                    CopyRun(data.data_ptr() + first, read.target.data_ptr(), first // 4, (end - first) // 4)
                 )
             else:
-                self._others.append((piece.target, piece.source(data)))
+                self._others.append((read.target, read.source_in(data)))
         self._raw = tiles(self._runs).to(device)
 
     def fill(self, sums: Tensor, *, add: bool = False) -> None:
@@ -196,11 +197,11 @@ class ReadTables:
             target.copy_(source)
 
 
-class TakeTables(ReadTables):
-    """The same, with the sums of the blocks: what is copied is summed on the way, the rest of the blocks besides."""
+class DigestedReadTables(ReadTables):
+    """Reads that also sum the blocks: copied words on the way, the other words of the blocks separately."""
 
-    def __init__(self, pieces: Iterable[ShardRead], blocks: Sequence[int], data: Tensor, device: torch.device) -> None:
-        super().__init__(pieces, data, device)
+    def __init__(self, reads: Iterable[ShardRead], blocks: Sequence[int], data: Tensor, device: torch.device) -> None:
+        super().__init__(reads, data, device)
         self._rest = tiles(_unread(data, blocks, self._runs)).to(device)
 
     def fill(self, sums: Tensor, *, add: bool = True) -> None:
@@ -209,7 +210,7 @@ class TakeTables(ReadTables):
 
 
 def _unread(data: Tensor, blocks: Sequence[int], runs: Sequence[CopyRun]) -> list[CopyRun]:
-    """The words of these blocks that no run covers. Runs do not overlap."""
+    """Words of these blocks that no run covers. Runs do not overlap."""
     num_words, found = len(data) // 4, list[CopyRun]()
     taken = sorted((run.position, run.position + run.num_words) for run in runs)
     for block in blocks:
@@ -223,7 +224,7 @@ def _unread(data: Tensor, blocks: Sequence[int], runs: Sequence[CopyRun]) -> lis
 
 
 def _fits(tensor: Tensor, view: Tensor) -> bool:
-    """Whether the kernels can take it: on a device, in one run, on a border of 16 bytes, in whole words."""
+    """Whether the kernels can copy it: on a device, contiguous, aligned to 16 bytes, in whole words."""
     return (
         tensor.is_cuda
         and tensor.is_contiguous()
@@ -232,8 +233,8 @@ def _fits(tensor: Tensor, view: Tensor) -> bool:
     )
 
 
-def _run(entry: SlotShard, data: Tensor, tensor: Tensor | None = None) -> CopyRun:
-    """An entry's words in the slot, up to a whole word: what lies behind a parameter is zero."""
-    view = entry.view(data)
+def _run(shard: SlotShard, data: Tensor, tensor: Tensor | None = None) -> CopyRun:
+    """The words of a shard in the slot, rounded up: the padding behind a shard is zero."""
+    view = shard.view(data)
     source = tensor.data_ptr() if tensor is not None else 0
-    return CopyRun(source, data.data_ptr() + entry.offset, entry.offset // 4, -(-view.numel() * view.itemsize // 4))
+    return CopyRun(source, data.data_ptr() + shard.offset, shard.offset // 4, -(-view.numel() * view.itemsize // 4))

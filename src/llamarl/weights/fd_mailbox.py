@@ -1,8 +1,8 @@
-"""Descriptors that wait in a socket for whoever needs them, so that memory outlives the process that made it.
+"""A mailbox of file descriptors, so that memory outlives the process that made it.
 
-The slot file's socket pair holds one letter: a list of numbers with a descriptor for each. Readers look at it without
-taking it out, and the kernel gives each a descriptor of its own. The letter stays when its sender dies, nobody listens, and
-all is gone with the last process that holds the sockets.
+The slot file's socket pair holds one message: a list of numbers with a descriptor for each. Readers peek at it without taking
+it out, and the kernel gives each of them its own descriptors. The message stays when its sender dies, no process has to
+listen, and everything is gone with the last process that holds the sockets.
 """
 
 from __future__ import annotations
@@ -18,51 +18,57 @@ import msgspec
 from msgspec import Struct
 
 from llamarl.errors import StaleWeights
-from llamarl.weights.slot_file import MAIL_LOCK, MAX_RANKS, SlotFile
+from llamarl.weights.slot_file import MAILBOX_LOCK, MAX_RANKS, SlotFile
 
-_MAX_LETTER = 1 << 16
+_MAX_MESSAGE = 1 << 16
 
 
 class DescriptorList(Struct, frozen=True):
-    number: int = 0  # of nanoseconds on the clock that all processes share: the newest is the largest
-    memories: dict[int, int] = {}  # rank -> the number of its memory; descriptors come in the same order
+    """The message. Its descriptors come in the order of `memories`."""
+
+    number: int = 0  # nanoseconds of the clock that all processes share: the newest message has the largest
+    memories: dict[int, int] = {}  # rank -> the number of its memory
 
 
 _decode = msgspec.msgpack.Decoder(DescriptorList).decode
 
 
-def post(file: SlotFile, rank: int, memory: int, fd: int) -> None:
-    """Put a rank's memory into the letter, in the place of the one it had. The new letter is there before the old goes."""
-    with file.locked(MAIL_LOCK), _socket(file.mail_in) as outgoing, _socket(file.mail_out) as box, _peek(box) as found:
-        letter, fds = found
-        held = {**dict(zip(letter.memories, fds, strict=True)), rank: fd}
-        new = DescriptorList(time.monotonic_ns(), {**letter.memories, rank: memory})
+def store(file: SlotFile, rank: int, memory: int, fd: int) -> None:
+    """Puts a rank's memory into the message, in place of its old one. The new message is there before the old one goes."""
+    with (
+        file.locked(MAILBOX_LOCK),
+        _socket(file.mailbox_in) as sender,
+        _socket(file.mailbox_out) as receiver,
+        _peek(receiver) as (old, fds),
+    ):
+        held = {**dict(zip(old.memories, fds, strict=True)), rank: fd}
+        new = DescriptorList(time.monotonic_ns(), {**old.memories, rank: memory})
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [held[one] for one in new.memories]))
-        outgoing.sendmsg([msgspec.msgpack.encode(new)], [rights], socket.MSG_DONTWAIT)
-        while _first_number(box) < new.number:
-            box.recv(1, socket.MSG_DONTWAIT)  # the descriptors in it are closed
+        sender.sendmsg([msgspec.msgpack.encode(new)], [rights], socket.MSG_DONTWAIT)
+        while _first_number(receiver) < new.number:
+            receiver.recv(1, socket.MSG_DONTWAIT)  # the descriptors in it are closed
 
 
 def find(file: SlotFile, memory: int) -> int:
     """A descriptor of this memory; the caller closes it."""
-    with file.locked(MAIL_LOCK), _socket(file.mail_out) as box, _peek(box) as (letter, fds):
-        for number, fd in zip(letter.memories.values(), fds, strict=True):
+    with file.locked(MAILBOX_LOCK), _socket(file.mailbox_out) as receiver, _peek(receiver) as (message, fds):
+        for number, fd in zip(message.memories.values(), fds, strict=True):
             if number == memory:
                 return os.dup(fd)
     raise StaleWeights("weights: the memory of their slot is gone")
 
 
-def _first_number(box: socket.socket) -> int:
-    return _decode(box.recv(_MAX_LETTER, socket.MSG_PEEK | socket.MSG_DONTWAIT)).number
+def _first_number(receiver: socket.socket) -> int:
+    return _decode(receiver.recv(_MAX_MESSAGE, socket.MSG_PEEK | socket.MSG_DONTWAIT)).number
 
 
 @contextmanager
-def _peek(box: socket.socket) -> Iterator[tuple[DescriptorList, list[int]]]:
-    """The letter and copies of its descriptors, which last as long as the context."""
+def _peek(receiver: socket.socket) -> Iterator[tuple[DescriptorList, list[int]]]:
+    """The message and copies of its descriptors, which are closed at the end of the context."""
     fds = array.array("i")
     flags = socket.MSG_PEEK | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     try:
-        data, ancillary, _, _ = box.recvmsg(_MAX_LETTER, socket.CMSG_LEN(MAX_RANKS * fds.itemsize), flags)
+        data, ancillary, _, _ = receiver.recvmsg(_MAX_MESSAGE, socket.CMSG_LEN(MAX_RANKS * fds.itemsize), flags)
     except BlockingIOError:
         data, ancillary = msgspec.msgpack.encode(DescriptorList()), []
     for level, kind, rights in ancillary:
@@ -77,7 +83,7 @@ def _peek(box: socket.socket) -> Iterator[tuple[DescriptorList, list[int]]]:
 
 @contextmanager
 def _socket(fd: int) -> Iterator[socket.socket]:
-    """A socket object for a descriptor that stays open after it."""
+    """A socket object for a descriptor, which stays open."""
     end = socket.socket(fileno=fd)
     try:
         yield end

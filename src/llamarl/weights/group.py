@@ -1,7 +1,7 @@
-"""A process group of those that publish and those that read, for weights that cannot go through shared memory.
+"""A process group of ranks that publish and ranks that read, for weights that cannot go through shared memory.
 
-Words and CPU tensors travel over gloo, tensors on GPUs over NCCL. Neither knows who it talks to: on one host they meet in a
-file without a name and talk over loopback; beyond it they need a network that the user trusts.
+Control messages and CPU tensors travel over gloo, tensors on GPUs over NCCL. Neither authenticates its peers: on one host,
+ranks find each other through a memfd and talk over loopback; between hosts they need a network that the user trusts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class PeerLost(LlamaRLError):
 
 
 class RankShards(Struct, frozen=True):
-    """What one rank of the group publishes or wants."""
+    """The shards that one rank of the group publishes or reads."""
 
-    entries: tuple[SlotShard, ...]
+    shards: tuple[SlotShard, ...]
 
 
 class Deadline:
@@ -44,7 +44,7 @@ class Deadline:
 
 
 class Group:
-    """Ranks 0 .. num_writers-1 publish, the others read. Tensors are raw bytes or int64."""
+    """Ranks 0 to num_writers - 1 publish, the others read. Tensors are raw bytes or int64."""
 
     def __init__(
         self, store: Store, rank: int, num_writers: int, num_readers: int, *, interface: str, device: torch.device
@@ -52,8 +52,8 @@ class Group:
         self.rank, self.num_writers, self.num_readers = rank, num_writers, num_readers
         size = num_writers + num_readers
         self._store = PrefixStore("weights", store)
-        self._words: Any = make_gloo_group(PrefixStore("words", self._store), rank, size, interface)
-        self._payload: Any = self._words
+        self._control: Any = make_gloo_group(PrefixStore("control", self._store), rank, size, interface)
+        self._payload: Any = self._control
         if device.type == "cuda":
             self._payload = make_nccl_group(PrefixStore("payload", self._store), rank, size, interface)
 
@@ -61,12 +61,12 @@ class Group:
     def on_this_host(
         cls, rendezvous_fd: int, rank: int, num_writers: int, num_readers: int, device: torch.device | None = None
     ) -> Group:
-        """They meet in a memfd and talk over loopback."""
+        """A group of processes of this host, which find each other through a memfd and talk over loopback."""
         store = store_in(rendezvous_fd, num_writers + num_readers)
         return cls(store, rank, num_writers, num_readers, interface=LOOPBACK, device=device or torch.device("cpu"))
 
     def exchange(self, own: RankShards, limit_s: float) -> list[RankShards]:
-        """What everybody holds, by rank."""
+        """The shards of all ranks, by rank."""
         self._store.set_timeout(timedelta(seconds=limit_s))
         self._store.set(str(self.rank), msgspec.msgpack.encode(own))  # type: ignore[arg-type]
         size = self.num_writers + self.num_readers
@@ -78,14 +78,14 @@ class Group:
             ) from None
         return [msgspec.msgpack.decode(data, type=RankShards) for data in found]
 
-    def say(self, peer: int, words: Sequence[int], tag: int, deadline: Deadline) -> None:
-        data = torch.tensor(words, dtype=torch.int64)
-        self.finish(self._begin(self._words.send, peer, data, tag), peer, deadline)
+    def send_ints(self, peer: int, numbers: Sequence[int], tag: int, deadline: Deadline) -> None:
+        data = torch.tensor(numbers, dtype=torch.int64)
+        self.finish(self._begin(self._control.send, peer, data, tag), peer, deadline)
 
-    def hear(self, peer: int, num_words: int, tag: int, deadline: Deadline | None = None) -> list[int]:
-        words = torch.empty(num_words, dtype=torch.int64)
-        self.finish(self._begin(self._words.recv, peer, words, tag), peer, deadline)
-        found: list[int] = words.tolist()
+    def receive_ints(self, peer: int, count: int, tag: int, deadline: Deadline | None = None) -> list[int]:
+        numbers = torch.empty(count, dtype=torch.int64)
+        self.finish(self._begin(self._control.recv, peer, numbers, tag), peer, deadline)
+        found: list[int] = numbers.tolist()
         return found
 
     def send(self, peer: int, data: Tensor, tag: int) -> Work:
@@ -108,9 +108,9 @@ class Group:
             raise self._lost(peer, error) from None
 
     def close(self) -> None:
-        """Whoever waits for this rank is told."""
-        self._words.abort()
-        if self._payload is not self._words:
+        """Aborts the group; peers that wait for this rank get an error."""
+        self._control.abort()
+        if self._payload is not self._control:
             self._payload.abort()
 
     def _lost(self, peer: int, error: RuntimeError) -> PeerLost:

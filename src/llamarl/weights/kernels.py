@@ -1,8 +1,8 @@
-"""Copies and sums on the device, many tensors in one launch: a table of tiles says what goes from where to where.
+"""Copies and sums on the device, many tensors in one launch: a table of tiles lists sources and targets.
 
-The sum of a block is that of its 32-bit words, each times an odd number of its own (2i + 1 for word i), in 64 bits. A word
-that is changed changes it, and so do two different words that change places: for both, the difference is smaller than 2**64
-and not 0. Sums are whole numbers, so their order does not matter.
+The sum of a block is that of its 32-bit words, each times its own odd number (2i + 1 for word i), in 64 bits. A changed word
+changes it, and so do two different words that change places: in both cases the difference is smaller than 2**64 and not 0.
+Sums are whole numbers, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WARPS = 4
 
 
 class CopyRun(NamedTuple):
-    """Words that lie one after the other at both ends. `position` is where they lie in the slot, counted in words."""
+    """Words that are contiguous at both ends. `position` is their offset in the slot, in words."""
 
     source: int
     target: int
@@ -33,7 +33,7 @@ class CopyRun(NamedTuple):
 
 
 def tiles(runs: Iterable[CopyRun], source_word_bytes: int = 4) -> Tensor:
-    """[N, 4]: source, target, position in the slot and number of words of every tile; none crosses a block."""
+    """Table of tiles, [N, 4]: source, target, position in the slot and number of words. No tile crosses a block."""
     parts = [_tiles_of(run, source_word_bytes) for run in runs if run.num_words]
     table = np.concatenate(parts) if parts else np.zeros((0, 4), dtype=np.int64)
     return torch.from_numpy(table)
@@ -50,7 +50,7 @@ def _tiles_of(run: CopyRun, source_word_bytes: int) -> np.ndarray[tuple[int, int
 
 @triton.jit
 def _to_bfloat16(bits):
-    """The upper half of fp32 bits, rounded to nearest even as torch does on a CPU, for what is no number too."""
+    """The upper half of fp32 bits, rounded to nearest even as torch does on a CPU, also for NaN."""
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
 
@@ -138,7 +138,7 @@ def _quantize_row(rows_ptr, columns, largest_fp8, inverse_fp8, least_scale, WIDE
 
 
 class RowTable(NamedTuple):
-    """Rows of equal length and type, of many matrices: for each, the addresses of weight, fp8 and scale."""
+    """Rows of equal length and type, from many matrices: the addresses of weight, fp8 and scale of each row."""
 
     addresses: Tensor  # [N, 3]
     columns: int
@@ -146,7 +146,7 @@ class RowTable(NamedTuple):
 
 
 def fits_rows(weight: Tensor) -> bool:
-    """Whether `quantize_rows` can take a matrix: whole rows, each on a border of 16 bytes at both ends."""
+    """Whether `quantize_rows` can process a matrix: whole rows, aligned to 16 bytes at both ends."""
     known = weight.dtype in (torch.float32, torch.bfloat16)
     return known and weight.is_contiguous() and weight.shape[1] % 16 == 0 and weight.data_ptr() % 16 == 0
 
@@ -158,7 +158,7 @@ def row_addresses(weight: Tensor, target: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantize_rows(table: RowTable, largest_fp8: float, least_scale: float) -> None:
-    """fp8 and one scale per row, in one pass over memory; bit for bit what `wire` computes with torch."""
+    """Writes fp8 and one scale per row, in one pass over memory; bit for bit what `wire.py` computes with torch."""
     block = triton.next_power_of_2(table.columns)
     if len(table.addresses):
         _quantize_row[(len(table.addresses),)](
@@ -174,7 +174,7 @@ def quantize_rows(table: RowTable, largest_fp8: float, least_scale: float) -> No
 
 
 def launch(table: Tensor, sums: Tensor, *, copy: bool, add: bool, narrow: bool = False) -> None:
-    """On the current stream of the table's device. `add`: into `sums`, by block."""
+    """Runs a table of tiles on the current stream of its device. With `add`, adds the sums of blocks to `sums`."""
     if len(table):
         _tile_kernel[(len(table),)](
             table,
@@ -190,7 +190,7 @@ def launch(table: Tensor, sums: Tensor, *, copy: bool, add: bool, narrow: bool =
 
 
 def sums_of(data: Tensor) -> Tensor:
-    """The sum of every block of some bytes on a device, whole words only."""
+    """Sum of every block of some bytes on a device; whole words only."""
     sums = torch.zeros(-(-len(data) // BLOCK_BYTES), dtype=torch.int64, device=data.device)
     table = tiles([CopyRun(data.data_ptr(), 0, 0, len(data) // 4)]).to(data.device)
     launch(table, sums, copy=False, add=True)

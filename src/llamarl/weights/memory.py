@@ -1,5 +1,5 @@
-"""Where slots keep their bytes. Every kind of memory is cut into blocks, and each block has a digest of its own, so that a
-reader verifies what it takes and nothing else."""
+"""Where slots keep their bytes. Every kind of memory is cut into blocks, and each block has its own digest, so that a reader
+verifies only the blocks that it reads."""
 
 from __future__ import annotations
 
@@ -16,68 +16,69 @@ from llamarl.layout.boxes import Box, relative, shape_of, volume
 from llamarl.weights.blocks import (
     BLOCK,
     DIGEST,
+    ByteRun,
     Bytes,
-    Cut,
-    Part,
+    RunsByBlock,
     copy_in,
     copy_out,
     copy_out_digested,
-    cut_by_block,
     digests_of,
     for_each,
+    runs_by_block,
 )
 from llamarl.weights.slot_file import NUM_SLOTS, PAGE
 from llamarl.weights.wire import SlotShard, Staging
 
 HOST = -1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SERIAL = 1 << 14  # elements; torch works on so few without other threads
+_SERIAL = 1 << 14  # elements; torch copies so few by one thread
 
 
 class SlotManifest(Struct, frozen=True):
-    """What lies in the slots of one rank, the same in both, and where: in host memory, or on a CUDA device."""
+    """What the slots of one rank hold, and where: in host memory, or on a CUDA device. Both slots have the same layout."""
 
-    entries: tuple[SlotShard, ...]
+    shards: tuple[SlotShard, ...]
     num_bytes: int
     device: int = HOST
 
 
 class ShardRead(NamedTuple):
-    """A part of one entry, and the part of a reader's tensor that it fills."""
+    """A read of one box: the slot shard that it is in, and the part of a reader's tensor that it fills."""
 
-    entry: SlotShard
+    source: SlotShard
     box: Box
     target: Tensor
 
     @property
     def inside(self) -> tuple[slice, ...]:
-        return relative(self.box, self.entry.box)
+        return relative(self.box, self.source.box)
 
-    def source(self, data: Tensor) -> Tensor:
-        return self.entry.view(data)[self.inside]
+    def source_in(self, data: Tensor) -> Tensor:
+        """View of the bytes to read, in a slot's data."""
+        return self.source.view(data)[self.inside]
 
     @property
     def num_bytes(self) -> int:
-        return volume(self.box) * self.entry.holding.item_bytes
+        return volume(self.box) * self.source.spec.item_bytes
 
     @property
     def is_plain(self) -> bool:
-        """Contiguous at both ends and of one type: bytes can go as they are."""
-        same_type = str(self.target.dtype).removeprefix("torch.") == self.entry.dtype
-        return same_type and self.target.is_contiguous() and is_contiguous(self.box, self.entry.box)
+        """Whether it is contiguous and of the same type at both ends, so that its bytes are copied as they are."""
+        same_type = str(self.target.dtype).removeprefix("torch.") == self.source.dtype
+        return same_type and self.target.is_contiguous() and is_contiguous(self.box, self.source.box)
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """From its first byte in the slot to behind its last; what lies in between need not all belong to it."""
+        """Offsets of its first byte in the slot and of the end of its last. Bytes in between may belong to other reads."""
         first, last, stride = 0, 0, 1
-        for part, size in zip(reversed(self.inside), reversed(shape_of(self.entry.box)), strict=True):
-            first, last, stride = first + part.start * stride, last + (part.stop - 1) * stride, stride * size
-        width = self.entry.holding.item_bytes
-        return self.entry.offset + first * width, self.entry.offset + (last + 1) * width
+        for rows, size in zip(reversed(self.inside), reversed(shape_of(self.source.box)), strict=True):
+            first, last, stride = first + rows.start * stride, last + (rows.stop - 1) * stride, stride * size
+        width = self.source.spec.item_bytes
+        return self.source.offset + first * width, self.source.offset + (last + 1) * width
 
 
 def is_contiguous(box: Box, frame: Box) -> bool:
-    """Whether a box is one run of the memory that holds its frame."""
+    """Whether a box is one contiguous run of the memory that holds its frame."""
     partial = False
     for size, full in zip(reversed(shape_of(box)), reversed(shape_of(frame)), strict=True):
         if partial and size != 1:
@@ -86,12 +87,15 @@ def is_contiguous(box: Box, frame: Box) -> bool:
     return True
 
 
-def blocks_of(pieces: Iterable[ShardRead], block_bytes: int) -> list[int]:
-    ranges = (piece.byte_range for piece in pieces)
+def blocks_of(reads: Iterable[ShardRead], block_bytes: int) -> list[int]:
+    """Blocks that the reads touch."""
+    ranges = (read.byte_range for read in reads)
     return sorted({block for first, end in ranges for block in range(first // block_bytes, -(-end // block_bytes))})
 
 
 class SlotMemory(Protocol):
+    """Memory of the two slots of one rank."""
+
     block_bytes: int
     digest_bytes: int
 
@@ -99,22 +103,22 @@ class SlotMemory(Protocol):
         """All bytes of a slot."""
 
     def write(self, slot: int, staging: Staging) -> bytes:
-        """Fill a slot; returns the digest of every block."""
+        """Fills a slot; returns the digest of every block."""
 
     def digests(self, slot: int, blocks: Sequence[int]) -> bytes:
-        """The digests of these blocks, as they are now."""
+        """Digests of these blocks, computed from their current bytes."""
 
-    def read(self, slot: int, pieces: Sequence[ShardRead]) -> None:
-        """Fill the targets."""
+    def read(self, slot: int, reads: Sequence[ShardRead]) -> None:
+        """Fills the targets."""
 
-    def take(self, slot: int, pieces: Sequence[ShardRead], blocks: Sequence[int]) -> bytes:
-        """Both in one pass: fill the targets, and return the digests of the blocks that they lie in."""
+    def read_digested(self, slot: int, reads: Sequence[ShardRead], blocks: Sequence[int]) -> bytes:
+        """Fills the targets and returns the digests of the blocks that they lie in, in one pass over memory."""
 
 
 class Copies(NamedTuple):
-    """What goes between a slot and tensors: bytes as they are, by block, and pairs (target, source) of tensors."""
+    """Copies between a slot and tensors: bytes as they are, by block, and other pairs (target, source) of tensors."""
 
-    plain: Cut
+    plain: RunsByBlock
     others: Sequence[tuple[Tensor, Tensor]]
 
     def copy_others(self) -> None:
@@ -122,8 +126,8 @@ class Copies(NamedTuple):
 
 
 class HostMemory:
-    """Slots in the slot file itself. Its writer always writes the same tensors, and its reader always takes the same pieces,
-    so what is to be copied is worked out once for each slot."""
+    """Slots in the slot file itself. A writer always writes the same tensors and a reader always makes the same reads, so the
+    copies are worked out once for each slot."""
 
     block_bytes, digest_bytes = BLOCK, DIGEST
 
@@ -149,46 +153,46 @@ class HostMemory:
     def digests(self, slot: int, blocks: Sequence[int]) -> bytes:
         return digests_of(self.data(slot).numpy(), blocks, torch.get_num_threads())
 
-    def read(self, slot: int, pieces: Sequence[ShardRead]) -> None:
-        copies = self._copies_out(slot, pieces)
+    def read(self, slot: int, reads: Sequence[ShardRead]) -> None:
+        copies = self._copies_out(slot, reads)
         copies.copy_others()
         copy_out(self.data(slot).numpy(), copies.plain, torch.get_num_threads())
 
-    def take(self, slot: int, pieces: Sequence[ShardRead], blocks: Sequence[int]) -> bytes:
-        copies = self._copies_out(slot, pieces)
+    def read_digested(self, slot: int, reads: Sequence[ShardRead], blocks: Sequence[int]) -> bytes:
+        copies = self._copies_out(slot, reads)
         copies.copy_others()
         return copy_out_digested(self.data(slot).numpy(), copies.plain, blocks, torch.get_num_threads())
 
-    def _copies_out(self, slot: int, pieces: Sequence[ShardRead]) -> Copies:
+    def _copies_out(self, slot: int, reads: Sequence[ShardRead]) -> Copies:
         if slot not in self._reads:
-            self._reads[slot] = _copies_out(pieces, self.data(slot))
+            self._reads[slot] = _copies_out(reads, self.data(slot))
         return self._reads[slot]
 
 
 def _copies_in(staging: Staging, data: Tensor) -> Copies:
-    plain, others = list[Part](), list[tuple[Tensor, Tensor]]()
-    for entry, tensor in staging.copied:
-        view = entry.view(data)
+    plain, others = list[ByteRun](), list[tuple[Tensor, Tensor]]()
+    for target, tensor in staging.copied:
+        view = target.view(data)
         if tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == view.dtype:
-            plain.append((entry.offset, _bytes_of(tensor)))
+            plain.append((target.offset, _bytes_of(tensor)))
         else:
             others.append((view, tensor))
-    return Copies(cut_by_block(plain), others)
+    return Copies(runs_by_block(plain), others)
 
 
-def _copies_out(pieces: Sequence[ShardRead], data: Tensor) -> Copies:
-    plain, others = list[Part](), list[tuple[Tensor, Tensor]]()
-    for piece in pieces:
-        if piece.target.is_cpu and piece.is_plain:
-            plain.append((piece.byte_range[0], _bytes_of(piece.target)))
+def _copies_out(reads: Sequence[ShardRead], data: Tensor) -> Copies:
+    plain, others = list[ByteRun](), list[tuple[Tensor, Tensor]]()
+    for read in reads:
+        if read.target.is_cpu and read.is_plain:
+            plain.append((read.byte_range[0], _bytes_of(read.target)))
         else:
-            others.append((piece.target, piece.source(data)))
-    return Copies(cut_by_block(plain), others)
+            others.append((read.target, read.source_in(data)))
+    return Copies(runs_by_block(plain), others)
 
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:
-    """As torch's copy_, but on a CPU by this thread alone: torch's own would have to meet after every tensor, which on shared
-    cores costs more than the copy."""
+    """Copies as torch's copy_ does, but on a CPU by this thread alone: torch's threads would wait for each other after every
+    tensor, which on shared cores costs more than the copy."""
     if not (target.is_cpu and source.is_cpu):
         target.copy_(source)
     elif target.dtype == source.dtype:

@@ -1,6 +1,6 @@
-"""Publication beside the trainer's next forward and backward pass: by a thread, and on a GPU by a stream of its own.
+"""Publication during the trainer's next forward and backward pass: by a thread and, on a GPU, on a separate stream.
 
-The weights must not change before they are read: the trainer calls `hold` before its optimizer's next step.
+The weights must not change before they are published: the trainer calls `hold` before its optimizer's next step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llamarl.weights.transport import Publication, WeightWriter
 
 
 class OverlappedWriter:
-    """Where several ranks publish, their `agree` needs a process group that the trainer's own thread does not use."""
+    """Publishes in a thread. With several ranks, `agree` needs a process group that the main thread does not use."""
 
     def __init__(self, writer: WeightWriter, device: int = HOST) -> None:
         self._writer, self._device = writer, device
@@ -26,17 +26,17 @@ class OverlappedWriter:
         self._pending: Future[Publication] | None = None
 
     def begin(self, version: int, done: Callable[[Publication], None], failed: Callable[[Exception], None]) -> None:
-        """Returns at once. The thread calls `done` when the version can be read, or `failed`."""
+        """Starts a publication and returns at once. The thread calls `done` when the version can be read, or `failed`."""
         self.hold()
         ready = None
         if self._stream is not None:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(self._device))  # behind the step that made the weights
+            ready.record(torch.cuda.current_stream(self._device))  # after the step that made the weights
         self._pending = self._thread.submit(self._publish, version, ready, done, failed)
 
     def hold(self) -> float:
-        """Wait until the weights that are being published may change; returns the seconds that this took. A publication
-        that failed raises here too."""
+        """Waits until the weights that are being published may change; returns the seconds that this took. Raises the error
+        of a publication that failed."""
         if self._pending is None:
             return 0.0
         start_s = time.monotonic()
@@ -56,7 +56,7 @@ class OverlappedWriter:
                 if ready is not None and self._stream is not None:
                     self._stream.wait_event(ready)
                 publication = self._writer.publish(version)
-        except Exception as error:  # the border of the thread: nobody else would hear of it
+        except Exception as error:  # the end of the thread: no caller would see the error
             failed(error)
             raise
         done(publication)

@@ -1,4 +1,4 @@
-"""The slots of one rank that publishes, as its writer makes them and as readers find them."""
+"""The slots of one rank that publishes: how its writer makes them, and how readers find them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _decode_manifest = msgspec.msgpack.Decoder(SlotManifest).decode
 
 
 class RankSlots:
+    """Both slots of one rank, with their digests. `device` is where the caller computes; slots may be on another device."""
+
     def __init__(self, file: SlotFile, record: RankRecord, manifest: SlotManifest, encoded: bytes, device: int) -> None:
-        """`device` is where the caller computes; a slot on another device of this host is reached from there."""
         self.manifest, self.encoded, self.record = manifest, encoded, record
         kind = _memory_kind(manifest)
         self._region = Region.of(manifest, encoded, kind.block_bytes, kind.digest_bytes)
@@ -38,6 +39,7 @@ class RankSlots:
         return self._map[start : start + self._region.digest_bytes]
 
     def picked(self, digests: bytes, blocks: Sequence[int]) -> bytes:
+        """The digests of these blocks, out of those of all blocks."""
         size = self.memory.digest_bytes
         return b"".join(digests[block * size : (block + 1) * size] for block in blocks)
 
@@ -55,12 +57,12 @@ def read_manifest(file: SlotFile, record: RankRecord) -> bytes:
 def settle(
     file: SlotFile, rank: int, num_ranks: int, manifest: SlotManifest, lease_s: float, on_stuck: Callable[[int], None]
 ) -> RankSlots:
-    """The writer's: a new life of a rank takes over the slots of the one before, with what is in them, if they fit."""
+    """Makes the slots of a writer. A restarted rank takes over its old slots, with their content, if they fit."""
     encoded, known = msgspec.msgpack.encode(manifest), file.read_rank(rank)
     if known.num_ranks == num_ranks and read_manifest(file, known) == encoded:
         return find(file, rank, manifest.device)
     with ExitStack() as stack:
-        for slot in range(NUM_SLOTS if known.num_ranks else 0):  # at first there is nothing that anybody could read
+        for slot in range(NUM_SLOTS if known.num_ranks else 0):  # without old slots there are no readers
             stack.enter_context(file.exclusive(slot, rank, lease_s, on_stuck))
             file.write_header(slot, rank, Header())
         kind = _memory_kind(manifest)
@@ -81,7 +83,7 @@ def _memory_kind(manifest: SlotManifest) -> type[SlotMemory]:
 
 
 def _new_device_memory(file: SlotFile, rank: int, manifest: SlotManifest) -> int:
-    """Its number; 0 for slots in the file itself."""
+    """Number of the new memory; 0 for slots in the file itself."""
     if manifest.device == HOST:
         return 0
     from llamarl.weights.cuda_slots import CudaMemory
@@ -90,6 +92,6 @@ def _new_device_memory(file: SlotFile, rank: int, manifest: SlotManifest) -> int
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> int:
-    """The CUDA device that a rank computes on, or HOST."""
+    """Index of the CUDA device that a rank computes on, or HOST."""
     found = {tensor.device.index for tensor in tensors if tensor.is_cuda}
     return found.pop() if found else HOST

@@ -1,4 +1,4 @@
-"""What a reader takes from each rank that publishes: the plan of the transfer, as seen from one target."""
+"""The plan of a transfer as seen from one target: what a reader reads from each rank that publishes."""
 
 from __future__ import annotations
 
@@ -12,62 +12,63 @@ from torch import Tensor
 from llamarl.errors import InputError
 from llamarl.families.parameters import tied_name
 from llamarl.layout.boxes import Box, relative
-from llamarl.layout.plan import ShardSpec, plan_transfer, shard_patterns
+from llamarl.layout.plan import ShardSpec, plan_transfer, reshardings_of
 from llamarl.model.shards import Parameters, Shard, shards_of
 from llamarl.weights.memory import ShardRead, SlotManifest
 from llamarl.weights.wire import SlotShard
 
 
 class ReadPlan:
-    """A reader's own tensors. Those given without a box are whole parameters."""
+    """The shards that a reader fills. Parameters given without a box are whole."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.shards = shards_of(parameters)
         self._whole = {name for name, held in parameters.items() if isinstance(held, Tensor)}
 
     @property
-    def entries(self) -> tuple[SlotShard, ...]:
+    def slot_shards(self) -> tuple[SlotShard, ...]:
+        """The reader's shards in the form in which ranks exchange them; their offsets are unused."""
         return tuple(
             SlotShard(name, shard.box, str(shard.tensor.dtype).removeprefix("torch."), 0)
             for name, shard in self.shards.items()
         )
 
-    def pieces(self, manifests: Sequence[SlotManifest]) -> dict[int, list[ShardRead]]:
-        """By rank that publishes. InputError when what is published is not what is wanted."""
-        published = [{entry.name: entry for entry in manifest.entries} for manifest in manifests]
-        self.check([manifest.entries for manifest in manifests], cast=True)
-        sources = [{name: entry.holding for name, entry in rank.items()} for rank in published]
-        widths = {name: held.item_bytes for rank in sources for name, held in rank.items()}
+    def reads(self, manifests: Sequence[SlotManifest]) -> dict[int, list[ShardRead]]:
+        """Maps each rank that publishes to the reads from its slots. InputError if these do not fit the reader's shards."""
+        published = [{shard.name: shard for shard in manifest.shards} for manifest in manifests]
+        self.check([manifest.shards for manifest in manifests], cast=True)
+        sources = [{name: shard.spec for name, shard in rank.items()} for rank in published]
+        widths = {name: spec.item_bytes for rank in sources for name, spec in rank.items()}
         target = {name: ShardSpec(shard.box, widths[source_of(name, widths)]) for name, shard in self.shards.items()}
         found: dict[int, list[ShardRead]] = defaultdict(list)
-        for move in plan_transfer(shard_patterns(sources, [target]), len(sources), 1):
+        for move in plan_transfer(reshardings_of(sources, [target]), len(sources), 1):
             shard = self.shards[move.target_name]
             view = shard.tensor[relative(move.box, shard.box)]
             found[move.source].append(ShardRead(published[move.source][move.source_name], move.box, view))
         return dict(found)
 
     def check(self, published: Iterable[Iterable[SlotShard]], *, cast: bool) -> None:
-        """InputError unless exactly the wanted parameters were published, in types that can be taken as they are or cast."""
-        entries: dict[str, list[SlotShard]] = defaultdict(list)
-        for entry in chain.from_iterable(published):
-            entries[entry.name].append(entry)
-        if surplus := entries.keys() - {source_of(name, entries) for name in self.shards}:
+        """InputError unless exactly the reader's parameters were published, in its types or (with `cast`) others."""
+        sources: dict[str, list[SlotShard]] = defaultdict(list)
+        for source in chain.from_iterable(published):
+            sources[source.name].append(source)
+        if surplus := sources.keys() - {source_of(name, sources) for name in self.shards}:
             raise InputError(f"weights: '{min(surplus)}' was published, but is not among the reader's parameters")
         for name, shard in self.shards.items():
-            found = entries.get(source_of(name, entries), [])
+            found = sources.get(source_of(name, sources), [])
             _check_size(name, shard, found, whole=name in self._whole)
             _check_type(name, shard.tensor.dtype, getattr(torch, found[0].dtype), cast=cast)
 
 
 def source_of(name: str, published: Mapping[str, object]) -> str:
-    """The name under which a parameter is published: a tied head's is the embedding's."""
+    """Name under which a parameter is published. A tied head is published as the embedding."""
     return name if name in published else tied_name(name)
 
 
-def _check_size(name: str, shard: Shard, entries: Sequence[SlotShard], *, whole: bool) -> None:
-    if not entries:
+def _check_size(name: str, shard: Shard, sources: Sequence[SlotShard], *, whole: bool) -> None:
+    if not sources:
         raise InputError(f"weights: '{name}' was not published")
-    if whole and (size := _extent(entries)) != shard.box:
+    if whole and (size := _extent(sources)) != shard.box:
         raise InputError(f"weights: '{name}' is {_sizes(size)} where published, and {_sizes(shard.box)} at the reader")
 
 
@@ -78,10 +79,10 @@ def _check_type(name: str, here: torch.dtype, there: torch.dtype, *, cast: bool)
         raise InputError(f"weights: '{name}' travels as {there}, but the reader holds {here}; publish in its precision")
 
 
-def _extent(entries: Sequence[SlotShard]) -> Box:
-    """The smallest box around all of them."""
+def _extent(sources: Sequence[SlotShard]) -> Box:
+    """The smallest box around all shards."""
     return tuple(
-        (min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*(entry.box for entry in entries), strict=True)
+        (min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*(one.box for one in sources), strict=True)
     )
 
 

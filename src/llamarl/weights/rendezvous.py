@@ -12,7 +12,7 @@ from llamarl.model.shards import Parameters
 from llamarl.weights.group import Group, PeerLost
 from llamarl.weights.group_transport import GroupReader, GroupWriter
 
-AllTrue = Callable[[bool], bool]  # over the ranks of one executor; every rank calls it
+AllTrue = Callable[[bool], bool]  # whether all ranks of one executor pass true; every rank calls it
 
 
 class Rendezvous(Protocol):
@@ -40,28 +40,28 @@ class RendezvousReader:
     ) -> None:
         self._rendezvous, self._parameters, self._device = rendezvous, parameters, device
         self._num_readers, self._limit_s, self._all_true = num_readers, limit_s, all_true
-        self._number = 0
+        self._num_calls = 0
         self._reader: GroupReader | None = None
 
     def load(self, version: int) -> int:
         num_bytes, problem = 0, None
         try:
-            num_bytes = (self._reader or self._meet(version)).load(version)
+            num_bytes = (self._reader or self._connect(version)).load(version)
         except LlamaRLError as error:
             problem = error
         if self._all_true(problem is None):
             return num_bytes
         if self._all_true(not isinstance(problem, LostWeights) and problem is not None):
-            raise problem or AssertionError  # all have kept what they had, and their group
+            raise problem or AssertionError  # all ranks keep their weights and their group
         self._reader = None
         if self._all_true(problem is not None):
             raise LostWeights(str(problem))
         raise BrokenWeights(f"weights: version {version} reached only some of the ranks: {problem or 'not the others'}")
 
-    def _meet(self, version: int) -> GroupReader:
-        self._number += 1
+    def _connect(self, version: int) -> GroupReader:
+        self._num_calls += 1
         try:
-            group = self._rendezvous.call(self._number, self._num_readers, self._device)
+            group = self._rendezvous.call(self._num_calls, self._num_readers, self._device)
             self._reader = GroupReader(group, self._parameters, deadline_s=self._limit_s)
         except (PeerLost, RuntimeError) as error:
             raise LostWeights(f"weights: version {version} cannot be had: {error}") from None

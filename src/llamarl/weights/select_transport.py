@@ -1,4 +1,4 @@
-"""Which transport takes the weights, from where both ends are."""
+"""Selects the transport of weights from where both ends run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llamarl.errors import ConfigError
 from llamarl.process_groups import interface_for
 
 Transport = Literal["memfd", "cuda", "group"]
-Wanted = Literal["auto", "memfd", "cuda"]
+RequestedTransport = Literal["auto", "memfd", "cuda"]
 
 
 class Place(Struct, frozen=True):
-    """Where one rank lives."""
+    """Host and device of one rank."""
 
     host: str
     device: str  # cpu, or cuda:N
@@ -27,9 +27,9 @@ def select_transport(
     trusted_network: str = "",
     can_reach: Callable[[int, int], bool] = lambda reader, writer: True,
 ) -> Transport:
-    """Device memory where all sit on GPUs of one host that reach each other, host memory on one host otherwise, and a
-    process group between hosts, which is refused unless the user trusts the network. `can_reach` is asked for pairs of
-    different GPUs, as torch.cuda.can_device_access_peer."""
+    """Device memory where all ranks are on GPUs of one host that reach each other, otherwise host memory on one host, and a
+    process group between hosts, which is refused unless the user trusts the network. `can_reach(reader, writer)` is asked for
+    pairs of different GPUs, like torch.cuda.can_device_access_peer."""
     places = [*writers, *readers]
     hosts = list(dict.fromkeys(place.host for place in places))
     if len(hosts) > 1:
@@ -42,14 +42,14 @@ def select_transport(
     return "memfd"
 
 
-def settle_transport(wanted: Wanted, possible: Transport) -> Transport:
-    """What the user asks for, if it can work. Where device memory could be shared, host memory can be too."""
-    if wanted == "cuda" != possible:
+def settle_transport(requested: RequestedTransport, possible: Transport) -> Transport:
+    """The transport that the user asks for, if it is possible. Host memory is possible wherever device memory is."""
+    if requested == "cuda" != possible:
         raise ConfigError(
             "weights.transport: cuda needs the trainer and all generators on GPUs of one host that reach each other; "
             "leave it at auto"
         )
-    return "memfd" if wanted == "memfd" and possible == "cuda" else possible
+    return "memfd" if requested == "memfd" and possible == "cuda" else possible
 
 
 def _gpu(place: Place) -> int:

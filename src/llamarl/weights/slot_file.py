@@ -1,8 +1,8 @@
-"""The file behind the weight slots of one role: versions, leases, and the memory of slots that live in host memory.
+"""The file behind the weight slots of one role: versions, leases, and the memory of slots in host memory.
 
-It is a memfd, which has no name and goes with its last process, so nothing can be left behind. Each rank that publishes has a
-record at its start and a region of its own behind the records. A lease is a kernel record lock on a byte of this file: it
-cannot outlive its holder.
+It is a memfd, which has no name and is gone with its last process, so nothing can be left behind. Each rank that publishes
+has a record at the start of the file and its own region behind the records. A lease is a kernel record lock on a byte of
+this file: it cannot outlive its holder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from msgspec import Struct
 from llamarl.errors import LeaseTimeout
 
 NUM_SLOTS = 2
-MAX_RANKS = 64  # that publish, on one host
+MAX_RANKS = 64  # ranks that publish, on one host
 PAGE = 4096
 NO_VERSION = -1
 _RECORD = 256
@@ -31,12 +31,12 @@ _RANK = struct.Struct("<qqqqq")  # ranks, offset and bytes of the region, bytes 
 _HEADER = struct.Struct("<qqq32s")  # version + 1, bytes, edition, checksum
 _FIRST_REGION = MAX_RANKS * _RECORD
 REGION_LOCK = NUM_SLOTS * MAX_RANKS
-MAIL_LOCK = REGION_LOCK + 1
+MAILBOX_LOCK = REGION_LOCK + 1
 _POLL_S = 0.001
 
 
 class Header(Struct, frozen=True, array_like=True):
-    """What a slot of one rank holds. Ranks that publish together write the same edition."""
+    """State of one rank's slot. Ranks that publish together write the same edition."""
 
     version: int = NO_VERSION
     num_bytes: int = 0
@@ -45,26 +45,28 @@ class Header(Struct, frozen=True, array_like=True):
 
 
 class RankRecord(Struct, frozen=True, array_like=True):
-    num_ranks: int = 0  # 0: it has never published
+    """Where one rank's region is."""
+
+    num_ranks: int = 0  # 0: this rank has never published
     offset: int = 0
     num_bytes: int = 0
     manifest_bytes: int = 0
-    memory: int = 0  # a number that tells one memory on a device from the next
+    memory: int = 0  # number that identifies the rank's device memory
 
 
 class SlotFile:
-    """Created empty before any process is forked; whoever publishes gives itself a region. `fds` are what a child needs."""
+    """Created empty before any process is forked; a rank that publishes reserves its region. `fds` are passed to children."""
 
     def __init__(self, fds: Sequence[int] | None = None) -> None:
         if fds is None:
-            mail = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            fds = [os.memfd_create("llamarl-weights", os.MFD_CLOEXEC), *(end.detach() for end in mail)]
+            mailbox = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            fds = [os.memfd_create("llamarl-weights", os.MFD_CLOEXEC), *(end.detach() for end in mailbox)]
         self.fds = tuple(fds)
-        self.fd, self.mail_in, self.mail_out = self.fds
+        self.fd, self.mailbox_in, self.mailbox_out = self.fds
 
     @classmethod
     def by_role(cls, roles: Sequence[str], fds: Sequence[int]) -> dict[str, SlotFile]:
-        """From the descriptors of several, one after the other."""
+        """Slot files of several roles, from their descriptors one after the other."""
         each = len(fds) // max(1, len(roles))
         return {role: cls(fds[index * each : (index + 1) * each]) for index, role in enumerate(roles)}
 
@@ -78,7 +80,7 @@ class SlotFile:
 
     def read_header(self, slot: int, rank: int = 0) -> Header:
         number, num_bytes, edition, checksum = self._read(_HEADER, self._header_at(slot, rank))
-        return Header(number - 1, num_bytes, edition, checksum)  # zeros, as at first, are no version
+        return Header(number - 1, num_bytes, edition, checksum)  # a new file is all zeros: no version
 
     def write_header(self, slot: int, rank: int, header: Header) -> None:
         data = _HEADER.pack(header.version + 1, header.num_bytes, header.edition, header.checksum)
@@ -93,7 +95,7 @@ class SlotFile:
     # Regions
 
     def reserve(self, rank: int, num_bytes: int) -> int:
-        """The offset of this rank's region, which a new life of the same rank finds again."""
+        """Offset of this rank's region. A restarted rank gets its old region, if that is large enough."""
         known = self.read_rank(rank)
         if known.num_ranks and known.num_bytes >= num_bytes:
             return known.offset
@@ -115,7 +117,7 @@ class SlotFile:
 
     @contextmanager
     def lease(self, slot: int) -> Iterator[None]:
-        """A reader's hold on a slot, in all ranks: while it lasts, no writer touches it."""
+        """A reader's lock on a slot of all ranks: while it lasts, no writer touches the slot."""
         fcntl.lockf(self.fd, fcntl.LOCK_SH, MAX_RANKS, slot * MAX_RANKS)
         try:
             yield
@@ -124,7 +126,7 @@ class SlotFile:
 
     @contextmanager
     def try_lease(self, slot: int) -> Iterator[bool]:
-        """A lease if it can be had at once."""
+        """A lease if it is free at once; yields whether it was."""
         try:
             fcntl.lockf(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB, MAX_RANKS, slot * MAX_RANKS)
         except OSError:
@@ -137,7 +139,7 @@ class SlotFile:
 
     @contextmanager
     def exclusive(self, slot: int, rank: int, lease_s: float, on_stuck: Callable[[int], None]) -> Iterator[None]:
-        """The writer's hold. A reader that keeps its lease too long is reported by pid, never overwritten."""
+        """A writer's lock. A reader that keeps its lease too long is reported by pid; its slot is never overwritten."""
         byte = slot * MAX_RANKS + rank
         deadline, reports = time.monotonic() + lease_s, 0
         while not self._try_lock(byte):
@@ -156,7 +158,7 @@ class SlotFile:
 
     @contextmanager
     def locked(self, byte: int) -> Iterator[None]:
-        """Among those that change regions or mail; never held for long."""
+        """Lock for changes of regions or of the mailbox; never held for long."""
         fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, byte)
         try:
             yield

@@ -1,8 +1,8 @@
 """Weight slots: two per rank that publishes, so that one can be written while the other is read.
 
-A writer marks its slot invalid, fills it, and only then writes the version; a reader takes a lease on the slots of all
-ranks, and asks that all hold the same edition of its version. So a publication is visible whole or not at all. The optimizer
-never writes in a slot, and nobody computes from one.
+A writer marks its slot invalid, fills it, and only then writes the version. A reader takes a lease on the slots of all ranks
+and checks that all hold the same edition of its version. So a publication is visible whole or not at all. The optimizer never
+writes into a slot, and no product reads from one.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from llamarl.weights.wire import CombineMax, Staging, WireFormat
 
 _CHECKSUM = 32  # bytes
 
-
 Agree = Callable[[Tensor], None]  # takes the maximum over all ranks that publish, in place
 
 
 def alone(flags: Tensor) -> None:
-    """How a single rank agrees with itself."""
+    """`Agree` of a single rank: a no-op."""
 
 
 def agreed(agree: Agree, value: int) -> int:
-    """The largest of all ranks; also a point that none passes before all have come to it."""
+    """The largest value of all ranks; also a barrier."""
     flags = torch.tensor([value], dtype=torch.int64)
     agree(flags)
     return int(flags.item())
 
 
 class SlotWriter:
-    """One trainer rank's side. `combine_max` takes the maximum over ranks that share rows (see `wire`)."""
+    """The end of one trainer rank. `combine_max` takes the maximum over ranks that share rows (see `wire.py`)."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class SlotWriter:
         self._file, self._rank, self._num_ranks = file, rank, num_ranks
         self._lease_s, self._on_stuck, self._agree = lease_s, on_stuck, agree
         self._staging = Staging(parameters, wire or WireFormat(), combine_max)
-        self._manifest = SlotManifest(self._staging.entries, self._staging.layout.num_bytes, device)
+        self._manifest = SlotManifest(self._staging.slot_shards, self._staging.layout.num_bytes, device)
         self._slots: RankSlots | None = None
 
     @torch.no_grad()
@@ -95,26 +94,26 @@ class SlotWriter:
 
 
 class SlotReader:
-    """One generator rank's side."""
+    """The end of one generator rank."""
 
     def __init__(self, file: SlotFile, parameters: Parameters) -> None:
-        self._file, self._wanted = file, ReadPlan(parameters)
-        self._device = device_of([shard.tensor for shard in self._wanted.shards.values()])
+        self._file, self._plan = file, ReadPlan(parameters)
+        self._device = device_of([shard.tensor for shard in self._plan.shards.values()])
         self._found: list[RankSlots] = []  # by rank
-        self._sources: list[Source] = []  # those it takes something from
-        self._held = Header()  # the version and edition that its weights are
+        self._sources: list[Source] = []  # ranks that it reads from
+        self._held = Header()  # version and edition of its weights
 
     @torch.no_grad()
     def load(self, version: int) -> int:
-        """Where the other slot still holds the weights that the reader has, and is leased, new ones are copied and verified
-        in one pass over memory, since the reader can go back. Otherwise they are verified first."""
+        """Verifies and copies a version. Where the other slot is leased and still holds the reader's current weights, this is
+        one pass over memory, since the reader can go back. Otherwise the version is verified before it is copied."""
         slot = version % NUM_SLOTS
         with self._file.lease(slot), self._file.try_lease(_other(slot)) as leased:
             failpoint("lease.taken")
             headers = self._headers(version, slot)
             self._find_sources(version, len(headers))
             if leased and self._is_in(_other(slot)):
-                self._take(slot, headers)
+                self._read_digested(slot, headers)
             else:
                 self._read_verified(slot, headers)
         failpoint("lease.released")
@@ -125,12 +124,12 @@ class SlotReader:
         for source in self._sources:
             source.verify(slot, headers[source.rank])
         for source in self._sources:
-            source.slots.memory.read(slot, source.pieces)
+            source.slots.memory.read(slot, source.reads)
 
-    def _take(self, slot: int, headers: Sequence[Header]) -> None:
+    def _read_digested(self, slot: int, headers: Sequence[Header]) -> None:
         written = [source.written_digests(slot, headers[source.rank]) for source in self._sources]
         before, self._held = self._held, Header()
-        sound = [source.take(slot, digests) for source, digests in zip(self._sources, written, strict=True)]
+        sound = [source.read_digested(slot, digests) for source, digests in zip(self._sources, written, strict=True)]
         if not all(sound):
             self._go_back(_other(slot))
             self._held = before
@@ -146,7 +145,7 @@ class SlotReader:
             ) from None
 
     def _is_in(self, slot: int) -> bool:
-        """Whether a slot holds, in all ranks, what the reader has."""
+        """Whether a slot of all ranks holds the reader's current weights."""
         held = (self._held.version, self._held.edition)
         headers = (self._file.read_header(slot, rank) for rank in range(len(self._found)))
         return self._held.version != NO_VERSION and all((one.version, one.edition) == held for one in headers)
@@ -161,38 +160,38 @@ class SlotReader:
         return headers
 
     def _find_sources(self, version: int, num_ranks: int) -> None:
-        """Once, and again when a writer came back with other memory or another layout."""
+        """Plans the reads from every rank: once, and again when a restarted writer has other memory or another layout."""
         records = [self._file.read_rank(rank) for rank in range(num_ranks)]
         manifests = [read_manifest(self._file, record) for record in records]
         if [(source.record, source.encoded) for source in self._found] == list(zip(records, manifests, strict=True)):
             return
         found = [find(self._file, rank, self._device) for rank in range(num_ranks)]
         try:
-            pieces = self._wanted.pieces([slots.manifest for slots in found])
+            reads = self._plan.reads([slots.manifest for slots in found])
         except InputError as error:
             raise CorruptWeights(f"{error} (version {version})") from None
         self._found, self._held = found, Header()
-        self._sources = [Source(rank, found[rank], taken) for rank, taken in sorted(pieces.items())]
+        self._sources = [Source(rank, found[rank], own) for rank, own in sorted(reads.items())]
 
 
 class Source:
-    """What one reader takes from one rank that publishes."""
+    """The reads of one reader from one rank that publishes."""
 
-    def __init__(self, rank: int, slots: RankSlots, pieces: Sequence[ShardRead]) -> None:
-        self.rank, self.slots, self.pieces = rank, slots, pieces
-        self._blocks = blocks_of(pieces, slots.memory.block_bytes)
-        self.num_bytes = sum(piece.num_bytes for piece in pieces)
+    def __init__(self, rank: int, slots: RankSlots, reads: Sequence[ShardRead]) -> None:
+        self.rank, self.slots, self.reads = rank, slots, reads
+        self._blocks = blocks_of(reads, slots.memory.block_bytes)
+        self.num_bytes = sum(read.num_bytes for read in reads)
 
     def verify(self, slot: int, header: Header) -> None:
         if self.slots.memory.digests(slot, self._blocks) != self.written_digests(slot, header):
             raise CorruptWeights(f"weights: version {header.version} does not match its checksum")
 
-    def take(self, slot: int, written: bytes) -> bool:
-        """Fill the reader's weights; False: with what was not published."""
-        return self.slots.memory.take(slot, self.pieces, self._blocks) == written
+    def read_digested(self, slot: int, written: bytes) -> bool:
+        """Fills the reader's weights; returns whether they are the published ones."""
+        return self.slots.memory.read_digested(slot, self.reads, self._blocks) == written
 
     def written_digests(self, slot: int, header: Header) -> bytes:
-        """The digests that were published of the blocks that are read."""
+        """Published digests of the blocks that are read."""
         written = self.slots.read_digests(slot)
         if hashlib.blake2b(written, digest_size=_CHECKSUM).digest() != header.checksum:
             raise CorruptWeights(f"weights: the digests of version {header.version} do not match its checksum")

@@ -1,4 +1,4 @@
-"""What every transport offers. A publication has a version, becomes visible all at once, and is verified by its reader."""
+"""Interface of every transport. A publication has a version, becomes visible all at once, and is verified by its reader."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from msgspec import Struct
 
 
 class Publication(Struct, frozen=True):
+    """A version that readers can load."""
+
     version: int
     checksum: str
     num_bytes: int
-    changed: bool = True  # False: this version was published before, with the same bytes
+    changed: bool = True  # False: the same version was published before, with the same bytes
 
 
 class WeightWriter(Protocol):
+    """The trainer's end of a transport."""
+
     def publish(self, version: int) -> Publication:
-        """Make the writer's current weights readable as `version`."""
+        """Makes the writer's current weights readable as `version`."""
 
 
 class WeightReader(Protocol):
-    def load(self, version: int) -> int:
-        """Replace the reader's weights by `version`, in place; returns the bytes moved.
+    """The generator's end of a transport."""
 
-        StaleWeights when the version is gone, CorruptWeights when its bytes are not what was published; in both cases
-        the reader keeps the weights it had.
+    def load(self, version: int) -> int:
+        """Replaces the reader's weights by `version`, in place; returns the number of bytes moved.
+
+        Raises StaleWeights if the version is gone and CorruptWeights if its bytes are not those that were published; in both
+        cases the reader keeps its weights.
         """

@@ -1,7 +1,7 @@
-"""What a trainer rank puts on the wire: its parameters as they are, cast, or quantized to fp8 with their scales.
+"""What a trainer rank puts on the wire: its shards as they are, cast, or quantized to fp8 with their scales.
 
-fp8 is e4m3 with one fp32 scale per output row of each generator rank's part: weight = fp8 * scale. A row that several trainer
-ranks share gets its scale from the largest of all of them, for which `combine_max` is called once per publication.
+fp8 is e4m3 with one fp32 scale per output row of each generator rank's shard: weight = fp8 * scale. Where several trainer
+ranks share a row, its scale comes from the largest value of all of them: `combine_max` is called once per publication.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from llamarl.model.shards import Parameters, Shard, shards_of
 from llamarl.model_spec import ModelSpec
 
 MAX_FP8 = 448.0
-LEAST_SCALE = 2.0**-100  # its inverse is a number too
+LEAST_SCALE = 2.0**-100  # its inverse is still finite
 CombineMax = Callable[[Tensor], None]
 
 
 class Segments(Struct, frozen=True):
-    """How the columns of a parameter are shared by generator ranks: a row has one scale for each."""
+    """How generator ranks share the columns of a parameter: a row has one scale for each segment of `width` columns."""
 
     columns: int
     width: int
@@ -40,7 +40,7 @@ class Segments(Struct, frozen=True):
 
 
 class WireFormat(Struct, frozen=True):
-    """The types that travel. Without a precision, those that the trainer holds."""
+    """Types in which parameters travel. Without a precision, they travel as the trainer holds them."""
 
     precision: str = ""
     segments: Mapping[str, Segments] = {}
@@ -59,7 +59,7 @@ class WireFormat(Struct, frozen=True):
 
 
 class SlotShard(Struct, frozen=True, array_like=True):
-    """One tensor in a slot or on the way."""
+    """A shard's place in a slot: its name, box and type, and the offset of its first byte."""
 
     name: str
     box: Box
@@ -67,7 +67,7 @@ class SlotShard(Struct, frozen=True, array_like=True):
     offset: int
 
     @property
-    def holding(self) -> ShardSpec:
+    def spec(self) -> ShardSpec:
         return ShardSpec(self.box, getattr(torch, self.dtype).itemsize)
 
     def view(self, data: Tensor) -> Tensor:
@@ -78,21 +78,23 @@ class SlotShard(Struct, frozen=True, array_like=True):
 
 
 class Copied(NamedTuple):
-    """A parameter that goes in as it is, or cast."""
+    """A shard that is copied into a slot as it is, or cast."""
 
-    entry: SlotShard
+    target: SlotShard
     tensor: Tensor
 
 
 class Quantized(NamedTuple):
-    entry: SlotShard
+    """A shard that is quantized into a slot, with its scales."""
+
+    target: SlotShard
     scale: SlotShard
     shard: Shard
     segments: Segments
 
 
 class Staging:
-    """The entries of one rank, and how they are made from its parameters."""
+    """The slot shards of one rank, and how they are made from its parameters."""
 
     def __init__(self, parameters: Parameters, wire: WireFormat, combine_max: CombineMax | None = None) -> None:
         shards = shards_of(parameters)
@@ -103,47 +105,47 @@ class Staging:
         self.quantized: list[Quantized] = []
         for name, shard in shards.items():
             dtype = wire.dtype(name, shard.tensor.dtype)
-            entry = SlotShard(name, shard.box, _name(dtype), offsets[name])
+            target = SlotShard(name, shard.box, _name(dtype), offsets[name])
             if name in wire.segments:
                 scale = SlotShard(
                     name + SCALE, scale_box(shard.box, wire.segments[name].width), "float32", offsets[name + SCALE]
                 )
-                self.quantized.append(Quantized(entry, scale, shard, wire.segments[name]))
+                self.quantized.append(Quantized(target, scale, shard, wire.segments[name]))
             else:
-                self.copied.append(Copied(entry, shard.tensor))
+                self.copied.append(Copied(target, shard.tensor))
         if combine_max is None:
             _refuse_shared_rows(self.quantized)
 
     @property
     def shares_rows(self) -> bool:
-        """Whether scales must be agreed on with other ranks."""
+        """Whether ranks share rows, so that they must agree on scales."""
         return self._combine_max is not None
 
     @property
-    def entries(self) -> tuple[SlotShard, ...]:
-        scales = (entry for part in self.quantized for entry in (part.entry, part.scale))
-        return (*(part.entry for part in self.copied), *scales)
+    def slot_shards(self) -> tuple[SlotShard, ...]:
+        scaled = (shard for one in self.quantized for shard in (one.target, one.scale))
+        return (*(one.target for one in self.copied), *scaled)
 
-    def quantize(self, data: Tensor, parts: Sequence[Quantized] | None = None) -> None:
-        """Fill the places of quantized parameters and their scales: of all, or of those that no kernel has filled."""
-        parts = self.quantized if parts is None else parts
-        if not parts:
+    def quantize(self, data: Tensor, chosen: Sequence[Quantized] | None = None) -> None:
+        """Writes quantized shards and their scales into a slot: all of them, or those `chosen`, if kernels wrote the rest."""
+        chosen = self.quantized if chosen is None else chosen
+        if not chosen:
             return
-        largest = [row_maxima(part.shard, part.segments) for part in parts]
+        largest = [row_maxima(one.shard, one.segments) for one in chosen]
         if self._combine_max is not None:
-            flat = torch.cat([one.view(-1) for one in largest])
+            flat = torch.cat([maxima_RS.view(-1) for maxima_RS in largest])
             self._combine_max(flat)
-            split = torch.split(flat, [one.numel() for one in largest])
-            largest = [part.view_as(one) for part, one in zip(split, largest, strict=True)]
-        for part, maxima_RS in zip(parts, largest, strict=True):
-            first, end = part.scale.box[1]
+            combined = torch.split(flat, [maxima_RS.numel() for maxima_RS in largest])
+            largest = [new.view_as(maxima_RS) for new, maxima_RS in zip(combined, largest, strict=True)]
+        for one, maxima_RS in zip(chosen, largest, strict=True):
+            first, end = one.scale.box[1]
             scales_RS = scales_of(maxima_RS[:, first:end])
-            part.scale.view(data).copy_(scales_RS)
-            quantize_into(part.entry.view(data), part.shard, part.segments, scales_RS)
+            one.scale.view(data).copy_(scales_RS)
+            quantize_into(one.target.view(data), one.shard, one.segments, scales_RS)
 
 
 def row_maxima(shard: Shard, segments: Segments) -> Tensor:
-    """[rows, segments]: the largest magnitude of each row in each segment of columns; 0 where this rank holds none of it."""
+    """Largest magnitude of each row in each segment of columns, [rows, segments]; 0 where this rank holds none of it."""
     maxima_RS = shard.tensor.new_zeros((shard.tensor.shape[0], segments.count), dtype=torch.float32)
     for segment, columns in _columns(shard.box, segments):
         maxima_RS[:, segment] = shard.tensor[:, columns].abs().amax(dim=1)
@@ -151,7 +153,7 @@ def row_maxima(shard: Shard, segments: Segments) -> Tensor:
 
 
 def scales_of(maxima: Tensor) -> Tensor:
-    """So that the largest value becomes the largest fp8 number; a row of zeros keeps a scale of 1."""
+    """Scales that map the largest value to the largest fp8 number; a row of zeros has a scale of 1."""
     return torch.where(maxima > 0, (maxima * (1 / MAX_FP8)).clamp(min=LEAST_SCALE), torch.ones_like(maxima))
 
 
@@ -163,7 +165,7 @@ def quantize_into(target: Tensor, shard: Shard, segments: Segments, scales_RS: T
 
 
 def _columns(box: Box, segments: Segments) -> list[tuple[int, slice]]:
-    """The segments that a box touches, each with the columns of the local tensor that lie in it."""
+    """Segments that a box touches, each with the columns of the local tensor that lie in it."""
     first, end = box[1]
     if first >= end or box[0][0] >= box[0][1]:
         return []
@@ -172,12 +174,12 @@ def _columns(box: Box, segments: Segments) -> list[tuple[int, slice]]:
     return [(index, slice(a - first, b - first)) for index, (a, b) in zip(touched, edges, strict=True)]
 
 
-def _refuse_shared_rows(parts: list[Quantized]) -> None:
-    for part in parts:
-        (first, end), width = part.shard.box[1], part.segments.width
-        if first % width or (end % width and end < part.segments.columns):
+def _refuse_shared_rows(quantized: list[Quantized]) -> None:
+    for one in quantized:
+        (first, end), width = one.shard.box[1], one.segments.width
+        if first % width or (end % width and end < one.segments.columns):
             raise InputError(
-                f"weights: fp8 has one scale per {width} columns of '{part.entry.name}', but a trainer rank holds columns "
+                f"weights: fp8 has one scale per {width} columns of '{one.target.name}', but a trainer rank holds columns "
                 f"{first}:{end}; give the trainer no more tensor parallelism than the generator, or pass combine_max"
             )
 

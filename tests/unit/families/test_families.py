@@ -14,7 +14,7 @@ from llamarl.families.parameters import FAMILIES, head_of, num_parameters, param
 from llamarl.layout.boxes import volume
 from llamarl.layout.mesh import Mesh, box_on, parse_side
 from llamarl.layout.model import model_plan, placement_of
-from llamarl.layout.plan import ShardSpec, plan_transfer, shard_patterns
+from llamarl.layout.plan import ShardSpec, plan_transfer, reshardings_of
 from llamarl.model.checkpoint import checked_spans, meta_model
 from llamarl.model.tensor_io import write_tensors
 from llamarl.model.transformer import RMSNorm
@@ -94,7 +94,7 @@ def test_a_second_family_is_laid_out_and_transferred_from_its_table() -> None:
     assert plan.total_bytes == plan.minimum_bytes == 2 * (num_parameters(SPEC) + 16), "each rank holds the norm"
     assert WireFormat.for_generator("fp8", SPEC, 2).segments["h.0.out"].width == 8
     held = ShardSpec(((0, 10), (0, 16)), 4)
-    (move,) = plan_transfer(shard_patterns([{"wte": held}], [{"unembed": held}]), 1, 1)
+    (move,) = plan_transfer(reshardings_of([{"wte": held}], [{"unembed": held}]), 1, 1)
     assert (move.source_name, move.target_name, volume(move.box)) == ("wte", "unembed", 160)
 
 

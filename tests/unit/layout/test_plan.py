@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from llamarl.errors import InputError
 from llamarl.layout.boxes import Box, intersect, relative, shape_of, split_rows, subtract, volume, whole
-from llamarl.layout.plan import MIN_SHARED_BYTES, ShardPattern, ShardSpec, TransferPlan, plan_transfer, shard_patterns
+from llamarl.layout.plan import MIN_SHARED_BYTES, Resharding, ShardSpec, TransferPlan, plan_transfer, reshardings_of
 
 
 def plan_of(found: Ends, item_bytes: int = 2) -> TransferPlan:
@@ -19,7 +19,7 @@ def plan_of(found: Ends, item_bytes: int = 2) -> TransferPlan:
         [{name: ShardSpec(box, item_bytes) for name, box in rank.items()} for rank in side]
         for side in (found.sources, found.targets)
     ]
-    return plan_transfer(shard_patterns(*sides), len(found.sources), len(found.targets))
+    return plan_transfer(reshardings_of(*sides), len(found.sources), len(found.targets))
 
 
 @settings(deadline=None, max_examples=150)
@@ -48,7 +48,7 @@ def test_the_bytes_it_states_are_those_of_its_moves_and_the_minimum(found: Ends)
 
 def replicated(num_sources: int, num_targets: int, names: int, rows: int = 1 << 12) -> TransferPlan:
     box: Box = ((0, rows), (0, 1 << 10))
-    kind = ShardPattern(tuple((f"p{i}", f"p{i}") for i in range(names)), 2, (box,) * num_sources, (box,) * num_targets)
+    kind = Resharding(tuple((f"p{i}", f"p{i}") for i in range(names)), 2, (box,) * num_sources, (box,) * num_targets)
     return plan_transfer([kind], num_sources, num_targets)
 
 
@@ -67,7 +67,7 @@ def test_small_pieces_are_not_cut_only_to_be_spread() -> None:
 def test_a_tied_head_is_taken_from_the_embedding() -> None:
     embedding = ShardSpec(((0, 8), (0, 4)), 2)
     halves = [{"lm_head.weight": ShardSpec(((first, first + 4), (0, 4)), 2)} for first in (0, 4)]
-    plan = plan_transfer(shard_patterns([{"model.embed_tokens.weight": embedding}], halves), 1, 2)
+    plan = plan_transfer(reshardings_of([{"model.embed_tokens.weight": embedding}], halves), 1, 2)
     assert {(move.source_name, move.target_name, move.box[0]) for move in plan} == {
         ("model.embed_tokens.weight", "lm_head.weight", rows) for rows in ((0, 4), (4, 8))
     }
@@ -76,17 +76,17 @@ def test_a_tied_head_is_taken_from_the_embedding() -> None:
 def test_what_nobody_holds_is_named() -> None:
     wanted = {"w": ShardSpec(((0, 8), (2, 6)), 2)}
     with pytest.raises(InputError, match="'w' is held by no source"):
-        shard_patterns([{}], [wanted])
-    halves = shard_patterns([{"w": ShardSpec(((0, 4), (0, 6)), 2)}], [wanted])
+        reshardings_of([{}], [wanted])
+    halves = reshardings_of([{"w": ShardSpec(((0, 4), (0, 6)), 2)}], [wanted])
     with pytest.raises(InputError, match=r"no source holds w\[4:8, 2:6\]"):
         plan_transfer(halves, 1, 1)
     with pytest.raises(InputError, match="'w' travels in another type"):
-        shard_patterns([{"w": ShardSpec(((0, 8), (0, 6)), 4)}], [wanted])
+        reshardings_of([{"w": ShardSpec(((0, 8), (0, 6)), 4)}], [wanted])
 
 
 def test_what_nobody_asks_for_is_not_sent() -> None:
     held = {name: ShardSpec(((0, 4),), 2) for name in "ab"}
-    plan = plan_transfer(shard_patterns([held], [{"a": held["a"]}]), 1, 1)
+    plan = plan_transfer(reshardings_of([held], [{"a": held["a"]}]), 1, 1)
     assert {move.source_name for move in plan} == {"a"}
 
 

@@ -29,7 +29,7 @@ def memory_with(text: bytes) -> int:
 
 def posted(file: SlotFile, rank: int, memory: int, text: bytes) -> None:
     fd = memory_with(text)
-    fd_mailbox.post(file, rank, memory, fd)
+    fd_mailbox.store(file, rank, memory, fd)
     os.close(fd)
 
 

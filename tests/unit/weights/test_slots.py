@@ -12,11 +12,11 @@ import torch
 from helpers.slots import (
     LEASE_S,
     bytes_of_slot,
-    entries_of,
     held_by_another_process,
     num_bytes_of,
     random_weights,
     same_bits,
+    slot_shards_of,
     writer_of,
     zeros_like,
 )
@@ -112,12 +112,12 @@ def test_what_was_never_published_is_stale(file: SlotFile, version: int) -> None
 def test_one_flipped_bit_is_noticed_and_the_reader_keeps_its_weights(file: SlotFile, where: str, bit: int) -> None:
     weights = random_weights()
     writer_of(file, weights).publish(0)
-    entries, data = entries_of(file), bytes_of_slot(file, 0)
+    shards, data = slot_shards_of(file), bytes_of_slot(file, 0)
     offset = {
         "first": 0,
         "middle": len(data) // 2,
-        "last": entries["big"].offset + weights["big"].numel() * 4 - 1,
-        "single number": entries["scale"].offset,
+        "last": shards["big"].offset + weights["big"].numel() * 4 - 1,
+        "single number": shards["scale"].offset,
     }[where]
     data[offset] ^= 1 << bit
     kept = random_weights(seed=1)
