@@ -1,0 +1,33 @@
+"""`llamarl score`: judge completions from stdin."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from llamarl.cli.models import task_config
+
+
+def score_command(
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings, such as reward.scorer=math")
+    ] = None,
+) -> None:
+    """Judge {"completion", "answer"} lines from stdin as TASK would: one {"reward", "status", "seconds"} for each."""
+    from llamarl.tasks.judge import Judge
+    from llamarl.tasks.registry import own_scorers
+    from llamarl.tasks.score_lines import score_lines
+
+    config = task_config(task, ["reward.retries=0", *(overrides or [])])  # failures must show here
+    scorers = own_scorers(config.task)
+    judge = Judge.of(config, scorers)
+    judge.prepare()
+    with suppress(BrokenPipeError):
+        score_lines(sys.stdin.buffer, sys.stdout, sys.stderr, judge, scorers[0])
+    judge.close()

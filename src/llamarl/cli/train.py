@@ -1,0 +1,77 @@
+"""`llamarl train`: start a job, or resume one."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from llamarl.config import Config
+from llamarl.config.file import load_config
+from llamarl.engine.local.fork_server import fork_server_ahead
+from llamarl.errors import InputError, Interrupted, JobFailed
+from llamarl.observe.report import resume_command
+from llamarl.observe.run_folder import CONFIG, dated_run_folder
+
+
+def train_command(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="a YAML file; without it, the default job", show_default=False)
+    ] = "",
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that replace the file's")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="where the record goes; default: a dated folder under runs/")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with the run in DIR from its newest snapshot")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print nothing but errors")] = False,
+) -> None:
+    """Train a policy by reinforcement learning."""
+    settings = list(overrides or [])
+    path = None
+    if "=" in config:
+        settings.insert(0, config)
+    elif config:
+        path = Path(config)
+    if resume:
+        if run is None:
+            raise InputError("--resume: name the run folder with --run DIR")
+        if path is None and (run / CONFIG).is_file():
+            path = run / CONFIG
+    settled = load_config(path, settings)  # before torch is imported, so that mistakes show at once
+    with fork_server_ahead() if settled.engine.kind == "local" else nullcontext():
+        _train(settled, run or dated_run_folder(), resume=resume, quiet=quiet)
+
+
+def _train(config: Config, folder: Path, *, resume: bool, quiet: bool) -> None:
+    from llamarl.engine.driver import INTERRUPTED
+    from llamarl.jobs.job import Job
+    from llamarl.observe.display import make_display
+    from llamarl.observe.report import print_report
+
+    console = Console()
+    job = None if resume else Job(config)
+    if not quiet:
+        console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    display = make_display(console, quiet=quiet)
+    try:
+        if job is None:
+            summary = Job.resume(folder, config=config, display=display)
+        else:
+            summary = job.run(folder, display=display)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted at once; go on with: {resume_command(folder)}") from None
+    except JobFailed as error:
+        raise type(error)(f"{error}; when that is mended, go on with: {resume_command(folder)}") from error
+    finally:
+        display.close()
+    if not quiet:
+        print_report(console, summary, folder)
+    if summary.outcome == INTERRUPTED:
+        raise Interrupted(f"interrupted; go on with: {resume_command(folder)}" if quiet else INTERRUPTED)
