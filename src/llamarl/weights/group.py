@@ -77,7 +77,7 @@ class Group:
             found = [self._store.get(str(rank)) for rank in range(size)]
         except RuntimeError as error:
             raise PeerLost(
-                f"weights: not all of {size} ranks came to the meeting within {limit_s:g} s ({error})"
+                f"weights: not all of {size} ranks came to the rendezvous within {limit_s:g} s ({error})"
             ) from None
         return [msgspec.msgpack.decode(data, type=RankShards) for data in found]
 
