@@ -80,14 +80,14 @@ def test_an_order_to_load_waits_until_somebody_alive_has_published_the_version()
     holding, load = DeferredLoads({"generator": "trainer"}), LoadWeights(3)
     assert holding.holds("generator/0", load)
     assert holding.reported("trainer/0", Up()) == {}
-    assert holding.reported("trainer/0", WeightsPublished(2, "", 1, True)) == {}
-    assert holding.reported("trainer/0", WeightsPublished(3, "", 1, True)) == {"generator/0": load}
+    assert holding.reported("trainer/0", WeightsPublished(2, 1, True)) == {}
+    assert holding.reported("trainer/0", WeightsPublished(3, 1, True)) == {"generator/0": load}
     assert not holding.holds("generator/1", load)
     assert not holding.holds("generator/1", LoadWeights(1)), "too old: the trainer itself refuses it"
     holding.died("trainer/0")
     assert holding.holds("generator/0", load)
     holding.died("generator/0")
-    assert holding.reported("trainer/0", WeightsPublished(3, "", 1, True)) == {}
+    assert holding.reported("trainer/0", WeightsPublished(3, 1, True)) == {}
 
 
 @pytest.mark.parametrize(
