@@ -18,12 +18,15 @@ _TRUNCATE_ABI = 3  # first ABI that can forbid truncation, which is needed where
 
 
 class Features(Struct, frozen=True):
+    """What this machine's kernel offers for a sandbox."""
+
     machine: str
     landlock: int  # ABI version; 0 without Landlock
     seccomp: bool
 
 
 def features() -> Features:
+    """Ask the kernel what it offers."""
     machine = os.uname().machine
     known = machine in ARCHITECTURES
     return Features(machine, landlock.version() if known else 0, known and seccomp.is_known())

@@ -36,6 +36,8 @@ _TOP_LINKS = ("/lib", "/lib64", "/bin", "/sbin")  # links into /usr on most mach
 
 
 class Walls(enum.Enum):
+    """The kinds of walls, strongest first."""
+
     ROOT = "namespaces made by root, an unprivileged user inside"
     USER = "user, pid and mount namespaces"
     BARE = "no namespaces: no new processes, no files"
@@ -46,6 +48,7 @@ class Walls(enum.Enum):
 
 
 def walls_to_try() -> tuple[Walls, ...]:
+    """Return the kinds of walls that this user may be able to put up, strongest first."""
     return tuple(Walls) if os.geteuid() == 0 else (Walls.USER, Walls.BARE)
 
 
@@ -64,6 +67,7 @@ def enter_namespaces(walls: Walls) -> None:
 
 
 def become_unprivileged() -> None:
+    """If this process runs as root, switch to an unprivileged user without groups."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
