@@ -46,11 +46,17 @@ def score_under(walls: Walls, cases: list[Case]) -> dict[str, float | None]:
 @cache
 def _refusal() -> str:
     """Why jobs can run no programs here; empty: they can."""
-    code = "from llamarl.config import Sandbox\nfrom llamarl.tasks.sandbox.probe import open_sandbox\nopen_sandbox(Sandbox())"
+    code = (
+        "from llamarl.config import SandboxConfig\n"
+        "from llamarl.tasks.sandbox.probe import open_sandbox\n"
+        "open_sandbox(SandboxConfig())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=_ENV, check=False
     )
-    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+    reason = done.stderr.strip().splitlines()[-1] if done.returncode else ""
+    assert not reason or "sandbox: " in reason, "a mistake in this test must not look like a machine without a sandbox"
+    return reason
 
 
 def skip_without_sandbox() -> None:

@@ -148,8 +148,8 @@ def test_workers_end_with_the_judge_and_with_its_process(file: Path) -> None:
     judge.close()
     assert not alive(pid)
     code = (
-        "from llamarl.config import Reward\nfrom llamarl.tasks.judge import Judge\nimport os, signal\n"
-        f"judge = Judge(Reward(scorer={str(file) + ':remembers'!r}))\njudge.prepare()\n"
+        "from llamarl.config import RewardConfig\nfrom llamarl.tasks.judge import Judge\nimport os, signal\n"
+        f"judge = Judge(RewardConfig(scorer={str(file) + ':remembers'!r}))\njudge.prepare()\n"
         "print(*judge.worker_pids, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
