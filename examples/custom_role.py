@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from llamarl.build import Site
 from msgspec.structs import replace
 
 from llamarl import Job
 from llamarl.algo.advantages import TOKEN_ADVANTAGES, group_advantages
+from llamarl.builders.site import Site
 from llamarl.config.file import load_config
 from llamarl.controller.default_line import default_line
 from llamarl.controller.line import Channel, Line, Role
