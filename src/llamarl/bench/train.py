@@ -135,7 +135,7 @@ def time_update(
     synchronize(device)
     elapsed_s = clock() - start_s
     if outcome["skipped"]:
-        raise InputError("the update was skipped: loss or gradient is no number")
+        raise InputError("the update was skipped: loss or gradient is not finite")
     if number == WARM_UP - 1 and device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     return elapsed_s
