@@ -79,7 +79,7 @@ class Pretender:
             case WorkOnBatch():
                 yield BatchResult(message.update, {"groups": float(len(message.groups)), "reward": 1.0})
             case PublishWeights():
-                yield WeightsPublished(message.version, "", 0, changed=True)
+                yield WeightsPublished(message.version, 0, changed=True)
             case SaveState():
                 part = Path(message.folder) / "trainer"
                 part.mkdir()

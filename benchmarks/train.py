@@ -78,7 +78,7 @@ def usual_documents() -> list[Document]:
                     num_prompt_tokens=len(prompt),
                     behavior_logprobs=rng.normal(-1, 0.3, len(answer)).astype(np.float32),
                     staleness=np.zeros(len(answer), dtype=np.int64),
-                    advantage=float(rng.normal()),
+                    advantages=np.full(len(answer), rng.normal(), dtype=np.float32),
                 )
             )
     return documents
@@ -98,7 +98,7 @@ def padded_update(documents: list[Document]) -> Callable[[], None]:
         at = torch.from_numpy(np.repeat(np.arange(len(documents)), counts)), torch.from_numpy(np.concatenate(columns))
         targets = torch.from_numpy(np.concatenate([one.answer for one in documents]).astype(np.int64))
         behavior = torch.from_numpy(np.concatenate([one.behavior_logprobs for one in documents]))
-        advantages = torch.from_numpy(np.repeat([one.advantage for one in documents], counts)).float()
+        advantages = torch.from_numpy(np.concatenate([one.advantages for one in documents]))
         hidden = model(torch.from_numpy(tokens), torch.arange(tokens.shape[1]).expand(tokens.shape), causal_attention)
         logprobs = torch.log_softmax(model.logits(hidden[at]), -1).gather(1, targets[:, None])[:, 0]
         ratio = (logprobs - behavior).detach().exp()

@@ -115,7 +115,6 @@ class BatchResult(FromExecutor, frozen=True):
 
 class WeightsPublished(FromExecutor, frozen=True):
     version: int
-    checksum: str
     num_bytes: int
     changed: bool
     lost_s: float = 0.0  # in which the executor could do nothing else

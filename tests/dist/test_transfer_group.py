@@ -107,7 +107,7 @@ class ReaderRank:
 
 @contextmanager
 def processes(found: Ends, lease_s: float = LEASE_S) -> Iterator[tuple[Actors, Actors]]:
-    fd = os.memfd_create("meeting")
+    fd = os.memfd_create("rendezvous")
     with Actors() as writers, Actors() as readers:
         for rank in range(len(found.sources)):
             writers.append(Actor(lambda rank=rank: WriterRank(fd, rank, found, lease_s)))  # type: ignore[misc]
@@ -247,7 +247,7 @@ def test_a_reader_of_other_types_is_told_at_the_meeting() -> None:
             self._target = {name: Shard(tensor.half(), box) for name, (tensor, box) in self._target.items()}
             super().serve()
 
-    fd = os.memfd_create("meeting")
+    fd = os.memfd_create("rendezvous")
     with Actors() as actors:
         actors.extend(Actor(lambda rank=rank: WriterRank(fd, rank, found)) for rank in range(2))  # type: ignore[misc]
         reader = Actor(lambda: Narrow(fd, 0, found))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.cli import llamarl
 from helpers.engines import ENGINE
-from helpers.fingerprint import fingerprint
+from helpers.fingerprint import fingerprint, trained_groups
 from helpers.jitter import jittery_generator, jittery_reward, jittery_trainer
 from helpers.killing import TINY, KillAt, Killed
 from helpers.outside import RunningJob, executors
@@ -53,7 +53,7 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_it_is_really_asynchronous(straight: tuple[int, Path]) -> None:
     """Batch u was sampled by version u - S, all of it; evaluations by the versions that were due."""
     staleness, folder = straight
-    rows = list(Books.of(read_ledger(folder / "ledger")).canonical())
+    rows = trained_groups(Books.of(read_ledger(folder / "ledger")))
     assert len(rows) == 4 * UPDATES
     for _, first, last, _, update in rows:
         assert first == last == max(0, update - staleness)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from helpers.brief import BRIEF, ROOT, TINY
 from helpers.cli import llamarl
+from helpers.groups import completion, rollout_group
 from helpers.sandboxes import skip_without_sandbox
 
 from llamarl import Job
-from llamarl.algo.batch import TokenBatch
+from llamarl.algo.batch import TokenBatch, make_documents
 from llamarl.algo.losses import Loss
 from llamarl.config import AlgoConfig, RewardConfig
 from llamarl.config.file import load_config
@@ -71,6 +72,23 @@ def test_the_custom_reward_judges_a_job_from_python(tmp_path: Path) -> None:
     assert (summary.outcome, summary.updates, summary.groups_trained, summary.groups_dropped) == ("finished", 2, 8, 0)
     rewards = [line["reward"] for line in metrics_of(tmp_path / "run") if "reward" in line]
     assert any(reward * 16 % 1 for reward in rewards), "only whole points: no partial credit was given"
+
+
+def test_the_custom_role_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
+    job = load_function("make_job", "examples/custom_role.py:make_job")([*BRIEF, "engine=local"])
+    summary = job.run(tmp_path / "run")
+    assert (summary.outcome, summary.updates, summary.groups_trained) == ("finished", 2, 8)
+    rows = [row for row in metrics_of(tmp_path / "run") if "role" in row]
+    assert [str(row["role"]) for row in rows] == ["discounter", "trainer"] * 2
+    assert llamarl("audit", tmp_path / "run").code == 0
+
+
+def test_the_custom_role_discounts_an_advantage_by_the_distance_from_the_end() -> None:
+    discount = load_function("discount", "examples/custom_role.py:discount")
+    group = rollout_group([1], [(completion([2, 3, 4]), 1.0), (completion([5]), 0.0)])
+    first, second = make_documents([discount(group)], version=0, algo=AlgoConfig())
+    assert first.advantages.tolist() == pytest.approx([0.5 * 0.95**2, 0.5 * 0.95, 0.5])
+    assert second.advantages.tolist() == [-0.5]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)

@@ -153,7 +153,7 @@ def aipo(
             num_prompt_tokens=len(prompt),
             behavior_logprobs=np.array(behavior, dtype=np.float32),
             staleness=np.zeros(len(completion), dtype=np.int64),
-            advantage=advantage,
+            advantages=np.full(len(completion), advantage, dtype=np.float32),
         )
         for prompt, completion, behavior, advantage in zip(prompts, completions, logprobs, advantages, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Hashes everything that a seed determines in a run: weights, optimizer state, metrics, evaluations, canonical ledger."""
+"""Fingerprint of everything that a seed determines in a run: weights, optimizer state, metrics, evaluations, the ledger."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from llamarl.controller.ledger import read_ledger
 def fingerprint(run: Path, version: int) -> dict[str, object]:
     """Fingerprint of a run up to the snapshot of `version`; its audit must be clean."""
     books = Books.of(read_ledger(run / "ledger"))
-    assert books.audit().clean
+    audit = books.audit()
+    assert audit.clean
     snapshot = run / "snapshots" / str(version)
     files = [snapshot / "policy" / "model.safetensors", *sorted((snapshot / "trainer").iterdir())]
     return {
         "state": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
         "metrics": (run / "metrics.jsonl").read_bytes(),
         "evaluations": (run / "evaluations.jsonl").read_bytes(),
-        "ledger": (books.digest, list(books.canonical())),
+        "ledger": (audit.digest, trained_groups(books)),
     }
+
+
+def trained_groups(books: Books) -> list[tuple[int, int, int, float, int]]:
+    """What became of every trained group that is not folded: (ordinal, first and last version, reward, update)."""
+    totals = books.checkpoint()
+    passed = {fields[0]: fields for fields in totals.passed}
+    return [(ordinal, *passed[ordinal][3:], made_in[-1]) for ordinal, made_in in totals.trained if made_in]

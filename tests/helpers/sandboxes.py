@@ -53,7 +53,9 @@ def _refusal() -> str:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=_ENV, check=False
     )
-    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+    reason = done.stderr.strip().splitlines()[-1] if done.returncode else ""
+    assert not reason or "sandbox: " in reason, "a mistake in this test must not look like a machine without a sandbox"
+    return reason
 
 
 def skip_without_sandbox() -> None:

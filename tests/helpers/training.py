@@ -26,7 +26,7 @@ def make_document(rng: np.random.Generator, *, longest: int = 12, staleness: int
         num_prompt_tokens=prompt,
         behavior_logprobs=rng.normal(-2.5, 1.0, answer).astype(np.float32),
         staleness=np.sort(rng.integers(0, staleness, answer))[::-1].copy(),
-        advantage=float(rng.normal()),
+        advantages=np.full(answer, rng.normal(), dtype=np.float32),
     )
 
 
@@ -58,7 +58,7 @@ def one_by_one(
         tokens = TokenBatch(
             policy_logprobs_N=logprobs_nV.gather(1, answer_n[:, None])[:, 0],
             behavior_logprobs_N=torch.from_numpy(document.behavior_logprobs),
-            advantages_N=torch.full(answer_n.shape, document.advantage),
+            advantages_N=torch.from_numpy(document.advantages),
             sequence_N=torch.full(answer_n.shape, number),
             entropy_N=-(logprobs_nV.exp() * logprobs_nV).sum(-1),
             num_tokens=num_tokens,

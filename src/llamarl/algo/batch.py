@@ -1,4 +1,4 @@
-"""From the rollouts of one update to what is learned from them: Documents go into packs, a TokenBatch into the loss."""
+"""From the rollouts of one update to the data that is learned from: Documents go into packs, a TokenBatch into the loss."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llamarl.algo.advantages import advantages_for
+from llamarl.algo.advantages import TOKEN_ADVANTAGES, advantages_for
 from llamarl.config import AlgoConfig
+from llamarl.errors import OwnCodeFailed
 from llamarl.types import (
     Completion,
     Given,
@@ -27,15 +28,15 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """One entry for each completion token of the update (or of a part of it)."""
+    """One entry for each sampled token of the update, or of a part of it."""
 
     policy_logprobs_N: Tensor  # under the policy being trained; carries the gradient
-    behavior_logprobs_N: Tensor  # under whatever sampled the token
+    behavior_logprobs_N: Tensor  # under the policy that sampled the token
     advantages_N: Tensor
-    sequence_N: Tensor  # which completion the token belongs to; its tokens lie together
-    entropy_N: Tensor  # of the policy where the token was sampled; carries the gradient
-    num_tokens: int  # of the whole update: the loss is normalized by it, however the update is cut up
-    num_sequences: int  # likewise
+    sequence_N: Tensor  # the number of the token's completion; the tokens of one lie together
+    entropy_N: Tensor  # of the policy at this token; carries the gradient
+    num_tokens: int  # of the whole update: the loss is divided by it, however the update is cut up
+    num_sequences: int  # of the whole update
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # values per token that other roles added, by name
 
     @property
@@ -45,57 +46,83 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Document:
-    """One completion behind its prompt, and what its tokens are worth."""
+    """A prompt with one completion, and the advantage of each sampled token. `behavior_logprobs`, `staleness`, `advantages`
+    and `columns` have one value for each sampled token."""
 
     tokens: NDArray[np.int32]  # prompt and answer
     num_prompt_tokens: int
-    behavior_logprobs: Floats  # of the answer's sampled tokens, as are the following
+    behavior_logprobs: Floats
     staleness: NDArray[np.int64]
-    advantage: float = 0.0
+    advantages: Floats
     columns: Mapping[str, Floats] = field(default_factory=dict)
-    given: tuple[Given, ...] = ()  # of the answer, what a tool wrote: it is read, and nothing is learned from it
+    given: tuple[Given, ...] = ()  # tool replies in the answer: the model reads them, and nothing is learned from them
 
     @property
     def num_answer_tokens(self) -> int:
-        """That are learned from."""
+        """Number of sampled tokens; tool replies excluded."""
         return len(self.tokens) - self.num_prompt_tokens - sum(reply.count for reply in self.given)
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """Where the tokens lie that are learned from."""
+        """Positions of the sampled tokens in `tokens`."""
         return self.num_prompt_tokens + sampled_places(len(self.tokens) - self.num_prompt_tokens, self.given)
 
     @property
     def answer(self) -> NDArray[np.int32]:
+        """The sampled tokens."""
         return self.tokens[self.places]
 
 
 def make_documents(groups: Sequence[RolloutGroup], *, version: int, algo: AlgoConfig) -> list[Document]:
-    """What update `version` learns from, in the order of the batch; empty when no tokens are left."""
-    advantages_of = advantages_for(algo.advantage, algo.loss)
+    """The documents that update `version` learns from, in the order of the batch; empty when no tokens are left."""
     documents: list[Document] = []
     for group in groups:
-        advantages = advantages_of([_worth(rollout, algo) for rollout in group.rollouts])
-        if algo.zero_variance == "skip" and not any(advantages):
+        advantages = token_advantages(group, algo)
+        if algo.zero_variance == "skip" and not any(one.any() for one in advantages):
             continue
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+        for rollout, own in zip(group.rollouts, advantages, strict=True):
             masked = algo.overlong == "mask" and rollout.completion.truncated
             if rollout.completion.num_tokens and not masked:
-                documents.append(_document_of(group.prompt, rollout, version, advantage))
+                documents.append(_document_of(group.prompt, rollout, version, own))
     return documents
 
 
 def document_of(prompt: PromptGroup, completion: Completion, *, version: int) -> Document:
     """A completion that is measured, not learned from."""
-    return _document_of(prompt, Rollout(completion, 0.0), version, 0.0)
+    return _document_of(prompt, Rollout(completion, 0.0), version, _repeated(0.0, completion))
 
 
-def _worth(rollout: Rollout, algo: AlgoConfig) -> float:
+def token_advantages(group: RolloutGroup, algo: AlgoConfig) -> list[Floats]:
+    """One advantage for each sampled token of each rollout: the values that a role has added as a column, else the
+    estimator's one value for the whole completion."""
+    estimate = advantages_for(algo.advantage, algo.loss)([_reward(rollout, algo) for rollout in group.rollouts])
+    return [
+        _column(rollout, TOKEN_ADVANTAGES)
+        if TOKEN_ADVANTAGES in rollout.columns
+        else _repeated(advantage, rollout.completion)
+        for rollout, advantage in zip(group.rollouts, estimate, strict=True)
+    ]
+
+
+def _repeated(value: float, completion: Completion) -> Floats:
+    """The same value for each sampled token."""
+    return np.full(completion.num_tokens, value, dtype=np.float32)
+
+
+def _reward(rollout: Rollout, algo: AlgoConfig) -> float:
+    """The reward, less the penalty for an answer that was cut off."""
     cut_off = algo.overlong == "penalize" and rollout.completion.truncated
     return rollout.reward - algo.overlong_penalty if cut_off else rollout.reward
 
 
-def _document_of(prompt: PromptGroup, rollout: Rollout, version: int, advantage: float) -> Document:
+def _column(rollout: Rollout, name: str) -> Floats:
+    values, count = bytes_to_floats(rollout.columns[name]), rollout.completion.num_tokens
+    if len(values) != count:
+        raise OwnCodeFailed(f"column '{name}': {len(values)} values for {count} sampled tokens")
+    return values
+
+
+def _document_of(prompt: PromptGroup, rollout: Rollout, version: int, advantages: Floats) -> Document:
     completion, prompt_tokens = rollout.completion, bytes_to_tokens(prompt.prompt_tokens)
     runs = completion.versions
     return Document(
@@ -103,7 +130,7 @@ def _document_of(prompt: PromptGroup, rollout: Rollout, version: int, advantage:
         num_prompt_tokens=len(prompt_tokens),
         behavior_logprobs=bytes_to_floats(completion.behavior_logprobs),
         staleness=version - np.repeat([run.version for run in runs], [run.count for run in runs]),
-        advantage=advantage,
-        columns={name: bytes_to_floats(data) for name, data in rollout.columns.items()},
+        advantages=advantages,
+        columns={name: _column(rollout, name) for name in rollout.columns if name != TOKEN_ADVANTAGES},
         given=completion.given,
     )

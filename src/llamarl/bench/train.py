@@ -117,7 +117,7 @@ def _document(shape: ModelSpec, length: int, width: int, rng: np.random.Generato
         num_prompt_tokens=width - length + 1,
         behavior_logprobs=rng.normal(-np.log(shape.vocab_size), 0.3, length - 1).astype(np.float32),
         staleness=np.ones(length - 1, dtype=np.int64),
-        advantage=float(rng.normal()),
+        advantages=np.full(length - 1, rng.normal(), dtype=np.float32),
     )
 
 
@@ -135,7 +135,7 @@ def time_update(
     synchronize(device)
     elapsed_s = clock() - start_s
     if outcome["skipped"]:
-        raise InputError("the update was skipped: loss or gradient is no number")
+        raise InputError("the update was skipped: loss or gradient is not finite")
     if number == WARM_UP - 1 and device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     return elapsed_s

@@ -69,6 +69,8 @@ def _describe_audit(found: Audit, run: Path) -> str:
         if count:
             shown = ", ".join(map(str, ordinals[:10])) + (" ..." if count > 10 else "")
             lines.append(f"  {count} {name}: {shown}")
+    if found.digest:
+        lines.append(f"  digest of what was trained: {found.digest}")
     lines.append(f"closed: {found.closed}" if found.closed else "not closed: the job is running, or was killed")
     if found.only_unfinished:
         return "\n".join([*lines, f"clean so far, but unfinished; go on with: {resume_command(run)}"])

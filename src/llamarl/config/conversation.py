@@ -68,7 +68,7 @@ class ConversationConfig(Section, frozen=True):
                 f"conversation.tool: unknown tool '{self.tool}'; known: calculator, python, command, or FILE.py:FUNCTION"
             )
         if (self.tool == "command") != bool(self.command):
-            raise ConfigError("conversation.command: tool=command needs one, and nothing else has any")
+            raise ConfigError("conversation.command: tool=command needs one, and other tools have none")
         if "{reply}" not in self.reply:
             raise ConfigError("conversation.reply: must hold {reply} where the tool's words go")
         if self.end and not self.begin:

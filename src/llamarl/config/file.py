@@ -143,7 +143,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: cannot be read: it is no UTF-8 text") from None
+        raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from None
     raw = _parse_yaml(text, str(path))
     if raw is None:
         return {}

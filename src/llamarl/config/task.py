@@ -62,7 +62,7 @@ class TaskConfig(DatasetConfig, frozen=True):
 
     def __post_init__(self) -> None:
         if (self.kind == "mixture") != bool(self.parts):
-            raise ConfigError("task.parts: a mixture needs parts, and nothing else has any")
+            raise ConfigError("task.parts: a mixture needs parts, and other kinds have none")
         if self.parts and (self.path or self.test_path or self.template or self.few_shot):
             raise ConfigError("task.path: a mixture's parts have paths, templates and examples of their own")
         _check_path("task.path", self)

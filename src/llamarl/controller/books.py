@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain, islice
 
 import msgspec
@@ -21,8 +21,6 @@ from llamarl.controller.ledger import Folded, LedgerTotals, Record, RunRecords
 _MAX_LISTED = 1000  # ordinals that an audit names; the rest it counts
 _MAX_REASONS = 100  # reasons for drops that a fold tells apart
 OTHER_REASONS = "other reasons"
-
-CanonicalRow = tuple[int, int, int, float, int]
 
 
 class Audit(Struct, frozen=True):
@@ -39,6 +37,7 @@ class Audit(Struct, frozen=True):
     counted_twice: tuple[int, ...]
     never_issued: tuple[int, ...]
     closed: str
+    digest: str  # the same for two runs that trained the same groups, on the same versions, with the same rewards
 
     @property
     def consistent(self) -> bool:
@@ -57,7 +56,7 @@ class Audit(Struct, frozen=True):
 
 class Books:
     def __init__(self) -> None:
-        self.num_groups = self.groups_per_update = self.rewinds = 0
+        self.num_groups = self._groups_per_update = self.rewinds = 0
         self.closed = ""
         self.folded = Folded()
         self.runs: list[RunRecords] = []
@@ -83,7 +82,7 @@ class Books:
         self._count_record(record)
         match record:
             case ledger.Opened():
-                self.num_groups, self.groups_per_update = record.num_groups, record.groups_per_update
+                self.num_groups, self._groups_per_update = record.num_groups, record.groups_per_update
             case ledger.Issued():
                 self._issued.add(record.ordinal)
             case ledger.Passed():
@@ -156,19 +155,11 @@ class Books:
             counted_twice=_listed({*folded.counted_twice, *twice}),
             never_issued=_listed({*folded.never_issued, *unissued}),
             closed=self.closed,
+            digest=self._digest(),
         )
 
-    def canonical(self) -> Iterator[CanonicalRow]:
-        """What became of every trained group that is not folded: (ordinal, first and last version, reward, update)."""
-        for ordinal, made_in in sorted(self._trained_in.items()):
-            if made_in:
-                passed = self._passed[ordinal]
-                yield ordinal, passed.first_version, passed.last_version, passed.reward, made_in[-1]
-
-    @property
-    def digest(self) -> str:
-        """Over what became of every trained group: the same for two runs that trained the same groups in the same updates on
-        the same versions with the same rewards, whatever happened on the way."""
+    def _digest(self) -> str:
+        """Over what became of every trained group, update by update, whatever happened on the way."""
         found = self.folded.digest
         for update in sorted(self._updates):
             found = self._digest_update(found, update, self.batches[update])
@@ -215,7 +206,7 @@ class Books:
     def checkpoint(self) -> LedgerTotals:
         return LedgerTotals(
             num_groups=self.num_groups,
-            groups_per_update=self.groups_per_update,
+            groups_per_update=self._groups_per_update,
             rewinds=self.rewinds,
             closed=self.closed,
             runs=tuple(self.runs),
@@ -229,7 +220,7 @@ class Books:
         )
 
     def _restore(self, record: LedgerTotals) -> None:
-        self.num_groups, self.groups_per_update = record.num_groups, record.groups_per_update
+        self.num_groups, self._groups_per_update = record.num_groups, record.groups_per_update
         self.rewinds, self.closed, self.folded = record.rewinds, record.closed, record.folded
         self.runs = list(record.runs)
         self._issued = set(record.issued)

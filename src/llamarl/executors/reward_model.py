@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from llamarl.config import RewardModelConfig as Settings
+from llamarl.config import RewardModelConfig
 from llamarl.errors import ModelError
 from llamarl.executors.executor import UnexpectedMessage
 from llamarl.generate.prompting import asked_turns, judged_text
@@ -21,7 +21,13 @@ class RewardModel:
     idle = True  # a group is answered as soon as it arrives
 
     def __init__(
-        self, classifier: Classifier, own: Tokenizer, spoken: Tokenizer, settings: Settings, *, judged: str = "last"
+        self,
+        classifier: Classifier,
+        own: Tokenizer,
+        spoken: Tokenizer,
+        settings: RewardModelConfig,
+        *,
+        judged: str = "last",
     ) -> None:
         self._classifier, self._own, self._spoken = classifier, own, spoken
         self._settings, self._judged = settings, judged

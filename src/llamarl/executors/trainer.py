@@ -120,7 +120,7 @@ class Trainer:
 
 
 def _report(made: Publication) -> WeightsPublished:
-    return WeightsPublished(made.version, made.checksum, made.num_bytes, made.changed)
+    return WeightsPublished(made.version, made.num_bytes, made.changed)
 
 
 def _gpu(learner: Learner) -> int:

@@ -165,7 +165,7 @@ def _number(spec: str, text: str) -> float:
     except ValueError:
         found = math.nan
     if not (math.isfinite(found) and found >= 0):
-        raise InputError(f"--answer {spec}: '{text}' is no length; write {FORMS}")
+        raise InputError(f"--answer {spec}: '{text}' is not a length; write {FORMS}")
     return found
 
 
@@ -188,7 +188,9 @@ def lognormal_with(mean: float, truncated_share: float, limit: int) -> Lengths:
     reach = NormalDist().inv_cdf(1 - min(0.999, max(1e-4, truncated_share)))
     low, high = 1e-3, 5.0  # bounds of sigma; a larger sigma gives a lower mean, since the share at the limit is fixed
     if reach <= 0:
-        raise InputError(f"lengths: {truncated_share:.0%} of the answers reach the limit; more than half tell nothing")
+        raise InputError(
+            f"lengths: {truncated_share:.0%} of the answers reach the limit; with more than half, nothing can be fitted"
+        )
     for _ in range(40):
         sigma = (low + high) / 2
         found = Lengths(f"lognormal:median={limit * math.exp(-sigma * reach):.6g},sigma={sigma:.6g},max={limit}")

@@ -20,6 +20,8 @@ _BLOCK = 1000
 
 
 class Mixture:
+    """A task that is made of weighted parts."""
+
     def __init__(self, parts: Sequence[tuple[Task, float]], *, seed: int) -> None:
         self._tasks = [task for task, _ in parts]
         self._counts = shares([weight for _, weight in parts])

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from llamarl.config import SandboxConfig as Limits
+from llamarl.config import SandboxConfig
 from llamarl.tasks.code_blocks import program_in
 from llamarl.tasks.rows import BadRow
 from llamarl.tasks.sandbox.probe import open_sandbox
@@ -107,7 +107,7 @@ def _same_number(given: float, expected: float) -> bool:
 class Examiner:
     """Runs programs against tests. The reward is 1 for passing all of them, or with `share` the share of passed tests."""
 
-    def __init__(self, sandbox: Sandbox, limits: Limits, *, share: bool) -> None:
+    def __init__(self, sandbox: Sandbox, limits: SandboxConfig, *, share: bool) -> None:
         self._sandbox, self._limits, self._share = sandbox, limits, share
 
     def score(self, completion: str, answer: str, prompt: str) -> float:
@@ -139,6 +139,6 @@ def _returned(ran: Ran, tests: Sequence[Test]) -> list[bool]:
     return [same_value(result, test.expected) for result, test in zip(ran.results, tests, strict=True)]
 
 
-def load_examiner(limits: Limits, *, share: bool) -> Scorer:
+def load_examiner(limits: SandboxConfig, *, share: bool) -> Scorer:
     """Make the code scorer. Raises ConfigError if programs cannot be run safely here."""
     return Examiner(open_sandbox(limits), limits, share=share).score

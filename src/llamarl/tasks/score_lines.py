@@ -25,6 +25,7 @@ LineResult = Judgment | str
 
 
 def score_lines(source: BinaryIO, target: TextIO, notes: TextIO, judge: Judge, scorer: str) -> None:
+    """Judge the lines of `source` and write the verdicts to `target`. Reasons for failures go to `notes`."""
     _Session(target, notes, judge, scorer).run(source)
 
 

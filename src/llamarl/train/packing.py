@@ -147,7 +147,7 @@ def _to_tensors(documents: Sequence[Document], rows: Sequence[Sequence[int]], wi
         at_N=torch.from_numpy(_concatenate(before, np.int64)),
         targets_N=torch.from_numpy(_concatenate([document.answer for document in packed], np.int64)),
         behavior_logprobs_N=_floats([document.behavior_logprobs for document in packed]),
-        advantages_N=torch.from_numpy(np.repeat([document.advantage for document in packed], sizes)).float(),
+        advantages_N=_floats([document.advantages for document in packed]),
         sequence_N=torch.from_numpy(np.repeat(np.array(order, dtype=np.int64), sizes)),
         staleness_N=torch.from_numpy(_concatenate([document.staleness for document in packed], np.int64)),
         fresh_N=torch.from_numpy(np.repeat(fresh, sizes)),

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from llamarl.algo.advantages import group_advantages
+from llamarl.algo.advantages import TOKEN_ADVANTAGES, group_advantages
 from llamarl.algo.batch import Document, document_of, make_documents
 from llamarl.config import AlgoConfig
+from llamarl.errors import OwnCodeFailed
 from llamarl.types import Completion, Rollout, RolloutGroup, bytes_to_floats, bytes_to_tokens, floats_to_bytes
 
 VERSION = 9
@@ -68,7 +69,9 @@ def test_they_hold_what_the_rollouts_hold_in_their_order(groups: list[RolloutGro
     documents = make_documents(groups, version=VERSION, algo=algo)
     assert [as_said(document) for document in documents] == expected(kept)
     worth = [advantage for group in kept for advantage in group_advantages(group.rewards)]
-    assert [document.advantage for document in documents] == pytest.approx(worth)
+    assert [document.advantages.tolist() for document in documents] == [
+        pytest.approx([one] * document.num_answer_tokens) for document, one in zip(documents, worth, strict=True)
+    ]
 
 
 MIXED = rollout_group([1, 2], [(completion([3, 4]), 1.0), (completion([5]), 0.0)], ordinal=0)
@@ -76,7 +79,7 @@ EQUAL = rollout_group([6], [(completion([7, 8, 9]), 1.0), (completion([10]), 1.0
 
 
 def advantages(groups: list[RolloutGroup], algo: AlgoConfig) -> list[float]:
-    return [document.advantage for document in make_documents(groups, version=0, algo=algo)]
+    return [float(document.advantages[0]) for document in make_documents(groups, version=0, algo=algo)]
 
 
 def test_zero_variance_groups_are_kept_with_zero_advantage_or_skipped() -> None:
@@ -127,6 +130,31 @@ def test_columns_of_other_roles_come_along() -> None:
     assert [document.columns["values"].tolist() for document in documents] == [[0.0, 0.0], [1.0]]
 
 
+def with_column(group: RolloutGroup, name: str, values: list[list[float]]) -> RolloutGroup:
+    pairs = zip(group.rollouts, values, strict=True)
+    return RolloutGroup(group.prompt, tuple(replace(one, columns={name: floats_to_bytes(own)}) for one, own in pairs))
+
+
+@pytest.mark.parametrize("group", [MIXED, EQUAL])
+def test_a_role_may_give_each_token_an_advantage_of_its_own(group: RolloutGroup) -> None:
+    values = [[0.25 * place - 0.5 for place in range(one.completion.num_tokens)] for one in group.rollouts]
+    documents = make_documents([with_column(group, TOKEN_ADVANTAGES, values)], version=0, algo=AlgoConfig())
+    assert [document.advantages.tolist() for document in documents] == values
+    assert not any(document.columns for document in documents), "it is no column for the loss to ask for by name"
+
+
+def test_a_group_whose_tokens_are_all_worth_nothing_is_skipped() -> None:
+    nothing = with_column(MIXED, TOKEN_ADVANTAGES, [[0.0, 0.0], [0.0]])
+    assert make_documents([nothing], version=0, algo=AlgoConfig()) == []
+
+
+@pytest.mark.parametrize("name", [TOKEN_ADVANTAGES, "values"])
+def test_a_column_with_too_few_values_is_refused(name: str) -> None:
+    with pytest.raises(OwnCodeFailed, match=f"column '{name}': 1 values for 2 sampled tokens"):
+        make_documents([with_column(MIXED, name, [[1.0], [1.0]])], version=0, algo=KEEP)
+
+
 def test_a_measured_completion_is_worth_nothing() -> None:
     document = document_of(MIXED.prompt, MIXED.rollouts[0].completion, version=0)
-    assert (document.tokens.tolist(), document.num_prompt_tokens, document.advantage) == ([1, 2, 3, 4], 2, 0.0)
+    assert (document.tokens.tolist(), document.num_prompt_tokens) == ([1, 2, 3, 4], 2)
+    assert document.advantages.tolist() == [0.0, 0.0]

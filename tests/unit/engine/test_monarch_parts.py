@@ -80,14 +80,14 @@ def test_an_order_to_load_waits_until_somebody_alive_has_published_the_version()
     loads, load = DeferredLoads({"generator": "trainer"}), LoadWeights(3)
     assert loads.defer("generator/0", load)
     assert loads.on_report("trainer/0", Up()) == {}
-    assert loads.on_report("trainer/0", WeightsPublished(2, "", 1, True)) == {}
-    assert loads.on_report("trainer/0", WeightsPublished(3, "", 1, True)) == {"generator/0": load}
+    assert loads.on_report("trainer/0", WeightsPublished(2, 1, True)) == {}
+    assert loads.on_report("trainer/0", WeightsPublished(3, 1, True)) == {"generator/0": load}
     assert not loads.defer("generator/1", load)
     assert not loads.defer("generator/1", LoadWeights(1)), "too old: the trainer itself refuses it"
     loads.on_death("trainer/0")
     assert loads.defer("generator/0", load)
     loads.on_death("generator/0")
-    assert loads.on_report("trainer/0", WeightsPublished(3, "", 1, True)) == {}
+    assert loads.on_report("trainer/0", WeightsPublished(3, 1, True)) == {}
 
 
 @pytest.mark.parametrize(

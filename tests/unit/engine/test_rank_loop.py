@@ -29,7 +29,7 @@ class Judge:
 
     def handle(self, message: Message) -> Iterable[Report]:
         if isinstance(message, PublishWeights):
-            return [WeightsPublished(message.version, "", 1, True)]
+            return [WeightsPublished(message.version, 1, True)]
         assert isinstance(message, WorkOnGroup)
         if message.group.ordinal == POISON:
             raise ValueError("poison")

@@ -211,7 +211,7 @@ def test_a_publication_beside_the_next_update_reads_the_weights_before_they_chan
     (report,) = trainer.handle(WorkOnBatch(0, (group(1.0, 0.0),)))
     assert isinstance(report, BatchResult)
     assert report.timings["sync_trainer_s"] > 0.05, "the step did not wait"
-    assert told == [WeightsPublished(3, "", 1, True)]
+    assert told == [WeightsPublished(3, 1, True)]
     assert torch.equal(weights.read, before)
     assert not torch.equal(base.model.lm_head.weight, before)
 

@@ -269,7 +269,7 @@ def conversation_document(seed: int) -> Document:
         num_prompt_tokens=3,
         behavior_logprobs=rng.normal(-2.5, 1.0, 5).astype(np.float32),
         staleness=np.zeros(5, dtype=np.int64),
-        advantage=float(rng.normal()),
+        advantages=np.full(5, rng.normal(), dtype=np.float32),
         given=GIVEN,
     )
 
@@ -287,7 +287,7 @@ def test_only_the_models_own_tokens_have_a_gradient() -> None:
         mask_T = torch.tensor([0, 0, *[1, 1, 0, 0, 0, 1, 1, 0, 0, 1]])
         behavior_T = torch.zeros(12).masked_scatter(mask_T.bool(), torch.from_numpy(document.behavior_logprobs))
         weight_T = (logprobs_T - behavior_T).exp().clamp(max=4.0).detach()
-        total = total - (mask_T * weight_T * document.advantage * logprobs_T).sum() / (5 * len(documents))
+        total = total - (mask_T * weight_T * float(document.advantages[0]) * logprobs_T).sum() / (5 * len(documents))
     total.backward()  # type: ignore[no-untyped-call]
     expected = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     assert_same_gradients(learner.optimizer.gradients(), expected)

@@ -53,7 +53,7 @@ def test_a_distribution_from_its_mean_and_the_share_that_was_cut_off() -> None:
     ("spec", "message"),
     [
         ("normal:5", "write fixed:N"),
-        ("fixed:many", "'many' is no length"),
+        ("fixed:many", "'many' is not a length"),
         ("lognormal:median=5,sigma=1", "max is missing"),
         ("uniform:min=9,max=3", "max is less than min"),
         ("uniform:min=9,width=3", "cannot read 'width=3'"),

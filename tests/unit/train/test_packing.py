@@ -93,7 +93,7 @@ def test_short_rows_of_a_usual_batch_are_nearly_full() -> None:
     """768 answers of about 12 to 20 tokens, as in the default job."""
     rng = np.random.default_rng(0)
     documents = [
-        Document(np.zeros(size, dtype=np.int32), 6, np.zeros(size - 6, np.float32), np.zeros(size - 6, np.int64))
+        Document(np.zeros(size, np.int32), 6, zeros := np.zeros(size - 6, np.float32), zeros.astype(np.int64), zeros)
         for size in rng.integers(12, 21, 768)
     ]
     (pack,) = make_packs(documents, 16_384, long_rows=False)

@@ -80,9 +80,9 @@ def test_death_between_the_new_letter_and_the_end_of_the_old_one_heals(
 ) -> None:
     posted(file, 0, 1, b"first")
     with monkeypatch.context() as patch:
-        patch.setattr(fd_mailbox, "_first_number", lambda box: 1 << 60)  # never takes the old one out
+        patch.setattr(fd_mailbox, "_first_number", lambda receiver: 1 << 60)  # never takes the old one out
         posted(file, 0, 2, b"second")
-    assert text_of(file, 1) == b"first", "the old letter is still the one that is seen"
+    assert text_of(file, 1) == b"first", "the old message is still the one that is seen"
     posted(file, 0, 3, b"third")
     assert text_of(file, 3) == b"third"
 

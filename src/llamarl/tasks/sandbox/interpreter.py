@@ -59,6 +59,8 @@ with os.fdopen({_RESULTS}, "w") as file:
 
 
 class Interpreter(Struct, frozen=True):
+    """A Python and the files that it needs."""
+
     command: tuple[str, ...]
     roots: tuple[str, ...]  # folders and files that programs may read: real paths, none inside another
 
@@ -96,4 +98,5 @@ def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def devices() -> tuple[str, ...]:
+    """Return the devices that programs may use."""
     return tuple(path for path in _DEVICES if os.path.exists(path))

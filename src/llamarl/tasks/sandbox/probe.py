@@ -6,7 +6,7 @@ import os
 
 from msgspec import Struct
 
-from llamarl.config import SandboxConfig as Limits
+from llamarl.config import SandboxConfig
 from llamarl.errors import ConfigError
 from llamarl.tasks.sandbox import landlock, seccomp
 from llamarl.tasks.sandbox.interpreter import find_interpreter
@@ -18,12 +18,15 @@ _TRUNCATE_ABI = 3  # first ABI that can forbid truncation, which is needed where
 
 
 class Features(Struct, frozen=True):
+    """What this machine's kernel offers for a sandbox."""
+
     machine: str
     landlock: int  # ABI version; 0 without Landlock
     seccomp: bool
 
 
 def features() -> Features:
+    """Ask the kernel what it offers."""
     machine = os.uname().machine
     known = machine in ARCHITECTURES
     return Features(machine, landlock.version() if known else 0, known and seccomp.is_known())
@@ -40,7 +43,7 @@ def missing(found: Features) -> list[str]:
     return [need for need, there in needs.items() if not there]
 
 
-def open_sandbox(limits: Limits, found: Features | None = None) -> Sandbox:
+def open_sandbox(limits: SandboxConfig, found: Features | None = None) -> Sandbox:
     """Return the strongest sandbox that works here. Raises ConfigError that names what is missing."""
     found = found or features()
     if lacking := missing(found):

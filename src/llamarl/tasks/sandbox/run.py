@@ -48,6 +48,8 @@ class Ran(NamedTuple):
 
 
 class Sandbox:
+    """Runs programs behind one kind of walls, with one interpreter and one set of limits."""
+
     def __init__(self, walls: Walls, interpreter: Interpreter, limits: SandboxConfig) -> None:
         self.walls, self._interpreter, self._limits = walls, interpreter, limits
 

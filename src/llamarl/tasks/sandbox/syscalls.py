@@ -12,6 +12,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Architecture(NamedTuple):
+    """How the kernel and the table below identify an architecture."""
+
     audit: int  # its AUDIT_ARCH number, which seccomp uses
     column: int  # its column in the table below
 
@@ -79,6 +81,7 @@ def _argument(value: int | bytes | ctypes.Array[ctypes.c_char] | None) -> object
 
 
 def checked(result: int, name: str) -> int:
+    """Return the result of a libc call. Raises OSError if it failed."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")

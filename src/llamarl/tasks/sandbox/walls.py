@@ -15,7 +15,7 @@ import resource
 import signal
 import struct
 
-from llamarl.config import SandboxConfig as Limits
+from llamarl.config import SandboxConfig
 from llamarl.tasks.sandbox import landlock, seccomp
 from llamarl.tasks.sandbox.interpreter import Interpreter, devices
 from llamarl.tasks.sandbox.syscalls import call, checked, libc
@@ -36,6 +36,8 @@ _TOP_LINKS = ("/lib", "/lib64", "/bin", "/sbin")  # links into /usr on most mach
 
 
 class Walls(enum.Enum):
+    """The kinds of walls, strongest first."""
+
     ROOT = "namespaces made by root, an unprivileged user inside"
     USER = "user, pid and mount namespaces"
     BARE = "no namespaces: no new processes, no files"
@@ -46,6 +48,7 @@ class Walls(enum.Enum):
 
 
 def walls_to_try() -> tuple[Walls, ...]:
+    """Return the kinds of walls that this user may be able to put up, strongest first."""
     return tuple(Walls) if os.geteuid() == 0 else (Walls.USER, Walls.BARE)
 
 
@@ -64,6 +67,7 @@ def enter_namespaces(walls: Walls) -> None:
 
 
 def become_unprivileged() -> None:
+    """If this process runs as root, switch to an unprivileged user without groups."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
@@ -71,7 +75,7 @@ def become_unprivileged() -> None:
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise root owns its files in /proc
 
 
-def enclose(walls: Walls, interpreter: Interpreter, limits: Limits) -> None:
+def enclose(walls: Walls, interpreter: Interpreter, limits: SandboxConfig) -> None:
     """Called in the child: put up all walls. Afterwards it can only execute the program."""
     if walls.has_namespaces:
         _enter_own_root(interpreter, limits)
@@ -95,7 +99,7 @@ def _rules(walls: Walls, interpreter: Interpreter) -> list[tuple[str, int]]:
     return [*rules, (_FOLDER, landlock.OWN)] if walls.has_namespaces else rules
 
 
-def _limit(walls: Walls, limits: Limits) -> None:
+def _limit(walls: Walls, limits: SandboxConfig) -> None:
     bounds = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: math.ceil(limits.cpu_s),
@@ -112,7 +116,7 @@ def _limit(walls: Walls, limits: Limits) -> None:
         resource.setrlimit(which, (value, value))
 
 
-def _enter_own_root(interpreter: Interpreter, limits: Limits) -> None:
+def _enter_own_root(interpreter: Interpreter, limits: SandboxConfig) -> None:
     """Make a file system in memory the root. It has a total size limit and ends with the namespace."""
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     options = f"size={max(limits.file_mb, 1)}m,nr_inodes={_MAX_FILES},mode=755"

@@ -38,6 +38,8 @@ class Reply(Struct, frozen=True):
 
 
 class ToolClient:
+    """Sends turns to one tool and collects its replies."""
+
     def __init__(self, settings: ConversationConfig, sandbox: SandboxConfig) -> None:
         self._settings, self._sandbox = settings, sandbox
         self._tool: Tool | None = load_tool(settings, sandbox) if settings.tool in IN_PROCESS else None

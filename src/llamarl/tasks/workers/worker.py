@@ -61,6 +61,7 @@ _PLAIN = Signature()  # of the built-in scorers
 
 
 def load_scorers(setup: Setup) -> dict[str, Scorer]:
+    """Load the scorers that run in workers, by name."""
     return {name: _load(name, setup) for name in setup.scorers}
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.sandboxes import SYSTEM_PYTHON, skip_without_sandbox, works
 
-from llamarl.config import RewardConfig
-from llamarl.config import SandboxConfig as Limits
+from llamarl.config import RewardConfig, SandboxConfig
 from llamarl.errors import ConfigError
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.sandbox import probe
@@ -73,7 +72,7 @@ def test_without_namespaces_programs_run_and_start_nothing() -> None:
 )
 def test_everything_missing_is_named(found: Features, named: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        open_sandbox(Limits(), found)
+        open_sandbox(SandboxConfig(), found)
     assert all(name in str(error.value) for name in named)
 
 
@@ -84,18 +83,18 @@ def test_nothing_is_missing_where_all_is_there() -> None:
 def test_an_old_landlock_is_not_enough_where_other_files_are_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "walls_to_try", lambda: (Walls.BARE,))
     with pytest.raises(ConfigError, match="Landlock ABI 3"):
-        open_sandbox(Limits(), Features("x86_64", 2, True))
+        open_sandbox(SandboxConfig(), Features("x86_64", 2, True))
 
 
 def test_an_interpreter_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sandbox\.python"):
-        open_sandbox(Limits(python="/no/such/python"))
+        open_sandbox(SandboxConfig(python="/no/such/python"))
 
 
 def test_an_interpreter_brings_its_packages_along_and_ours_has_none() -> None:
     skip_without_sandbox()
     program, problem = "import msgspec\nprint(1)", Problem("", '[{"output": "1"}]')
     for python, reward in (("", 0.0), (sys.executable, 1.0)):
-        judge = Judge(RewardConfig(scorer="code", workers=1, retries=0), sandbox=Limits(python=python))
+        judge = Judge(RewardConfig(scorer="code", workers=1, retries=0), sandbox=SandboxConfig(python=python))
         assert judge.score(program, problem).reward == reward
         judge.close()
