@@ -21,8 +21,8 @@ import numpy as np
 from pretending import GROUPS, SAMPLES, PretendedGenerator, PretendedTrainer, update_times  # beside this script
 
 from llamarl import Job
+from llamarl.builders.context import BuildContext
 from llamarl.builders.generator import build_generator
-from llamarl.builders.site import Site
 from llamarl.builders.trainer import build_trainer
 from llamarl.config.file import load_config
 from llamarl.executors.executor import Executor
@@ -63,11 +63,11 @@ class SleepingGenerator(PretendedGenerator):
         return [self.answer(self._until.pop(ordinal)[1]) for ordinal in done]
 
 
-def sleeping_generator(site: Site) -> Executor:
+def sleeping_generator(site: BuildContext) -> Executor:
     return SleepingGenerator(build_generator(site))
 
 
-def sleeping_trainer(site: Site) -> Executor:
+def sleeping_trainer(site: BuildContext) -> Executor:
     update_s = mean_group_s()
     return PretendedTrainer(build_trainer(site), lambda: time.sleep(update_s))
 

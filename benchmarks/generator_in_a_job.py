@@ -29,7 +29,7 @@ from watched import KERNELS, WATCH_FILE, shares, watched_generator  # too
 
 from llamarl import Job
 from llamarl.bench.decode import DecodeBench, DecodeCase
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.builders.trainer import build_trainer
 from llamarl.config import Config
 from llamarl.config.file import load_config
@@ -46,7 +46,7 @@ PROBLEMS = 256  # whose prompts are counted
 SHORTEST = 16  # tokens, as in `llamarl bench decode`: a rate is counted from the second burst on
 
 
-def instant_trainer(site: Site) -> Executor:
+def instant_trainer(site: BuildContext) -> Executor:
     return PretendedTrainer(build_trainer(site), lambda: None)
 
 

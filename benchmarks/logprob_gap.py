@@ -21,7 +21,7 @@ from llamarl.algo.batch import document_of
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.train.policy import Computing, load_policy
+from llamarl.train.policy import ComputeSettings, load_policy
 from llamarl.types import CompletionGroup, Problem, PromptGroup, Sampling, tokens_to_bytes
 
 PROMPTS = (
@@ -63,7 +63,7 @@ def sample(
     return done
 
 
-def gaps(folder: Path, groups: Sequence[CompletionGroup], computing: Computing) -> Tensor:
+def gaps(folder: Path, groups: Sequence[CompletionGroup], computing: ComputeSettings) -> Tensor:
     policy = load_policy(folder, computing)
     documents = [document_of(group.prompt, one, version=0) for group in groups for one in group.completions]
     packs = policy.packs(documents, same_everywhere=True)
@@ -88,7 +88,7 @@ def main() -> None:
     prompts = [Tokenizer.load(args.model).encode(text) for text in args.prompt or PROMPTS]
     groups = sample(args.model, prompts, sampling, generator, device)
     for compiled in (False, True) if device.type == "cuda" else (False,):
-        found = gaps(args.model, groups, Computing(device, trainer, compiled=compiled))
+        found = gaps(args.model, groups, ComputeSettings(device, trainer, compiled=compiled))
         print(
             f"{generator} and {trainer} on {device}, trainer {'compiled' if compiled else 'plain'}: mean |difference| "
             f"{found.mean():.2e}, largest {found.max():.2e}, over {len(found):,} tokens",

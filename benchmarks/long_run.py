@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llamarl import Job
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.config.file import load_config
 from llamarl.executors.executor import Executor
 from llamarl.messages import (
@@ -37,7 +37,7 @@ from llamarl.messages import (
     WorkOnGroup,
 )
 from llamarl.model.training_state import hash_files
-from llamarl.observe.display import Snapshot
+from llamarl.observe.display import Progress
 from llamarl.types import (
     Completion,
     CompletionGroup,
@@ -92,7 +92,7 @@ class Pretender:
         return ()
 
 
-def pretend(site: Site) -> Executor:
+def pretend(site: BuildContext) -> Executor:
     return Pretender()
 
 
@@ -106,7 +106,7 @@ class Meter:
     def progress(self, done: int, of: int) -> None:
         pass
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Progress) -> None:
         if snapshot.update % self._every == 0:
             gc.collect()
             pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -26,8 +26,8 @@ from pathlib import Path
 from pretending import GROUPS, SAMPLES, PretendedGenerator, PretendedTrainer, update_times  # beside this script
 
 from llamarl import Job
+from llamarl.builders.context import BuildContext
 from llamarl.builders.generator import build_generator
-from llamarl.builders.site import Site
 from llamarl.builders.trainer import build_trainer
 from llamarl.config.file import load_config
 from llamarl.executors.executor import Executor
@@ -96,11 +96,11 @@ class BusyGenerator(PretendedGenerator):
         return [self.answer(self._queue.popleft())]
 
 
-def busy_generator(site: Site) -> Executor:
+def busy_generator(site: BuildContext) -> Executor:
     return BusyGenerator(build_generator(site))
 
 
-def busy_trainer(site: Site) -> Executor:
+def busy_trainer(site: BuildContext) -> Executor:
     per_update = blocks(setting(TRAIN_S))
     return PretendedTrainer(build_trainer(site), lambda: compute(per_update))
 

@@ -18,9 +18,9 @@ from random import Random
 from typing import NamedTuple
 
 from llamarl.config import DatasetConfig, RewardConfig
+from llamarl.tasks.data_files import read_rows
 from llamarl.tasks.datasets import KINDS, Example
 from llamarl.tasks.judge import Judge
-from llamarl.tasks.rows import read_rows
 from llamarl.types import Problem
 
 ROOT = Path(__file__).parents[1]

@@ -27,7 +27,7 @@ from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import causal_attention
 from llamarl.tasks.registry import make_task
 from llamarl.train.learner import Learner
-from llamarl.train.policy import Computing, Policy
+from llamarl.train.policy import ComputeSettings, Policy
 
 VARIED = ["--model", "llama-3.2-1b", "--tokens", "65536", "--tokens-per-pack", "16384", "--lognormal"]
 CASES = {
@@ -112,7 +112,7 @@ def padded_update(documents: list[Document]) -> Callable[[], None]:
 
 
 def packed_update(documents: list[Document]) -> Callable[[], None]:
-    policy = Policy(load_model(load_config(None, []).model_folder), Computing(torch.device("cpu"), torch.float32))
+    policy = Policy(load_model(load_config(None, []).model_folder), ComputeSettings(torch.device("cpu"), torch.float32))
     learner = Learner(policy, aipo_loss, settings=TrainerConfig(lr=1e-6), algo=AlgoConfig(), updates=1000)
 
     def update() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from llamarl.bench.machine import KernelTimes
+from llamarl.builders.context import BuildContext
 from llamarl.builders.generator import build_generator
-from llamarl.builders.site import Site
 from llamarl.executors.executor import Executor
 from llamarl.messages import LoadWeights, Message, Report
 
@@ -104,7 +104,7 @@ class Watched:
             self._sums[f"times {name}"] += 1
 
 
-def watched_generator(site: Site) -> Executor:
+def watched_generator(site: BuildContext) -> Executor:
     return Watched(build_generator(site), Path(os.environ[WATCH_FILE]))
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from llamarl import Job
 from llamarl.algo.advantages import TOKEN_ADVANTAGES, group_advantages
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.config.file import load_config
 from llamarl.controller.default_line import default_line
 from llamarl.controller.line import Channel, Line, Role
@@ -24,7 +24,7 @@ from llamarl.types import Rollout, RolloutGroup, floats_to_bytes
 class Discounter:
     idle = True  # every message is answered at once, so there is no work in between
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: BuildContext) -> None:
         """Called in the role's own process. `site` holds the config, and the snapshot to go on from, if there is one."""
 
     def handle(self, message: Message) -> Iterable[Report]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llamarl.config import DatasetConfig, RewardConfig
+from llamarl.tasks.data_files import read_rows
 from llamarl.tasks.datasets import KINDS, Example
 from llamarl.tasks.extract import final_answer
 from llamarl.tasks.judge import Judge
-from llamarl.tasks.rows import read_rows
 from llamarl.types import Problem
 
 MIN_SHARE = 0.995  # share of the answers that must be accepted

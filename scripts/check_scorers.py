@@ -20,7 +20,7 @@ from random import Random
 from check_gold import MIN_SHARE, check, data_files
 
 from llamarl.tasks.extract import gold_answer
-from llamarl.tasks.mathematics import is_close
+from llamarl.tasks.math.quick_verdict import is_close
 from llamarl.tasks.numbers import read_number
 from llamarl.types import Problem
 

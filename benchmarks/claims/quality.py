@@ -31,7 +31,7 @@ from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.registry import make_task
 from llamarl.tasks.statistics import bootstrap
-from llamarl.train.policy import Computing
+from llamarl.train.policy import ComputeSettings
 from llamarl.types import Sampling
 
 PRECISIONS = {
@@ -54,7 +54,7 @@ def gap(config: Config, device: torch.device) -> dict[str, float]:
     prompts = [prompt_tokens(tokenizer, problem) for problem in task.evaluation(PROBLEMS, "test")]
     sampling = Sampling(samples=SAMPLES, max_new_tokens=config.generator.max_new_tokens, temperature=1.0)
     groups = sample(folder, prompts, sampling, dtype, device, Precision.of(config.generator))
-    found = gaps(folder, groups, Computing(device, dtype))
+    found = gaps(folder, groups, ComputeSettings(device, dtype))
     return {"mean_gap": float(found.mean()), "largest_gap": float(found.max()), "tokens": len(found)}
 
 

@@ -13,7 +13,7 @@ from helpers import hostile
 from helpers.processes import marked_processes, num_descriptors, watching_listeners
 
 from llamarl import Job
-from llamarl.builders.site import Builder
+from llamarl.builders.context import Builder
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.controller.books import Audit, audit

@@ -15,7 +15,7 @@ from helpers.notes import Notes
 from helpers.world import World, standard_line
 
 from llamarl import Job
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.builders.trainer import build_trainer
 from llamarl.config import ScheduleConfig
 from llamarl.config.file import load_config
@@ -59,7 +59,7 @@ def job(folder: Path, bad: Collection[int], spoil: str = "* float('nan')", *sett
 states: list[dict[str, torch.Tensor]] = []
 
 
-def recording_trainer(site: Site) -> Executor:
+def recording_trainer(site: BuildContext) -> Executor:
     """Remembers weights and optimizer state as they were before every step and after the last."""
     trainer = build_trainer(site)
     assert isinstance(trainer, Trainer)

@@ -17,7 +17,7 @@ from helpers.outside import RunningJob
 from helpers.warm import WarmProcess
 
 from llamarl import Job
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.builders.trainer import build_trainer
 from llamarl.config.file import load_config
 from llamarl.controller.books import audit
@@ -97,7 +97,7 @@ def test_a_job_that_lost_its_folder_stops_and_the_other_one_is_clean(tmp_path: P
         if how == "taken over":
             RunLock(folder).release()
 
-    def build(site: Site) -> Executor:
+    def build(site: BuildContext) -> Executor:
         return Meddler(build_trainer(site), meddle)
 
     reason = "is gone, so another job may be at work" if how == "lock removed" else "has taken over"

@@ -18,7 +18,7 @@ from rich.console import Console
 from llamarl import Job
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
-from llamarl.observe.display import Display, Lines, LiveView, Snapshot, make_display
+from llamarl.observe.display import Display, Lines, LiveView, Progress, make_display
 
 UPDATES, EXECUTORS = 8, ["generator/0", "reward/0", "trainer/0"]
 OVERRIDES = [
@@ -160,7 +160,7 @@ def test_the_summary_agrees_with_the_rows(record: Record) -> None:
 
 # What a person sees
 
-SNAPSHOT = Snapshot(
+SNAPSHOT = Progress(
     update=3,
     updates=10,
     metrics={"reward": 0.625, "staleness_mean": 0.75, "staleness_max": 1.0},

@@ -24,7 +24,7 @@ from llamarl.model.transformer import Transformer, causal_attention, fuse, rope_
 from llamarl.tasks.registry import make_task
 from llamarl.tasks.scorers import exact
 from llamarl.train.attention import MaskedDocuments
-from llamarl.train.head import Head, fused_loss
+from llamarl.train.lm_head import Head, fused_loss
 from llamarl.train.packing import make_packs
 
 UPDATES = 20

@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 from torch import Tensor
 
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
-from llamarl.generate.sampling import least_kept, sample_tokens, uniform_draws
+from llamarl.generate.sampling import filter_threshold, sample_tokens, uniform_draws
 from llamarl.model import ops
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer, causal_attention
@@ -174,11 +174,11 @@ def test_reading_shared_prompts_once_changes_nothing(
         for i in range(40)
     ]
     model = model_on(device)
-    monkeypatch.setattr("llamarl.generate.device._SHARING_BYTES", 1)
+    monkeypatch.setattr("llamarl.generate.device_runner._SHARING_BYTES", 1)
     together = decoder_of(model, slots=slots)
     found = finish(together, groups)
     assert any(key[-1] for key in together._device._graphs._captured if key[0] == "decode"), "nothing was shared"  # type: ignore[index]
-    monkeypatch.setattr("llamarl.generate.device._SHARING_BYTES", 10**12)
+    monkeypatch.setattr("llamarl.generate.device_runner._SHARING_BYTES", 10**12)
     alone = decoder_of(model, slots=slots)
     assert agreement(found, finish(alone, groups)) >= 0.98
     assert not any(key[-1] for key in alone._device._graphs._captured if key[0] == "decode")  # type: ignore[index]
@@ -286,7 +286,7 @@ def test_frequencies_match_probabilities(filters: dict[str, float], device: torc
         hidden = model(torch.tensor([[5, 3]], device=device), torch.arange(2, device=device)[None], causal_attention)
         scores_1V = model.logits(hidden[:, -1])
     knobs = {name: torch.tensor([value], device=device) for name, value in asdict(group.sampling).items()}
-    least = least_kept(scores_1V, knobs)
+    least = filter_threshold(scores_1V, knobs)
     expected = torch.softmax(scores_1V.masked_fill(scores_1V < least[:, None], -torch.inf), -1)[0].cpu() * samples
     counted = torch.bincount(found, minlength=SHAPE.vocab_size).float()
     assert counted[expected == 0].sum() == 0

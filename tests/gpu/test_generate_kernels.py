@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llamarl.generate.attention import Readings, attend_pages, members_of_reading
 from llamarl.generate.kv_cache import PagedCache, Pages
-from llamarl.generate.sampling import least_kept, sample_tokens, seed_state, uniform_draws
+from llamarl.generate.sampling import filter_threshold, sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.model import ops
 from llamarl.model.quantize import FP8
@@ -226,8 +226,8 @@ def test_what_the_filters_leave(vocabulary: int, device: torch.device) -> None:
     temperatures[:rows] = torch.where(temperatures[:rows] == 0, 1.0, temperatures[:rows])
     sampling = state.sampling_of(slots_B)
     scaled_BV = logits_BV / sampling["temperature"][:, None]
-    expected_B = least_kept(scaled_BV, sampling)
-    found_B = kernels.least_kept(logits_BV, slots_B, state)
+    expected_B = filter_threshold(scaled_BV, sampling)
+    found_B = kernels.filter_threshold(logits_BV, slots_B, state)
     kept, expected = scaled_BV >= found_B[:, None], scaled_BV >= expected_B[:, None]
     assert (kept.sum(1) - expected.sum(1)).abs().max() <= 1  # a border of top-p, where sums round
     assert (kept == expected).all(dim=1).float().mean() > 0.9

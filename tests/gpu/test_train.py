@@ -13,10 +13,10 @@ from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
-from llamarl.train.head import Head, fused_loss
 from llamarl.train.learner import Learner
+from llamarl.train.lm_head import Head, fused_loss
 from llamarl.train.optimizer import AdamW
-from llamarl.train.policy import Computing, Policy, parallelize_for
+from llamarl.train.policy import ComputeSettings, Policy, parallelize_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -46,7 +46,7 @@ def calm_model() -> Transformer:
 
 
 def gpu_learner(dtype: torch.dtype = torch.bfloat16, *, offload: bool = False, **how: object) -> Learner:
-    computing = Computing(GPU, dtype, **how)  # type: ignore[arg-type]
+    computing = ComputeSettings(GPU, dtype, **how)  # type: ignore[arg-type]
     model = calm_model().to(GPU, computing.weight_dtype)
     parallelize_for(model, computing)
     settings = TrainerConfig(lr=1e-3, warmup_updates=0, offload=offload)

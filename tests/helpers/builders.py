@@ -10,8 +10,8 @@ from random import Random
 
 from torch import Tensor
 
+from llamarl.builders.context import BuildContext
 from llamarl.builders.reward import build_reward
-from llamarl.builders.site import Site
 from llamarl.builders.trainer import build_trainer
 from llamarl.executors.executor import Executor
 from llamarl.executors.trainer import Trainer
@@ -50,7 +50,7 @@ class HashingTrainer:
         return self._trainer.work()
 
 
-def hashing_trainer(site: Site) -> Executor:
+def hashing_trainer(site: BuildContext) -> Executor:
     trainer = build_trainer(site)
     assert isinstance(trainer, Trainer)
     return HashingTrainer(trainer)
@@ -81,5 +81,5 @@ class PermutedReward:
         return RolloutGroup(group.prompt, tuple(Rollout(rollout.completion, reward) for rollout, reward in pairs))
 
 
-def permuted_reward(site: Site) -> Executor:
+def permuted_reward(site: BuildContext) -> Executor:
     return PermutedReward(build_reward(site), site.config.seed)

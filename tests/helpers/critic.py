@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.executors.executor import Executor, UnexpectedMessage
 from llamarl.messages import BatchResult, Message, Report, SaveState, StateSaved, WorkOnBatch
 from llamarl.model.training_state import hash_file
@@ -54,5 +54,5 @@ class Critic:
         )
 
 
-def build_critic(site: Site) -> Executor:
+def build_critic(site: BuildContext) -> Executor:
     return Critic()

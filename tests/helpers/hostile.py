@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from llamarl.builders.context import BuildContext
 from llamarl.builders.generator import build_generator
 from llamarl.builders.reward import build_reward
-from llamarl.builders.site import Site
 from llamarl.builders.trainer import build_trainer
 from llamarl.engine.envelope import Envelope, encode
 from llamarl.executors.executor import Executor
@@ -120,22 +120,24 @@ class Misbehaving:
         return self._honest.idle
 
 
-def _misbehaving(site: Site, build: Callable[[Site], Executor], trigger: Callable[[Message], bool]) -> Executor:
+def _misbehaving(
+    site: BuildContext, build: Callable[[BuildContext], Executor], trigger: Callable[[Message], bool]
+) -> Executor:
     deed = next_deed(site.executor)
     if deed == "never_up":
         time.sleep(LONG_S)
     return Misbehaving(build(site), deed, trigger)
 
 
-def misbehaving_generator(site: Site) -> Executor:
+def misbehaving_generator(site: BuildContext) -> Executor:
     return _misbehaving(site, build_generator, lambda message: isinstance(message, WorkOnGroup))
 
 
-def misbehaving_reward(site: Site) -> Executor:
+def misbehaving_reward(site: BuildContext) -> Executor:
     return _misbehaving(site, build_reward, lambda message: isinstance(message, WorkOnGroup))
 
 
-def misbehaving_trainer(site: Site) -> Executor:
+def misbehaving_trainer(site: BuildContext) -> Executor:
     """A trainer that misbehaves at its second update at the earliest, so that there is something to lose."""
     return _misbehaving(site, build_trainer, lambda message: isinstance(message, WorkOnBatch) and message.update == 1)
 
@@ -143,7 +145,7 @@ def misbehaving_trainer(site: Site) -> Executor:
 class LeaseKeeper:
     """A generator that stops forever while it loads weights."""
 
-    def __init__(self, honest: Executor, site: Site) -> None:
+    def __init__(self, honest: Executor, site: BuildContext) -> None:
         self._honest, self._site = honest, site
 
     def handle(self, message: Message) -> Iterable[Report]:
@@ -167,7 +169,7 @@ def _lease_kept() -> Path:
     return Path(os.environ[PLAN_FOLDER]) / "lease_kept"
 
 
-def generator_that_may_keep_its_lease(site: Site) -> Executor:
+def generator_that_may_keep_its_lease(site: BuildContext) -> Executor:
     """A generator that may keep its lease. The honest replica waits for that; otherwise it could end a short job first."""
     honest = build_generator(site)
     if next_deed(site.executor) == "keeps_lease":
@@ -182,7 +184,7 @@ class PairedReward:
 
     idle = True
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: BuildContext) -> None:
         self._honest, self._rank = build_reward(site), site.rank
         rank = f"{site.executor}-rank{site.rank}"
         self._deed = next_deed(rank)
@@ -204,7 +206,7 @@ class PairedReward:
         return ()
 
 
-def paired_reward(site: Site) -> Executor:
+def paired_reward(site: BuildContext) -> Executor:
     assert site.num_ranks == dist.get_world_size() == 2
     group = dist.group.WORLD
     assert group is not None
@@ -226,7 +228,7 @@ class Failing:
         return ()
 
 
-def failing_executor(site: Site) -> Executor:
+def failing_executor(site: BuildContext) -> Executor:
     return Failing()
 
 
@@ -242,5 +244,5 @@ class Idle:
         return ()
 
 
-def idle_executor(site: Site) -> Executor:
+def idle_executor(site: BuildContext) -> Executor:
     return Idle()

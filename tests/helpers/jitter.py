@@ -6,9 +6,9 @@ import random
 import time
 from collections.abc import Iterable
 
+from llamarl.builders.context import BuildContext
 from llamarl.builders.generator import build_generator
 from llamarl.builders.reward import build_reward
-from llamarl.builders.site import Site
 from llamarl.builders.trainer import build_trainer
 from llamarl.executors.executor import Executor
 from llamarl.messages import Message, Report
@@ -33,13 +33,13 @@ class Jittery:
         return self._executor.work()
 
 
-def jittery_generator(site: Site) -> Executor:
+def jittery_generator(site: BuildContext) -> Executor:
     return Jittery(build_generator(site), time.time())
 
 
-def jittery_reward(site: Site) -> Executor:
+def jittery_reward(site: BuildContext) -> Executor:
     return Jittery(build_reward(site), time.time())
 
 
-def jittery_trainer(site: Site) -> Executor:
+def jittery_trainer(site: BuildContext) -> Executor:
     return Jittery(build_trainer(site), time.time())

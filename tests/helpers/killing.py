@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.builders.trainer import build_trainer
 from llamarl.executors.executor import Executor
 from llamarl.messages import Message, Report, WorkOnBatch
@@ -41,7 +41,7 @@ class KillAt:
     def __init__(self, update: int) -> None:
         self._update = update
 
-    def __call__(self, site: Site) -> Executor:
+    def __call__(self, site: BuildContext) -> Executor:
         return MortalTrainer(build_trainer(site), self._update)
 
 
@@ -76,7 +76,7 @@ class CopyAtEach:
     def __init__(self, run: Path, copies: Path) -> None:
         self._run, self._copies = run, copies
 
-    def __call__(self, site: Site) -> Executor:
+    def __call__(self, site: BuildContext) -> Executor:
         return CopiedTrainer(build_trainer(site), self._run, self._copies)
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from llamarl.builders.context import BuildContext
 from llamarl.builders.generator import build_generator
-from llamarl.builders.site import Site
 from llamarl.executors.executor import Executor
 from llamarl.messages import Message, Report
 
@@ -33,5 +33,5 @@ class Paced:
         return self._honest.work()
 
 
-def paced_generator(site: Site) -> Executor:
+def paced_generator(site: BuildContext) -> Executor:
     return Paced(build_generator(site))

@@ -25,7 +25,7 @@ from llamarl.model.training_state import POLICY
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import TrainerMesh, make_mesh
-from llamarl.train.policy import Computing, load_policy
+from llamarl.train.policy import ComputeSettings, load_policy
 from llamarl.train.shards import owned_shards
 from llamarl.train.state import TrainingState, gather, load_masters, restore
 
@@ -34,7 +34,7 @@ UPDATES = 3
 
 
 def make_learner(folder: Path, mesh: TrainerMesh, dtype: torch.dtype = torch.float32, **how: object) -> Learner:
-    policy = load_policy(folder, Computing(CPU, dtype, mesh, **how))  # type: ignore[arg-type]
+    policy = load_policy(folder, ComputeSettings(CPU, dtype, mesh, **how))  # type: ignore[arg-type]
     settings = TrainerConfig(lr=1e-2, warmup_updates=0, max_grad_norm=0.5)
     learner = Learner(policy, aipo_loss, settings=settings, algo=AlgoConfig(), updates=10)
     load_masters(policy.model, learner.optimizer, folder)
@@ -79,7 +79,7 @@ def gradients(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
 
 def sequence_loss(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """A loss over whole sequences, with all optional terms."""
-    policy = load_policy(folder / "model", Computing(CPU, torch.float32, mesh, temperature=0.7))
+    policy = load_policy(folder / "model", ComputeSettings(CPU, torch.float32, mesh, temperature=0.7))
     algo = AlgoConfig(loss="gspo", gspo_low=0.5, gspo_high=0.5, entropy=0.1, reference_kl=0.2)
     learner = Learner(policy, gspo_loss, settings=TrainerConfig(), algo=algo, updates=10)
     documents = [

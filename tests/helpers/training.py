@@ -14,7 +14,7 @@ from llamarl.algo.losses import Loss, aipo_loss, objective
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.train.learner import Learner
-from llamarl.train.policy import Computing, Policy, parallelize_for
+from llamarl.train.policy import ComputeSettings, Policy, parallelize_for
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def make_test_documents(count: int, seed: int = 0) -> list[Document]:
 def cpu_learner(
     model: Transformer | None = None, loss: Loss = aipo_loss, algo: AlgoConfig | None = None, **computing: object
 ) -> Learner:
-    how = Computing(CPU, torch.float32, **computing)  # type: ignore[arg-type]
+    how = ComputeSettings(CPU, torch.float32, **computing)  # type: ignore[arg-type]
     policy = Policy(model or lively_model(), how)
     parallelize_for(policy.model, how)
     return Learner(policy, loss, settings=TrainerConfig(lr=1e-3), algo=algo or AlgoConfig(), updates=10)

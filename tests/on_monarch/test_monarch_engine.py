@@ -17,7 +17,7 @@ from helpers.killing import TINY
 from helpers.processes import is_alive, marked_processes, wait_until, watching_listeners
 
 from llamarl import Job
-from llamarl.builders.site import Builder
+from llamarl.builders.context import Builder
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.controller.books import audit

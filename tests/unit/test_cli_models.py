@@ -16,7 +16,7 @@ from llamarl.cli.devices import describe_device, device_or_refuse
 from llamarl.config import Config
 from llamarl.errors import InputError
 from llamarl.jobs.job import Job
-from llamarl.observe.display import Quiet, Snapshot, panel_of
+from llamarl.observe.display import Progress, Quiet, panel_of
 
 TINY = Config().model_folder
 SHORT = ["engine=inline", "schedule.updates=1", "schedule.groups_per_update=2", "generator.slots=16"]
@@ -118,7 +118,7 @@ def test_a_measure_has_its_right_name_everywhere(scorer: str, name: str, tmp_pat
 
 
 def test_the_live_view_names_what_is_measured() -> None:
-    snapshot = Snapshot(
+    snapshot = Progress(
         update=1,
         updates=2,
         metrics={},

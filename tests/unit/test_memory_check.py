@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 from helpers.cli import llamarl
 
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.builders.trainer import build_trainer
 from llamarl.config import Config
 from llamarl.config.file import load_config
@@ -52,7 +52,9 @@ def test_the_trainer_takes_what_the_check_says() -> None:
     config = load_config(None, ["trainer.device=cpu", "generator.device=cpu"])
     slots = {"trainer": SlotFile()}
     trainer = build_trainer(
-        Site(config, "trainer/0", slots, default_line(config).weights_source, first_gpus={"trainer": 0, "generator": 1})
+        BuildContext(
+            config, "trainer/0", slots, default_line(config).weights_source, first_gpus={"trainer": 0, "generator": 1}
+        )
     )
     assert isinstance(trainer, Trainer)
     optimizer = trainer.learner.optimizer

@@ -24,7 +24,7 @@ from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.errors import InputError
 from llamarl.model_spec import ModelSpec, shape_named
 from llamarl.train.learner import Learner
-from llamarl.train.policy import Computing, random_policy
+from llamarl.train.policy import ComputeSettings, random_policy
 from llamarl.train.speed import datasheet_tflops, measured_tflops, synchronize, training_flops
 
 WARM_UP = 3
@@ -78,7 +78,7 @@ def prepare(bench: TrainBench, shape: ModelSpec | None = None) -> tuple[Learner,
     """A learner and its documents; the shape is the one given, or else the one that `bench.model` names."""
     shape, device = shape or shape_named(bench.model), torch.device(bench.device)
     documents = make_documents(shape, bench)
-    computing = Computing(
+    computing = ComputeSettings(
         device,
         getattr(torch, bench.dtype) if device.type == "cuda" else torch.float32,
         recompute=bench.recompute,

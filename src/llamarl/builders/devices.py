@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.config import Config
 from llamarl.controller.line import index_of, role_of
 from llamarl.errors import ConfigError
@@ -30,7 +30,7 @@ def dtype_of(setting: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def gpu_for(site: Site) -> int:
+def gpu_for(site: BuildContext) -> int:
     """The number of the GPU that this rank takes on its host, if its setting says `auto`."""
     if site.gpu is not None:
         return site.gpu

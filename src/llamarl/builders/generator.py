@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, dtype_of, gpu_for
-from llamarl.builders.site import Site
 from llamarl.builders.weights import make_weight_reader, wire_precision
 from llamarl.executors.executor import Executor
 from llamarl.executors.generator import Generator
@@ -18,7 +18,7 @@ from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer
 
 
-def build_generator(site: Site) -> Executor:
+def build_generator(site: BuildContext) -> Executor:
     config, settings = site.config, site.config.generator
     part = TensorRank(site.rank, site.num_ranks)
     device = device_of("generator.device", settings.device, gpu_for(site))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from llamarl.builders.computing import computing_of
+from llamarl.builders.compute import compute_settings
+from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, gpu_for
-from llamarl.builders.site import Site
 from llamarl.executors.executor import Executor
 from llamarl.executors.reference import Reference
 from llamarl.train.mesh import make_mesh
 from llamarl.train.policy import load_policy
 
 
-def build_reference(site: Site) -> Executor:
+def build_reference(site: BuildContext) -> Executor:
     config = site.config
     device = device_of("reference.device", config.reference.device, gpu_for(site))
     mesh = make_mesh(config.reference.data, config.reference.tensor, site.rank, device)
-    return Reference(load_policy(config.reference_folder, computing_of(config, device, mesh)))
+    return Reference(load_policy(config.reference_folder, compute_settings(config, device, mesh)))

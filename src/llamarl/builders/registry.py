@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 
+from llamarl.builders.context import Builder
 from llamarl.builders.generator import build_generator
 from llamarl.builders.reference import build_reference
 from llamarl.builders.reward import build_reward
 from llamarl.builders.reward_model import build_reward_model
-from llamarl.builders.site import Builder
 from llamarl.builders.trainer import build_trainer
 from llamarl.errors import ConfigError
 from llamarl.plugins import load_function

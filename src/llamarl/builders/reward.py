@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.executors.executor import Executor
 from llamarl.executors.reward import Reward
 from llamarl.model.tokenizer import Tokenizer
@@ -10,7 +10,7 @@ from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
 
 
-def build_reward(site: Site) -> Executor:
+def build_reward(site: BuildContext) -> Executor:
     config = site.config
     judge = Judge.of(config, own_scorers(config.task), given=site.given)
     judge.prepare()

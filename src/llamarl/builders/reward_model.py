@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, dtype_of, gpu_for
-from llamarl.builders.site import Site
 from llamarl.config import Config
 from llamarl.errors import ModelError
 from llamarl.executors.executor import Executor
@@ -14,7 +14,7 @@ from llamarl.model.classifier import load_classifier, open_classifier
 from llamarl.model.tokenizer import Tokenizer
 
 
-def build_reward_model(site: Site) -> Executor:
+def build_reward_model(site: BuildContext) -> Executor:
     config, settings = site.config, site.config.reward_model
     device = device_of("reward_model.device", settings.device, gpu_for(site))
     folder = reward_model_folder(config)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from llamarl.builders.computing import computing_of
+from llamarl.builders.compute import compute_settings
+from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, gpu_for
 from llamarl.builders.loss import make_loss
-from llamarl.builders.site import Site
 from llamarl.builders.weights import make_weight_writer
 from llamarl.executors.executor import Executor
 from llamarl.executors.trainer import Trainer
@@ -17,12 +17,12 @@ from llamarl.train.reference import HostedReference
 from llamarl.train.state import load_masters, restore
 
 
-def build_trainer(site: Site) -> Executor:
+def build_trainer(site: BuildContext) -> Executor:
     config = site.config
     folder = site.snapshot / POLICY if site.snapshot else config.model_folder
     device = device_of("trainer.device", config.trainer.device, gpu_for(site))
     mesh = make_mesh(config.trainer.data, config.trainer.tensor, site.rank, device)
-    computing = computing_of(config, device, mesh)
+    computing = compute_settings(config, device, mesh)
     policy = load_policy(folder, computing)
     learner = Learner(
         policy, make_loss(config), settings=config.trainer, algo=config.algo, updates=config.schedule.updates

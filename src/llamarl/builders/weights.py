@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, dtype_of, generator_devices, trainer_devices
-from llamarl.builders.site import Site
 from llamarl.config import Config
 from llamarl.controller.line import role_of
 from llamarl.messages import ReaderStuck
@@ -24,7 +24,7 @@ from llamarl.weights.transport import WeightReader, WeightWriter
 from llamarl.weights.wire import WireFormat
 
 
-def make_weight_writer(site: Site, policy: Policy) -> WeightWriter:
+def make_weight_writer(site: BuildContext, policy: Policy) -> WeightWriter:
     """This rank's part of every publication: in device memory where all readers reach it, otherwise in host memory; or, for
     readers on other hosts, in its own memory, from which they pull."""
     shards = owned_shards(policy.model)
@@ -48,7 +48,7 @@ def make_weight_writer(site: Site, policy: Policy) -> WeightWriter:
     )
 
 
-def make_weight_reader(site: Site, held: Parameters, device: torch.device) -> WeightReader:
+def make_weight_reader(site: BuildContext, held: Parameters, device: torch.device) -> WeightReader:
     if site.rendezvous is None:
         return SlotReader(site.slots[site.weights_source[role_of(site.executor)]], held)
     return RendezvousReader(

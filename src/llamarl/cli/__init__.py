@@ -10,6 +10,7 @@ import typer
 from llamarl import __version__
 from llamarl.cli.bench import bench
 from llamarl.cli.cluster import certs_command, worker_command
+from llamarl.cli.help_format import SETTINGS, USAGE_ERROR, WholeSentenceHelp, describe_usage_error
 from llamarl.cli.models import eval_command, generate_command, import_gguf_command
 from llamarl.cli.plan import plan_command, simulate_command
 from llamarl.cli.records import audit_command, replay_command
@@ -17,14 +18,13 @@ from llamarl.cli.score import score_command
 from llamarl.cli.settings import config_command
 from llamarl.cli.train import train_command
 from llamarl.cli.transfer import plan_transfer_command
-from llamarl.cli.whole_help import SETTINGS, USAGE_ERROR, WholeSentences, describe_usage_error
 from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
 
 app = typer.Typer(
     name="llamarl",
     help="Asynchronous reinforcement learning for language models.",
-    cls=WholeSentences,
+    cls=WholeSentenceHelp,
     context_settings=SETTINGS,
     add_completion=False,
     pretty_exceptions_enable=False,

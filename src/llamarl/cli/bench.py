@@ -11,13 +11,13 @@ import msgspec
 import typer
 
 from llamarl.cli.devices import DeviceOption, device_or_refuse
+from llamarl.cli.help_format import SETTINGS, WholeSentenceHelp
 from llamarl.cli.transfer import GeneratorOption, ModelOption, TrainerOption
-from llamarl.cli.whole_help import SETTINGS, WholeSentences
 from llamarl.errors import InputError
 
 bench = typer.Typer(
     help="Measure the parts on this machine.",
-    cls=WholeSentences,
+    cls=WholeSentenceHelp,
     context_settings=SETTINGS,
     rich_markup_mode=None,
     invoke_without_command=True,

@@ -13,7 +13,7 @@ from llamarl.controller.replay import replay
 from llamarl.errors import InputError
 from llamarl.io.record_log import segment_files
 from llamarl.observe.event_log import event_files, read_events
-from llamarl.observe.report import resume_command
+from llamarl.observe.final_report import resume_command
 from llamarl.observe.run_folder import LEDGER
 
 _UNFINISHED = 4  # exit code of `audit`

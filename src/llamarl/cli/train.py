@@ -13,7 +13,7 @@ from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.engine.local.fork_server import fork_server_ahead
 from llamarl.errors import InputError, Interrupted, JobFailed
-from llamarl.observe.report import resume_command
+from llamarl.observe.final_report import resume_command
 from llamarl.observe.run_folder import CONFIG, dated_run_folder
 
 
@@ -53,7 +53,7 @@ def _train(config: Config, folder: Path, *, resume: bool, quiet: bool) -> None:
     from llamarl.engine.driver import INTERRUPTED
     from llamarl.jobs.job import Job
     from llamarl.observe.display import make_display
-    from llamarl.observe.report import print_report
+    from llamarl.observe.final_report import print_report
 
     console = Console()
     job = None if resume else Job(config)

@@ -18,7 +18,7 @@ import torch
 from llamarl.config import Config, GeneratorConfig
 from llamarl.errors import ConfigError
 from llamarl.generate.attention import members_of_reading
-from llamarl.generate.device import Burst, DeviceSide
+from llamarl.generate.device_runner import Burst, DeviceRunner
 from llamarl.generate.kv_cache import PagedCache, page_bytes
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
 from llamarl.generate.scheduler import NOBODY, GroupUnderway, Key, Running, Scheduler, Sequence, make_batch
@@ -153,7 +153,7 @@ class ContinuousDecoder:
         )
         steps = Steps(model, cache, state, table_SP, seed=seed, length=padded_tokens(limits.length))
         self.model, self.limits, self._recompute, self._version = model, limits, recompute, -1
-        self._device = DeviceSide(steps, graphs=graphs)
+        self._device = DeviceRunner(steps, graphs=graphs)
         self._schedule = Scheduler(limits.slots, PagePool(num_pages), limits.page_tokens)
         self._members = members_of_reading(model.shape.num_heads // model.shape.num_kv_heads)
         self._eos_ids = frozenset(eos_ids)

@@ -63,7 +63,7 @@ def sample_tokens(
     greedy_B = temperature_B == 0
     scaled_BV = logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
     if filtered:
-        least_B = torch.where(greedy_B, -torch.inf, least_kept(scaled_BV, sampling))
+        least_B = torch.where(greedy_B, -torch.inf, filter_threshold(scaled_BV, sampling))
         scaled_BV = scaled_BV.masked_fill(scaled_BV < least_B[:, None], -torch.inf)
     logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
     cumulative_BV = logprobs_BV.double().exp().cumsum(dim=-1)
@@ -74,7 +74,7 @@ def sample_tokens(
     return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
 
 
-def least_kept(scaled_BV: Tensor, sampling: SamplingColumns) -> Tensor:
+def filter_threshold(scaled_BV: Tensor, sampling: SamplingColumns) -> Tensor:
     """The smallest score of each row that may still be drawn. Tokens with equal scores are kept or dropped together.
 
     top-k keeps the k likeliest tokens; of these, top-p keeps the fewest likeliest whose probabilities reach p; of these,

@@ -1,4 +1,4 @@
-"""Triton kernels of sampling, each the twin of a plain function: filters (`sampling.least_kept`), and drawing with the
+"""Triton kernels of sampling, each the twin of a plain function: filters (`sampling.filter_threshold`), and drawing with the
 bookkeeping of slots (`sampling.sample_tokens`, `SlotState.advance`). Imported only where a GPU decodes.
 """
 
@@ -314,7 +314,7 @@ def _least_kept(
     tl.store(least_ptr + row, least)
 
 
-def least_kept(logits_BV: Tensor, slots_B: Tensor, state: SlotState) -> Tensor:
+def filter_threshold(logits_BV: Tensor, slots_B: Tensor, state: SlotState) -> Tensor:
     """The smallest scaled score of each row that may still be drawn."""
     least_B = torch.empty(len(logits_BV), dtype=torch.float32, device=logits_BV.device)
     kept_BN = torch.empty(len(logits_BV), _NEAR, dtype=torch.float32, device=logits_BV.device)
@@ -343,7 +343,7 @@ def sample_and_advance(
     rows, vocabulary = logits_BV.shape
     blocks = triton.cdiv(vocabulary, _VOCABULARY_BLOCK)
     temperatures = state.sampling["temperature"]
-    least_B = least_kept(logits_BV, slots_B, state) if filtered else temperatures
+    least_B = filter_threshold(logits_BV, slots_B, state) if filtered else temperatures
     sums, largest = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits_BV.device)
     where = torch.empty(rows, blocks, dtype=torch.int32, device=logits_BV.device)
     _summarize[(rows, blocks)](

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.controller.line import role_of
 from llamarl.engine.engine import Engine
 from llamarl.engine.gpu_numbers import first_gpus
@@ -42,7 +42,7 @@ def _build(
     def log(text: str) -> None:
         run_folder.log(executor, text)
 
-    site = Site(
+    site = BuildContext(
         job.config,
         executor,
         slots,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llamarl.builders.context import Builder
 from llamarl.builders.registry import BUILDERS
-from llamarl.builders.site import Builder
 from llamarl.config import Config
 from llamarl.config.file import check_config, load_config
 from llamarl.controller.default_line import default_line

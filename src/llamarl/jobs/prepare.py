@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llamarl.builders.computing import check_training
+from llamarl.builders.compute import check_training
+from llamarl.builders.context import Builder
 from llamarl.builders.devices import describe_devices, device_of
 from llamarl.builders.loss import check_loss
 from llamarl.builders.registry import builder_reference
 from llamarl.builders.reward_model import check_reward_model
-from llamarl.builders.site import Builder
 from llamarl.builders.weights import weight_transport
 from llamarl.config import Config
 from llamarl.controller.line import Line
@@ -23,7 +23,7 @@ from llamarl.jobs.memory_check import check_memory
 from llamarl.jobs.model_check import check_model
 from llamarl.jobs.task_check import check_tool, prepare_prompts
 from llamarl.observe.advice import advice_before
-from llamarl.observe.tensorboard import check_board
+from llamarl.observe.loggers import check_loggers
 from llamarl.tasks.task import Prompter
 
 
@@ -65,7 +65,7 @@ def prepare_job(
     gpus = first_gpus(line, config.placement)
     weight_transport(config, gpus, can_reach=lambda reader, writer: True)
     memory_notes = check_memory(config)
-    check_board(config.observe)
+    check_loggers(config.observe)
     check_loss(config)
     prompts = prepare_prompts(config, tokenizer, given, task)
     check_tool(config, tokenizer, prompts.group(0).problem)

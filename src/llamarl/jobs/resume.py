@@ -21,7 +21,7 @@ from llamarl.jobs.recover import read_books, recover
 from llamarl.jobs.run import run_job
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.observe.display import Display
-from llamarl.observe.report import resume_command
+from llamarl.observe.final_report import resume_command
 from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, SUMMARY, RunFolder
 from llamarl.observe.run_lock import RunLock
 from llamarl.observe.starts import Starts

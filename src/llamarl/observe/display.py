@@ -15,7 +15,7 @@ from rich.text import Text
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-class Snapshot(Struct, frozen=True):
+class Progress(Struct, frozen=True):
     """The state of a job after an update. Tokens and time count from this start of the job."""
 
     update: int
@@ -52,7 +52,7 @@ class Display(Protocol):
     def progress(self, done: int, of: int) -> None:
         """Show, before the first update, how many of the answers it needs are scored."""
 
-    def update(self, snapshot: Snapshot) -> None: ...
+    def update(self, snapshot: Progress) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -65,7 +65,7 @@ class Quiet:
     def progress(self, done: int, of: int) -> None:
         pass
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Progress) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -87,7 +87,7 @@ class Lines:
         if self._is_time():
             self._console.print(progress_of(done, of), highlight=False, soft_wrap=True)
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Progress) -> None:
         if self._is_time() or not self._began or snapshot.update == snapshot.updates:
             self._began = True
             self._console.print(line_of(snapshot), highlight=False, soft_wrap=True)
@@ -115,7 +115,7 @@ class LiveView:
     def progress(self, done: int, of: int) -> None:
         self._live.update(Text(progress_of(done, of)))
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Progress) -> None:
         self._live.update(panel_of(snapshot))
 
     def note(self, text: str) -> None:
@@ -146,7 +146,7 @@ def answers_of(metrics: dict[str, float]) -> str:
     )
 
 
-def line_of(snapshot: Snapshot) -> str:
+def line_of(snapshot: Progress) -> str:
     """A snapshot as one line of text."""
     metrics = snapshot.metrics
     waiting = " ".join(f"{executor} {share:.0%}" for executor, share in snapshot.waiting.items())
@@ -171,7 +171,7 @@ def without_reply(failures: int, timeouts: int) -> str:
     return f"tools {failures} failed, {timeouts} late  " if failures or timeouts else ""
 
 
-def panel_of(snapshot: Snapshot) -> Group:
+def panel_of(snapshot: Progress) -> Group:
     """A snapshot as a panel for the live view."""
     metrics = snapshot.metrics
     facts = Table.grid(padding=(0, 3))

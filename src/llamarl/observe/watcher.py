@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from llamarl.config import Config
 from llamarl.observe.advice import Advisor
-from llamarl.observe.display import Display, Snapshot
+from llamarl.observe.display import Display, Progress
+from llamarl.observe.loggers import make_loggers
 from llamarl.observe.run_folder import TIMELINE, RunFolder
 from llamarl.observe.summary import Summary, Tally
-from llamarl.observe.tensorboard import make_board
 from llamarl.observe.timeline import Span, Timeline
 from llamarl.types import GroupFacts
 
@@ -35,7 +35,7 @@ class Watcher:
     ) -> None:
         self._config, self._folder, self._display = config, folder, display
         self._first_role, self._last_group_role, self._last_role = first_role, last_group_role, last_role
-        self._board = make_board(config.observe, folder.path)
+        self._loggers = make_loggers(config.observe, folder.path)
         self.tally, self.timeline = tally, Timeline()
         self._start_s, self._started_at = time.monotonic(), time.time()
         self._training_s: tuple[float, float] | None = None  # times of the first finished group and of the last update
@@ -84,7 +84,8 @@ class Watcher:
         self.tally.add_update(update, metrics)
         self._display.update(self._snapshot(metrics, now_s))
         self._last_update_s = now_s
-        self._board.add(update, {**metrics, **(timings or {})})
+        for logger in self._loggers:
+            logger.add(update, {**metrics, **(timings or {})})
         for advice in self._advisor.hear(metrics):
             self._display.note(f"NOTE: {advice}")
 
@@ -99,12 +100,14 @@ class Watcher:
         moved = {"version": version, "executor": executor, "at_s": time.monotonic() - self._start_s}
         rate = num_bytes / lost_s / 1e9 if lost_s else 0.0
         self._folder.timings.append_json({**moved, "bytes": num_bytes, name: lost_s, "gb_s": rate})
-        self._board.add(version, {name: lost_s})
+        for logger in self._loggers:
+            logger.add(version, {name: lost_s})
 
     def evaluated(self, version: int, accuracy: float) -> None:
         self.tally.evaluations[version] = accuracy
         self._folder.evaluations.append_json({"version": version, "accuracy": accuracy})
-        self._board.add(version, {"held_out_accuracy": accuracy})
+        for logger in self._loggers:
+            logger.add(version, {"held_out_accuracy": accuracy})
         self._display.note(f"held-out {self._config.score_name} of version {version}: {accuracy:.3f}")
 
     def dropped(self, ordinal: int, reason: str) -> None:
@@ -152,7 +155,8 @@ class Watcher:
     def finish(self, outcome: str, policy: str) -> Summary:
         """Write the timeline and the summary, also when the job failed."""
         self._display.close()
-        self._board.close()
+        for logger in self._loggers:
+            logger.close()
         end_s = time.monotonic()
         start_s, stop_s = self._training_s or (self._start_s, end_s)
         tally, rewards = self.tally, self.tally.rewards
@@ -188,13 +192,13 @@ class Watcher:
         self._folder.write_summary(summary)
         return summary
 
-    def _snapshot(self, metrics: Mapping[str, float], now_s: float) -> Snapshot:
+    def _snapshot(self, metrics: Mapping[str, float], now_s: float) -> Progress:
         """The state after an update. Rates count from the first group of this start. Waiting covers at least the last
         update, since the trainer reports its work only when an update is done."""
         began_s = (self._training_s or (self._start_s, 0.0))[0]
         recent_s = max(began_s, min(now_s - _RECENT_S, self._last_update_s))
         updates, generated, trained = self._before
-        return Snapshot(
+        return Progress(
             update=self.tally.updates,
             updates=self._config.schedule.updates,
             updates_before=updates,

@@ -17,7 +17,7 @@ from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Factors, Gpu
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}  # bytes per weight
-CPU_PREFILL_ROWS = 16  # prompts that a CPU reads at once, always (generate/device.py)
+CPU_PREFILL_ROWS = 16  # prompts that a CPU reads at once, always (generate/device_runner.py)
 
 Terms = Mapping[str, float]
 
@@ -224,7 +224,7 @@ def copy_s(gpu: Gpu, num_bytes: float) -> float:
 
 # Memory, per rank
 
-HEAD_CHUNK_BYTES = 2 << 30  # logits of a chunk of tokens, and their gradient (train/head.py)
+HEAD_CHUNK_BYTES = 2 << 30  # logits of a chunk of tokens, and their gradient (train/lm_head.py)
 WORKSPACE_BYTES = 3 << 30  # CUDA's context, graphs, fragmentation
 MEMORY_SHARE = 0.94  # share of a GPU's memory that a plan may use
 

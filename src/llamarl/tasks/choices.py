@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from llamarl.tasks.thoughts import without_thought
+from llamarl.tasks.think_tags import without_thought
 
 _TAIL_CHARS = 4000
 _MAX_CLAUSE = 120

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from llamarl.tasks.thoughts import without_thought
+from llamarl.tasks.think_tags import without_thought
 
 _FENCE = re.compile(r"^([ \t]{0,40})(`{3,20}|~{3,20})[ \t]{0,4}([^\n`]{0,100})$", re.MULTILINE)
 _LANGUAGE = re.compile(r"[{.\s]{0,4}([A-Za-z0-9_+-]{0,20})")

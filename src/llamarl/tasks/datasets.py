@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from llamarl.config import DatasetConfig
 from llamarl.errors import ConfigError, InputError
-from llamarl.tasks.own_scorers import ScorerRequirements
+from llamarl.tasks.custom_scorers import ScorerRequirements
+from llamarl.tasks.data_files import BadRow, Row, as_text, read_rows, text_field
 from llamarl.tasks.programs import check_tests
-from llamarl.tasks.rows import BadRow, Row, as_text, read_rows, text_field
 from llamarl.types import Turn
 
 _NOTHING = ScorerRequirements()

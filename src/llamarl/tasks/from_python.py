@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from llamarl.config import Config
 from llamarl.errors import ConfigError
 from llamarl.plugins import reference_to
+from llamarl.tasks.custom_scorers import Function
 from llamarl.tasks.judge import FALLBACK
-from llamarl.tasks.own_scorers import Function
 from llamarl.tasks.task import Prompter
 from llamarl.types import Problem
 

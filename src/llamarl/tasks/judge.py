@@ -22,12 +22,12 @@ from msgspec.structs import replace
 from llamarl.config import Config, LLMJudgeConfig, RewardConfig, SandboxConfig
 from llamarl.errors import ConfigError
 from llamarl.plugins import is_reference, load_function
+from llamarl.tasks.custom_scorers import Function, ScorerRequirements, Signature, missing_column
 from llamarl.tasks.extract import final_answer, gold_answer
 from llamarl.tasks.failures import Counts
-from llamarl.tasks.mathematics import quick_verdict
-from llamarl.tasks.own_scorers import Function, ScorerRequirements, Signature, missing_column
+from llamarl.tasks.in_process_scorers import InProcessScorers
+from llamarl.tasks.math.quick_verdict import quick_verdict
 from llamarl.tasks.scorers import Scorer, make_safe_scorer
-from llamarl.tasks.trusted import Trusted
 from llamarl.tasks.workers.protocol import KILL_SHARE, Item, Setup, Status, Verdict, WorkRequest, pack_text
 from llamarl.tasks.workers.retrying_pool import RetryingPool
 from llamarl.types import Problem
@@ -97,7 +97,7 @@ class Judge:
                 trusted[name] = given[name] if name in given else load_function("reward.scorer", name)
             else:
                 self._load(name)
-        self._trusted: Trusted[_Part] = Trusted(trusted, settings, raises=raises)
+        self._trusted: InProcessScorers[_Part] = InProcessScorers(trusted, settings, raises=raises)
         if settings.trusted and not trusted:
             raise ConfigError("reward.trusted: cannot take effect without a scorer of your own, as FILE.py:FUNCTION")
         if "regex" in self._pooled and not settings.pattern:

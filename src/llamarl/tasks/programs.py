@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from llamarl.config import SandboxConfig
 from llamarl.tasks.code_blocks import program_in
-from llamarl.tasks.rows import BadRow
+from llamarl.tasks.data_files import BadRow
 from llamarl.tasks.sandbox.probe import open_sandbox
 from llamarl.tasks.sandbox.run import Ran, Sandbox
 

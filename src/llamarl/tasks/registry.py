@@ -8,10 +8,10 @@ from llamarl.config import Config, DatasetConfig, TaskConfig
 from llamarl.errors import ConfigError
 from llamarl.plugins import is_reference
 from llamarl.tasks import arithmetic
+from llamarl.tasks.custom_scorers import ScorerRequirements
 from llamarl.tasks.datasets import KINDS, Example, read_examples
 from llamarl.tasks.judge import FALLBACK, Judge
 from llamarl.tasks.mixture import Mixture
-from llamarl.tasks.own_scorers import ScorerRequirements
 from llamarl.tasks.prompting import Prompting, choose_shots
 from llamarl.tasks.task import Lazily, Prompter, Task, is_held_out
 

@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import BinaryIO, TextIO, cast
 
 from llamarl.errors import ConfigError
+from llamarl.tasks.custom_scorers import ScorerRequirements
+from llamarl.tasks.data_files import BadRow
 from llamarl.tasks.judge import Judge, Judgment
-from llamarl.tasks.own_scorers import ScorerRequirements
 from llamarl.tasks.programs import check_tests
-from llamarl.tasks.rows import BadRow
 from llamarl.types import Problem
 
 _LINES_AHEAD = 16  # each may be 10 MB

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llamarl.model.transformer import Attend
-from llamarl.train.half import HalfFlash
+from llamarl.train.fp16 import HalfFlash
 from llamarl.train.packing import Pack
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)

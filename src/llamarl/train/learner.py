@@ -15,7 +15,7 @@ from llamarl.algo.batch import Document, document_of, make_documents
 from llamarl.algo.losses import Loss, is_tokenwise, objective
 from llamarl.algo.metrics import TokenMeasures, describe_groups, token_metrics, token_totals
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.train.head import chunked_logprobs, fused_loss
+from llamarl.train.lm_head import chunked_logprobs, fused_loss
 from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import Pack
 from llamarl.train.parallel import complete_gradients, is_tensor_sharded

@@ -16,8 +16,8 @@ from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, ra
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
 from llamarl.train.attention import document_attention, uses_long_rows
-from llamarl.train.half import take_half_operands
-from llamarl.train.head import Head, Vocabulary, chunked_logprobs
+from llamarl.train.fp16 import take_half_operands
+from llamarl.train.lm_head import Head, Vocabulary, chunked_logprobs
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.packing import Pack, make_packs
 from llamarl.train.parallel import parallelize, tie_head
@@ -25,7 +25,7 @@ from llamarl.train.shards import owned_shards
 
 
 @dataclass(frozen=True)
-class Computing:
+class ComputeSettings:
     """How this rank computes its passes."""
 
     device: torch.device
@@ -46,7 +46,7 @@ class Computing:
 
 
 class Policy:
-    def __init__(self, model: Transformer, computing: Computing) -> None:
+    def __init__(self, model: Transformer, computing: ComputeSettings) -> None:
         self.model, self.computing = model, computing
         self.head = Head(computing.temperature, _vocabulary_of(model, computing.mesh), compiled=computing.compiled)
 
@@ -85,7 +85,7 @@ def _vocabulary_of(model: Transformer, mesh: TrainerMesh) -> Vocabulary:
     return Vocabulary(rows * mesh.tensor_rank, mesh.tensor_group)
 
 
-def load_policy(folder: Path, computing: Computing) -> Policy:
+def load_policy(folder: Path, computing: ComputeSettings) -> Policy:
     """The folder's model. With several ranks, each reads only its own shards."""
     if computing.mesh.size == 1:
         model = load_model(folder, dtype=computing.weight_dtype, device=computing.device)
@@ -100,14 +100,14 @@ def load_policy(folder: Path, computing: Computing) -> Policy:
     return Policy(model, computing)
 
 
-def random_policy(shape: ModelSpec, computing: Computing, *, seed: int = 0) -> Policy:
+def random_policy(shape: ModelSpec, computing: ComputeSettings, *, seed: int = 0) -> Policy:
     """A policy with untrained weights, made on its device."""
     model = random_model(shape, seed=seed, dtype=parameter_dtype(computing), device=computing.device)
     parallelize_for(model, computing)
     return Policy(model, computing)
 
 
-def sharded_model(shape: ModelSpec, computing: Computing) -> Transformer:
+def sharded_model(shape: ModelSpec, computing: ComputeSettings) -> Transformer:
     """The model with uninitialized memory for this rank's shards."""
     model = meta_model(shape).to(parameter_dtype(computing))
     parallelize_for(model, computing)
@@ -116,12 +116,12 @@ def sharded_model(shape: ModelSpec, computing: Computing) -> Transformer:
     return model
 
 
-def parameter_dtype(computing: Computing) -> torch.dtype:
+def parameter_dtype(computing: ComputeSettings) -> torch.dtype:
     """Type of the parameters. With FSDP they are fp32 masters, which it casts when it gathers them."""
     return torch.float32 if computing.mesh.data > 1 else computing.weight_dtype
 
 
-def parallelize_for(model: Transformer, computing: Computing) -> None:
+def parallelize_for(model: Transformer, computing: ComputeSettings) -> None:
     if computing.dtype == torch.float16:
         take_half_operands(model)
     parallelize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.cli import llamarl
 
-from llamarl.builders.site import Site
+from llamarl.builders.context import BuildContext
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.engine.engine import Death
@@ -110,7 +110,7 @@ def test_every_role_has_a_remedy_of_settings_that_exist() -> None:
             assert hasattr(getattr(Config(), section), name), key
 
 
-def build_hungry(site: Site) -> Executor:
+def build_hungry(site: BuildContext) -> Executor:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 

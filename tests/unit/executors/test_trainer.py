@@ -30,7 +30,7 @@ from llamarl.model.checkpoint import load_model, save_model
 from llamarl.model.training_state import POLICY
 from llamarl.model.transformer import Transformer
 from llamarl.train.learner import Learner, learning_rate
-from llamarl.train.policy import Computing, Policy
+from llamarl.train.policy import ComputeSettings, Policy
 from llamarl.train.reference import HostedReference
 from llamarl.train.state import restore
 from llamarl.types import RolloutGroup
@@ -50,7 +50,7 @@ def make_trainer(
     carry_from: Path = Path("."),
 ) -> Trainer:
     learner = Learner(
-        Policy(lively_model(), Computing(CPU, torch.float32)),
+        Policy(lively_model(), ComputeSettings(CPU, torch.float32)),
         loss,
         settings=settings or TrainerConfig(lr=1e-3, warmup_updates=0, max_grad_norm=1e9),
         algo=algo or AlgoConfig(),
@@ -145,7 +145,7 @@ def test_wall_times_are_reported_apart_from_what_a_seed_determines() -> None:
 
 def test_a_reference_on_the_trainers_ranks_holds_the_policy_back() -> None:
     """At the first update policy and reference are the same: no KL. Afterwards they differ."""
-    reference = HostedReference(Policy(lively_model(), Computing(CPU, torch.float32)))
+    reference = HostedReference(Policy(lively_model(), ComputeSettings(CPU, torch.float32)))
     trainer = make_trainer(algo=AlgoConfig(reference_kl=0.1), reference=reference)
     assert update(trainer, group(1.0, 0.0))["kl_reference"] == pytest.approx(0.0, abs=1e-9)
     assert update(trainer, group(1.0, 0.0), number=1)["kl_reference"] > 1e-6

@@ -47,7 +47,7 @@ def test_parts_make_a_graph_of_its_own_only_where_sequences_are_cut_by_their_len
         few._decode_of(DecodeBatch(slots=[5], firsts=[], counts=[], skips=[0], parts=parts), 8, False)
         many._decode_of(DecodeBatch(slots=[5], firsts=[], counts=[], skips=[0], parts=parts), 8, False)
     assert len(few._graphs._captured) == 1 and len(many._graphs._captured) == 3
-    monkeypatch.setattr("llamarl.generate.device._SHARING_BYTES", 1)
+    monkeypatch.setattr("llamarl.generate.device_runner._SHARING_BYTES", 1)
     for parts in (0, 8):
         sharing = DecodeBatch(slots=[5, 6], firsts=[0], counts=[2], skips=[8, 8], parts=parts)
         many._decode_of(sharing, 8, False)

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from llamarl.config import Config, ScheduleConfig
-from llamarl.observe.display import Quiet, Snapshot, format_seconds, line_of
-from llamarl.observe.report import print_report, report_lines
+from llamarl.observe.display import Progress, Quiet, format_seconds, line_of
+from llamarl.observe.final_report import print_report, report_lines
 from llamarl.observe.run_folder import METRICS, SUMMARY, TIMINGS, RunFolder
 from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.timeline import Span
@@ -147,7 +147,7 @@ def test_seconds_are_told_as_people_tell_them(seconds: float, text: str) -> None
 
 
 def test_the_time_left_is_that_of_the_updates_left() -> None:
-    snapshot = Snapshot(
+    snapshot = Progress(
         update=5,
         updates=20,
         metrics={"reward": 0.5},

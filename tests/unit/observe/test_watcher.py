@@ -12,7 +12,7 @@ from llamarl.engine.engine import Arrival
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.messages import BatchResult
-from llamarl.observe.display import Snapshot
+from llamarl.observe.display import Progress
 from llamarl.observe.run_folder import RunFolder
 from llamarl.observe.summary import Tally
 from llamarl.observe.timeline import Span
@@ -32,14 +32,14 @@ class Shown:
     """A display that records its calls."""
 
     def __init__(self) -> None:
-        self.snapshots: list[Snapshot] = []
+        self.snapshots: list[Progress] = []
         self.answers: list[tuple[int, int]] = []
         self.notes: list[str] = []
 
     def progress(self, done: int, of: int) -> None:
         self.answers.append((done, of))
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Progress) -> None:
         self.snapshots.append(snapshot)
 
     def note(self, text: str) -> None:

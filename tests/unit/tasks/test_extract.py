@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llamarl.tasks.extract import after_hashes, boxed, final_answer, gold_answer, last_number
-from llamarl.tasks.latex import canonical
-from llamarl.tasks.mathematics import is_readable, quick_verdict
+from llamarl.tasks.math.latex import canonical
+from llamarl.tasks.math.quick_verdict import is_readable, quick_verdict
 from llamarl.tasks.numbers import read_number
 from llamarl.tasks.scorers import same_number
 

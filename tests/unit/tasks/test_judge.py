@@ -257,7 +257,7 @@ def test_the_published_cases_of_math_verify_come_out_the_same(math: Judge) -> No
 def test_nothing_can_be_evaluated_in_a_math_worker() -> None:
     """The two ways in which SymPy executes text are gone, and what is tried all the same is refused."""
     code = (
-        "from llamarl.tasks.symbolic import load_equal\nload_equal()\n"
+        "from llamarl.tasks.math.symbolic import load_equal\nload_equal()\n"
         "from llamarl.tasks.workers.confine import Refused, seal\nimport sympy, os, socket, subprocess\nseal()\n"
         "def refused(action):\n"
         "    try:\n        action()\n"

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from llamarl.config import RewardConfig
-from llamarl.tasks.mathematics import quick_verdict
+from llamarl.tasks.math.quick_verdict import quick_verdict
 from llamarl.tasks.numbers import read_number
 from llamarl.tasks.scorers import make_safe_scorer
 

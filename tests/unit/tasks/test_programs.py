@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from llamarl.config import DatasetConfig
 from llamarl.errors import ConfigError, InputError
 from llamarl.tasks.code_blocks import fenced_program, program_in
+from llamarl.tasks.data_files import BadRow
 from llamarl.tasks.datasets import read_examples
 from llamarl.tasks.programs import read_tests, same_output, same_value
-from llamarl.tasks.rows import BadRow
 
 
 @pytest.mark.parametrize(

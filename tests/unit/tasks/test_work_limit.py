@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from llamarl.tasks.work_limit import within_bounds
+from llamarl.tasks.math.work_limit import within_bounds
 
 
 def endless(swallow: int) -> str:

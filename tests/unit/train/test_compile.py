@@ -13,7 +13,7 @@ from helpers.training import assert_same_gradients, cpu_learner, make_test_docum
 from msgspec.structs import replace
 from torch._dynamo.utils import counters
 
-from llamarl.train import head
+from llamarl.train import lm_head
 
 DOCUMENTS = make_test_documents(6)
 
@@ -22,9 +22,9 @@ DOCUMENTS = make_test_documents(6)
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Traced and differentiated as for a GPU, but run by plain PyTorch: no C++ compiler, and seconds instead of minutes."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    head._compiled.cache_clear()
+    lm_head._compiled.cache_clear()
     yield
-    head._compiled.cache_clear()
+    lm_head._compiled.cache_clear()
     torch._dynamo.reset()
 
 

@@ -13,7 +13,7 @@ from llamarl.algo.losses import REFERENCE_LOGPROBS
 from llamarl.executors.reference import Reference
 from llamarl.messages import BatchResult, SaveState, StateSaved, WorkOnBatch
 from llamarl.model.transformer import causal_attention
-from llamarl.train.policy import Computing, Policy
+from llamarl.train.policy import ComputeSettings, Policy
 from llamarl.train.reference import HostedReference, add_reference_column
 from llamarl.types import RolloutGroup, bytes_to_floats, bytes_to_tokens
 
@@ -24,7 +24,7 @@ GROUPS = [
 
 
 def make_policy(tokens_per_pack: int = 100) -> Policy:
-    return Policy(lively_model(), Computing(CPU, torch.float32, tokens_per_pack=tokens_per_pack))
+    return Policy(lively_model(), ComputeSettings(CPU, torch.float32, tokens_per_pack=tokens_per_pack))
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from llamarl.builders.context import BuildContext
 from llamarl.builders.registry import load_builder
-from llamarl.builders.site import Site
 from llamarl.engine import rank_loop
 from llamarl.engine.envelope import Envelope, encode
 from llamarl.engine.local.protocol import ForkRank
@@ -99,7 +99,7 @@ def run_child(order: ForkRank, fds: list[int]) -> None:
 
 
 def _build(order: ForkRank, slots: dict[str, SlotFile], connection: SocketConnection) -> Executor:
-    site = Site(
+    site = BuildContext(
         order.config,
         order.executor,
         slots,

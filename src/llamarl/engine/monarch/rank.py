@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from monarch.actor import Actor, current_rank, endpoint
 
+from llamarl.builders.context import BuildContext
 from llamarl.builders.registry import load_builder
-from llamarl.builders.site import Site
 from llamarl.engine import rank_loop
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.malloc import keep_freed_memory
@@ -127,7 +127,7 @@ class RankActor(Actor):
 
     def _build(self) -> Executor:
         spec = self._spec
-        site = Site(
+        site = BuildContext(
             spec.config,
             spec.executor,
             inherited_slots(),

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from llamarl.config import ConversationConfig, SandboxConfig
 from llamarl.tasks.failures import Counts
-from llamarl.tasks.tools.tools import IN_PROCESS, Tool, load_tool
+from llamarl.tasks.tools.registry import IN_PROCESS, Tool, load_tool
 from llamarl.tasks.workers.protocol import (
     KILL_SHARE,
     Call,

@@ -18,7 +18,7 @@ import msgspec
 
 from llamarl.errors import ConfigError, JobFailed
 from llamarl.processes import PYTHON
-from llamarl.tasks.own_scorers import Signature
+from llamarl.tasks.custom_scorers import Signature
 from llamarl.tasks.workers.protocol import Inbox, NotReady, Ready, Setup, Verdict, WorkRequest, decode_reply, send
 
 # Workers kill late children themselves. A worker that takes this many times the limit, plus the grace time, hangs.

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from llamarl.config import ConversationConfig, LLMJudgeConfig, SandboxConfig
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
-from llamarl.tasks.own_scorers import Signature
+from llamarl.tasks.custom_scorers import Signature
 from llamarl.types import Turn
 
 _READ_BYTES = 1 << 20

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
+from llamarl.tasks.custom_scorers import Signature
 from llamarl.tasks.failures import Counts
-from llamarl.tasks.own_scorers import Signature
 from llamarl.tasks.workers.pool import WorkerPool
 from llamarl.tasks.workers.protocol import Setup, Verdict, WorkRequest
 

@@ -28,11 +28,11 @@ from llamarl.errors import LlamaRLError
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.plugins import is_reference, load_function
 from llamarl.processes import die_with_parent
-from llamarl.tasks.own_scorers import Signature, call, rewards_in, signature_of
+from llamarl.tasks.custom_scorers import Signature, call, rewards_in, signature_of
+from llamarl.tasks.in_process_scorers import failure, timed
+from llamarl.tasks.math.symbolic import load_equal
 from llamarl.tasks.programs import load_examiner
-from llamarl.tasks.symbolic import load_equal
-from llamarl.tasks.tools.tools import Tool, load_tool
-from llamarl.tasks.trusted import failure, timed
+from llamarl.tasks.tools.registry import Tool, load_tool
 from llamarl.tasks.workers.confine import Refused, adopt_orphans, limit, seal
 from llamarl.tasks.workers.protocol import (
     KILL_SHARE,

@@ -18,14 +18,14 @@ from msgspec.structs import replace
 
 from llamarl.config import RewardConfig
 from llamarl.plugins import describe_error, format_traceback
+from llamarl.tasks.custom_scorers import BadReward, Function, Signature, call, rewards_in, signature_of
 from llamarl.tasks.failures import Counts
-from llamarl.tasks.own_scorers import BadReward, Function, Signature, call, rewards_in, signature_of
 from llamarl.tasks.workers.protocol import Verdict
 
 T = TypeVar("T")
 
 
-class Trusted(Generic[T]):
+class InProcessScorers(Generic[T]):
     """Calls trusted scorers. `context` is returned unchanged with the verdict. With `raises`, the exception of a plain
     function in its last attempt reaches the caller."""
 

@@ -12,13 +12,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from llamarl.tasks.comparison import is_multiple, same_value
-from llamarl.tasks.latex import members_of, plain_latex
-from llamarl.tasks.latex_reader import patch_reader
-from llamarl.tasks.magnitude import is_small
+from llamarl.tasks.math.comparison import is_multiple, same_value
+from llamarl.tasks.math.latex import members_of, plain_latex
+from llamarl.tasks.math.latex_reader import patch_reader
+from llamarl.tasks.math.magnitude import is_small
+from llamarl.tasks.math.without_eval import remove_eval
+from llamarl.tasks.math.work_limit import MAX_COMPARING_CALLS, MAX_READING_CALLS, within_bounds
 from llamarl.tasks.numbers import read_number
-from llamarl.tasks.without_eval import remove_eval
-from llamarl.tasks.work_limit import MAX_COMPARING_CALLS, MAX_READING_CALLS, within_bounds
 
 EXTRA_MISSING = "the math scorer needs math-verify: pip install 'llamarl[math]'"
 

@@ -14,7 +14,7 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-class WholeSentences(TyperGroup):
+class WholeSentenceHelp(TyperGroup):
     """A command group whose help shows each command's whole first sentence; click would cut it off at the line's end."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

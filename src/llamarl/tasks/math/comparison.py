@@ -11,8 +11,8 @@ import zlib
 from fractions import Fraction
 from typing import Any
 
-from llamarl.tasks.magnitude import is_small
-from llamarl.tasks.mathematics import DIGITS, PLACES
+from llamarl.tasks.math.magnitude import is_small
+from llamarl.tasks.math.quick_verdict import DIGITS, PLACES
 
 _DIGITS = 30
 _INTEGRAL_DIGITS = 15

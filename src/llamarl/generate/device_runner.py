@@ -47,7 +47,7 @@ class Burst:
         return self.active.numpy(), self.counts.numpy()
 
 
-class DeviceSide:
+class DeviceRunner:
     """Runs the decoder's work on one device; see the module's docstring."""
 
     def __init__(self, steps: Steps, *, graphs: bool) -> None:

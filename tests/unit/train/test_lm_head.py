@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.train.head import Head, chunked_logprobs, fused_loss
+from llamarl.train.lm_head import Head, chunked_logprobs, fused_loss
 
 TOKENS, VOCABULARY, WIDTH = 50, 37, 16
 

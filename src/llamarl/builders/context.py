@@ -16,7 +16,7 @@ from llamarl.weights.slot_file import SlotFile
 
 
 @dataclass(frozen=True)
-class Site:
+class BuildContext:
     """What an executor is built from: the config, its own name, and the weight slots of every role that publishes."""
 
     config: Config
@@ -36,4 +36,4 @@ class Site:
     first_gpus: Mapping[str, int] = field(default_factory=dict)  # role -> its first GPU, where the engine chose none
 
 
-Builder = Callable[[Site], Executor]
+Builder = Callable[[BuildContext], Executor]

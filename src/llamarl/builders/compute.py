@@ -11,13 +11,13 @@ from llamarl.model.checkpoint import check_headers
 from llamarl.model.hf_config import read_shape
 from llamarl.model_spec import ModelSpec
 from llamarl.train.mesh import TrainerMesh, check_tensor_parallel
-from llamarl.train.policy import Computing
+from llamarl.train.policy import ComputeSettings
 
 
-def computing_of(config: Config, device: torch.device, mesh: TrainerMesh) -> Computing:
+def compute_settings(config: Config, device: torch.device, mesh: TrainerMesh) -> ComputeSettings:
     """`auto` means bf16 and compiled blocks on a GPU, fp32 and plain blocks elsewhere."""
     settings, on_gpu = config.trainer, device.type == "cuda"
-    return Computing(
+    return ComputeSettings(
         device,
         dtype_of(settings.dtype, device),
         mesh,

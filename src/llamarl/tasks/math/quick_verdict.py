@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from llamarl.tasks.latex import canonical, nesting, without_doubled_brackets
+from llamarl.tasks.math.latex import canonical, nesting, without_doubled_brackets
 from llamarl.tasks.numbers import Number, read_number, tidy
 from llamarl.tasks.units import NEGATIONS
 

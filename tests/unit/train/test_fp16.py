@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from llamarl.config import Config, TrainerConfig
 from llamarl.errors import ConfigError
 from llamarl.model.transformer import Transformer, causal_attention
-from llamarl.train.half import WideLinear, take_half_operands, to_half
+from llamarl.train.fp16 import WideLinear, take_half_operands, to_half
 
 
 def narrow_model() -> Transformer:

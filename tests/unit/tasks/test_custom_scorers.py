@@ -16,9 +16,9 @@ import pytest
 from llamarl.config import Config, DatasetConfig, RewardConfig, TaskConfig
 from llamarl.errors import ConfigError, InputError
 from llamarl.plugins import reference_to
+from llamarl.tasks.custom_scorers import BadReward, ScorerRequirements, Signature, rewards_in, signature_of
 from llamarl.tasks.datasets import read_examples
 from llamarl.tasks.judge import Judge, Judgment
-from llamarl.tasks.own_scorers import BadReward, ScorerRequirements, Signature, rewards_in, signature_of
 from llamarl.tasks.registry import open_task
 from llamarl.tasks.score_lines import read_line
 from llamarl.types import Problem
