@@ -30,11 +30,11 @@ from llamarl.config.paths import with_absolute_paths
 from llamarl.controller.controller import Controller
 from llamarl.controller.default_line import default_line
 from llamarl.controller.events import Began, Resumed
+from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.controller.ledger import FINISHED
 from llamarl.controller.line import Line, role_of
 from llamarl.engine.driver import INTERRUPTED, STOPPED, Driver
 from llamarl.engine.engine import Engine
-from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.engine.group_store import GroupStore
 from llamarl.engine.inline import InlineEngine
 from llamarl.engine.local.engine import LocalEngine

@@ -21,7 +21,7 @@ from llamarl.build import (
 )
 from llamarl.config import Config
 from llamarl.controller.default_line import default_line
-from llamarl.engine.gpu_numbers import first_gpus
+from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.errors import ConfigError
 from llamarl.generate.decoder import Limits
 from llamarl.machine import FreeMemory, host_memory
