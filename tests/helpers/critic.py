@@ -1,4 +1,4 @@
-"""A second role that trains: a critic that fits the mean reward and hands its value to the trainer as a column."""
+"""A second role that trains: a critic that fits the mean reward and gives its value to the trainer as a column."""
 
 from __future__ import annotations
 
