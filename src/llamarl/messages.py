@@ -1,6 +1,6 @@
-"""What crosses between the engine and an executor: MessagePack-encoded structs, nothing else.
+"""The messages between the engine and an executor: MessagePack-encoded structs, nothing else.
 
-A Message goes to an executor, a Report comes from one. Payloads are whole groups; weights never travel here.
+A Message goes to an executor, a Report comes from one. Payloads are whole groups; weights never travel this way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class WorkOnGroup(ToExecutor, frozen=True):
 
 
 class WorkOnBatch(ToExecutor, frozen=True):
-    """`probe` was sampled by the very version that is about to be trained; it is measured, never trained on."""
+    """The groups of one update. `probe` was sampled by the version that is about to be trained; it is measured, never
+    trained on."""
 
     update: int
     groups: tuple[RolloutGroup, ...]
@@ -36,7 +37,7 @@ class PublishWeights(ToExecutor, frozen=True):
 
 
 class SaveState(ToExecutor, frozen=True):
-    """Write all that is needed to go on from here into subfolders of this folder; may be done beside other work."""
+    """Write everything that is needed to go on from here into subfolders of `folder`. It may be done beside other work."""
 
     version: int
     folder: str
@@ -60,7 +61,7 @@ class Up(FromExecutor, frozen=True):
 class WeightsLoaded(FromExecutor, frozen=True):
     version: int
     num_bytes: int
-    lost_s: float = 0.0  # in which the executor could do nothing else
+    lost_s: float = 0.0  # seconds in which the executor could do nothing else
 
 
 class WeightsNotLoaded(FromExecutor, frozen=True):
@@ -78,34 +79,34 @@ class GroupRefused(FromExecutor, frozen=True):
 
 
 class ScoresFailed(FromExecutor, frozen=True):
-    """Attempts at judging answers that came to nothing since the last such report. They say nothing of the answers."""
+    """Number of attempts at judging answers that failed since the last such report. They say nothing about the answers."""
 
     failures: int
     timeouts: int
 
 
 class ToolsFailed(FromExecutor, frozen=True):
-    """Attempts at getting a tool's reply that came to nothing since the last such report. They say nothing of the model."""
+    """Number of calls of a tool that failed since the last such report. They say nothing about the model."""
 
     failures: int
     timeouts: int
 
 
 class Noted(FromExecutor, frozen=True):
-    """Something that whoever watches the job should see now."""
+    """A line for the display of the job, to be shown now."""
 
     text: str
 
 
 class MustStop(FromExecutor, frozen=True):
-    """Going on would be wrong, and starting the executor anew would not help: the job must stop, for this reason."""
+    """The job must stop, for this reason: going on would be wrong, and restarting the executor would not help."""
 
     reason: str
 
 
 class BatchResult(FromExecutor, frozen=True):
-    """`groups` comes back only from a role that adds columns for the next one. Metrics are what a seed determines; what the
-    machine determines are timings."""
+    """`groups` comes back only from a role that adds columns for the next one. Metrics follow from the seed, timings from the
+    machine."""
 
     update: int
     metrics: dict[str, float]
@@ -117,7 +118,7 @@ class WeightsPublished(FromExecutor, frozen=True):
     version: int
     num_bytes: int
     changed: bool
-    lost_s: float = 0.0  # in which the executor could do nothing else
+    lost_s: float = 0.0  # seconds in which the executor could do nothing else
 
 
 class StateSaved(FromExecutor, frozen=True):
@@ -131,13 +132,13 @@ class StateNotSaved(FromExecutor, frozen=True):
 
 
 class ReaderStuck(FromExecutor, frozen=True):
-    """A process keeps its lease on a weight slot past `weights.lease_s`: the engine ends it."""
+    """A process keeps its lease on a weight slot past `weights.lease_s`: the engine kills it."""
 
     pid: int
 
 
 class Failed(FromExecutor, frozen=True):
-    """The executor cannot go on; its last word."""
+    """The last report of an executor that cannot go on."""
 
     reason: str
 

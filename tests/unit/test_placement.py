@@ -9,8 +9,8 @@ from llamarl.builders.devices import describe_devices, device_of
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.controller.default_line import default_line
+from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.controller.line import Channel, Line, Role
-from llamarl.engine.gpu_numbers import first_gpus
 
 SPLIT = ["trainer.data=2", "generator.replicas=2", "generator.tensor=2", "algo.reference_kl=0.1"]
 ROLES = {"trainer": 2, "generator": 4, "reference": 1}

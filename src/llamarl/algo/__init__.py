@@ -1,1 +1,1 @@
-"""What is learned from: rollouts packed into tensors, advantages, and losses as small pure functions."""
+"""The data that is learned from, advantages, and losses as small pure functions."""

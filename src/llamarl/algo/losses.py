@@ -5,7 +5,7 @@ A loss is the sum over its tokens divided by `num_tokens`, the count of the whol
 loss is marked `@tokenwise`: then it may be cut anywhere, which saves the trainer a second pass over the vocabulary.
 
 Metrics are numbers or scalar tensors. Those whose name ends in `_max` are combined by maximum, all others weighted by
-tokens. `ratio` is pi / mu throughout: the policy being trained over whatever sampled the token.
+tokens. `ratio` is always pi / mu: the policy being trained over the policy that sampled the token.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def gspo_loss(tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, T
 
 
 def _number_sequences(sequence_N: Tensor) -> tuple[Tensor, Tensor]:
-    """For every token which of the sequences at hand it belongs to, counted from 0, and how long each of them is."""
+    """The sequence that each token belongs to, counted from 0, and the length of each sequence."""
     _, of_sequence_N, lengths_S = torch.unique_consecutive(sequence_N, return_inverse=True, return_counts=True)
     return of_sequence_N, lengths_S
 
 
 def _share_held(ratio: Tensor, bounded: Tensor, advantages: Tensor) -> Tensor:
-    """Share of the terms in which the clip stops the gradient."""
+    """Share of the terms whose gradient the clip stops."""
     return (bounded * advantages < ratio * advantages).float().mean().detach()
 
 
@@ -111,7 +111,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def objective(loss: Loss, tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor | float]]:
-    """What is descended: the loss, plus the KL to the reference, minus the entropy bonus, each where it has a weight."""
+    """The value to minimize: the loss, plus the KL to the reference, minus the entropy bonus, each where it has a weight."""
     value, metrics = loss(tokens, algo)
     if algo.reference_kl:
         kl_N = kl_estimate(tokens.columns[REFERENCE_LOGPROBS] - tokens.policy_logprobs_N)

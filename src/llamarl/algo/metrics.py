@@ -1,4 +1,4 @@
-"""What an update is described by: its rollouts, and how far its tokens are from the policy that is trained on them.
+"""Metrics of an update: its rollouts, and the distance of its tokens from the policy that is trained on them.
 
 Token metrics are made from totals, so that ranks add theirs up before anything is divided.
 """
@@ -17,13 +17,13 @@ from llamarl.types import Completion, RolloutGroup
 
 @dataclass(frozen=True)
 class TokenMeasures:
-    """What was seen of every trained token, one entry each, without gradients."""
+    """Measurements of every trained token, one entry each, without gradients."""
 
     policy_logprobs_N: Tensor
     behavior_logprobs_N: Tensor
     entropy_N: Tensor
     staleness_N: Tensor
-    fresh_N: Tensor  # whether its whole completion was sampled by the version being trained
+    fresh_N: Tensor  # whether the version being trained sampled the whole completion
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def token_totals(tokens: TokenMeasures, *, rho: float, staleness: Sequence[int])
 
 
 def token_metrics(sums: Mapping[str, float], ratio_max: float, staleness: Sequence[int]) -> dict[str, float]:
-    """From the totals of all ranks. The effective sample size is a share: 1 is on-policy."""
+    """Metrics from the totals of all ranks. The effective sample size is a share: 1 is on-policy."""
     tokens = sums["tokens"]
     metrics = {
         "trained_tokens": tokens,
@@ -86,7 +86,7 @@ def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _describe_turns(completions: Sequence[Completion]) -> dict[str, float]:
-    """Only of conversations: the model's turns, and what tools said in between."""
+    """For conversations only: the model's turns, and the tokens of tools in between."""
     if not any(completion.given for completion in completions):
         return {}
     given = [sum(reply.count for reply in completion.given) for completion in completions]

@@ -1,7 +1,7 @@
 """A loss of the user's: tried on a made-up batch before anything starts, and guarded while it trains.
 
-Whatever it raises, or returns that is no loss, becomes one line with file and line number. It would happen again, so the
-trainer is not started anew for it.
+Whatever it raises, or returns instead of a loss, becomes one line with file and line number. It would happen again, so the
+trainer is not restarted for it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from llamarl.config import AlgoConfig
 from llamarl.errors import ConfigError, OwnCodeFailed
 from llamarl.plugins import describe_error
 
-_LENGTHS = (3, 2, 4)  # of the made-up answers
+_LENGTHS = (3, 2, 4)  # lengths of the made-up answers
 
 
 class _AnyColumn(dict[str, Tensor]):
-    """Roles of the user's may add columns of any name."""
+    """Has a column of any name, since roles of the user's may add any."""
 
     def __missing__(self, name: str) -> Tensor:
         return torch.full((sum(_LENGTHS),), -0.5)
@@ -56,7 +56,7 @@ def guarded(loss: Loss) -> Loss:
 
 
 def _problem_with(returned: Any, *, differentiable: bool) -> str:
-    """What is wrong with what a loss returned; empty: nothing."""
+    """The fault of a returned value; empty: it is a loss."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         return f"returned {_kind(returned)}; it must return (loss, metrics)"
     loss, metrics = returned

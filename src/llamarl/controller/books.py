@@ -1,7 +1,7 @@
-"""The books: what a ledger's records add up to. Audit, resume and replay all read them, and nothing else.
+"""The books: the sum of a ledger's records. Audit, resume and replay read the books and nothing else.
 
-What can no longer be taken back is folded into totals, so that the books of a long run stay small. Folding changes no answer:
-the audit, the digest and what a resumed job needs are the same with it as without.
+Updates that can no longer be taken back are folded into totals, so that the books of a long run stay small. Folding changes
+no answer: the audit, the digest and the data for a resume are the same with it as without.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from msgspec.structs import astuple, replace
 from llamarl.controller import ledger
 from llamarl.controller.ledger import Folded, LedgerTotals, Record, RunRecords
 
-_MAX_LISTED = 1000  # ordinals that an audit names; the rest it counts
-_MAX_REASONS = 100  # reasons for drops that a fold tells apart
+_MAX_LISTED = 1000  # number of ordinals that an audit names; the rest are only counted
+_MAX_REASONS = 100  # number of reasons for drops that a fold tells apart
 OTHER_REASONS = "other reasons"
 
 
 class Audit(Struct, frozen=True):
-    """What the ledger says: each list of problems is empty when every group is accounted for. Long lists are cut off."""
+    """The verdict on a ledger: each list of problems is empty when every group is accounted for. Long lists are cut off."""
 
     num_groups: int
     trained: int
     dropped: dict[str, int]
     updates: int
     rewinds: int
-    max_staleness: int  # of a group's first token, over everything that was trained on
+    max_staleness: int  # the largest staleness of a first token among all trained groups
     num_unfinished: int
     unfinished: tuple[int, ...]
     counted_twice: tuple[int, ...]
@@ -41,7 +41,7 @@ class Audit(Struct, frozen=True):
 
     @property
     def consistent(self) -> bool:
-        """Nothing contradicts itself; groups may still be under way."""
+        """No record contradicts another; groups may still be under way."""
         return not (self.counted_twice or self.never_issued)
 
     @property
@@ -50,7 +50,7 @@ class Audit(Struct, frozen=True):
 
     @property
     def only_unfinished(self) -> bool:
-        """Stopped, killed or still running, with every group so far in order: it can be resumed."""
+        """The run is stopped, killed or still going, with every group so far in order: it can be resumed."""
         return self.consistent and not self.clean and self.closed != ledger.FINISHED
 
 
@@ -60,13 +60,13 @@ class Books:
         self.closed = ""
         self.folded = Folded()
         self.runs: list[RunRecords] = []
-        # Of groups that are not folded:
+        # The following are about groups that are not folded:
         self._issued: set[int] = set()
         self._passed: dict[int, ledger.Passed] = {}
         self._dropped: dict[int, list[str]] = {}
         self._trained_in: dict[int, list[int]] = {}
-        self._updates: set[int] = set()  # those that count
-        self.batches: dict[int, tuple[int, ...]] = {}  # by update; one that a rewind took back will be made again
+        self._updates: set[int] = set()  # updates that count
+        self.batches: dict[int, tuple[int, ...]] = {}  # by update; a batch that a rewind took back will be made again
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> Books:
@@ -110,7 +110,7 @@ class Books:
 
     @property
     def known_updates(self) -> int:
-        """One more than the last update that counts: a snapshot of a later version is not of this ledger."""
+        """One more than the last update that counts. A snapshot of a later version does not belong to this ledger."""
         return 1 + max(self._updates, default=self.folded.updates - 1)
 
     @property
@@ -124,15 +124,15 @@ class Books:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens of all groups."""
+        """Number of sampled tokens of all groups."""
         return self.folded.num_tokens + sum(passed.num_tokens for passed in self._passed.values())
 
     def settled(self, state: str) -> dict[int, int]:
-        """Groups that came through the role which leaves them in `state`, with the newest version that sampled them."""
+        """Maps each group in `state` to the newest version that sampled it."""
         return {o: passed.last_version for o, passed in self._passed.items() if passed.state == state}
 
     def audit(self) -> Audit:
-        """Per ordinal exactly one `trained` or `dropped` that no later rewind cancels."""
+        """Each ordinal must have exactly one `Trained` or `Dropped` that no later rewind cancels."""
         folded = self.folded
         known = self._issued | self._trained_in.keys() | self._dropped.keys()
         counts = {o: len(self._trained_in.get(o, ())) + len(self._dropped.get(o, ())) for o in known}
@@ -168,7 +168,7 @@ class Books:
     # Folding
 
     def fold(self, version: int) -> None:
-        """Turn the updates before `version` into totals. The caller knows that nothing will go back behind it."""
+        """Turn the updates before `version` into totals. No job may ever go back behind it."""
         for update in range(self.folded.updates, min(version, self.known_updates)):
             self._fold_update(update)
 
@@ -229,13 +229,13 @@ class Books:
         self._trained_in = {ordinal: list(made_in) for ordinal, made_in in record.trained}
         self._updates, self.batches = set(record.updates), dict(record.batches)
 
-    # Small things
+    # Details
 
     def _rewind(self, record: ledger.Rewound) -> None:
         self.rewinds += 1
         if record.executor == ledger.RESUME:
             self.closed = ""
-        if record.to_update < self.folded.updates:  # only ever to the very beginning: no older snapshot is kept
+        if record.to_update < self.folded.updates:  # this is always the very beginning: no older snapshot is kept
             self.folded = replace(Folded(), max_staleness=self.folded.max_staleness)
         self._updates = {update for update in self._updates if update < record.to_update}
         for made_in in self._trained_in.values():

@@ -1,11 +1,11 @@
-"""The controller: `handle(event) -> commands`. It admits prompts, moves groups down the line, decides when weights change.
+"""The controller: `handle(event) -> commands`. It admits prompts, moves groups down the line and decides when weights change.
 
 The rules, in the words of docs/architecture.md:
 - The job has (S+1)*P places. A group takes one when it is admitted; its batch frees P when the version that the batch made
-  is visible, not when it was trained. Hence the bound on staleness, and nothing stale is ever thrown away.
+  is visible, not when it was trained. This bounds staleness, and no stale data is thrown away.
 - A group goes to the replica with the fewest groups among those that hold the newest visible version and have room.
 - A batch is P ordinals, consecutive or (window) nearly so. Dropped groups keep their ordinal's place in it, empty.
-- Death: what the executor held is handed out again under the same ordinals; a role that trains is rewound.
+- Death: the groups that the executor held are handed out again under the same ordinals; a role that trains is rewound.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Controller:
         self.finished = False
         self.stopping = False
         self._resumed_at = 0  # the version that this run began with
-        self._recovered: set[int] = set()  # settled before this run began, and not yet admitted in it
-        self._attempts: dict[int, int] = {}  # deaths that a group has seen
+        self._recovered: set[int] = set()  # groups that were settled before this run began, and are not admitted yet
+        self._attempts: dict[int, int] = {}  # ordinal -> number of executors that died holding the group
         self._idle_target = -1  # the version that idle executors were last asked to hold
         # Per group role, a heap of (priority, ordinal, group): groups that need an executor, in the order they get one.
         self._waiting: list[list[tuple[int, int, GroupSpec]]] = [[] for _ in self.pools]
@@ -84,7 +84,7 @@ class Controller:
         }
 
     def handle(self, event: ev.AnyEvent) -> list[ev.AnyCommand]:
-        """The whole interface. Words of earlier incarnations, duplicates and anything after the end are ignored."""
+        """The whole interface. Events of earlier incarnations, duplicates and anything after the end are ignored."""
         if not self.finished and not self._is_void(event):
             self._handlers[type(event)](event)
             self._advance()
@@ -99,8 +99,8 @@ class Controller:
             self._say(ev.Start(executor.name, executor.incarnation, version=0))
 
     def _on_resumed(self, event: ev.Resumed) -> None:
-        """Batches that were made before are made again, the same and in the same order. Everything else is admitted
-        anew, in order and as places allow, so that the bound holds; what was settled already is not generated again."""
+        """Batches that were made before are made again, the same and in the same order. Everything else is admitted anew, in
+        order and as places allow, so that the bound holds; settled groups are not generated again."""
         self._resumed_at = event.version
         self.snapshots.resume(event.version)
         self.training.resume(event.version)
@@ -231,7 +231,7 @@ class Controller:
             self.stopping = True
             self.training.stop_early()
 
-    # What follows from the new state
+    # Consequences of the new state
 
     def _advance(self) -> None:
         if self.finished:
@@ -252,7 +252,7 @@ class Controller:
             self._wind_up(self.training.final_version)
 
     def _wind_up(self, version: int) -> None:
-        """No update will follow: make sure of the last snapshot, finish the last evaluation, end."""
+        """No update follows: take the last snapshot, finish the last evaluation, end."""
         if self.snapshots.lacks(version, stopping=self.stopping):
             self.training.save_last(version)
             self._advance_training()
@@ -274,7 +274,7 @@ class Controller:
             self._offer_weights(executor)
 
     def _admit(self) -> None:
-        """Groups for the first role: those that a death returned, then evaluation, then new ones while places last."""
+        """Hand groups to the first role: those that a death returned, then evaluation, then new ones while places last."""
         pool, returned = self.pools[0], self._waiting[0]
         self._issue_probe()
         self._hand_out(0)
@@ -303,7 +303,7 @@ class Controller:
         return GroupSpec(ordinal, "train", self.schedule.samples_per_group, version)
 
     def _skip_known(self) -> bool:
-        """After a resume: the next ordinal may be in a batch already, or settled, and then only needs its place."""
+        """After a resume, the next ordinal may be in a batch already, or settled: then it only needs its place."""
         ordinal = self.next_ordinal
         if self.window.is_taken(ordinal):
             self.next_ordinal += 1
@@ -365,7 +365,7 @@ class Controller:
         self._settle(ordinal)
 
     def _give_up(self, ordinal: int, reason: str) -> None:
-        """Drop the group; in deterministic mode timing must not choose what is trained, so the job stops instead."""
+        """Drop the group. In deterministic mode timing must not choose what is trained, so the job stops instead."""
         if self.schedule.deterministic:
             self._end(ev.Abort(f"group {ordinal}: {reason}"), closed=f"stopped: group {ordinal}: {reason}")
         else:
@@ -389,7 +389,7 @@ class Controller:
         self.pools[executor.position].touch(executor)
 
     def _offer_weights(self, executor: ExecutorState) -> None:
-        """An executor takes the weights that it should have, unless it is answering an evaluation."""
+        """The executor loads the weights that it should hold, unless it is answering an evaluation."""
         if not executor.reads_weights or not executor.up or executor.loading is not None:
             return
         version = self._target(executor)
@@ -397,7 +397,7 @@ class Controller:
             executor.loading = version
             self._say(ev.Load(executor.name, executor.incarnation, version))
 
-    # Which version for whom
+    # Which version samples what
 
     def _version_for(self, group: GroupSpec) -> int:
         return self.newest if group.version is None else group.version
@@ -442,7 +442,7 @@ class Controller:
         self._say(ev.Sync())
 
     def _count_snapshots(self) -> None:
-        """What a snapshot covers that counts from now on is not needed any more."""
+        """Groups and probes that a counting snapshot covers are not needed any more."""
         covered = self.snapshots.count(self.newest)
         if covered:
             self._say(ev.Prune(covered.stop))
@@ -462,7 +462,7 @@ class Controller:
             self._write(ledger.Rewound(self.training.trained, executor.name))
 
     def _reload(self, publisher: str) -> None:
-        """A redone version came out with other bytes: whoever holds it takes it again."""
+        """A version that was made again has other bytes: every executor that holds it loads it again."""
         for executor in self.executors.values():
             if executor.version == self.newest and self.line.weights_source.get(executor.role.name) == publisher:
                 executor.version = -1
@@ -479,7 +479,7 @@ class Controller:
         for ordinal in ordinals:
             self._attempts.pop(ordinal, None)
 
-    # Small things
+    # Details
 
     @property
     def may_admit(self) -> bool:
@@ -488,7 +488,7 @@ class Controller:
         return self.next_ordinal < end and self.places_used < self.schedule.num_places
 
     def _is_void(self, event: ev.AnyEvent) -> bool:
-        """A word of the dead, or one that this executor has no business to say."""
+        """Whether the event is of a dead incarnation, or one that this role cannot cause."""
         if not isinstance(event, ev.ExecutorEvent):
             return False
         executor = self.executors[event.executor]

@@ -1,17 +1,16 @@
-"""The line of a job that brings none of its own: task -> generator -> reward -> trainer, and weights back."""
+"""The line of a job that declares none: task -> generator -> reward -> trainer, and weights back."""
 
 from __future__ import annotations
 
 from llamarl.config import Config
 from llamarl.controller.line import SOURCE, Channel, Line, Role
 
-GROUPS_AHEAD = 4  # groups that may lie in the reward's inbox, so that it need not wait for the next
-GENERATOR_AHEAD = 3  # times its slots: none should wait while a group's longest answer is written
+GROUPS_AHEAD = 4  # groups in the inbox of the reward, so that it need not wait for the next one
+GENERATOR_AHEAD = 3  # capacity per slot: no slot should be empty while the longest answer of a group is written
 
 
 def default_line(config: Config) -> Line:
-    """task -> generator -> reward -> trainer, and weights back; a reward model and a reference policy in between if they are
-    needed."""
+    """A reward model and a reference policy stand between reward and trainer if the config asks for them."""
     samples = config.schedule.samples_per_group
     between, to_trainer = _way_to_trainer(config)
     return Line(
@@ -48,7 +47,8 @@ def default_line(config: Config) -> Line:
 
 
 def _way_to_trainer(config: Config) -> tuple[list[Role], list[Channel]]:
-    """Straight from the reward, or by way of a reward model, of a reference policy with ranks of its own, or of both."""
+    """The roles between reward and trainer, and the channels through them: a reward model, a reference policy with ranks of
+    its own, both or neither."""
     roles: list[Role] = []
     if config.reward_model.path:
         ahead = GROUPS_AHEAD * config.schedule.samples_per_group

@@ -1,6 +1,6 @@
-"""When and by whom held-out problems are answered.
+"""When held-out problems are answered, and by which replica.
 
-Evaluation groups ride the line beside the others, under negative ordinals; they stop before the roles that train. One
+Evaluation groups take the same line as the others, under negative ordinals, and stop before the roles that train. One
 replica answers a whole round and keeps its weights meanwhile, so a round measures one version.
 """
 
@@ -49,7 +49,7 @@ class Evaluation:
         return version in (0, self.updates) or between
 
     def version_visible(self, version: int) -> None:
-        """Called once for every version, in order."""
+        """Call once for every version, in order."""
         if self.is_due(version):
             if version not in self._done_before:
                 self._rounds.append(EvaluationRound(version, self._new_ordinals()))
@@ -75,6 +75,7 @@ class Evaluation:
             yield replica, GroupSpec(current.unassigned.pop(), "evaluation", 1, pinned)
 
     def pins(self, executor: ExecutorState) -> bool:
+        """Whether the executor must keep its weights for a round."""
         return any(one.replica is executor and bool(one.ungenerated) for one in self._rounds)
 
     def passed(self, ordinal: int, executor: ExecutorState) -> None:
@@ -83,7 +84,7 @@ class Evaluation:
                 one.ungenerated.discard(ordinal)
 
     def settled(self, ordinal: int) -> EvaluationRound | None:
-        """The round that this group finishes, if it does."""
+        """Returns the round that this group finishes, if it does."""
         for one in self._rounds:
             if ordinal in one.unsettled:
                 one.unsettled.remove(ordinal)
@@ -93,22 +94,23 @@ class Evaluation:
         return None
 
     def lost(self, executor: ExecutorState) -> None:
-        """A round's replica died: the round begins anew, under other ordinals, so that one version answers all of it."""
+        """The executor died. Its round begins anew, under other ordinals, so that one version answers all of it."""
         for index, one in enumerate(self._rounds):
             if one.replica is executor and one.ungenerated:
                 self._rounds[index] = EvaluationRound(one.version, self._new_ordinals())
 
     @property
     def oldest_unassigned(self) -> int | None:
-        """The oldest version that has problems to answer which no replica was given yet."""
+        """The oldest version with problems that no replica was given yet."""
         return min((one.version for one in self._rounds if one.unassigned), default=None)
 
     @property
     def oldest_ungenerated(self) -> int | None:
+        """The oldest version with problems that are not answered yet."""
         return min((one.version for one in self._rounds if one.ungenerated), default=None)
 
     def owns(self, ordinal: int) -> bool:
-        """False for what is left of a round that began anew."""
+        """False for a group that is left of a round which began anew."""
         return any(ordinal in one.unsettled for one in self._rounds)
 
     def _new_ordinals(self) -> tuple[int, ...]:

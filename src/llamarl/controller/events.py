@@ -1,6 +1,7 @@
-"""What the controller hears (events) and what it says (commands). Both are data: logged, replayed, sent anywhere.
+"""Events are the controller's input, commands its output. Both are data: they can be logged, replayed and sent anywhere.
 
-Every event of an executor carries its incarnation, the count of its restarts, so that words of the dead are recognized.
+Every event of an executor carries its incarnation, the count of its restarts, so that late events of a dead one are
+recognized.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Began(Event, frozen=True):
 
 
 class Started(ExecutorEvent, frozen=True):
-    """The executor is up; it has no weights yet, unless it trains them."""
+    """The executor is up. It has no weights yet, unless it trains them."""
 
 
 class Loaded(ExecutorEvent, frozen=True):
@@ -33,7 +34,7 @@ class Loaded(ExecutorEvent, frozen=True):
 
 
 class LoadFailed(ExecutorEvent, frozen=True):
-    """The version was not there any more, or its bytes were wrong; the executor keeps what it had."""
+    """The version was gone, or its bytes were wrong. The executor keeps the weights it had."""
 
     version: int
     reason: str
@@ -45,21 +46,21 @@ class GroupDone(ExecutorEvent, frozen=True):
 
 
 class GroupFailed(ExecutorEvent, frozen=True):
-    """The group can never pass this role; the reason goes into the ledger."""
+    """The group can never pass this role. The reason goes into the ledger."""
 
     ordinal: int
     reason: str
 
 
 class GaveUp(ExecutorEvent, frozen=True):
-    """The executor says that the job cannot go on."""
+    """The executor found that the job cannot go on."""
 
     reason: str
 
 
 class BatchDone(ExecutorEvent, frozen=True):
     update: int
-    skipped: bool = False  # a loss or gradient was no number, so the weights stayed as they were
+    skipped: bool = False  # a loss or gradient was not a number, so the weights stayed as they were
 
 
 class Published(ExecutorEvent, frozen=True):
@@ -78,29 +79,29 @@ class Saved(ExecutorEvent, frozen=True):
 
 
 class Committed(Event, frozen=True):
-    """The snapshot of `version` is whole: earlier groups will not be needed again."""
+    """The snapshot of `version` is whole: earlier groups are not needed again."""
 
     version: int
 
 
 class SaveFailed(Event, frozen=True):
-    """The snapshot of `version` could not be written; the job goes on with the one before."""
+    """The snapshot of `version` could not be written. The job goes on with the one before."""
 
     version: int
     reason: str
 
 
 class Resumed(Event, frozen=True):
-    """Instead of `Began`: go on from the snapshot of `version`, with what ledger and store still hold."""
+    """Comes instead of `Began`: go on from the snapshot of `version`, with the groups that ledger and store still hold."""
 
     version: int
-    batches: tuple[tuple[int, ...], ...]  # of the updates from `version` on that were made before: to be made again
+    batches: tuple[tuple[int, ...], ...]  # batches of updates from `version` on that were made before; to be made again
     oldest: int  # the smallest ordinal that is in no batch
-    taken: tuple[int, ...]  # larger ones that are in a batch
-    settled: tuple[int, ...]  # scored or dropped, and in no batch yet
+    taken: tuple[int, ...]  # larger ordinals that are in a batch
+    settled: tuple[int, ...]  # ordinals that are scored or dropped, and in no batch yet
     dropped: tuple[int, ...]
-    evaluated: tuple[int, ...]  # versions
-    run: int = 0  # number of this start of the job; 0 was the first
+    evaluated: tuple[int, ...]  # versions that were evaluated before
+    run: int = 0  # number of this start of the job; the first is 0
 
 
 class StopRequested(Event, frozen=True):
@@ -136,7 +137,7 @@ class ExecutorCommand(Command, frozen=True):
 
 
 class Start(ExecutorCommand, frozen=True):
-    """Bring the executor up; one that trains continues from the snapshot of `version`."""
+    """Bring the executor up. One that trains continues from the snapshot of `version`."""
 
     version: int
 
@@ -153,7 +154,7 @@ class RunGroup(ExecutorCommand, frozen=True):
 class RunBatch(ExecutorCommand, frozen=True):
     update: int
     ordinals: tuple[int, ...]
-    probe: int | None = None  # a group to be measured beside the batch
+    probe: int | None = None  # ordinal of a group to measure beside the batch
 
 
 class Publish(ExecutorCommand, frozen=True):
@@ -161,25 +162,25 @@ class Publish(ExecutorCommand, frozen=True):
 
 
 class Save(ExecutorCommand, frozen=True):
-    """Write your part of the snapshot of `version`; `Saved` says that it is done."""
+    """Write the executor's part of the snapshot of `version`; `Saved` follows."""
 
     version: int
 
 
 class Commit(Command, frozen=True):
-    """All parts are there: make them a snapshot; `Committed` or `SaveFailed` follows."""
+    """All parts are written: make them a snapshot; `Committed` or `SaveFailed` follows."""
 
     version: int
 
 
 class Prune(Command, frozen=True):
-    """No executor will come back from a version before this one: older snapshots beyond those to keep may go."""
+    """No executor will come back from a version before this one: older snapshots, beyond those to keep, may be removed."""
 
     version: int
 
 
 class Write(Command, frozen=True):
-    """Append to the ledger."""
+    """Append a record to the ledger."""
 
     record: Record
 
@@ -189,7 +190,7 @@ class Sync(Command, frozen=True):
 
 
 class Forget(Command, frozen=True):
-    """These groups will not be asked for again."""
+    """These groups are not needed again."""
 
     ordinals: tuple[int, ...]
 

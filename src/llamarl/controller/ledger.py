@@ -1,7 +1,7 @@
 """The ledger: an append-only record of what became of every group. `books.py` adds it up.
 
 Records are JSON, kept in checksummed segments, so that a person can read them and a torn or altered one is recognized. The
-ledger of a long run does not grow for ever: see `Checkpoint`.
+ledger of a long run does not grow for ever: see `LedgerTotals`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Issued(LedgerRecord, frozen=True):
 
 
 class Passed(LedgerRecord, frozen=True):
-    """The group got through one role: `state` is "generated", "scored" ..."""
+    """The group has passed one role; `state` is that role's `done`, such as "generated" or "scored"."""
 
     ordinal: int
     state: str
@@ -50,7 +50,7 @@ class Dropped(LedgerRecord, frozen=True):
 
 
 class Trained(LedgerRecord, frozen=True):
-    """Every role that trains has seen these groups; `dropped` ones had a place in the batch, but nothing in it."""
+    """Every role that trains has trained these groups. `dropped` groups had a place in the batch, but no tokens."""
 
     update: int
     ordinals: tuple[int, ...]
@@ -66,7 +66,7 @@ RESUME = "resume"
 
 class Rewound(LedgerRecord, frozen=True):
     """An executor that trains came back from a snapshot, or (RESUME) the whole job did: updates from `to_update` on do not
-    count any more. `run` numbers the starts of the job, 0 being the first; other rewinds have none."""
+    count any more. For RESUME, `run` is the number of this start of the job; the first is 0."""
 
     to_update: int
     executor: str
@@ -77,28 +77,28 @@ FINISHED = "finished"
 
 
 class Closed(LedgerRecord, frozen=True):
-    """The last record of a job that ended by itself: FINISHED, or why it stopped before."""
+    """The last record of a job that ended by itself: FINISHED, or the reason why it stopped early."""
 
     reason: str
 
 
 class Folded(Struct, frozen=True, omit_defaults=True):
-    """Totals over the updates before `updates`. No job can go back behind them, so their groups are only counted."""
+    """Totals over the updates before `updates`. No job can go back behind that, so their groups are only counted."""
 
     updates: int = 0
     trained: int = 0
-    dropped: dict[str, int] = {}  # reason -> groups
+    dropped: dict[str, int] = {}  # reason -> number of groups
     num_tokens: int = 0
     max_staleness: int = 0
     oldest: int = 0  # the smallest ordinal that is in none of their batches
     taken: tuple[int, ...] = ()  # larger ordinals that are in one
-    digest: str = ""  # over what became of every group, update by update
+    digest: str = ""  # over the trained groups, update by update
     counted_twice: tuple[int, ...] = ()
     never_issued: tuple[int, ...] = ()
 
 
 class RunRecords(Struct, frozen=True, array_like=True):
-    """How many records one start of the job wrote, and a digest over them: `llamarl replay` compares it."""
+    """The number of records that one start of the job wrote, and a digest over them, which `llamarl replay` compares."""
 
     run: int
     num_records: int
@@ -106,8 +106,8 @@ class RunRecords(Struct, frozen=True, array_like=True):
 
 
 class LedgerTotals(LedgerRecord, frozen=True, omit_defaults=True, tag="Checkpoint"):
-    """Everything that the records before it amount to: it takes their place. Old updates are folded into totals, the groups
-    of the others are listed."""
+    """The sum of all records before it, whose place it takes. Old updates are folded into totals; the groups of the others
+    are listed."""
 
     num_groups: int
     groups_per_update: int
@@ -118,9 +118,9 @@ class LedgerTotals(LedgerRecord, frozen=True, omit_defaults=True, tag="Checkpoin
     issued: tuple[int, ...]
     passed: tuple[tuple[int, str, int, int, int, float], ...]  # the fields of the last `Passed` of each group
     dropped: tuple[tuple[int, tuple[str, ...]], ...]
-    updates: tuple[int, ...]  # those that count
-    batches: tuple[tuple[int, tuple[int, ...]], ...]  # by update, also those that a rewind took back
-    trained: tuple[tuple[int, tuple[int, ...]], ...]  # ordinal and the updates that count
+    updates: tuple[int, ...]  # updates that count
+    batches: tuple[tuple[int, tuple[int, ...]], ...]  # by update, including those that a rewind took back
+    trained: tuple[tuple[int, tuple[int, ...]], ...]  # ordinal and its updates that count
 
 
 Record = Opened | Issued | Passed | Dropped | Trained | Visible | Rewound | Closed | LedgerTotals
@@ -133,7 +133,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def read_ledger(folder: Path) -> Iterator[Record]:
-    """All whole records, in order. A torn end (a crash while writing) is left out; damage anywhere else is an error."""
+    """All whole records, in order. A torn end, from a crash while writing, is left out; damage elsewhere is an error."""
     if not segment_files(folder):
         raise InputError(f"{folder}: no ledger there")
     for _, record in read_records(folder):

@@ -1,4 +1,4 @@
-"""The ledger on disk, as its one writer sees it: records are appended, and what snapshots cover is folded away."""
+"""The ledger on disk, as its one writer sees it: records are appended, and those that snapshots cover are folded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llamarl.controller.ledger import Record, encode_record, read_ledger
 from llamarl.failpoints import failpoint
 from llamarl.io.record_log import SegmentWriter, segment_files
 
-FOLD_BYTES = 16 << 20  # some 45,000 groups: runs with fewer keep a record of every one of them
+FOLD_BYTES = 16 << 20  # about 45,000 groups: a run with fewer keeps every record
 
 
 class LedgerFile:
@@ -31,9 +31,9 @@ class LedgerFile:
         self._writer.close()
 
     def fold(self, version: int) -> None:
-        """Put a checkpoint in the place of all records, once there are many. Nothing will ever go back behind `version`.
+        """Put totals in the place of all records, once there are many. No job may ever go back behind `version`.
 
-        A crash in between is harmless: until the old segments are gone, the checkpoint repeats what they say."""
+        A crash in between is harmless: until the old segments are gone, the totals repeat what they hold."""
         if self._unfolded_bytes < self._fold_bytes:
             return
         self._writer.sync()
@@ -49,4 +49,6 @@ class LedgerFile:
         for path in old:
             self._writer.remove(int(path.name))
         self._unfolded_bytes = 0
-        self._fold_bytes = max(self._fold_bytes, len(data))  # where much is kept for snapshots, folding pays less often
+        self._fold_bytes = max(
+            self._fold_bytes, len(data)
+        )  # where snapshots keep much unfolded, folding pays less often

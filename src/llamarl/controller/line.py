@@ -1,6 +1,6 @@
 """The topology of a job as data: roles, the channels between them, and the order that follows from both.
 
-A role is added by adding it and its channels; the controller reads the line and never names a role.
+To add a role, add it and its channels. The controller reads the line and never names a role.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from msgspec import Struct
 
 from llamarl.errors import ConfigError
 
-SOURCE = "task"  # where every line begins: prompts come from the task, which is not an executor
+SOURCE = "task"  # the beginning of every line: prompts come from the task, which is not an executor
 
 
 class Role(Struct, frozen=True, kw_only=True):
     name: str
-    unit: Literal["group", "batch"]  # works on one group at a time, or on the groups of one update
-    done: str  # what the ledger says of a group that has passed: "generated", "scored" (roles for batches: "trained")
+    unit: Literal["group", "batch"]  # the role works on one group at a time, or on the groups of one update
+    done: str  # the state of a group behind this role, as the ledger names it, such as "generated" or "scored"
     executors: int = 1
-    ranks: int = 1  # processes that are one executor; the engine talks to the first of them
-    threads: int = 0  # cores each of them may use; 0: all
-    gpu: bool = False  # whether each of them takes a GPU, where there is one
-    capacity: int = 1  # completions that one executor holds at once (unit "group")
-    at_once: int = 0  # of these, that it works on; what else it holds waits there; 0: all
-    restartable: bool = True  # False: its state cannot be brought back, so its death ends the job
+    ranks: int = 1  # number of processes of one executor; the engine talks to rank 0
+    threads: int = 0  # number of cores for each rank; 0: all
+    gpu: bool = False  # whether each rank takes a GPU, where there is one
+    capacity: int = 1  # number of completions that one executor holds at once (unit "group")
+    at_once: int = 0  # number of completions that it works on at once, while the others wait there; 0: all
+    restartable: bool = True  # False: its state cannot be restored, so its death ends the job
 
 
 class Channel(Struct, frozen=True):
@@ -36,7 +36,7 @@ class Channel(Struct, frozen=True):
 
 
 class Line:
-    """Roles in the order in which groups pass them, and who reads whose weights."""
+    """Roles in the order in which groups pass them. `weights_source` maps a role that reads weights to their publisher."""
 
     def __init__(self, roles: Sequence[Role], channels: Sequence[Channel]) -> None:
         by_name = {role.name: role for role in roles}

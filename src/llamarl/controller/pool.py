@@ -1,4 +1,4 @@
-"""The executors of one role, as the controller sees them, and the choice of the one that has least to do."""
+"""The executors of one role, as the controller sees them, and the choice of the least busy one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from llamarl.controller.groups import GroupSpec
 from llamarl.controller.line import Role, executor_names
 
-_VERSIONS = 2  # that are asked for at about the same time
+_VERSIONS = 2  # number of versions that are asked for at about the same time
 
 
 @dataclass(eq=False)
@@ -16,16 +16,16 @@ class ExecutorState:
     name: str
     role: Role
     index: int
-    position: int  # of its role among the roles of the same unit
+    position: int  # place of its role among the roles of the same unit
     reads_weights: bool
     incarnation: int = 0
-    failures: int = 0  # deaths in a row, without any work done in between
+    failures: int = 0  # number of deaths in a row, without any work done in between
     up: bool = False
-    version: int = -1  # the weights it holds; -1: none
+    version: int = -1  # version of the weights it holds; -1: none
     loading: int | None = None
-    failed_loads: int = 0  # in a row, of versions that were still the newest
+    failed_loads: int = 0  # number of failed loads in a row, of versions that it still should hold
     groups: dict[int, GroupSpec] = field(default_factory=dict)  # by ordinal
-    occupied: int = 0  # completions over all its groups
+    occupied: int = 0  # number of completions over all its groups
 
     def assign(self, group: GroupSpec) -> None:
         self.groups[group.ordinal] = group
@@ -45,14 +45,14 @@ class ExecutorState:
 
 
 class ExecutorPool:
-    """Finds the executor with the fewest groups among those that may be given one; cheap with thousands of them.
+    """Finds the executor with the fewest groups among those that can take one; cheap with thousands of executors.
 
-    What would only wait at an executor is given to it if nobody has fewer groups, not even one that cannot be given any just
-    now: else whoever has taken new weights first would get all that the others are about to ask for.
+    A group that would only wait at an executor is given to it if no other one has fewer groups, not even one that cannot take
+    any just now. Otherwise the first executor with new weights would get every group that the others are about to ask for.
 
-    A heap of (groups, index) for each size of group and each version that is asked for, since who is too full for one may
-    have room for a smaller one; and one of all that are up. Entries may be out of date: one counts only if it still says the
-    truth."""
+    There is a heap of (groups, index) for each size of group and each version that is asked for, since an executor that is
+    too full for one group may have room for a smaller one; and a heap of all executors that are up. Entries may be out of
+    date: one counts only if it is still true."""
 
     def __init__(self, role: Role, position: int, reads_weights: bool) -> None:
         self.role, self._reads_weights = role, reads_weights
@@ -64,7 +64,7 @@ class ExecutorPool:
         self._up: list[tuple[int, int]] = []
 
     def touch(self, executor: ExecutorState) -> None:
-        """Call whenever the executor may have become available, or what it holds has changed."""
+        """Call whenever the executor may have become available, or its groups have changed."""
         if not executor.up:
             return
         entry, room = (len(executor.groups), executor.index), self.role.capacity - executor.occupied
@@ -79,7 +79,8 @@ class ExecutorPool:
         heapq.heappush(heap, entry)
 
     def least_busy(self, num_completions: int, version: int) -> ExecutorState | None:
-        """Who gets the next group of `num_completions` completions; None when all are full, at another version, or down."""
+        """The executor that gets the next group of `num_completions` completions; None: all are full, down or at another
+        version."""
         heap = self._heap_of(num_completions, version)
         while heap:
             num_groups, index = heap[0]
@@ -88,11 +89,11 @@ class ExecutorPool:
             if fits and num_groups == len(executor.groups) and self._available(executor, version):
                 waits = executor.occupied + num_completions > self._at_once
                 return None if waits and self._fewest_groups() < num_groups else executor
-            heapq.heappop(heap)  # `touch` brings it back when something about it changes
+            heapq.heappop(heap)  # `touch` brings it back when the executor changes
         return None
 
     def _fewest_groups(self) -> int:
-        """Of all that are up."""
+        """The smallest number of groups among the executors that are up."""
         while True:
             num_groups, index = self._up[0]
             if self.executors[index].up and num_groups == len(self.executors[index].groups):
@@ -102,7 +103,7 @@ class ExecutorPool:
     def _heap_of(self, num_completions: int, version: int) -> list[tuple[int, int]]:
         key = (num_completions, version if self._reads_weights else 0)
         if key not in self._heaps:
-            # Old versions are asked for again only after a death, and then a heap is made anew.
+            # Old versions are asked for again only after a death; then their heap is made anew.
             self._heaps = {known: heap for known, heap in self._heaps.items() if known[1] >= key[1] - _VERSIONS}
             self._heaps[key] = self._entries()
         return self._heaps[key]

@@ -1,7 +1,7 @@
-"""A probe: one group sampled by the very version that is about to be trained, measured by the trainer, never trained on.
+"""A probe: one group sampled by the version that is about to be trained. The trainer measures it and never trains on it.
 
-Generator and trainer hold the same weights then, so what their log-probs differ by is their arithmetic alone. With
-S = 0 every group is such a one; otherwise, every `probe_every` updates, the update waits until its probe has been answered.
+Generator and trainer then hold the same weights, so their log-probs differ by their arithmetic alone. With S = 0 this is true
+of every group; otherwise, every `probe_every` updates, the update waits until its probe is answered.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Probes:
         self._exact = schedule.deterministic
         self._issued: int | None = None
         self._answered: set[int] = set()  # versions whose answers are kept
-        self._given_up: int | None = None
+        self._given_up: int | None = None  # a version whose probe cannot be answered
 
     def is_due(self, version: int) -> bool:
         return self._every > 0 and version > 0 and version % self._every == 0
 
     def keeps_waiting(self, version: int) -> bool:
-        """The update that turns `version` into the next may not begin yet."""
+        """Whether the update that turns `version` into the next must wait for its probe."""
         return self.is_due(version) and version not in self._answered and version != self._given_up
 
     def issue(self, version: int) -> int | None:
-        """The ordinal of a probe that is wanted now; None when there is none, or it is under way."""
+        """The ordinal of a probe that is wanted now; None: no probe is, or it is under way."""
         if not self.keeps_waiting(version) or self._issued == version:
             return None
         self._issued = version
@@ -45,24 +45,25 @@ class Probes:
         self._answered.add(probed_version(ordinal))
 
     def failed(self, ordinal: int) -> None:
-        """It can never be answered: the update goes on without."""
+        """The probe can never be answered: the update goes on without it."""
         self._given_up = probed_version(ordinal)
 
     def measured(self, version: int) -> tuple[int, ...]:
-        """The update of `version` is made: ordinals of probes whose answers nobody needs any more. Where an update that is
-        made again must come out the same, that is none before a snapshot covers it."""
+        """The update of `version` is made. Returns ordinals of probes whose answers are not needed any more: none where an
+        update that is made again must come out the same, since no snapshot covers it yet."""
         return () if self._exact or version not in self._answered else (_FIRST - version,)
 
     def covered(self, version: int) -> tuple[int, ...]:
-        """Nothing goes back behind `version`: likewise."""
+        """No job goes back behind `version`. Returns ordinals of probes whose answers are not needed any more."""
         gone = {one for one in self._answered if one < version}
         self._answered -= gone
         return tuple(_FIRST - one for one in sorted(gone)) if self._exact else ()
 
     def rewind(self) -> tuple[int, ...]:
-        """A version that is made again may have other bytes, so its answer is void; but for those that never differ."""
+        """A version that is made again may have other bytes, so its answer is void, except in deterministic mode. Returns
+        ordinals of void probes."""
         if self._exact or self._issued is None or self._issued not in self._answered:
-            return ()  # nothing to void, or it is still under way: then it stays
+            return ()  # there is no answer, or the probe is still under way and stays
         void, self._issued = self._issued, None
         self._answered.discard(void)
         return (_FIRST - void,)

@@ -1,4 +1,4 @@
-"""From what a killed job left on disk to the event with which it goes on."""
+"""From the files that a killed job left to the event with which it goes on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def resumption(
     evaluated: Iterable[int],
     settled_state: str = "scored",
 ) -> Resumed:
-    """Go on from the snapshot of `version`; `stored` are the ordinals whose rollouts the GroupStore still holds, and
-    `settled_state` is what the ledger says of a group that waits for its batch."""
+    """Go on from the snapshot of `version`. `stored` are the ordinals whose rollouts the GroupStore still holds;
+    `settled_state` is the state, in the ledger, of a group that waits for its batch."""
     batches, dropped, last_version = books.batches, books.dropped, books.settled(settled_state)
     folded = books.folded if version >= books.folded.updates else None
     before = {ordinal for update, batch in batches.items() if update < version for ordinal in batch}
@@ -28,8 +28,8 @@ def resumption(
         again.append(batches[update])
     in_batches = before.union(*again)
     oldest = _smallest_missing(in_batches, start=folded.oldest if folded else 0)
-    # Generated again: what the store has and the ledger does not know of, since the crash came between the two; and groups
-    # sampled by a later version than the next update will train, which are from a future that was lost.
+    # Two sorts of groups are generated again: those in the store that the ledger does not know, since the crash came between
+    # the two; and those sampled by a later version than the next update will train, which come from a lost future.
     usable = {
         ordinal for ordinal in stored if ordinal in last_version and last_version[ordinal] <= version + len(again)
     }

@@ -1,7 +1,7 @@
 """A recorded event log replays its run: the same events, told to a fresh controller, must give the same commands.
 
-Each log begins with what its controller was made of. What the replayed controller writes is held against the ledger, which is
-what the real one wrote: record by record, or by a digest where the ledger has folded its records away.
+Each log begins with the settings of its controller. The records that the replayed controller writes are compared with the
+ledger, which the real one wrote: one by one, or by a digest where the ledger has folded its records.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llamarl.controller.line import Channel, Line, Role
 
 
 class Setting(Struct, frozen=True, tag=True, tag_field="event"):
-    """All that a controller is made of."""
+    """Everything that a controller is made from."""
 
     roles: tuple[Role, ...]
     channels: tuple[Channel, ...]
@@ -37,25 +37,25 @@ class Replay(Struct, frozen=True):
 
     runs: int
     num_events: int
-    num_records: int  # that were held against the ledger
+    num_records: int  # number of records that were compared with the ledger
     difference: str = ""
     notes: tuple[str, ...] = ()
 
 
-LOG_FULL = b'{"event":"LogFull"}'  # the last line of a log that was not written on
+LOG_FULL = b'{"event":"LogFull"}'  # the last line of a log that reached its size limit
 _OLD_KINDS = (b"broadcast", b"scatter", b"gather")  # of channels for groups, in older logs
 _decode_event = msgspec.json.Decoder(ev.AnyEvent).decode
 
 
 class _Part(Struct):
-    """The ledger's records of one start of the job: folded ones as a digest, the others themselves."""
+    """The ledger's records of one start of the job: the folded ones as a digest, the others in full."""
 
     folded: RunRecords
     records: list[Record]
 
 
 def replay(logs: Mapping[int, Iterable[bytes]], ledger: Iterable[Record]) -> Replay:
-    """All starts of a job, by their numbers. A log may end early: a crash can take the last events, or the last records."""
+    """Replay all starts of a job, by their numbers. A log may end early: a crash can lose the last events or records."""
     books, parts = Books(), dict[int, _Part]()
     for record in ledger:
         books.add(record)
@@ -89,7 +89,7 @@ def _assign(parts: dict[int, _Part], books: Books, record: Record) -> None:
 
 
 def _replay_run(run: int, lines: Iterable[bytes], part: _Part, notes: list[str]) -> tuple[int, int, str]:
-    """(events, records held against the ledger, the first difference)"""
+    """Returns the number of events, the number of compared records, and the first difference."""
     digest, at, folded, log = RunRecords(run, 0, ""), 0, part.folded, _Log(lines)
     for record in _written(log):
         if digest.num_records < folded.num_records:
@@ -107,7 +107,7 @@ def _replay_run(run: int, lines: Iterable[bytes], part: _Part, notes: list[str])
 
 
 class _Log:
-    """Lines of a log, counted while they are read; the first is no event but the setting."""
+    """The lines of a log, counted while they are read. The first line is not an event but the setting."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
         self._lines, self.num_events = lines, 0

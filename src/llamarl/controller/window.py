@@ -1,4 +1,4 @@
-"""How settled groups become batches: P at a time, in the order of their ordinals, or nearly so."""
+"""Turns settled groups into batches of P, in the order of their ordinals, or nearly so."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 
 class Window:
-    """Takes settled ordinals and closes batches of `size`. At most `width - 1` younger groups ever pass an older one:
-    only ordinals in [oldest, oldest + width) may be taken, where `oldest` is the smallest that is not yet taken."""
+    """Takes settled ordinals and closes batches of `size`. At most `width - 1` younger groups ever pass an older one: only
+    ordinals in [oldest, oldest + width) may be taken, where `oldest` is the smallest ordinal that is not taken yet."""
 
     def __init__(self, size: int, width: int) -> None:
         self.size, self.width = size, width
@@ -18,7 +18,7 @@ class Window:
         self._open: list[int] = []
 
     def settle(self, ordinal: int) -> list[tuple[int, ...]]:
-        """The batches, usually none, that this group closes."""
+        """Returns the batches that this group closes; usually none."""
         heapq.heappush(self._settled, ordinal)
         closed = []
         while self._settled and self._settled[0] < self.oldest + self.width:
@@ -29,7 +29,7 @@ class Window:
         return closed
 
     def resume(self, oldest: int, taken: Iterable[int]) -> None:
-        """Go on where another window ended: everything below `oldest` was taken, and so were these above it."""
+        """Go on where another window ended: all ordinals below `oldest` are taken, and these above it."""
         self.oldest, self._taken = oldest, set(taken)
 
     def is_taken(self, ordinal: int) -> bool:

@@ -1,4 +1,4 @@
-"""Carries out the controller's commands on an engine, and tells it what happened. No decision is taken here."""
+"""Carries out the controller's commands on an engine, and feeds it the events. The driver takes no decision."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Driver:
         self._folder, self._watcher = run_folder, watcher
         self._store, self._snapshots = store, snapshots
         self._events: deque[ev.AnyEvent] = deque()
-        self._stop_requested = ""  # why
+        self._stop_requested = ""  # the outcome to record; empty: no stop was requested
         self.outcome = FINISHED
         self._interrupted = False
         self._ended = False
@@ -64,7 +64,7 @@ class Driver:
         }
 
     def run(self, begin: ev.Began | ev.Resumed) -> None:
-        """The whole job: until the controller says Finish, or JobFailed."""
+        """Run the job until the controller finishes it; JobFailed if it aborts."""
         self._folder.events.append_json(setting_of(self._controller))
         self._tell(begin)
         while not self._ended:
@@ -78,15 +78,15 @@ class Driver:
                 self._tell(ev.StopRequested())
 
     def request_stop(self, outcome: str = STOPPED) -> None:
-        """End with a snapshot, and call that `outcome`. Safe in a signal handler: the loop notices."""
+        """End with a snapshot and record `outcome`. Safe in a signal handler: the loop does the work."""
         self._stop_requested = outcome
 
     def interrupt(self) -> None:
-        """End at once, as a kill would. Likewise safe."""
+        """End at once, as a kill would. Safe in a signal handler."""
         self._interrupted = True
 
     def _tell(self, event: ev.AnyEvent | None) -> None:
-        """Commands are carried out in order; what they bring about at once is told after them."""
+        """Carry out commands in order. Events that they cause at once follow after them."""
         if event is not None:
             self._events.append(event)
         while self._events and not self._ended:
@@ -102,7 +102,7 @@ class Driver:
     def _event_of(self, arrival: Arrival | Death) -> ev.AnyEvent | None:
         who = (arrival.executor, arrival.incarnation)
         if arrival.incarnation != self._controller.executors[arrival.executor].incarnation:
-            return None  # words of the dead
+            return None  # a late report of a dead process
         if isinstance(arrival, Death):
             self._watcher.died(arrival.executor, arrival.reason)
             return ev.Died(*who, arrival.reason)
@@ -149,7 +149,7 @@ class Driver:
                 return ev.Died(*who, report.reason)
 
     def _log_of(self, executor: str) -> str:
-        """Where to read more, where there is more to read."""
+        """Names the executor's log, if it has any content."""
         log = log_file(self._folder.path, executor)
         return f"; see {log}" if log.is_file() and log.stat().st_size else ""
 
@@ -199,7 +199,7 @@ class Driver:
 
     def _commit(self, command: ev.Commit) -> None:
         try:
-            self._store.sync()  # whoever resumes from here counts on all groups and rows before it
+            self._store.sync()  # a job that resumes from here needs all groups and rows before it
             self._folder.sync()
             self._folder.metrics.sync()
             self._folder.evaluations.sync()
@@ -210,13 +210,13 @@ class Driver:
         self._events.append(ev.Committed(command.version))
 
     def _prune(self, command: ev.Prune) -> None:
-        """What snapshots cover needs no record of its own any more. What fails now is done with the next."""
+        """Records that snapshots cover are folded. If that fails now, it is done with the next snapshot."""
         with suppress(OSError):
             self._snapshots.prune(command.version)
             self._folder.ledger.fold(min(self._snapshots.versions(), default=0))
 
     def _save_failed(self, version: int, reason: str) -> ev.SaveFailed:
-        """The disk may be full: what the attempt has written goes at once, since the ledger needs the room."""
+        """The disk may be full: files of the attempt are removed at once, since the ledger needs the room."""
         self._snapshots.give_up()
         self._watcher.note(f"SNAPSHOT {version} COULD NOT BE WRITTEN: {reason}; the one before stays")
         return ev.SaveFailed(version, reason)

@@ -1,7 +1,7 @@
-"""Snapshots: one folder per version, whole or not there at all.
+"""Snapshots on disk: one folder per version, whole or not there at all.
 
-Executors write their parts into a folder with a leading dot; a manifest with the hash of every file follows, everything is
-synced, and one rename makes it a snapshot. The older ones stay until the new one is whole.
+Executors write their parts into a folder whose name begins with a dot. A manifest with the hash of every file follows,
+everything is synced, and one rename makes it a snapshot. Older snapshots stay until the new one is whole.
 """
 
 from __future__ import annotations
@@ -68,32 +68,32 @@ class Snapshots:
             shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, version: int) -> None:
-        """The job will never go back behind `version`: of what it has made so far, the newest `keep` stay."""
+        """The job will never go back behind `version`: of the snapshots up to it, the newest `keep` stay."""
         made = [one for one in self.versions() if one <= version]
         for old in made[: -self._keep]:
             self._discard(old)
 
     def rewind(self, version: int) -> None:
-        """The job goes on from `version`: a newer snapshot is damaged, or of a future that is made anew."""
+        """The job goes on from `version`: newer snapshots are damaged, or will be made again."""
         for newer in self.versions():
             if newer > version:
                 self._discard(newer)
 
     def set_aside(self, version: int) -> None:
-        """Keep it, but under a name that is not a snapshot's: no job will go on from it, or remove it."""
+        """Rename the snapshot, so that no job goes on from it or removes it."""
         aside = self._folder / f"{version}.set-aside"
         if not aside.exists():
             self.path(version).rename(aside)
 
     def _discard(self, version: int) -> None:
-        """First out of sight, in one step: half a snapshot never has a snapshot's name."""
+        """Rename first, in one step: half a snapshot never has a snapshot's name."""
         shutil.rmtree(self.partial(version), ignore_errors=True)
         failpoint("snapshot.discard")
         self.path(version).rename(self.partial(version))
         shutil.rmtree(self.partial(version), ignore_errors=True)
 
     def versions(self) -> list[int]:
-        """All that have a name, oldest first; whether they are whole, `why_damaged` tells."""
+        """All versions that have a folder, oldest first; `why_damaged` tells whether they are whole."""
         names = [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -117,7 +117,7 @@ class Snapshots:
 
 
 def why_damaged(snapshot: Path) -> str:
-    """Empty when every file is there with the bytes that were written."""
+    """The fault of a snapshot; empty: every file is there with the bytes that were written."""
     try:
         manifest = read_manifest(snapshot)
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""The roles of the line. Executors know the messages they answer, not each other, nor the engine that runs them."""
+"""The roles of the line. Executors know the messages they answer; they know neither each other nor the engine."""

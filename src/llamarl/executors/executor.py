@@ -1,4 +1,4 @@
-"""What an engine needs of an executor: answer messages, and go on with long work in slices between them."""
+"""The interface that an engine needs: an executor answers messages, and goes on with long work in slices between them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from llamarl.messages import Message, Report
 
 class Executor(Protocol):
     def handle(self, message: Message) -> Iterable[Report]:
-        """Take one message; report what is finished by it."""
+        """Take one message; report the work that it finishes."""
 
     def work(self) -> Iterable[Report]:
-        """One slice of unfinished work, short enough that a new message need not wait long."""
+        """Do one slice of unfinished work, short enough that a new message need not wait long."""
 
     @property
     def idle(self) -> bool:
@@ -21,7 +21,7 @@ class Executor(Protocol):
 
 
 class UnexpectedMessage(Exception):
-    """A message that this role cannot answer: the line was put together wrongly."""
+    """A message that this role cannot answer: the line is declared wrongly."""
 
     def __init__(self, role: str, message: Message) -> None:
         super().__init__(f"a {role} cannot handle {type(message).__name__}")

@@ -1,4 +1,4 @@
-"""The reference: a policy that never changes. Batches pass it on their way to the trainer and get its log-probs."""
+"""The reference: a policy that never changes. It adds its log-probs to batches on their way to the trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reference:
             case WorkOnBatch():
                 yield BatchResult(message.update, {}, add_reference_column(self._policy, message.groups))
             case SaveState():
-                yield StateSaved(message.version, {})  # it has nothing that its model folder does not have
+                yield StateSaved(message.version, {})  # everything that it holds is in its model folder
             case _:
                 raise UnexpectedMessage("reference", message)
 

@@ -1,4 +1,4 @@
-"""The reward: completions in, rollouts out. Several groups may be under way in the judge's workers at the same time."""
+"""The reward: completions in, rollouts out. The judge's workers may have several groups under way at the same time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llamarl.tasks.failures import FailureLog, FailureShare, to_stderr
 from llamarl.tasks.judge import Judge, Judgment
 from llamarl.types import CompletionGroup, Rollout, RolloutGroup
 
-_SLICE_S = 0.02  # so long may a new message wait
+_SLICE_S = 0.02  # the time that a new message may wait
 
 
 class Reward:
-    """`max_failure_share` of the answers may fail to be judged; beyond that the job is stopped, since what is wrong is the
-    scorer. In a deterministic job a time-out stops it at once: it is no property of the answer."""
+    """Judging may fail for `max_failure_share` of the answers. Beyond that the job is stopped, since the scorer is at fault.
+    In a deterministic job a time-out stops it at once: it is not a property of the answer."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Reward:
 
 
 def _report(group: CompletionGroup, outcomes: list[Judgment]) -> Report:
-    """A group is judged whole or dropped: a reward that is missing cannot be made up."""
+    """A group is judged whole or dropped: a missing reward cannot be made up."""
     for outcome in outcomes:
         if outcome.status != "ok":
             return GroupRefused(group.ordinal, _in_words(outcome))

@@ -1,4 +1,4 @@
-"""The reward model: rollouts in, rollouts out, with the score of a model added to what their scorer gave."""
+"""The reward model: rollouts in, rollouts out, with the score of a model added to their reward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llamarl.types import Completion, Problem, Rollout, RolloutGroup
 
 
 class RewardModel:
-    """`spoken` turns the policy's tokens into text, `own` that text into the model's: they may be of different families."""
+    """`spoken` is the policy's tokenizer, `own` the reward model's; the two models may be of different families."""
 
     idle = True  # a group is answered as soon as it arrives
 
@@ -60,7 +60,7 @@ class RewardModel:
         return Rollout(rollout.completion, rollout.reward + self._settings.weight * worth, rollout.columns)
 
     def _tokens(self, problem: Problem, completion: Completion) -> list[int]:
-        """As a chat, where the reward model was taught one; else question and answer in a row."""
+        """Question and answer as a chat, where the reward model has a chat template; else in a row."""
         text = judged_text(self._spoken, completion, self._judged)
         if self._own.has_chat:
             turns = [{"role": turn.role, "content": turn.content} for turn in asked_turns(problem)]

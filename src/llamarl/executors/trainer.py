@@ -30,13 +30,13 @@ from llamarl.weights.memory import HOST
 from llamarl.weights.overlapped_writer import OverlappedWriter
 from llamarl.weights.transport import Publication, WeightWriter
 
-_LOOK_AGAIN_S = 0.005  # how long a slice of "work" waits for a snapshot that is being written
+_LOOK_AGAIN_S = 0.005  # the time that one call of `work` waits for a snapshot that is being written
 
 
 class Trainer:
-    """`reference` is there when the reference policy shares these ranks; otherwise its column comes with the rollouts.
-    With `tell`, weights are published beside the next passes, and it is told when they can be read. Of the version
-    `policy_only_at` the policy alone is saved."""
+    """`reference` is given when the reference policy shares these ranks; otherwise its column comes with the rollouts. With
+    `tell`, weights are published beside the next passes, and `tell` gets the report when they can be read. Only the policy is
+    saved of version `policy_only_at`."""
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class Trainer:
 
     @property
     def idle(self) -> bool:
-        """An update is made as soon as its batch arrives; only a snapshot goes on in between."""
+        """An update is made as soon as its batch arrives; only a snapshot is written between messages."""
         return self._saving is None
 
     def work(self) -> Iterable[Report]:
-        """Ranks do this together; the snapshot is saved when the last of them has written its part."""
+        """Ranks call this together. The snapshot is saved when the last rank has written its part."""
         if self._saving is None:
             return
         version, written = self._saving
@@ -114,7 +114,7 @@ class Trainer:
     def _begin_save(self, message: SaveState) -> None:
         """Copy, then write in a thread: the next update waits for the copy only."""
         if self._saving is not None:
-            wait([self._saving[1]])  # an attempt that the controller has given up
+            wait([self._saving[1]])  # the controller has given this attempt up
         self._state.take(policy_only=message.version == self._policy_only_at)
         self._saving = (message.version, self._pool.submit(self._state.write, Path(message.folder)))
 
@@ -129,7 +129,7 @@ def _gpu(learner: Learner) -> int:
 
 
 def _result(written: Future[dict[str, str]]) -> tuple[dict[str, str], str]:
-    """Files and their hashes, or why there are none: a full or broken disk stops nothing but the snapshot."""
+    """The files and their hashes, or the reason why there are none: a full disk stops nothing but the snapshot."""
     try:
         return written.result(), ""
     except (OSError, ModelError) as error:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llamarl.builders.context import BuildContext
+from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.controller.line import role_of
 from llamarl.engine.engine import Engine
-from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.engine.inline import InlineEngine
 from llamarl.engine.local.engine import LocalEngine
 from llamarl.executors.executor import Executor

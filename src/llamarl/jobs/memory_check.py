@@ -18,7 +18,7 @@ from llamarl.builders.reward_model import reward_model_folder
 from llamarl.builders.weights import weight_transport, wire_precision
 from llamarl.config import Config
 from llamarl.controller.default_line import default_line
-from llamarl.engine.gpu_numbers import first_gpus
+from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.errors import ConfigError
 from llamarl.families.parameters import num_parameters
 from llamarl.generate.decoder import Limits

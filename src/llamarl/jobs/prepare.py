@@ -14,8 +14,8 @@ from llamarl.builders.registry import builder_reference
 from llamarl.builders.reward_model import check_reward_model
 from llamarl.builders.weights import weight_transport
 from llamarl.config import Config
+from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.controller.line import Line
-from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.engine.monarch.install import check_engine
 from llamarl.engine.prompts import Prompts, check_lengths
 from llamarl.errors import ConfigError

@@ -1,4 +1,4 @@
-"""How long every answer of the simulated job is: drawn by seed and ordinal, so the same whatever happens to its group."""
+"""The length of every answer of the simulated job: drawn by seed and ordinal, whatever happens to the group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.trainer import UpdateLoad, packed
 
-_BLOCK = 256  # groups that are drawn together
-_KEPT = 64  # blocks
+_BLOCK = 256  # number of groups that are drawn together
+_KEPT = 64  # number of blocks that are kept
 
 
 class Answers:
@@ -21,7 +21,7 @@ class Answers:
         self._blocks: dict[int, list[list[int]]] = {}
 
     def of(self, ordinal: int) -> list[int]:
-        """Tokens of each answer of the group."""
+        """Number of tokens of each answer of the group."""
         block, at = divmod(ordinal, _BLOCK)
         if block not in self._blocks:
             if len(self._blocks) >= _KEPT:
@@ -34,7 +34,7 @@ class Answers:
         return sum(self.of(ordinal))
 
     def batch(self, gpu: Gpu, ordinals: tuple[int, ...]) -> UpdateLoad:
-        """What is trained of these groups."""
+        """The load of an update on these groups; skipped ones excluded."""
         kept = [ordinal for ordinal in ordinals if not self._is_skipped(ordinal)]
         answers = [length for ordinal in kept for length in self.of(ordinal)]
         documents = [self._prompt + length for length in answers]

@@ -1,7 +1,7 @@
-"""Virtual time: workers on devices, shared or their own, and who has something to say next.
+"""Virtual time: workers on devices, shared or their own, and the next worker with an event.
 
-A device that several kinds of executors use at the same time gives each an equal part: two processes on one GPU take turns.
-The cores of a CPU are given out by threads.
+A device that several roles use at the same time gives each an equal share: two processes on one GPU take turns. The cores of
+a CPU are shared by threads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _KINDS: dict[str, SpanKind] = {"load": "weights", "publish": "weights", "save": 
 
 @dataclass(eq=False)
 class Device:
-    """Where some workers live. `cores` 0: a set of GPUs, on which all replicas of a role work side by side."""
+    """A device that some workers share. `cores` 0: a set of GPUs, on which all replicas of a role work side by side."""
 
     cores: int = 0
     seats: list[Seat] = field(default_factory=list)
     speed: float = 1.0
-    busy: Counter[str] = field(default_factory=Counter)  # threads that are at work, by role
+    busy: Counter[str] = field(default_factory=Counter)  # number of threads at work, by role
 
     def speed_now(self) -> float:
         if self.cores:
@@ -37,16 +37,16 @@ class Device:
 
 @dataclass(eq=False)
 class Seat:
-    """A worker on its device, and since when it has been doing what it does."""
+    """A worker on its device, and its current activity."""
 
     worker: SimulatedExecutor
     device: Device
     role: str
     threads: int = 1
-    at_s: float = 0.0  # up to here its work is counted
+    at_s: float = 0.0  # the time up to which its work is counted
     doing: str = ""
-    since_s: float = 0.0
-    turn: int = 0  # what was foreseen in an earlier turn does not count any more
+    since_s: float = 0.0  # start of the current activity
+    turn: int = 0  # a forecast of an earlier turn does not count any more
 
 
 class Clock:
@@ -56,7 +56,7 @@ class Clock:
         self._due: list[tuple[float, int, Seat | None, int, Callable[[], None] | None]] = []
         self._number = count()
         self.seats: dict[str, Seat] = {}
-        self._said: list[ev.AnyEvent] = []  # and not yet heard
+        self._events: list[ev.AnyEvent] = []  # events that `next` has not returned yet
 
     def seat(self, worker: SimulatedExecutor, device: Device, threads: int = 1) -> None:
         seat = Seat(worker, device, role_of(worker.name), threads)
@@ -67,67 +67,68 @@ class Clock:
         heapq.heappush(self._due, (self.now_s + delay_s, next(self._number), None, 0, action))
 
     def send(self, executor: str, command: ev.ExecutorCommand) -> Seat:
-        """`look` must follow, once all that happens at this moment has been sent."""
+        """Call `look` once all commands of this moment are sent."""
         seat = self.seats[executor]
         self._settle(seat)
         seat.worker.handle(command)
         return seat
 
-    def fall(self, executor: str) -> None:
+    def die(self, executor: str) -> None:
+        """The executor loses everything it had."""
         seat = self.seats[executor]
         self._settle(seat)
-        seat.worker.fall()
+        seat.worker.reset()
         self.look([seat])
 
     def look(self, seats: Sequence[Seat]) -> None:
-        """Something has changed for these: foresee anew when they will have something to say."""
+        """Something has changed for these seats: forecast their next event anew."""
         for seat in dict.fromkeys(seats):
             if seat.worker.doing != seat.doing:
                 self._note(seat)
                 if (speed := seat.device.speed_now()) != seat.device.speed:
                     self._change_speed(seat.device, speed)
-            self._foresee(seat)
+            self._forecast(seat)
 
     def next(self) -> list[ev.AnyEvent] | None:
-        """Go on to the next thing that happens; None when nothing will."""
-        if self._said:
-            return self._hear()
+        """Advance time and return the next events; None: nothing will ever happen."""
+        if self._events:
+            return self._take_events()
         while self._due:
             at_s, _, seat, turn, action = heapq.heappop(self._due)
             if action is not None:
                 self.now_s = at_s
                 action()
-                return self._hear()
+                return self._take_events()
             if seat is not None and turn == seat.turn:
                 self.now_s = max(self.now_s, at_s)
                 self._settle(seat)
                 self.look([seat])
-                return self._hear()
+                return self._take_events()
         return None
 
-    def _hear(self) -> list[ev.AnyEvent]:
-        said, self._said = self._said, []
-        return said
+    def _take_events(self) -> list[ev.AnyEvent]:
+        events, self._events = self._events, []
+        return events
 
     def close(self) -> None:
-        """Whatever is under way ends here, for the timeline."""
+        """End all activities here, for the timeline."""
         for seat in self.seats.values():
             self._note(seat)
 
     def _settle(self, seat: Seat) -> None:
-        """Count its work up to now. What falls due at this very moment is heard next."""
+        """Count the work up to now. Events that are due at this moment come next."""
         worked_s, seat.at_s = (self.now_s - seat.at_s) * seat.device.speed, self.now_s
         if seat.doing:
-            self._said += seat.worker.advance(worked_s)
+            self._events += seat.worker.advance(worked_s)
 
     def _change_speed(self, device: Device, speed: float) -> None:
         for seat in device.seats:
             self._settle(seat)
         device.speed = speed
         for seat in device.seats:
-            self._foresee(seat)
+            self._forecast(seat)
 
-    def _foresee(self, seat: Seat) -> None:
+    def _forecast(self, seat: Seat) -> None:
         seat.turn += 1
         due_s = seat.worker.due_s()
         if due_s < float("inf"):

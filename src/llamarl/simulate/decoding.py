@@ -1,8 +1,8 @@
 """A replica's decoding in virtual time, from the end of one answer to the end of the next.
 
-Every answer under way grows by one token in each decode step, so the step at which it ends is known when it starts; and one
-that waits for a slot starts where another ends, so that too is known when it comes. How long a step takes depends on how
-many answers are under way and on how long they are; between two ends it grows evenly.
+Every answer under way grows by one token in each decode step, so its last step is known when it starts. An answer that waits
+for a slot starts when another ends, so its start is known when it arrives. The time of a step depends on the number of
+answers under way and on their lengths; between two ends it grows evenly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SOON = 1e-6  # steps
 
 
 class Pace(Protocol):
-    """How long a replica takes; `plan.generator.Replica` is one."""
+    """The speed of a replica; `plan.generator.Replica` is one."""
 
     @property
     def prompt(self) -> int: ...
@@ -42,12 +42,12 @@ class Decoding:
         self.clear()
 
     def clear(self) -> None:
-        self._step = 0.0  # steps made so far
+        self._step = 0.0  # number of steps made so far
         self._free: list[float] = []  # a heap: the step at which each slot that was ever used is free again
-        self._starts: list[float] = []  # the step at which each answer that waits for a slot gets one, in order
-        self._ends: list[float] = []  # the step at which each answer under way or waiting ends, in order
-        self._groups: list[tuple[float, int]] = []  # a heap: the step at which a group's last answer ends, ordinal
-        self._mean_start = 0.0  # the step at which answers under way have started, on average
+        self._starts: list[float] = []  # the steps at which waiting answers get a slot, in order
+        self._ends: list[float] = []  # the steps at which answers end, under way or waiting, in order
+        self._groups: list[tuple[float, int]] = []  # a heap: (step at which the last answer of a group ends, ordinal)
+        self._mean_start = 0.0  # the mean step at which answers under way started
 
     def start(self, ordinal: int, lengths: list[int]) -> None:
         last = 0.0
@@ -67,7 +67,7 @@ class Decoding:
         heapq.heappush(self._groups, (last, ordinal))
 
     def due_s(self) -> float:
-        """Until the next group is whole."""
+        """Seconds until the next group is whole."""
         if not self._groups:
             return inf
         last, at, spent_s, started, mean = self._groups[0][0], self._step, 0.0, 0, self._mean_start
@@ -97,7 +97,7 @@ class Decoding:
         return self._whole()
 
     def _started_by(self, step: float, ended: int, started: int, mean: float) -> tuple[int, float]:
-        """How many of those that waited have started, and when answers under way then have, on average."""
+        """The number of waiting answers that have started by `step`, and the mean start of the answers then under way."""
         while started < len(self._starts) and self._starts[started] <= step:
             started += 1
             active = self._active(ended, started)
@@ -105,11 +105,11 @@ class Decoding:
         return started, mean
 
     def _active(self, ended: int, started: int) -> int:
-        """When the first `ended` answers are over, and so many that waited have started."""
+        """Number of answers under way when the first `ended` are over and `started` of those that waited have begun."""
         return len(self._ends) - ended - (len(self._starts) - started)
 
     def _pace(self, ended: int, started: int, step: float, mean_start: float) -> tuple[float, float]:
-        """Seconds of a step then, and by how much each step takes longer."""
+        """Seconds that a step takes then, and the growth from each step to the next."""
         active = self._active(ended, started)
         cached = active * max(0.0, self.replica.prompt + step - mean_start)
         return self.replica.step_s(active, cached), active * self._per_token_s
@@ -122,7 +122,7 @@ class Decoding:
 
 
 def _steps_in(seconds: float, first_s: float, slope_s: float) -> float:
-    """How many steps fit: seconds = steps * first_s + steps^2 * slope_s / 2."""
+    """Number of steps that fit: seconds = steps * first_s + steps^2 * slope_s / 2."""
     if slope_s <= 0:
         return seconds / first_s
     return (sqrt(first_s * first_s + 2 * slope_s * seconds) - first_s) / slope_s

@@ -1,4 +1,4 @@
-"""A plan tried out before it is shown: some updates of it, by the simulation."""
+"""Tries a plan before it is shown: the simulation runs some updates of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from llamarl.plan.search import Plan, with_one_more
 from llamarl.plan.workload import Question
 from llamarl.simulate.scene import Scene, make_simulation
 
-_GROUPS = 4000  # about as many are rehearsed
-_UPDATES = (8, 24)  # at least, at most
+_GROUPS = 4000  # number of groups to rehearse, about
+_UPDATES = (8, 24)  # smallest and largest number of updates
 
 
 def rehearse(plan: Plan, question: Question) -> Rehearsed:
@@ -37,7 +37,7 @@ def scene_of(plan: Plan, question: Question) -> Scene:
 
 
 def _without_extras(plan: Plan, question: Question, updates: int) -> Config:
-    """No evaluations, no snapshots, no probes: the bare loop."""
+    """The job without evaluations, snapshots and probes."""
     settings = job_settings(plan, question)
     if question.gpu.is_cpu:
         settings["generator"]["threads"] = settings["trainer"]["threads"] = question.gpu.threads

@@ -1,4 +1,4 @@
-"""What a simulation is told as: a few lines for people."""
+"""The result of a simulation as a few lines for people."""
 
 from __future__ import annotations
 

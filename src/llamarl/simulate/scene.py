@@ -1,4 +1,4 @@
-"""From a job's config, a machine and the length of answers to a simulation that can be run."""
+"""Makes a simulation from a job's config, a machine and the lengths of answers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from llamarl.simulate.workers import GeneratorWorker, QueueWorker, WorkItem
 from llamarl.types import GroupFacts
 
 _NOTHING = GroupFacts()
-STATE_BYTES = 12  # per parameter, of a snapshot: master and two moments
-POLICY_BYTES = 2  # of one that keeps the policy alone
+STATE_BYTES = 12  # bytes of a snapshot per parameter: master and two moments
+POLICY_BYTES = 2  # bytes per parameter of a snapshot that keeps the policy alone
 DISK_BYTES_PER_S = 1e9
 
 
 class Scene(Struct, frozen=True, kw_only=True):
-    """`gpus`: devices that there are; 0: one for each rank. `skipped`: share of groups whose rewards are all equal."""
+    """`gpus` is the number of devices; 0: one for each rank. `skipped` is the share of groups whose rewards are all equal."""
 
     config: Config
     shape: ModelSpec
@@ -45,7 +45,7 @@ class Scene(Struct, frozen=True, kw_only=True):
     answers: Lengths
     prompt: int
     gpus: int = 0
-    precision: str = ""  # of the generators; empty: what the config says
+    precision: str = ""  # precision of the generators; empty: as in the config
     skipped: float = 0.0
     faults: Faults = Faults()
     max_s: float = float("inf")
@@ -88,12 +88,12 @@ class Scene(Struct, frozen=True, kw_only=True):
 
     @property
     def takes_turns(self) -> bool:
-        """Trainer and generators are on the same devices."""
+        """Whether trainer and generators are on the same devices."""
         return self.config.placement == "colocated" or 0 < self.gpus < self.trainer.ranks + self.generator_ranks
 
     @property
     def memory_gib(self) -> dict[str, float]:
-        """Of a GPU of each role, and of one that both share."""
+        """GiB that a GPU of each role needs, and one that both share."""
         replica, samples = self.replica, self.config.schedule.samples_per_group
         cached = replica.slots * (self.prompt / samples + self.answers.mean_under_way)
         generator = generator_bytes(self.shape, replica.precision, replica.tp, cached) + WORKSPACE_BYTES
@@ -104,7 +104,7 @@ class Scene(Struct, frozen=True, kw_only=True):
 
     @property
     def load_s(self) -> float:
-        """What a replica loses when it takes new weights: a copy within a device, or a transfer over the network."""
+        """Seconds that a replica loses when it loads weights: a copy within a device, or a transfer over the network."""
         if self.takes_turns or self.gpu.is_cpu:
             return copy_s(
                 self.gpu, weight_bytes(self.shape, wire(self.generator_precision)) / self.config.generator.tensor
@@ -130,7 +130,7 @@ def make_simulation(scene: Scene, hear: Callable[[Record], None] = lambda record
 
 
 def _saved_bytes(scene: Scene, command: ev.AnyCommand) -> float:
-    """By one rank: its part of masters and moments, or, at the end, of what is asked for then."""
+    """Bytes that one rank saves: its part of masters and moments, or, at the end, of what `snapshots.at_end` names."""
     config = scene.config
     last = isinstance(command, ev.Save) and command.version == config.schedule.updates
     policy_only = last and config.snapshots.at_end == "policy"
@@ -178,7 +178,7 @@ def _seat(scene: Scene, line: Line, clock: Clock, answers: Answers) -> None:
 
 
 def _devices(scene: Scene) -> tuple[Device, Device, Device]:
-    """Of the trainer, the generators and the reward."""
+    """The devices of the trainer, the generators and the reward."""
     if scene.gpu.is_cpu:
         cores = Device(cores=scene.gpu.cores)
         return cores, cores, cores
@@ -222,12 +222,12 @@ def _trainer_plan(scene: Scene, answers: Answers) -> Callable[[ev.ExecutorComman
 
 
 def _reference_plan(scene: Scene, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
-    """A forward pass over the batch: a third of an update."""
+    """A forward pass over the batch takes a third of an update."""
     update = _trainer_plan(scene, answers)
 
     def plan(command: ev.ExecutorCommand) -> WorkItem:
-        piece = update(command)
-        return piece._replace(left_s=piece.left_s / 3, name="reference") if isinstance(command, ev.RunBatch) else piece
+        item = update(command)
+        return item._replace(left_s=item.left_s / 3, name="reference") if isinstance(command, ev.RunBatch) else item
 
     return plan
 
@@ -245,7 +245,7 @@ def _reward_plan(scene: Scene) -> Callable[[ev.ExecutorCommand], WorkItem]:
 
 
 def shape_of_job(config: Config, name: str) -> ModelSpec:
-    """Of the shape that was named, else of the job's model folder, else of a known shape that the folder is named after."""
+    """The named shape, else that of the job's model folder, else the known shape that the folder is named after."""
     folder = config.model_folder
     if name:
         return shape_named(name)

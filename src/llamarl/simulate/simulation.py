@@ -1,4 +1,4 @@
-"""Drives the real controller through virtual time and keeps count: update times, waiting, staleness, faults."""
+"""Drives the real controller through virtual time, and counts update times, waiting, staleness and faults."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llamarl.observe.timeline import Timeline
 from llamarl.simulate.answers import Answers
 from llamarl.simulate.clock import Clock, Seat
 
-DETECT_S = 1.0  # until a death is noticed
+DETECT_S = 1.0  # seconds until a death is noticed
 
 
 class Faults(Struct, frozen=True):
-    """Every GPU fails once in `mtbf_s` on average, and takes its executor with it; a start takes `restart_s`."""
+    """Every GPU fails once in `mtbf_s` on average, and its executor dies with it; a restart takes `restart_s`."""
 
     mtbf_s: float = 0.0
     restart_s: float = 120.0
@@ -32,22 +32,22 @@ NO_FAULTS = Faults()
 
 
 class SimulationResult(Struct, frozen=True, kw_only=True):
-    """What the rehearsal showed. Times are virtual, but for `controller_s`."""
+    """The result of a rehearsal. Times are virtual, except `controller_s`."""
 
     updates: int
-    update_s: float  # mean, once the line is full
+    update_s: float  # mean time of an update, once the line is full
     wall_s: float
     idle_share: dict[str, float]
-    staleness: dict[int, float]  # share of the trained groups, by versions between sampling and training
+    staleness: dict[int, float]  # staleness -> share of the trained groups
     deaths: int
     redone_updates: int
     events: int
-    controller_s: float  # this machine's, spent in the controller
+    controller_s: float  # real time that this machine spent in the controller
     groups: int
 
 
 class Simulation:
-    """`workers` are seated on the clock already. `hear` is told every ledger record, for whoever wants to check."""
+    """The workers are seated on the clock already. `hear` gets every ledger record, for checks."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Simulation:
         self._hear, self._max_s = hear, max_s
         self._chance = Random(faults.seed)
         self._ended = False
-        self._issued: dict[int, int] = {}  # ordinal -> version that it was handed out with
+        self._issued: dict[int, int] = {}  # ordinal -> version that its executor held when it was handed out
         self._staleness: Counter[int] = Counter()
         self._trained_s: dict[int, float] = {}
         self._dead: set[str] = set()
@@ -81,16 +81,16 @@ class Simulation:
         for executor in self._ranks:
             self._expect_death(executor)
         while not self._ended and self.clock.now_s < self._max_s:
-            said = self.clock.next()
-            if said is None:
+            events = self.clock.next()
+            if events is None:
                 raise JobFailed("the simulated job stands still: nobody has anything to do")
-            self._tell(said)
+            self._tell(events)
         self.clock.close()
         return self._outcome()
 
-    def _tell(self, said: list[ev.AnyEvent]) -> None:
+    def _tell(self, events: list[ev.AnyEvent]) -> None:
         touched: list[Seat] = []
-        for event in said:
+        for event in events:
             self._note(event)
             started_s = time.process_time()
             commands = self.controller.handle(event)
@@ -158,12 +158,12 @@ class Simulation:
         if state.up and not self._ended:
             self._deaths += 1
             self._dead.add(executor)
-            self.clock.fall(executor)
+            self.clock.die(executor)
             died = ev.Died(executor, state.incarnation, "a simulated fault")
             self.clock.later(DETECT_S, lambda: self._tell([died]))
         self._expect_death(executor)
 
-    # The count
+    # The result
 
     def _outcome(self) -> SimulationResult:
         times = [self._trained_s[update] for update in sorted(self._trained_s)]

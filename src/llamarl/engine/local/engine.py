@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 
 from llamarl.config import Config
+from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.controller.line import Line, role_of
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.envelope import decode_envelope, encode
 from llamarl.engine.forking import READY
-from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.engine.local.fork_server import start_fork_server
 from llamarl.engine.local.protocol import ForkRank, KillFork, RankExited, RankForked, decode_news
 from llamarl.engine.supervision import Rank, Supervision

@@ -17,10 +17,10 @@ from msgspec.structs import replace
 
 from llamarl import __version__
 from llamarl.config import Config, HostConfig
+from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.controller.line import Line, Role, role_of
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.envelope import Envelope
-from llamarl.engine.gpu_numbers import first_gpus
 from llamarl.engine.monarch import client
 from llamarl.engine.monarch.addresses import url_of
 from llamarl.engine.monarch.bootstrap import forked_command
