@@ -132,7 +132,7 @@ def with_short_parts(variant: Variant) -> Variant:
 
 
 @dataclass
-class Scene:
+class SimulationSetup:
     """Sequences in the middle of their answers."""
 
     cache: PagedCache
@@ -153,7 +153,7 @@ def contexts_of(case: Case, rows: int) -> list[int]:
     return sorted(found, reverse=True) if case.longest_first else found
 
 
-def scene_of(case: Case, page: int, layers: int, rows: int, device: torch.device) -> Scene:
+def scene_of(case: Case, page: int, layers: int, rows: int, device: torch.device) -> SimulationSetup:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # Triton's interpreter has no product of bf16
     generator = torch.Generator(device=device).manual_seed(0)
     contexts = contexts_of(case, rows)
@@ -176,7 +176,7 @@ def scene_of(case: Case, page: int, layers: int, rows: int, device: torch.device
     qkv = torch.randn(rows, 1, (case.heads + 2 * case.kv_heads) * case.size, device=device, generator=generator)
     sizes = [heads * case.size for heads in (case.heads, case.kv_heads, case.kv_heads)]
     q, k, v = (part.view(rows, 1, -1, case.size) for part in torch.split(qkv.to(dtype), sizes, dim=-1))
-    return Scene(
+    return SimulationSetup(
         cache=cache,
         table_SP=table_SP,
         slots_B=torch.arange(rows, device=device),
@@ -215,7 +215,7 @@ def share(case: Case, table_SP: Tensor, page: int) -> tuple[Readings | None, int
     return Readings(firsts, counts, skips), saved
 
 
-Attend = Callable[[Scene, int], Tensor]
+Attend = Callable[[SimulationSetup, int], Tensor]
 
 
 def attend_of(variant: Variant) -> Attend:
@@ -224,7 +224,7 @@ def attend_of(variant: Variant) -> Attend:
     how = kernels.Tiling(*variant.tile[1:])
     shared_how = kernels.Tiling(*variant.shared_tile) if variant.shared_tile else None
 
-    def attend(scene: Scene, layer: int) -> Tensor:
+    def attend(scene: SimulationSetup, layer: int) -> Tensor:
         keys, values = scene.cache.keys(layer), scene.cache.values(layer)
         where = (scene.table_SP, scene.slots_B, scene.positions_S, scene.rope, scene.readings)
         return kernels.attend_pages(scene.qkv, keys, values, *where, how=how, shared_how=shared_how)
@@ -232,7 +232,7 @@ def attend_of(variant: Variant) -> Attend:
     return attend
 
 
-def expected(scene: Scene, page: int) -> Tensor:
+def expected(scene: SimulationSetup, page: int) -> Tensor:
     """What plain PyTorch attends to, over the pages as the kernel has left them, the new token among them."""
     positions_B, table_BP = scene.positions_S[scene.slots_B], scene.table_SP[scene.slots_B].long()
     at = tuple(part[positions_B][:, None] for part in scene.rope)
@@ -246,7 +246,7 @@ def wide(pages: Pages) -> Pages:
     return pages if pages.narrow else Pages(pages.values_KPTD.float(), None)
 
 
-def written_error(scene: Scene, page: int) -> float:
+def written_error(scene: SimulationSetup, page: int) -> float:
     """How far the new keys and values in their pages are from what was to be written, against the largest of each vector."""
     positions_B = scene.positions_S[scene.slots_B]
     pages_B = scene.table_SP[scene.slots_B].long().gather(1, positions_B[:, None] // page)[:, 0]

@@ -18,7 +18,7 @@ from llamarl.plan.lengths import Lengths
 from llamarl.plan.search import best_async
 from llamarl.plan.workload import Question, Workload
 from llamarl.simulate.rehearse import scene_of
-from llamarl.simulate.scene import make_simulation
+from llamarl.simulate.setup import make_simulation
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 SAMPLES, PROMPT, ANSWERS = 8, 512, "lognormal:median=800,sigma=1,max=8192"

@@ -41,7 +41,7 @@ found = recover(folder, load_config(folder / "config.yaml"), "scored", "trainer"
 assert found.version == found.tally.updates == int(sys.argv[2]) and found.tally.tokens_generated, found.version
 """
 AUDIT = """
-from llamarl.controller.books import audit
+from llamarl.controller.ledger_state import audit
 from llamarl.controller.ledger import read_ledger
 found = audit(read_ledger(Path(sys.argv[1]) / "ledger"))
 assert found.consistent and found.updates == int(sys.argv[2])

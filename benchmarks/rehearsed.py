@@ -21,7 +21,7 @@ from llamarl.plan.gpus import gpu_named
 from llamarl.plan.lengths import Lengths, lognormal_with
 from llamarl.plan.search import best_sync
 from llamarl.plan.workload import Question, Workload
-from llamarl.simulate.scene import Scene, make_simulation, shape_of_job
+from llamarl.simulate.setup import SimulationSetup, make_simulation, shape_of_job
 from llamarl.types import RolloutGroup
 
 ENOUGH = 32  # groups whose lengths say more than a mean does
@@ -80,10 +80,10 @@ def lengths_of(mean: float, truncated: float, limit: int) -> Lengths:
     return lognormal_with(mean, truncated, limit)
 
 
-def scene_of(run: Path, gpu: str, gpus: int, model: str) -> Scene:
+def scene_of(run: Path, gpu: str, gpus: int, model: str) -> SimulationSetup:
     config = load_config(run / CONFIG)
     prompt, answers, skipped = seen(run, config.generator.max_new_tokens)
-    return Scene(
+    return SimulationSetup(
         config=config,
         shape=shape_of_job(config, model),
         gpu=gpu_named(gpu),
@@ -94,12 +94,12 @@ def scene_of(run: Path, gpu: str, gpus: int, model: str) -> Scene:
     )
 
 
-def predicted(scene: Scene) -> dict[str, float]:
+def predicted(scene: SimulationSetup) -> dict[str, float]:
     found = make_simulation(scene).run()
     return {"update_s": found.update_s, "training_s": found.update_s * (1 - found.idle_share["trainer"])}
 
 
-def planned(scene: Scene) -> float | None:
+def planned(scene: SimulationSetup) -> float | None:
     """The planner's closed form. It plans for GPUs that executors have to themselves, or share in turn."""
     schedule = scene.config.schedule
     if schedule.max_staleness:

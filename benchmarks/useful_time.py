@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from helpers.outside import ROBUST, Disturber, RunningJob
 
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 
 PROMISED, HOPED = 0.80, 0.90
 TRIAL_UPDATES = 20

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from helpers.outside import ROBUST, Disturber, RunningJob
 
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 
 TOLERANCE = 0.06  # allowed loss of accuracy: the difference between seeds alone
 RUN_S = 3600.0  # time limit of a single job

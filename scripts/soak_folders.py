@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import FINISHED, read_ledger
+from llamarl.controller.ledger_state import audit
 from llamarl.errors import InputError
 from llamarl.io.record_log import segment_files
 

@@ -30,7 +30,7 @@ from llamarl.config.file import load_config
 from llamarl.model_spec import shape_named
 from llamarl.plan.gpus import gpu_named
 from llamarl.plan.lengths import Lengths
-from llamarl.simulate.scene import Scene, make_simulation
+from llamarl.simulate.setup import SimulationSetup, make_simulation
 from llamarl.simulate.simulation import SimulationResult
 
 LIMITS = (512, 1024, 2048, 4096)
@@ -64,7 +64,7 @@ def rehearsed(arm: Arm, limit: int, lengths: Sequence[int], prompt: int, skipped
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(str(min(limit, length)) for length in lengths))
     settings = [*arm.settings, f"generator.max_new_tokens={limit}", f"schedule.updates={UPDATES}"]
-    scene = Scene(
+    scene = SimulationSetup(
         config=load_config(MATH, settings),
         shape=shape_named(QWEN_SHAPE),
         gpu=gpu_named(args.gpu),

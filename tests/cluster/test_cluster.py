@@ -22,8 +22,8 @@ from helpers.processes import wait_until
 from llamarl import Job
 from llamarl.config import Config
 from llamarl.config.file import load_config
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 from llamarl.engine.monarch.install import prepare_environment
 from llamarl.observe.summary import Summary
 

@@ -15,8 +15,8 @@ from helpers.tensor_rank import decode
 
 from llamarl import Job
 from llamarl.config.file import load_config
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 from llamarl.errors import ConfigError
 from llamarl.generate.parallel import TensorRank
 from llamarl.model.checkpoint import save_model

@@ -23,8 +23,8 @@ from helpers.processes import wait_until
 
 from llamarl import Job
 from llamarl.config.file import load_config
-from llamarl.controller.books import Audit, audit
 from llamarl.controller.ledger import Trained, read_ledger
+from llamarl.controller.ledger_state import Audit, audit
 from llamarl.engine.engine import Arrival, Death
 from llamarl.engine.supervision import Supervision
 from llamarl.messages import (

@@ -16,9 +16,9 @@ from llamarl import Job
 from llamarl.builders.context import Builder
 from llamarl.config import Config
 from llamarl.config.file import load_config
-from llamarl.controller.books import Audit, audit
 from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import Audit, audit
 from llamarl.controller.line import Line
 from llamarl.errors import JobFailed
 from llamarl.observe.event_log import event_file, read_events

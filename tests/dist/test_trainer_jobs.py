@@ -13,8 +13,8 @@ from helpers.engines import ENGINE
 
 from llamarl import Job
 from llamarl.config.file import load_config
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 from llamarl.errors import ConfigError, InputError
 from llamarl.model.checkpoint import load_model
 from llamarl.model.transformer import Transformer

@@ -12,8 +12,8 @@ from helpers.killing import KillAt, Killed
 
 from llamarl import Job
 from llamarl.config.file import load_config
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "calculator.yaml"

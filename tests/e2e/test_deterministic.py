@@ -21,8 +21,8 @@ from helpers.warm import WarmProcess
 
 from llamarl import Job
 from llamarl.config.file import load_config
-from llamarl.controller.books import Books, audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import LedgerState, audit
 from llamarl.errors import ConfigError
 from llamarl.failpoints import VARIABLE
 
@@ -53,7 +53,7 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_it_is_really_asynchronous(straight: tuple[int, Path]) -> None:
     """Batch u was sampled by version u - S, all of it; evaluations by the versions that were due."""
     staleness, folder = straight
-    rows = trained_groups(Books.of(read_ledger(folder / "ledger")))
+    rows = trained_groups(LedgerState.of(read_ledger(folder / "ledger")))
     assert len(rows) == 4 * UPDATES
     for _, first, last, _, update in rows:
         assert first == last == max(0, update - staleness)

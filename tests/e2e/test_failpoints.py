@@ -13,8 +13,8 @@ from helpers.warm import fork_server
 
 from llamarl import Job
 from llamarl.config.file import load_config
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 from llamarl.errors import InputError, LlamaRLError
 from llamarl.failpoints import Action, arm, failpoint
 

@@ -20,8 +20,8 @@ from llamarl.builders.trainer import build_trainer
 from llamarl.config import ScheduleConfig
 from llamarl.config.file import load_config
 from llamarl.controller import events as ev
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 from llamarl.errors import JobFailed
 from llamarl.executors.executor import Executor
 from llamarl.executors.trainer import Trainer

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from llamarl import Job
 from llamarl.config import Config
 from llamarl.config.file import load_config
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 from llamarl.engine.group_store import GroupStore
 from llamarl.model.classifier import load_classifier
 from llamarl.model.tokenizer import Tokenizer

@@ -20,8 +20,8 @@ from llamarl import Job
 from llamarl.builders.context import BuildContext
 from llamarl.builders.trainer import build_trainer
 from llamarl.config.file import load_config
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 from llamarl.errors import InputError, JobFailed
 from llamarl.executors.executor import Executor
 from llamarl.messages import Message, WorkOnBatch

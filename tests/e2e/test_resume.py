@@ -14,8 +14,8 @@ from helpers.small_model import small_model
 
 from llamarl import Job
 from llamarl.config.file import load_config
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 from llamarl.errors import ConfigError, InputError
 
 UPDATES = 20

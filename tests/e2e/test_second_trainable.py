@@ -10,9 +10,9 @@ from helpers.critic import build_critic
 
 from llamarl import Job
 from llamarl.config.file import load_config
-from llamarl.controller.books import audit
 from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import audit
 from llamarl.controller.line import Channel, Line, Role
 
 TINY = [

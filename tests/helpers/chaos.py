@@ -16,7 +16,7 @@ MIN_EVENTS, MIN_FAULTS = 200, 3
 
 
 @dataclass(frozen=True)
-class Scene:
+class SimulationSetup:
     """The scenario of one seed: a line, a schedule, and the number of faults."""
 
     line: Line
@@ -27,7 +27,7 @@ class Scene:
     faults: int
 
 
-def scene_of(seed: int) -> Scene:
+def scene_of(seed: int) -> SimulationSetup:
     chance = random.Random(seed)
     groups, staleness = chance.randint(1, 5), chance.randint(0, 3)
     deterministic = chance.random() < 0.4
@@ -44,7 +44,7 @@ def scene_of(seed: int) -> Scene:
         max_attempts=10_000,
     )
     line = standard_line(replicas=chance.randint(1, 3), capacity=chance.randint(2, 12))
-    return Scene(
+    return SimulationSetup(
         line,
         schedule,
         chance.choice([0, 2]),
@@ -57,7 +57,7 @@ def scene_of(seed: int) -> Scene:
 class Chaos(World):
     """Every piece of work takes a random time; faults strike at random moments."""
 
-    def __init__(self, scene: Scene, seed: int) -> None:
+    def __init__(self, scene: SimulationSetup, seed: int) -> None:
         self._chance = random.Random(seed ^ 0x5EED)
         self.now_s, self.faults = 0.0, 0
         self._fault_at = sorted(self._chance.sample(range(5, MIN_EVENTS - 20), scene.faults))  # counted in events

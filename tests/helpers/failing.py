@@ -10,8 +10,8 @@ from pathlib import Path
 from helpers.killing import TINY
 from helpers.outside import RunningJob, process_state
 from helpers.warm import WarmProcess
-from llamarl.controller.books import Audit, audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import Audit, audit
 from llamarl.failpoints import VARIABLE
 
 SOURCE = Path(__file__).parents[2] / "src" / "llamarl"

@@ -11,9 +11,9 @@ from typing import Literal
 
 from llamarl.config import EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.controller import events as ev
-from llamarl.controller.books import audit
 from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import Dropped, Record
+from llamarl.controller.ledger_state import audit
 from llamarl.controller.line import Channel, Line, Role
 from llamarl.types import GroupFacts, GroupKind
 

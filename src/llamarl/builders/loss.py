@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from llamarl.algo.custom_loss import guarded, try_loss
 from llamarl.algo.losses import LOSSES, Loss
-from llamarl.algo.own_loss import guarded, try_loss
 from llamarl.config import Config
 from llamarl.errors import ConfigError
 from llamarl.plugins import check_call, is_reference, load_function

@@ -147,13 +147,13 @@ def simulate_command(
     from llamarl.plan.gpus import gpu_named
     from llamarl.plan.lengths import Lengths
     from llamarl.simulate.report import describe_memory, describe_outcome
-    from llamarl.simulate.scene import Scene, make_simulation, shape_of_job
+    from llamarl.simulate.setup import SimulationSetup, make_simulation, shape_of_job
     from llamarl.simulate.simulation import Faults
 
     settings = [*([config] if "=" in config else []), *(overrides or [])]
     settled = load_config(Path(config) if config and "=" not in config else None, settings)
     limits = settled.generator
-    scene = Scene(
+    scene = SimulationSetup(
         config=settled,
         shape=shape_of_job(settled, model),
         gpu=gpu_named(gpu),

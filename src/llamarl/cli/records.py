@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from llamarl.controller.books import Audit, audit
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import Audit, audit
 from llamarl.controller.replay import replay
 from llamarl.errors import InputError
 from llamarl.io.record_log import segment_files

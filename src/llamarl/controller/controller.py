@@ -23,7 +23,7 @@ from llamarl.controller.groups import GroupSpec
 from llamarl.controller.line import Line, role_of
 from llamarl.controller.pool import ExecutorPool, ExecutorState
 from llamarl.controller.probe import Probes
-from llamarl.controller.snapshots import SnapshotSchedule
+from llamarl.controller.snapshot_schedule import SnapshotSchedule
 from llamarl.controller.training import Training
 from llamarl.controller.version_policy import ExactVersion, NewestVersion, VersionPolicy
 from llamarl.controller.window import Window

@@ -1,4 +1,4 @@
-"""The ledger: an append-only record of what became of every group. `books.py` adds it up.
+"""The ledger: an append-only record of what became of every group. `ledger_state.py` adds it up.
 
 Records are JSON, kept in checksummed segments, so that a person can read them and a torn or altered one is recognized. The
 ledger of a long run does not grow for ever: see `LedgerTotals`.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llamarl.controller.books import Books
 from llamarl.controller.ledger import Record, encode_record, read_ledger
+from llamarl.controller.ledger_state import LedgerState
 from llamarl.failpoints import failpoint
 from llamarl.io.record_log import SegmentWriter, segment_files
 
@@ -37,10 +37,10 @@ class LedgerFile:
         if self._unfolded_bytes < self._fold_bytes:
             return
         self._writer.sync()
-        books = Books.of(read_ledger(self._folder))
-        books.fold(version)
+        ledger_state = LedgerState.of(read_ledger(self._folder))
+        ledger_state.fold(version)
         old = segment_files(self._folder)
-        data = encode_record(books.checkpoint())
+        data = encode_record(ledger_state.checkpoint())
         failpoint("ledger.fold")
         self._writer.begin_segment()
         self._writer.append(data)

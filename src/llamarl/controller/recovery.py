@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from llamarl.controller.books import Books
 from llamarl.controller.events import Resumed
+from llamarl.controller.ledger_state import LedgerState
 
 
 def resumption(
-    books: Books,
+    ledger_state: LedgerState,
     stored: Collection[int],
     version: int,
     evaluated: Iterable[int],
@@ -17,8 +17,8 @@ def resumption(
 ) -> Resumed:
     """Go on from the snapshot of `version`. `stored` are the ordinals whose rollouts the GroupStore still holds;
     `settled_state` is the state, in the ledger, of a group that waits for its batch."""
-    batches, dropped, last_version = books.batches, books.dropped, books.settled(settled_state)
-    folded = books.folded if version >= books.folded.updates else None
+    batches, dropped, last_version = ledger_state.batches, ledger_state.dropped, ledger_state.settled(settled_state)
+    folded = ledger_state.folded if version >= ledger_state.folded.updates else None
     before = {ordinal for update, batch in batches.items() if update < version for ordinal in batch}
     before.update(folded.taken if folded else ())
     again: list[tuple[int, ...]] = []

@@ -13,9 +13,9 @@ from msgspec import Struct
 
 from llamarl.config import EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.controller import events as ev
-from llamarl.controller.books import Books, add_to_run
 from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import LedgerTotals, Record, RunRecords
+from llamarl.controller.ledger_state import LedgerState, add_to_run
 from llamarl.controller.line import Channel, Line, Role
 
 
@@ -56,10 +56,10 @@ class _Part(Struct):
 
 def replay(logs: Mapping[int, Iterable[bytes]], ledger: Iterable[Record]) -> Replay:
     """Replay all starts of a job, by their numbers. A log may end early: a crash can lose the last events or records."""
-    books, parts = Books(), dict[int, _Part]()
+    ledger_state, parts = LedgerState(), dict[int, _Part]()
     for record in ledger:
-        books.add(record)
-        _assign(parts, books, record)
+        ledger_state.add(record)
+        _assign(parts, ledger_state, record)
     num_events = num_records = 0
     notes: list[str] = []
     for run in sorted(parts.keys() | logs.keys()):
@@ -71,7 +71,7 @@ def replay(logs: Mapping[int, Iterable[bytes]], ledger: Iterable[Record]) -> Rep
             return Replay(len(logs), num_events, num_records, difference, tuple(notes))
         if not told and (part.folded.num_records or part.records):
             notes.append(f"run {run}: no events are left of it; it was killed early, or wrote none (observe.events_mb)")
-    found = books.audit()
+    found = ledger_state.audit()
     if not found.consistent:
         lists = {"counted more than once": found.counted_twice, "never issued": found.never_issued}
         wrong = "; ".join(f"{len(groups)} groups {what}" for what, groups in lists.items() if groups)
@@ -79,12 +79,12 @@ def replay(logs: Mapping[int, Iterable[bytes]], ledger: Iterable[Record]) -> Rep
     return Replay(len(logs), num_events, num_records, notes=tuple(notes))
 
 
-def _assign(parts: dict[int, _Part], books: Books, record: Record) -> None:
+def _assign(parts: dict[int, _Part], ledger_state: LedgerState, record: Record) -> None:
     if isinstance(record, LedgerTotals):
         parts.clear()
         parts.update({folded.run: _Part(folded, []) for folded in record.runs})
     else:
-        run = books.runs[-1].run
+        run = ledger_state.runs[-1].run
         parts.setdefault(run, _Part(RunRecords(run, 0, ""), [])).records.append(record)
 
 

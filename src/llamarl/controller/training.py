@@ -13,7 +13,7 @@ from llamarl.controller.events import AnyCommand, Commit, Publish, RunBatch, Sav
 from llamarl.controller.line import Line, Role
 from llamarl.controller.pool import ExecutorState
 from llamarl.controller.probe import Probes
-from llamarl.controller.snapshots import SnapshotSchedule
+from llamarl.controller.snapshot_schedule import SnapshotSchedule
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from llamarl.controller.replay import setting_of
 from llamarl.engine.engine import Arrival, Death, Engine
 from llamarl.engine.group_store import GroupStore
 from llamarl.engine.prompts import Prompts
-from llamarl.engine.snapshots import Snapshots
+from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import JobFailed
 from llamarl.failpoints import failpoint
 from llamarl.observe.run_folder import RunFolder, log_file
@@ -34,7 +34,7 @@ class Driver:
         prompts: Prompts,
         *,
         store: GroupStore,
-        snapshots: Snapshots,
+        snapshots: SnapshotStore,
         run_folder: RunFolder,
         watcher: Watcher,
     ) -> None:

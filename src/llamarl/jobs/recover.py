@@ -7,12 +7,12 @@ from pathlib import Path
 from msgspec import Struct
 
 from llamarl.config import Config
-from llamarl.controller.books import Books
 from llamarl.controller.events import Began, Resumed
 from llamarl.controller.ledger import read_ledger
+from llamarl.controller.ledger_state import LedgerState
 from llamarl.controller.recovery import resumption
 from llamarl.engine.group_store import GroupStore
-from llamarl.engine.snapshots import Snapshots
+from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import InputError
 from llamarl.io.record_log import segment_files
 from llamarl.model.training_state import POLICY
@@ -35,9 +35,9 @@ class Recovered(Struct, frozen=True):
 
 def recover(folder: Path, config: Config, settled_state: str, last_role: str) -> Recovered:
     """Read everything that the job needs to go on; drops stored groups that it does not need."""
-    books, notes = read_books(folder), list[str]()
-    snapshots = Snapshots(folder / SNAPSHOTS, config.snapshots.keep)
-    version, unknown = _choose_snapshot(snapshots, books, notes)
+    ledger_state, notes = read_ledger_state(folder), list[str]()
+    snapshots = SnapshotStore(folder / SNAPSHOTS, config.snapshots.keep)
+    version, unknown = _choose_snapshot(snapshots, ledger_state, notes)
     store = GroupStore(folder / GROUPS, on_damage=None if config.schedule.deterministic else notes.append)
     evaluated = {
         row["version"]: row["accuracy"]
@@ -46,23 +46,23 @@ def recover(folder: Path, config: Config, settled_state: str, last_role: str) ->
     }
     begin: Began | Resumed = Began()  # as it stays if the run was killed before anything was on disk
     needed: tuple[int, ...] = ()
-    if books is not None:
-        begin = resumption(books, store.scored, version, sorted(evaluated), settled_state)
+    if ledger_state is not None:
+        begin = resumption(ledger_state, store.scored, version, sorted(evaluated), settled_state)
         needed = begin.settled + tuple(ordinal for batch in begin.batches for ordinal in batch)
     store.keep_only(needed)
     tally = _read_tally(folder / METRICS, version, last_role, notes)
     tally.evaluations = evaluated
-    if books is not None:
-        tally.tokens_generated, tally.groups_dropped = books.num_tokens, books.num_dropped
-    last_run = books.runs[-1].run if books and books.runs else -1  # a ledger may hold no row yet
+    if ledger_state is not None:
+        tally.tokens_generated, tally.groups_dropped = ledger_state.num_tokens, ledger_state.num_dropped
+    last_run = ledger_state.runs[-1].run if ledger_state and ledger_state.runs else -1  # a ledger may hold no row yet
     return Recovered(version, tuple(notes), unknown, last_run, begin, store, tally)
 
 
-def read_books(folder: Path) -> Books | None:
-    """The run's books; None if it was killed before anything was on disk."""
+def read_ledger_state(folder: Path) -> LedgerState | None:
+    """What the run's ledger adds up to; None if it was killed before anything was on disk."""
     if segment_files(folder / LEDGER):
-        return Books.of(read_ledger(folder / LEDGER))
-    made = Snapshots(folder / SNAPSHOTS, keep=1).versions()
+        return LedgerState.of(read_ledger(folder / LEDGER))
+    made = SnapshotStore(folder / SNAPSHOTS, keep=1).versions()
     if made:
         raise InputError(
             f"--resume: {folder / LEDGER} is gone, so nobody can tell what was trained; a new run can begin with the policy "
@@ -71,13 +71,15 @@ def read_books(folder: Path) -> Books | None:
     return None
 
 
-def _choose_snapshot(snapshots: Snapshots, books: Books | None, notes: list[str]) -> tuple[int, tuple[int, ...]]:
+def _choose_snapshot(
+    snapshots: SnapshotStore, ledger_state: LedgerState | None, notes: list[str]
+) -> tuple[int, tuple[int, ...]]:
     """The newest whole snapshot that the ledger knows of, or 0 (the beginning); and the snapshots it does not know.
 
     A snapshot can be newer than the ledger if the folder was copied while the job ran, or the ledger's end was lost. Going on
     from it would train groups again, far beyond the bound on their staleness."""
-    known = books.known_updates if books else 0
-    oldest = books.folded.updates if books else 0
+    known = ledger_state.known_updates if ledger_state else 0
+    oldest = ledger_state.folded.updates if ledger_state else 0
     unknown = tuple(version for version in snapshots.versions() if version > known)
     notes += (f"snapshot {version} cannot be used: the ledger ends with update {known}" for version in unknown)
     version, problems = snapshots.newest_whole(among=range(oldest, known + 1))

@@ -12,12 +12,12 @@ from llamarl.config import Config
 from llamarl.config.file import load_config, parse_config
 from llamarl.controller.events import Resumed
 from llamarl.controller.ledger import FINISHED
-from llamarl.engine.snapshots import Snapshots
+from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import InputError
 from llamarl.jobs.changed_settings import describe_changes, refuse_other_length
 from llamarl.jobs.folder import OpenRun, closed_on_failure, one_line_on_failure, record_start
 from llamarl.jobs.prepare import PreparedJob
-from llamarl.jobs.recover import read_books, recover
+from llamarl.jobs.recover import read_ledger_state, recover
 from llamarl.jobs.run import run_job
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.observe.display import Display
@@ -48,7 +48,7 @@ def _reopen(job: PreparedJob, path: Path, before: Config, changed: Iterable[str]
         recovered = recover(path, now, line.group_roles[-1].done, line.batch_roles[-1].name)
         refuse_other_length(before.schedule.updates, now.schedule, recovered.version)
         for version in recovered.unknown:
-            Snapshots(path / SNAPSHOTS, keep=1).set_aside(version)
+            SnapshotStore(path / SNAPSHOTS, keep=1).set_aside(version)
         folder = RunFolder.reopen(
             path,
             lock,
@@ -70,7 +70,7 @@ def _reopen(job: PreparedJob, path: Path, before: Config, changed: Iterable[str]
 
 def _refuse_ended(folder: Path) -> None:
     """A run that kept its policy alone has nothing to go on from."""
-    snapshots = Snapshots(folder / SNAPSHOTS, keep=1)
+    snapshots = SnapshotStore(folder / SNAPSHOTS, keep=1)
     for version in snapshots.versions()[-1:]:
         if keeps_policy_only(snapshots.path(version)):
             raise InputError(
@@ -88,8 +88,8 @@ def _finished(folder: Path, config: Config) -> Summary | None:
         return None
     if summary.outcome != FINISHED or config.schedule.updates != summary.updates:
         return None
-    books = read_books(folder)
-    if books is None or books.closed != FINISHED or config.schedule.updates != books.updates:
+    ledger_state = read_ledger_state(folder)
+    if ledger_state is None or ledger_state.closed != FINISHED or config.schedule.updates != ledger_state.updates:
         return None
-    newest, _ = Snapshots(folder / SNAPSHOTS, keep=1).newest_whole()
-    return None if config.snapshots.at_end != "none" and newest < books.updates else summary
+    newest, _ = SnapshotStore(folder / SNAPSHOTS, keep=1).newest_whole()
+    return None if config.snapshots.at_end != "none" and newest < ledger_state.updates else summary

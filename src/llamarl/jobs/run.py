@@ -7,7 +7,7 @@ from contextlib import closing
 from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import FINISHED
 from llamarl.engine.driver import INTERRUPTED, STOPPED, Driver
-from llamarl.engine.snapshots import Snapshots
+from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import JobFailed, LlamaRLError, OwnCodeFailed
 from llamarl.jobs.engines import make_engine
 from llamarl.jobs.folder import OpenRun
@@ -31,7 +31,7 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display) -> Summary:
     watcher = _make_watcher(job, opened, display)
     slots = {role: SlotFile() for role in job.line.publishers}
     engine = make_engine(job, slots, run_folder)
-    snapshots = Snapshots(run_folder.snapshots, config.snapshots.keep)
+    snapshots = SnapshotStore(run_folder.snapshots, config.snapshots.keep)
     driver = Driver(
         Controller(job.line, config.schedule, job.prompts.evaluate, config.snapshots),
         engine,

@@ -10,7 +10,7 @@ from llamarl.plan.jobfile import job_settings
 from llamarl.plan.report import Rehearsed
 from llamarl.plan.search import Plan, with_one_more
 from llamarl.plan.workload import Question
-from llamarl.simulate.scene import Scene, make_simulation
+from llamarl.simulate.setup import SimulationSetup, make_simulation
 
 _GROUPS = 4000  # number of groups to rehearse, about
 _UPDATES = (8, 24)  # smallest and largest number of updates
@@ -22,10 +22,10 @@ def rehearse(plan: Plan, question: Question) -> Rehearsed:
     return Rehearsed(plan, found.update_s, found.idle_share, with_one_more(question, plan), scene.load_s)
 
 
-def scene_of(plan: Plan, question: Question) -> Scene:
+def scene_of(plan: Plan, question: Question) -> SimulationSetup:
     work = question.work
     updates = min(_UPDATES[1], max(_UPDATES[0], _GROUPS // work.groups))
-    return Scene(
+    return SimulationSetup(
         config=_without_extras(plan, question, updates),
         shape=question.shape,
         gpu=question.gpu,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
-from llamarl.controller.books import audit
+from llamarl.controller.ledger_state import audit
 from llamarl.controller.line import Channel, Line, Role
 from llamarl.errors import ConfigError
 

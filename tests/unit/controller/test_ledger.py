@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.controller.books import Audit, audit
 from llamarl.controller.ledger import (
     Closed,
     Dropped,
@@ -23,6 +22,7 @@ from llamarl.controller.ledger import (
     encode_record,
     read_ledger,
 )
+from llamarl.controller.ledger_state import Audit, audit
 from llamarl.errors import InputError
 from llamarl.io.record_log import SegmentWriter
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llamarl.config import ScheduleConfig
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
-from llamarl.controller.books import Books, audit
+from llamarl.controller.ledger_state import LedgerState, audit
 from llamarl.controller.recovery import resumption
 
 
@@ -52,7 +52,7 @@ def test_a_killed_job_goes_on_from_its_snapshot_and_ends_clean(
     for _ in range(losses):  # the end of the store may not have reached the disk
         store.discard(max(store, default=-1))
     version = first.controller.snapshots.saved
-    resumed = resumption(Books.of(first.records), store, version, evaluated=())
+    resumed = resumption(LedgerState.of(first.records), store, version, evaluated=())
     second = World(standard_line(), schedule, save_every=2, begin=resumed)
     second.records[:0] = first.records
     second.first_version = {**first.first_version}
@@ -71,7 +71,7 @@ def test_what_was_scored_is_not_generated_again() -> None:
         first.complete(0)
     store = scored(first)
     second = World(
-        standard_line(capacity=100), rules(updates=4), begin=resumption(Books.of(first.records), store, 1, ())
+        standard_line(capacity=100), rules(updates=4), begin=resumption(LedgerState.of(first.records), store, 1, ())
     )
     second.first_version = {**first.first_version}
     second.run(lambda count: 0)

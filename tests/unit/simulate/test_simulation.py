@@ -9,20 +9,20 @@ from msgspec.structs import replace
 
 from llamarl.config.file import load_config
 from llamarl.controller import events as ev
-from llamarl.controller.books import audit
 from llamarl.controller.controller import Controller
 from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import Issued, Record, Trained
+from llamarl.controller.ledger_state import audit
 from llamarl.model_spec import shape_named
 from llamarl.plan.gpus import GPUS
 from llamarl.plan.lengths import Lengths
-from llamarl.simulate.scene import Scene, make_simulation
+from llamarl.simulate.setup import SimulationSetup, make_simulation
 from llamarl.simulate.simulation import Faults, SimulationResult
 
 TAIL = "lognormal:median=200,sigma=1,max=1024"
 
 
-def scene(*overrides: str, answers: str = TAIL, **more: Any) -> Scene:
+def scene(*overrides: str, answers: str = TAIL, **more: Any) -> SimulationSetup:
     settings = [
         "schedule.updates=20",
         "schedule.groups_per_update=16",
@@ -35,7 +35,7 @@ def scene(*overrides: str, answers: str = TAIL, **more: Any) -> Scene:
         "schedule.probe_every=0",
         *overrides,
     ]
-    return Scene(
+    return SimulationSetup(
         config=load_config(None, settings),
         shape=shape_named("llama-3.2-1b"),
         gpu=GPUS["h100"],
@@ -45,7 +45,7 @@ def scene(*overrides: str, answers: str = TAIL, **more: Any) -> Scene:
     )
 
 
-def play(one: Scene) -> tuple[SimulationResult, list[Record]]:
+def play(one: SimulationSetup) -> tuple[SimulationResult, list[Record]]:
     records: list[Record] = []
     return make_simulation(one, hear=records.append).run(), records
 

@@ -36,7 +36,7 @@ POLICY_BYTES = 2  # bytes per parameter of a snapshot that keeps the policy alon
 DISK_BYTES_PER_S = 1e9
 
 
-class Scene(Struct, frozen=True, kw_only=True):
+class SimulationSetup(Struct, frozen=True, kw_only=True):
     """`gpus` is the number of devices; 0: one for each rank. `skipped` is the share of groups whose rewards are all equal."""
 
     config: Config
@@ -112,7 +112,7 @@ class Scene(Struct, frozen=True, kw_only=True):
         return transfer_s(self.trainer, self.replica, self.config.generator.replicas)
 
 
-def make_simulation(scene: Scene, hear: Callable[[Record], None] = lambda record: None) -> Simulation:
+def make_simulation(scene: SimulationSetup, hear: Callable[[Record], None] = lambda record: None) -> Simulation:
     config, line, timeline = scene.config, default_line(scene.config), Timeline()
     clock, answers = Clock(timeline), _answers(scene)
     _seat(scene, line, clock, answers)
@@ -129,7 +129,7 @@ def make_simulation(scene: Scene, hear: Callable[[Record], None] = lambda record
     )
 
 
-def _saved_bytes(scene: Scene, command: ev.AnyCommand) -> float:
+def _saved_bytes(scene: SimulationSetup, command: ev.AnyCommand) -> float:
     """Bytes that one rank saves: its part of masters and moments, or, at the end, of what `snapshots.at_end` names."""
     config = scene.config
     last = isinstance(command, ev.Save) and command.version == config.schedule.updates
@@ -137,7 +137,7 @@ def _saved_bytes(scene: Scene, command: ev.AnyCommand) -> float:
     return (POLICY_BYTES if policy_only else STATE_BYTES) * num_parameters(scene.shape) / scene.trainer.ranks
 
 
-def _answers(scene: Scene) -> Answers:
+def _answers(scene: SimulationSetup) -> Answers:
     schedule = scene.config.schedule
     limit = scene.config.generator.max_new_tokens
     if scene.answers.longest > limit:
@@ -160,7 +160,7 @@ def _ranks(line: Line, gpu: Gpu) -> dict[str, int]:
     return {name: role.ranks for role in roles for name in executor_names(role)}
 
 
-def _seat(scene: Scene, line: Line, clock: Clock, answers: Answers) -> None:
+def _seat(scene: SimulationSetup, line: Line, clock: Clock, answers: Answers) -> None:
     trainer_device, generator_device, reward_device = _devices(scene)
     config, gpu = scene.config, scene.gpu
     load_s = scene.load_s
@@ -177,7 +177,7 @@ def _seat(scene: Scene, line: Line, clock: Clock, answers: Answers) -> None:
                 clock.seat(QueueWorker(name, _reward_plan(scene)), reward_device)
 
 
-def _devices(scene: Scene) -> tuple[Device, Device, Device]:
+def _devices(scene: SimulationSetup) -> tuple[Device, Device, Device]:
     """The devices of the trainer, the generators and the reward."""
     if scene.gpu.is_cpu:
         cores = Device(cores=scene.gpu.cores)
@@ -186,7 +186,7 @@ def _devices(scene: Scene) -> tuple[Device, Device, Device]:
     return trainer, trainer if scene.takes_turns else Device(), Device()
 
 
-def _threads(scene: Scene, setting: int, section: str) -> int:
+def _threads(scene: SimulationSetup, setting: int, section: str) -> int:
     if not scene.gpu.is_cpu:
         return 1
     threads = setting or scene.gpu.cores
@@ -198,7 +198,7 @@ def _threads(scene: Scene, setting: int, section: str) -> int:
     return threads
 
 
-def _trainer_plan(scene: Scene, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
+def _trainer_plan(scene: SimulationSetup, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
     engine, trainer = scene.gpu.engine, scene.trainer
     publish_s = copy_s(scene.gpu, weight_bytes(scene.shape, wire(scene.generator_precision)) / trainer.ranks)
     save_s = copy_s(scene.gpu, STATE_BYTES * num_parameters(scene.shape) / trainer.ranks)
@@ -221,7 +221,7 @@ def _trainer_plan(scene: Scene, answers: Answers) -> Callable[[ev.ExecutorComman
     return plan
 
 
-def _reference_plan(scene: Scene, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
+def _reference_plan(scene: SimulationSetup, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
     """A forward pass over the batch takes a third of an update."""
     update = _trainer_plan(scene, answers)
 
@@ -232,7 +232,7 @@ def _reference_plan(scene: Scene, answers: Answers) -> Callable[[ev.ExecutorComm
     return plan
 
 
-def _reward_plan(scene: Scene) -> Callable[[ev.ExecutorCommand], WorkItem]:
+def _reward_plan(scene: SimulationSetup) -> Callable[[ev.ExecutorCommand], WorkItem]:
     engine, samples = scene.gpu.engine, scene.config.schedule.samples_per_group
 
     def plan(command: ev.ExecutorCommand) -> WorkItem:

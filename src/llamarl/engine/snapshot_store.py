@@ -18,7 +18,7 @@ from llamarl.io.record_log import sync_path
 from llamarl.model.training_state import MANIFEST, SnapshotManifest, hash_file, read_manifest
 
 
-class Snapshots:
+class SnapshotStore:
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
         self._collecting: int | None = None  # the version whose parts are being written

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from llamarl.algo.custom_loss import guarded, try_loss
 from llamarl.algo.losses import aipo_loss, gspo_loss, is_tokenwise
-from llamarl.algo.own_loss import guarded, try_loss
 from llamarl.builders.loss import check_loss, make_loss
 from llamarl.config import AlgoConfig
 from llamarl.config.file import load_config

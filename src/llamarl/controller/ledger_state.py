@@ -1,6 +1,6 @@
-"""The books: the sum of a ledger's records. Audit, resume and replay read the books and nothing else.
+"""The state that a ledger's records add up to. Audit, resume and replay read it and nothing else.
 
-Updates that can no longer be taken back are folded into totals, so that the books of a long run stay small. Folding changes
+Updates that can no longer be taken back are folded into totals, so that the state of a long run stays small. Folding changes
 no answer: the audit, the digest and the data for a resume are the same with it as without.
 """
 
@@ -54,7 +54,7 @@ class Audit(Struct, frozen=True):
         return self.consistent and not self.clean and self.closed != ledger.FINISHED
 
 
-class Books:
+class LedgerState:
     def __init__(self) -> None:
         self.num_groups = self._groups_per_update = self.rewinds = 0
         self.closed = ""
@@ -69,11 +69,11 @@ class Books:
         self.batches: dict[int, tuple[int, ...]] = {}  # by update; a batch that a rewind took back will be made again
 
     @classmethod
-    def of(cls, records: Iterable[Record]) -> Books:
-        books = cls()
+    def of(cls, records: Iterable[Record]) -> LedgerState:
+        ledger_state = cls()
         for record in records:
-            books.add(record)
-        return books
+            ledger_state.add(record)
+        return ledger_state
 
     def add(self, record: Record) -> None:
         if isinstance(record, LedgerTotals):
@@ -262,7 +262,7 @@ class Books:
 
 
 def audit(records: Iterable[Record]) -> Audit:
-    return Books.of(records).audit()
+    return LedgerState.of(records).audit()
 
 
 def add_to_run(run: RunRecords, record: Record) -> RunRecords:

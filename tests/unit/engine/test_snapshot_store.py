@@ -18,9 +18,9 @@ from helpers.notes import Notes
 from llamarl import Job
 from llamarl.config import TrainerConfig
 from llamarl.config.file import load_config
-from llamarl.controller.books import audit
 from llamarl.controller.ledger import read_ledger
-from llamarl.engine.snapshots import Snapshots, why_damaged
+from llamarl.controller.ledger_state import audit
+from llamarl.engine.snapshot_store import SnapshotStore, why_damaged
 from llamarl.errors import InputError, JobFailed, ModelError
 from llamarl.io.record_log import segment_files
 from llamarl.model.checkpoint import load_model, save_model
@@ -38,7 +38,7 @@ class Saver:
         self.model = lively_model()
         self.optimizer = AdamW(dict(self.model.named_parameters()), TrainerConfig())
         self.state = TrainingState(self.model, self.optimizer, carry_from=load_config(None, []).model_folder)
-        self.folder, self.snapshots = folder, Snapshots(folder, keep)
+        self.folder, self.snapshots = folder, SnapshotStore(folder, keep)
 
     def update(self) -> None:
         self.optimizer.zero_grad()
@@ -80,7 +80,7 @@ def loaded(snapshot: Path) -> list[bytes]:
 
 def operations_of_a_save(saver: Saver, folder: Path) -> Disk:
     copytree(saver.folder, folder)
-    saver.snapshots = Snapshots(folder, keep=1)
+    saver.snapshots = SnapshotStore(folder, keep=1)
     with watching(Disk()) as disk:
         saver.save(NEW)
     return disk
@@ -95,14 +95,14 @@ def test_death_at_every_operation_of_a_save_loads_exactly_the_old_or_the_new(sav
     for number in range(count):
         folder = tmp_path / str(number)
         copytree(saver.folder, folder)
-        saver.snapshots = Snapshots(folder, keep=1)
+        saver.snapshots = SnapshotStore(folder, keep=1)
         with watching(Disk(fails_at=number)), pytest.raises(Killed):
             saver.save(NEW)
-        version, problems = Snapshots(folder, keep=1).newest_whole()
+        version, problems = SnapshotStore(folder, keep=1).newest_whole()
         assert problems == []
         assert contents(folder / str(version)) == expected[version]
         found.append(version)
-        saver.snapshots = Snapshots(folder, keep=1)
+        saver.snapshots = SnapshotStore(folder, keep=1)
         saver.save(NEW) if version == OLD else saver.snapshots.prune(NEW)
         assert contents(folder / str(NEW)) == expected[NEW], "the next attempt is not hindered by what was left"
         assert saver.snapshots.versions() == [NEW]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from llamarl.config import ScheduleConfig
 from llamarl.controller import ledger
-from llamarl.controller.books import OTHER_REASONS, Books
 from llamarl.controller.ledger import (
     Dropped,
     Issued,
@@ -24,6 +23,7 @@ from llamarl.controller.ledger import (
     read_ledger,
 )
 from llamarl.controller.ledger_file import LedgerFile
+from llamarl.controller.ledger_state import OTHER_REASONS, LedgerState
 from llamarl.controller.recovery import resumption
 from llamarl.io.record_log import segment_files
 
@@ -64,7 +64,7 @@ def test_folding_changes_no_answer(
 ) -> None:
     world = history(seed, staleness, groups, window, steps)
     saved = world.controller.snapshots.saved
-    plain, folded = Books.of(world.records), Books()
+    plain, folded = LedgerState.of(world.records), LedgerState()
     cuts = sorted(int(share * len(world.records)) for share in folds)
     for at, record in enumerate(world.records):
         folded.add(record)
@@ -73,7 +73,7 @@ def test_folding_changes_no_answer(
             later = [r.to_update for r in world.records[at:] if isinstance(r, Rewound)]
             folded.fold(min([saved, folded.known_updates, *later]))
             checkpoint = ledger._decoder.decode(encode_record(folded.checkpoint()))
-            folded = Books.of([checkpoint])
+            folded = LedgerState.of([checkpoint])
     assert folded.audit() == plain.audit()
     assert folded.runs == plain.runs
     assert (folded.num_dropped, folded.num_tokens) == (plain.num_dropped, plain.num_tokens)
@@ -91,43 +91,43 @@ def trained(update: int, *ordinals: int) -> list[Record]:
 
 
 def test_what_was_folded_and_comes_again_is_counted_twice() -> None:
-    books = Books.of([Opened(4, 2), *trained(0, 0, 1), *trained(1, 2, 3)])
-    books.fold(2)
-    assert books.audit().consistent
+    ledger_state = LedgerState.of([Opened(4, 2), *trained(0, 0, 1), *trained(1, 2, 3)])
+    ledger_state.fold(2)
+    assert ledger_state.audit().consistent
     for record in trained(2, 1):
-        books.add(record)
-    assert books.audit().counted_twice == (1,)
-    books.fold(3)
-    assert books.audit().counted_twice == (1,), "for ever"
+        ledger_state.add(record)
+    assert ledger_state.audit().counted_twice == (1,)
+    ledger_state.fold(3)
+    assert ledger_state.audit().counted_twice == (1,), "for ever"
 
 
 def test_a_run_that_begins_anew_takes_folded_updates_back() -> None:
-    books = Books.of([Opened(2, 1), *trained(0, 0), Dropped(1, "late"), Trained(1, (), (1,))])
-    books.fold(2)
-    books.add(Rewound(0, ledger.RESUME, 1))
-    found = books.audit()
+    ledger_state = LedgerState.of([Opened(2, 1), *trained(0, 0), Dropped(1, "late"), Trained(1, (), (1,))])
+    ledger_state.fold(2)
+    ledger_state.add(Rewound(0, ledger.RESUME, 1))
+    found = ledger_state.audit()
     assert (found.trained, found.dropped, found.unfinished, found.updates) == (0, {}, (0, 1), 0)
     for record in (*trained(0, 0), *trained(1, 1)):
-        books.add(record)
-    assert books.audit().trained == 2 and not books.audit().num_unfinished
+        ledger_state.add(record)
+    assert ledger_state.audit().trained == 2 and not ledger_state.audit().num_unfinished
 
 
 def test_reasons_that_never_end_are_counted_together() -> None:
-    books = Books.of([Opened(300, 1)])
+    ledger_state = LedgerState.of([Opened(300, 1)])
     for ordinal in range(300):
         for record in (
             Issued(ordinal, "g/0", 0),
             Dropped(ordinal, f"died at {ordinal}"),
             Trained(ordinal, (), (ordinal,)),
         ):
-            books.add(record)
-    books.fold(300)
-    found = books.audit().dropped
+            ledger_state.add(record)
+    ledger_state.fold(300)
+    found = ledger_state.audit().dropped
     assert len(found) == 101 and found[OTHER_REASONS] == 200 and sum(found.values()) == 300
 
 
 def test_a_ledger_on_disk_stays_small_and_says_the_same(tmp_path: Path) -> None:
-    plain, file = Books(), LedgerFile(tmp_path, fold_bytes=20_000)
+    plain, file = LedgerState(), LedgerFile(tmp_path, fold_bytes=20_000)
     records = [Opened(8000, 4), *(r for u in range(2000) for r in trained(u, *range(4 * u, 4 * u + 4)))]
     largest = 0
     for record in records:
@@ -138,11 +138,11 @@ def test_a_ledger_on_disk_stays_small_and_says_the_same(tmp_path: Path) -> None:
             file.sync()
             largest = max(largest, sum(path.stat().st_size for path in segment_files(tmp_path)))
     file.close()
-    found = Books.of(read_ledger(tmp_path))
+    found = LedgerState.of(read_ledger(tmp_path))
     assert largest < 100_000 and len(segment_files(tmp_path)) <= 2
     assert (found.audit(), found.runs) == (plain.audit(), plain.runs)
 
 
 def test_staleness_beyond_the_bound_shows_in_the_audit() -> None:
     late: list[Record] = [Issued(0, "g/0", 0), Passed(0, "scored", 1, 2, 2, 0.0), Trained(9, (0,))]
-    assert Books.of([Opened(1, 1), *late]).audit().max_staleness == 7
+    assert LedgerState.of([Opened(1, 1), *late]).audit().max_staleness == 7
