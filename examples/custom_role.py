@@ -1,7 +1,7 @@
 """A role of your own between reward and trainer. `python examples/custom_role.py [SETTING=VALUE ...]` runs a job with it.
 
 It gives each token an advantage of its own: that of its answer, discounted by the distance from the answer's end. A role
-that learns, such as a critic, also saves its state, and reads it again from `site.snapshot`.
+that learns, such as a critic, also saves its state, and reads it again from `context.snapshot`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from llamarl.types import Rollout, RolloutGroup, floats_to_bytes
 class Discounter:
     idle = True  # every message is answered at once, so there is no work in between
 
-    def __init__(self, site: BuildContext) -> None:
-        """Called in the role's own process. `site` holds the config, and the snapshot to go on from, if there is one."""
+    def __init__(self, context: BuildContext) -> None:
+        """Called in the role's own process. `context` holds the config, and the snapshot to go on from, if there is one."""
 
     def handle(self, message: Message) -> Iterable[Report]:
         if isinstance(message, WorkOnBatch):  # the groups of one update come in and leave with one column more

@@ -59,9 +59,9 @@ def job(folder: Path, bad: Collection[int], spoil: str = "* float('nan')", *sett
 states: list[dict[str, torch.Tensor]] = []
 
 
-def recording_trainer(site: BuildContext) -> Executor:
+def recording_trainer(context: BuildContext) -> Executor:
     """Remembers weights and optimizer state as they were before every step and after the last."""
-    trainer = build_trainer(site)
+    trainer = build_trainer(context)
     assert isinstance(trainer, Trainer)
     step = trainer.learner.step
 

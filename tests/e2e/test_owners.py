@@ -97,8 +97,8 @@ def test_a_job_that_lost_its_folder_stops_and_the_other_one_is_clean(tmp_path: P
         if how == "taken over":
             RunLock(folder).release()
 
-    def build(site: BuildContext) -> Executor:
-        return Meddler(build_trainer(site), meddle)
+    def build(context: BuildContext) -> Executor:
+        return Meddler(build_trainer(context), meddle)
 
     reason = "is gone, so another job may be at work" if how == "lock removed" else "has taken over"
     with pytest.raises(JobFailed, match=reason) as failed:
@@ -153,7 +153,7 @@ class Interrupting(Meddler):
 def interrupted(folder: Path, times: int) -> Summary:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return Job(inline(), builders={"trainer": lambda site: Interrupting(build_trainer(site), times)}).run(folder)
+        return Job(inline(), builders={"trainer": lambda context: Interrupting(build_trainer(context), times)}).run(folder)
     finally:
         signal.signal(signal.SIGINT, before)
 

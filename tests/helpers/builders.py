@@ -50,8 +50,8 @@ class HashingTrainer:
         return self._trainer.work()
 
 
-def hashing_trainer(site: BuildContext) -> Executor:
-    trainer = build_trainer(site)
+def hashing_trainer(context: BuildContext) -> Executor:
+    trainer = build_trainer(context)
     assert isinstance(trainer, Trainer)
     return HashingTrainer(trainer)
 
@@ -81,5 +81,5 @@ class PermutedReward:
         return RolloutGroup(group.prompt, tuple(Rollout(rollout.completion, reward) for rollout, reward in pairs))
 
 
-def permuted_reward(site: BuildContext) -> Executor:
-    return PermutedReward(build_reward(site), site.config.seed)
+def permuted_reward(context: BuildContext) -> Executor:
+    return PermutedReward(build_reward(context), context.config.seed)

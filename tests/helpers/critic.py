@@ -54,5 +54,5 @@ class Critic:
         )
 
 
-def build_critic(site: BuildContext) -> Executor:
+def build_critic(context: BuildContext) -> Executor:
     return Critic()

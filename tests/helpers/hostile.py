@@ -121,32 +121,32 @@ class Misbehaving:
 
 
 def _misbehaving(
-    site: BuildContext, build: Callable[[BuildContext], Executor], trigger: Callable[[Message], bool]
+    context: BuildContext, build: Callable[[BuildContext], Executor], trigger: Callable[[Message], bool]
 ) -> Executor:
-    deed = next_deed(site.executor)
+    deed = next_deed(context.executor)
     if deed == "never_up":
         time.sleep(LONG_S)
-    return Misbehaving(build(site), deed, trigger)
+    return Misbehaving(build(context), deed, trigger)
 
 
-def misbehaving_generator(site: BuildContext) -> Executor:
-    return _misbehaving(site, build_generator, lambda message: isinstance(message, WorkOnGroup))
+def misbehaving_generator(context: BuildContext) -> Executor:
+    return _misbehaving(context, build_generator, lambda message: isinstance(message, WorkOnGroup))
 
 
-def misbehaving_reward(site: BuildContext) -> Executor:
-    return _misbehaving(site, build_reward, lambda message: isinstance(message, WorkOnGroup))
+def misbehaving_reward(context: BuildContext) -> Executor:
+    return _misbehaving(context, build_reward, lambda message: isinstance(message, WorkOnGroup))
 
 
-def misbehaving_trainer(site: BuildContext) -> Executor:
+def misbehaving_trainer(context: BuildContext) -> Executor:
     """A trainer that misbehaves at its second update at the earliest, so that there is something to lose."""
-    return _misbehaving(site, build_trainer, lambda message: isinstance(message, WorkOnBatch) and message.update == 1)
+    return _misbehaving(context, build_trainer, lambda message: isinstance(message, WorkOnBatch) and message.update == 1)
 
 
 class LeaseKeeper:
     """A generator that stops forever while it loads weights."""
 
-    def __init__(self, honest: Executor, site: BuildContext) -> None:
-        self._honest, self._site = honest, site
+    def __init__(self, honest: Executor, context: BuildContext) -> None:
+        self._honest, self._site = honest, context
 
     def handle(self, message: Message) -> Iterable[Report]:
         if isinstance(message, LoadWeights):
@@ -169,11 +169,11 @@ def _lease_kept() -> Path:
     return Path(os.environ[PLAN_FOLDER]) / "lease_kept"
 
 
-def generator_that_may_keep_its_lease(site: BuildContext) -> Executor:
+def generator_that_may_keep_its_lease(context: BuildContext) -> Executor:
     """A generator that may keep its lease. The honest replica waits for that; otherwise it could end a short job first."""
-    honest = build_generator(site)
-    if next_deed(site.executor) == "keeps_lease":
-        return LeaseKeeper(honest, site)
+    honest = build_generator(context)
+    if next_deed(context.executor) == "keeps_lease":
+        return LeaseKeeper(honest, context)
     while not _lease_kept().exists():
         time.sleep(0.01)
     return honest
@@ -184,9 +184,9 @@ class PairedReward:
 
     idle = True
 
-    def __init__(self, site: BuildContext) -> None:
-        self._honest, self._rank = build_reward(site), site.rank
-        rank = f"{site.executor}-rank{site.rank}"
+    def __init__(self, context: BuildContext) -> None:
+        self._honest, self._rank = build_reward(context), context.rank
+        rank = f"{context.executor}-rank{context.rank}"
         self._deed = next_deed(rank)
         self._diary = Path(os.environ[PLAN_FOLDER]) / f"{rank.replace('/', '-')}.{os.getpid()}.diary"
 
@@ -206,14 +206,14 @@ class PairedReward:
         return ()
 
 
-def paired_reward(site: BuildContext) -> Executor:
-    assert site.num_ranks == dist.get_world_size() == 2
+def paired_reward(context: BuildContext) -> Executor:
+    assert context.num_ranks == dist.get_world_size() == 2
     group = dist.group.WORLD
     assert group is not None
     assert group._get_backend(torch.device("cpu")).options._timeout.days >= 1, (
         "gloo would end an executor that has had nothing to do for long"
     )
-    return PairedReward(site)
+    return PairedReward(context)
 
 
 class Failing:
@@ -228,7 +228,7 @@ class Failing:
         return ()
 
 
-def failing_executor(site: BuildContext) -> Executor:
+def failing_executor(context: BuildContext) -> Executor:
     return Failing()
 
 
@@ -244,5 +244,5 @@ class Idle:
         return ()
 
 
-def idle_executor(site: BuildContext) -> Executor:
+def idle_executor(context: BuildContext) -> Executor:
     return Idle()

@@ -33,13 +33,13 @@ class Jittery:
         return self._executor.work()
 
 
-def jittery_generator(site: BuildContext) -> Executor:
-    return Jittery(build_generator(site), time.time())
+def jittery_generator(context: BuildContext) -> Executor:
+    return Jittery(build_generator(context), time.time())
 
 
-def jittery_reward(site: BuildContext) -> Executor:
-    return Jittery(build_reward(site), time.time())
+def jittery_reward(context: BuildContext) -> Executor:
+    return Jittery(build_reward(context), time.time())
 
 
-def jittery_trainer(site: BuildContext) -> Executor:
-    return Jittery(build_trainer(site), time.time())
+def jittery_trainer(context: BuildContext) -> Executor:
+    return Jittery(build_trainer(context), time.time())

@@ -41,8 +41,8 @@ class KillAt:
     def __init__(self, update: int) -> None:
         self._update = update
 
-    def __call__(self, site: BuildContext) -> Executor:
-        return MortalTrainer(build_trainer(site), self._update)
+    def __call__(self, context: BuildContext) -> Executor:
+        return MortalTrainer(build_trainer(context), self._update)
 
 
 class CopiedTrainer:
@@ -76,8 +76,8 @@ class CopyAtEach:
     def __init__(self, run: Path, copies: Path) -> None:
         self._run, self._copies = run, copies
 
-    def __call__(self, site: BuildContext) -> Executor:
-        return CopiedTrainer(build_trainer(site), self._run, self._copies)
+    def __call__(self, context: BuildContext) -> Executor:
+        return CopiedTrainer(build_trainer(context), self._run, self._copies)
 
 
 TINY: Sequence[str] = (

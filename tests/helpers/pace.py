@@ -33,5 +33,5 @@ class Paced:
         return self._honest.work()
 
 
-def paced_generator(site: BuildContext) -> Executor:
-    return Paced(build_generator(site))
+def paced_generator(context: BuildContext) -> Executor:
+    return Paced(build_generator(context))

@@ -1,4 +1,4 @@
-"""The site of an executor: everything that a builder is given."""
+"""The context of an executor: everything that a builder is given."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ def dtype_of(setting: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def gpu_for(site: BuildContext) -> int:
+def gpu_for(context: BuildContext) -> int:
     """The number of the GPU that this rank takes on its host, if its setting says `auto`."""
-    if site.gpu is not None:
-        return site.gpu
-    role = role_of(site.executor)
-    if role not in site.first_gpus:
+    if context.gpu is not None:
+        return context.gpu
+    role = role_of(context.executor)
+    if role not in context.first_gpus:
         raise ConfigError(f"line: '{role}' asks for a GPU, but its role is not declared with gpu=True")
-    return site.first_gpus[role] + index_of(site.executor) * site.num_ranks + site.rank
+    return context.first_gpus[role] + index_of(context.executor) * context.num_ranks + context.rank
 
 
 def generator_devices(config: Config, first_gpus: Mapping[str, int]) -> list[torch.device]:

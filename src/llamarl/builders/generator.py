@@ -18,10 +18,10 @@ from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer
 
 
-def build_generator(site: BuildContext) -> Executor:
-    config, settings = site.config, site.config.generator
-    part = TensorRank(site.rank, site.num_ranks)
-    device = device_of("generator.device", settings.device, gpu_for(site))
+def build_generator(context: BuildContext) -> Executor:
+    config, settings = context.config, context.config.generator
+    part = TensorRank(context.rank, context.num_ranks)
+    device = device_of("generator.device", settings.device, gpu_for(context))
     model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, box_of=part.box)
     split_over_ranks(model, part)
     tokenizer = Tokenizer.load(config.model_folder)
@@ -37,11 +37,11 @@ def build_generator(site: BuildContext) -> Executor:
     )
     return Generator(
         decoder,
-        make_weight_reader(site, held_shards(model, part), device),
+        make_weight_reader(context, held_shards(model, part), device),
         make_conversations(config, decoder, tokenizer, part) if config.conversation.tool else None,
         max_failure_share=config.conversation.max_failure_share,
         deterministic=config.schedule.deterministic,
-        log=site.log,
+        log=context.log,
     )
 
 

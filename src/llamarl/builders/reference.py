@@ -11,8 +11,8 @@ from llamarl.train.mesh import make_mesh
 from llamarl.train.policy import load_policy
 
 
-def build_reference(site: BuildContext) -> Executor:
-    config = site.config
-    device = device_of("reference.device", config.reference.device, gpu_for(site))
-    mesh = make_mesh(config.reference.data, config.reference.tensor, site.rank, device)
+def build_reference(context: BuildContext) -> Executor:
+    config = context.config
+    device = device_of("reference.device", config.reference.device, gpu_for(context))
+    mesh = make_mesh(config.reference.data, config.reference.tensor, context.rank, device)
     return Reference(load_policy(config.reference_folder, compute_settings(config, device, mesh)))

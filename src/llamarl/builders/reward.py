@@ -10,9 +10,9 @@ from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
 
 
-def build_reward(site: BuildContext) -> Executor:
-    config = site.config
-    judge = Judge.of(config, own_scorers(config.task), given=site.given)
+def build_reward(context: BuildContext) -> Executor:
+    config = context.config
+    judge = Judge.of(config, own_scorers(config.task), given=context.given)
     judge.prepare()
     return Reward(
         Tokenizer.load(config.model_folder),
@@ -20,5 +20,5 @@ def build_reward(site: BuildContext) -> Executor:
         judged=config.conversation.judge,
         max_failure_share=config.reward.max_failure_share,
         deterministic=config.schedule.deterministic,
-        log=site.log,
+        log=context.log,
     )

@@ -14,9 +14,9 @@ from llamarl.model.classifier import load_classifier, open_classifier
 from llamarl.model.tokenizer import Tokenizer
 
 
-def build_reward_model(site: BuildContext) -> Executor:
-    config, settings = site.config, site.config.reward_model
-    device = device_of("reward_model.device", settings.device, gpu_for(site))
+def build_reward_model(context: BuildContext) -> Executor:
+    config, settings = context.config, context.config.reward_model
+    device = device_of("reward_model.device", settings.device, gpu_for(context))
     folder = reward_model_folder(config)
     return RewardModel(
         load_classifier(folder, dtype=dtype_of(settings.dtype, device), device=device),

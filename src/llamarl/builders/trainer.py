@@ -17,28 +17,28 @@ from llamarl.train.reference import HostedReference
 from llamarl.train.state import load_masters, restore
 
 
-def build_trainer(site: BuildContext) -> Executor:
-    config = site.config
-    folder = site.snapshot / POLICY if site.snapshot else config.model_folder
-    device = device_of("trainer.device", config.trainer.device, gpu_for(site))
-    mesh = make_mesh(config.trainer.data, config.trainer.tensor, site.rank, device)
+def build_trainer(context: BuildContext) -> Executor:
+    config = context.config
+    folder = context.snapshot / POLICY if context.snapshot else config.model_folder
+    device = device_of("trainer.device", config.trainer.device, gpu_for(context))
+    mesh = make_mesh(config.trainer.data, config.trainer.tensor, context.rank, device)
     computing = compute_settings(config, device, mesh)
     policy = load_policy(folder, computing)
     learner = Learner(
         policy, make_loss(config), settings=config.trainer, algo=config.algo, updates=config.schedule.updates
     )
     load_masters(policy.model, learner.optimizer, folder)
-    if site.snapshot and not keeps_policy_only(site.snapshot):
-        restore(learner.optimizer, site.snapshot, mesh)
+    if context.snapshot and not keeps_policy_only(context.snapshot):
+        restore(learner.optimizer, context.snapshot, mesh)
     hosted = config.algo.reference_kl > 0 and not config.reference_alone
     reference = HostedReference(load_policy(config.reference_folder, computing)) if hosted else None
     # Publishing beside training needs a process group of its own with several ranks; on a CPU it would only take cores.
-    beside = config.engine.kind != "inline" and device.type == "cuda" and site.num_ranks == 1
+    beside = config.engine.kind != "inline" and device.type == "cuda" and context.num_ranks == 1
     return Trainer(
         learner,
-        make_weight_writer(site, policy),
+        make_weight_writer(context, policy),
         carry_from=config.model_folder,
         reference=reference,
-        tell=site.tell_engine if beside else None,
+        tell=context.tell_engine if beside else None,
         policy_only_at=config.schedule.updates if config.snapshots.at_end == "policy" else None,
     )

@@ -24,40 +24,40 @@ from llamarl.weights.transport import WeightReader, WeightWriter
 from llamarl.weights.wire import WireFormat
 
 
-def make_weight_writer(site: BuildContext, policy: Policy) -> WeightWriter:
+def make_weight_writer(context: BuildContext, policy: Policy) -> WeightWriter:
     """This rank's part of every publication: in device memory where all readers reach it, otherwise in host memory; or, for
     readers on other hosts, in its own memory, from which they pull."""
     shards = owned_shards(policy.model)
-    wire = WireFormat.for_generator(wire_precision(site.config), policy.model.shape, site.config.generator.tensor)
-    agree, lease_s = max_over_ranks if site.num_ranks > 1 else alone, site.config.weights.lease_s
-    if site.rendezvous is not None:
+    wire = WireFormat.for_generator(wire_precision(context.config), policy.model.shape, context.config.generator.tensor)
+    agree, lease_s = max_over_ranks if context.num_ranks > 1 else alone, context.config.weights.lease_s
+    if context.rendezvous is not None:
         writer = GroupWriter(shards, lease_s=lease_s, wire=wire, agree=agree)
-        site.rendezvous.serve(writer)
+        context.rendezvous.serve(writer)
         return writer
-    transport, device = weight_transport(site.config, site.first_gpus), policy.computing.device
+    transport, device = weight_transport(context.config, context.first_gpus), policy.computing.device
     return SlotWriter(
-        site.slots[role_of(site.executor)],
+        context.slots[role_of(context.executor)],
         shards,
         wire=wire,
         lease_s=lease_s,
-        on_stuck=lambda pid: site.tell_engine(ReaderStuck(pid)),
-        rank=site.rank,
-        num_ranks=site.num_ranks,
+        on_stuck=lambda pid: context.tell_engine(ReaderStuck(pid)),
+        rank=context.rank,
+        num_ranks=context.num_ranks,
         agree=agree,
         device=(device.index or 0) if transport == "cuda" else HOST,
     )
 
 
-def make_weight_reader(site: BuildContext, held: Parameters, device: torch.device) -> WeightReader:
-    if site.rendezvous is None:
-        return SlotReader(site.slots[site.weights_source[role_of(site.executor)]], held)
+def make_weight_reader(context: BuildContext, held: Parameters, device: torch.device) -> WeightReader:
+    if context.rendezvous is None:
+        return SlotReader(context.slots[context.weights_source[role_of(context.executor)]], held)
     return RendezvousReader(
-        site.rendezvous,
+        context.rendezvous,
         held,
         device,
-        num_readers=site.num_ranks,
-        limit_s=site.config.weights.lease_s,
-        all_true=true_on_all_ranks if site.num_ranks > 1 else lambda mine: mine,
+        num_readers=context.num_ranks,
+        limit_s=context.config.weights.lease_s,
+        all_true=true_on_all_ranks if context.num_ranks > 1 else lambda mine: mine,
     )
 
 

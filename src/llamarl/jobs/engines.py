@@ -42,7 +42,7 @@ def _build(
     def log(text: str) -> None:
         run_folder.log(executor, text)
 
-    site = BuildContext(
+    context = BuildContext(
         job.config,
         executor,
         slots,
@@ -52,4 +52,4 @@ def _build(
         given=job.given,
         first_gpus=first_gpus(job.line, job.config.placement),
     )
-    return job.builders[role_of(executor)](site)
+    return job.builders[role_of(executor)](context)

@@ -110,7 +110,7 @@ def test_every_role_has_a_remedy_of_settings_that_exist() -> None:
             assert hasattr(getattr(Config(), section), name), key
 
 
-def build_hungry(site: BuildContext) -> Executor:
+def build_hungry(context: BuildContext) -> Executor:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 

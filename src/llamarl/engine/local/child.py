@@ -99,7 +99,7 @@ def run_child(order: ForkRank, fds: list[int]) -> None:
 
 
 def _build(order: ForkRank, slots: dict[str, SlotFile], connection: SocketConnection) -> Executor:
-    site = BuildContext(
+    context = BuildContext(
         order.config,
         order.executor,
         slots,
@@ -110,4 +110,4 @@ def _build(order: ForkRank, slots: dict[str, SlotFile], connection: SocketConnec
         tell_engine=lambda report: rank_loop.tell(connection, report),
         first_gpus=order.first_gpus,
     )
-    return load_builder(order.builder)(site)
+    return load_builder(order.builder)(context)

@@ -127,7 +127,7 @@ class RankActor(Actor):
 
     def _build(self) -> Executor:
         spec = self._spec
-        site = BuildContext(
+        context = BuildContext(
             spec.config,
             spec.executor,
             inherited_slots(),
@@ -140,7 +140,7 @@ class RankActor(Actor):
             first_gpus=spec.first_gpus,
             rendezvous=self._rendezvous if spec.num_writers else None,
         )
-        return load_builder(spec.builder)(site)
+        return load_builder(spec.builder)(context)
 
 
 def inherited_slots() -> dict[str, SlotFile]:
