@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from llamarl.errors import ConfigError
+from llamarl.families.family import FP8_TILE
 from llamarl.model.ops import Residual, Stream, fused, silu_times
 from llamarl.model.transformer import MLP, Attention, Joined, ProductLinear, RMSNorm, Transformer
 
@@ -29,7 +30,6 @@ Quantization = Literal["none", "fp8", "int8"]
 FP8 = torch.float8_e4m3fn
 _LARGEST = {FP8: 448.0, torch.int8: 127.0}
 _SMALLEST_SCALE = 1e-12  # of a row of zeros
-_FP8_TILE = 16  # sizes of an fp8 product on a GPU are multiples of it
 
 
 Rows = tuple[Tensor, Tensor]  # quantized values, and a scale for every row
@@ -141,9 +141,9 @@ def _check(weight_NK: Tensor, kind: Quantization) -> None:
         return
     if weight_NK.dtype != torch.bfloat16:
         raise ConfigError(f"generator.quantize: {kind} on a GPU needs generator.dtype bfloat16")
-    if kind == "fp8" and any(size % _FP8_TILE for size in weight_NK.shape):
+    if kind == "fp8" and any(size % FP8_TILE for size in weight_NK.shape):
         raise ConfigError(
-            f"generator.quantize: fp8 products on a GPU need sizes that are multiples of {_FP8_TILE}; "
+            f"generator.quantize: fp8 products on a GPU need sizes that are multiples of {FP8_TILE}; "
             f"this model has one of {tuple(weight_NK.shape)}"
         )
 
