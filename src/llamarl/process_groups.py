@@ -23,6 +23,13 @@ LOOPBACK = "lo"
 # Deadlines are kept by our own code. gloo closes the connection when a wait expires, so a time-out of its own would end ranks
 # that merely had nothing to do.
 NO_TIMEOUT = timedelta(days=365)
+# torch would abort a process when a peer in one of its NCCL groups dies, though it may be a trainer that only sent weights to
+# that peer; or when its watchdog was held up for minutes. Engines know better who has died, and who must go.
+_NO_NCCL_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 def store_in(fd: int, num_ranks: int) -> Store:
@@ -44,6 +51,7 @@ def join_group(
     if num_ranks > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ["NCCL_SOCKET_IFNAME"] = f"={nccl_interface or interface}"
+        os.environ.update(_NO_NCCL_WATCHDOG)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store(), rank=rank, world_size=num_ranks, timeout=NO_TIMEOUT)
 
@@ -60,9 +68,12 @@ def make_gloo_group(store: Store, rank: int, num_ranks: int, interface: str) -> 
 def make_nccl_group(store: Store, rank: int, num_ranks: int, interface: str) -> Any:
     """A group beside the default one, for tensors on GPUs."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    os.environ.update(_NO_NCCL_WATCHDOG)
     from torch.distributed import ProcessGroupNCCL  # absent in builds without CUDA
 
-    return ProcessGroupNCCL(store, rank, num_ranks, ProcessGroupNCCL.Options())
+    options = ProcessGroupNCCL.Options()
+    options._timeout = NO_TIMEOUT
+    return ProcessGroupNCCL(store, rank, num_ranks, options)
 
 
 def interface_for(hosts: Sequence[str], trusted_network: str) -> str:

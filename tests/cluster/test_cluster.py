@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from helpers.cluster import Cluster, ClusterHost, cluster
+from helpers.cluster_job import STAGE_S, run
 from helpers.killing import TINY
-from helpers.pace import PACE, paced_generator
+from helpers.pace import PACE
 from helpers.processes import wait_until
 
-from llamarl import Job
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.controller.ledger import read_ledger
@@ -36,7 +35,6 @@ pytestmark = [
 ]
 GENERATORS = ("generator/0", "generator/1")
 UPDATES = 120
-STAGE_S = 60.0
 HOST_S = 3.0
 NOTICED_S = HOST_S + 2.0  # and what this machine takes to get round to it
 
@@ -69,35 +67,6 @@ def config_for(found: Cluster, hosts: list[dict[str, object]], *settings: str) -
             *settings,
         ],
     )
-
-
-def run(found: Cluster, config: Config, folder: Path, deeds: Callable[[Witness], None]) -> tuple[Summary, Witness]:
-    """The job, slowly, while the deeds are done to its hosts, then fast to its end."""
-    from helpers.witness import Witness  # imports Monarch, which must find its certificates then
-
-    witness, failures = Witness(STAGE_S), list[BaseException]()
-    pace = found.folder / "pace"
-    pace.touch()
-
-    def do() -> None:
-        try:
-            witness.until_updates(2)
-            deeds(witness)
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            pace.unlink()
-
-    thread = threading.Thread(target=do)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llamarl.jobs.engines.engine_class", lambda kind: witness.engine_class())
-        thread.start()
-        summary = Job(config, builders={"generator": paced_generator}).run(folder)
-    assert not pace.exists() or failures, "the job ended before everything was done to it"
-    thread.join()
-    if failures:
-        raise failures[0]
-    return summary, witness
 
 
 def until_all_work(witness: Witness) -> None:

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.engines import ENGINE, engine_class
+from helpers.engines import ENGINE
 from helpers.killing import TINY
 from helpers.processes import wait_until
+from helpers.striking import IDLE, Deed, Killer, disturbed
 
 from llamarl import Job
 from llamarl.config.file import load_config
 from llamarl.controller.ledger import Trained, read_ledger
 from llamarl.controller.ledger_state import Audit, audit
-from llamarl.engine.engine import Arrival, Death
-from llamarl.engine.supervision import Supervision
 from llamarl.messages import (
-    GroupResult,
     LoadWeights,
     Message,
     PublishWeights,
     SaveState,
-    WeightsLoaded,
     WorkOnBatch,
     WorkOnGroup,
 )
@@ -44,26 +39,11 @@ SEED = 20
 SILENCE_S = 1.5
 PATIENCE_S = 4.0  # a state that does not come about within this time is not waited for
 RECOVERY_S = 3.0
-IDLE = "idle"
 STATES: dict[str, tuple[type[Message] | str, ...]] = {
     "generator/0": (IDLE, WorkOnGroup, LoadWeights),
     "reward/0": (IDLE, WorkOnGroup),
     "trainer/0": (IDLE, WorkOnBatch, PublishWeights, SaveState),
 }
-
-
-@dataclass
-class Deed:
-    """One signal to one executor, a moment after it was told to do something, or has nothing to do."""
-
-    executor: str
-    state: type[Message] | str
-    number: signal.Signals
-    delay_s: float
-    done_s: float | None = None
-    incarnation: int = -1
-    in_state: bool = False
-    recovered_s: float | None = None
 
 
 def plan(seed: int) -> list[Deed]:
@@ -76,67 +56,6 @@ def plan(seed: int) -> list[Deed]:
     deeds += [Deed(*place, signal.SIGSTOP, chance.random() * 0.02) for place in stopped]
     chance.shuffle(deeds)
     return deeds
-
-
-@dataclass
-class Killer:
-    """Does one deed after the other: the next once the victim of the last works again."""
-
-    deeds: Sequence[Deed]
-    at: int = 0
-    armed_s: float = field(default_factory=time.monotonic)
-    timers: list[threading.Timer] = field(default_factory=list)
-
-    @property
-    def deed(self) -> Deed | None:
-        return self.deeds[self.at] if self.at < len(self.deeds) else None
-
-    def saw(self, engine: Supervision[Any], executor: str, state: type[Message] | str) -> None:
-        deed = self.deed
-        if deed is None or deed.done_s is not None or deed.executor != executor or not engine._ranks[executor, 0].up:
-            return
-        in_state = deed.state == state
-        if in_state or time.monotonic() - self.armed_s > PATIENCE_S:
-            rank = engine._ranks[executor, 0]
-            deed.done_s, deed.incarnation, deed.in_state = time.monotonic(), rank.incarnation, in_state
-            timer = threading.Timer(deed.delay_s, self._strike, (rank.pid, deed))
-            self.timers.append(timer)
-            timer.start()
-
-    def heard(self, arrival: Arrival | Death) -> None:
-        deed = self.deed
-        if deed is None or deed.done_s is None or arrival.executor != deed.executor:
-            return
-        if isinstance(arrival, Arrival) and arrival.incarnation > deed.incarnation and arrival.report is not None:
-            # A generator is back when it has weights or an answer; any other role when it is up.
-            if deed.executor.startswith("generator") and not isinstance(arrival.report, WeightsLoaded | GroupResult):
-                return
-            deed.recovered_s = time.monotonic() - deed.done_s
-            self.at, self.armed_s = self.at + 1, time.monotonic()
-
-    def _strike(self, pid: int, deed: Deed) -> None:
-        deed.done_s = time.monotonic()
-        with suppress(ProcessLookupError):
-            os.kill(pid, deed.number)
-
-
-def disturbed(killer: Killer) -> type[Any]:
-    class DisturbedEngine(engine_class()):  # type: ignore[misc]
-        def send(self, executor: str, message: Message) -> None:
-            super().send(executor, message)
-            if (executor, 0) in self._ranks:
-                killer.saw(self, executor, type(message))
-
-        def events(self) -> Sequence[Arrival | Death]:
-            arrivals: Sequence[Arrival | Death] = super().events()
-            for arrival in arrivals:
-                killer.heard(arrival)
-            for rank in list(self._ranks.values()):
-                if not rank.owes:
-                    killer.saw(self, rank.executor, IDLE)
-            return arrivals
-
-    return DisturbedEngine
 
 
 @dataclass(frozen=True)
@@ -159,7 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disturbed]:
         "evaluate.prompts=16",
         f"engine.silence_s={SILENCE_S}",
     ]
-    killer = Killer(plan(SEED))
+    killer = Killer(plan(SEED), PATIENCE_S)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llamarl.jobs.engines.engine_class", lambda kind: disturbed(killer))
         summary = Job(load_config(None, settings)).run(folder)

@@ -1,4 +1,6 @@
-"""Weights over a process group, between real processes: bit for bit, and never a mixed model, whoever dies when."""
+"""Weights over a process group, between real processes: bit for bit, and never a mixed model, whoever dies when.
+
+On CPUs over gloo; `tests/gpu` runs this file over NCCL, with all ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import pytest
 import torch
 from helpers.layouts import Ends, empty, ends, held, part, random_tensors
+from helpers.ranks import DEVICE
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
@@ -18,7 +22,7 @@ from llamarl.bench.actors import Actor, Actors
 from llamarl.errors import ConfigError
 from llamarl.layout.boxes import Box, volume
 from llamarl.model.shards import Shard
-from llamarl.process_groups import interface_for
+from llamarl.process_groups import interface_for, let_ranks_share_gpus
 from llamarl.weights import group_transport
 from llamarl.weights.blocks import DIGEST
 from llamarl.weights.buckets import Copies, pack
@@ -29,6 +33,13 @@ LEASE_S = 10.0
 BUCKET = 64  # bytes, so that small parameters make many buckets
 
 
+class Meeting(NamedTuple):
+    """How the ranks of one group find each other, and how many of them read."""
+
+    fd: int
+    num_readers: int
+
+
 def full_at(shapes: dict[str, tuple[int, ...]], version: int) -> dict[str, Tensor]:
     return random_tensors(shapes, seed=version)
 
@@ -36,18 +47,19 @@ def full_at(shapes: dict[str, tuple[int, ...]], version: int) -> dict[str, Tenso
 class WriterRank:
     """Lives in its own process. `die_after` buckets it kills itself; `flip` damages one byte of that bucket."""
 
-    def __init__(self, fd: int, rank: int, found: Ends, lease_s: float = LEASE_S) -> None:
-        self._found, self._rank, self._sent = found, rank, 0
+    def __init__(self, groups: Sequence[Meeting], rank: int, found: Ends, lease_s: float = LEASE_S) -> None:
+        self._groups, self._found, self._rank, self._sent = groups, found, rank, 0
         self.die_after = self.flip = self.pause_after = -1
-        self._held = held(full_at(found.shapes, 0), found.sources[rank])
+        let_ranks_share_gpus()
+        self._held = held(full_at(found.shapes, 0), found.sources[rank], DEVICE)
         self._edition = 0
         self._writer = GroupWriter(self._held, lease_s=lease_s, agree=self._agree, bucket_bytes=BUCKET)
         setattr(group_transport, "pack", self._pack)  # noqa: B010
-        self._fd = fd
 
     def serve(self) -> None:
-        group = Group.on_this_host(self._fd, self._rank, len(self._found.sources), len(self._found.targets))
-        self._writer.serve(group)
+        for fd, num_readers in self._groups:
+            group = Group.on_this_host(fd, self._rank, len(self._found.sources), num_readers, DEVICE)
+            self._writer.serve(group)
 
     def _agree(self, flags: Tensor) -> None:
         if flags.item() > 1:
@@ -83,13 +95,14 @@ class WriterRank:
 
 
 class ReaderRank:
-    def __init__(self, fd: int, index: int, found: Ends) -> None:
-        self._found, self._index, self._fd = found, index, fd
-        self._target = empty(full_at(found.shapes, 0), found.targets[index])
+    def __init__(self, group: Meeting, index: int, found: Ends) -> None:
+        self._group, self._index, self._found = group, index, found
+        let_ranks_share_gpus()
+        self._target = empty(full_at(found.shapes, 0), found.targets[index], DEVICE)
 
     def serve(self) -> None:
-        found = self._found
-        group = Group.on_this_host(self._fd, len(found.sources) + self._index, len(found.sources), len(found.targets))
+        sizes = len(self._found.sources), self._group.num_readers
+        group = Group.on_this_host(self._group.fd, sizes[0] + self._index % sizes[1], *sizes, DEVICE)
         self._reader = GroupReader(group, self._target, deadline_s=LEASE_S, bucket_bytes=BUCKET)
 
     def load(self, version: int) -> int:
@@ -102,20 +115,25 @@ class ReaderRank:
     def holds(self, version: int) -> bool:
         full = full_at(self._found.shapes, version)
         boxes = self._found.targets[self._index]
-        return all(torch.equal(self._target[name][0], part(full[name], box)) for name, box in boxes.items())
+        return all(torch.equal(self._target[name][0].cpu(), part(full[name], box)) for name, box in boxes.items())
 
 
 @contextmanager
-def processes(found: Ends, lease_s: float = LEASE_S) -> Iterator[tuple[Actors, Actors]]:
-    fd = os.memfd_create("rendezvous")
+def processes(found: Ends, lease_s: float = LEASE_S, *, apart: bool = False) -> Iterator[tuple[Actors, Actors]]:
+    """Writers and readers in one group; or each reader in a group of its own, as generators are."""
+    num_readers = len(found.targets)
+    groups = [
+        Meeting(os.memfd_create("rendezvous"), 1 if apart else num_readers) for _ in range(num_readers if apart else 1)
+    ]
     with Actors() as writers, Actors() as readers:
         for rank in range(len(found.sources)):
-            writers.append(Actor(lambda rank=rank: WriterRank(fd, rank, found, lease_s)))  # type: ignore[misc]
-        for index in range(len(found.targets)):
-            readers.append(Actor(lambda index=index: ReaderRank(fd, index, found)))  # type: ignore[misc]
+            writers.append(Actor(lambda rank=rank: WriterRank(groups, rank, found, lease_s)))  # type: ignore[misc]
+        for index in range(num_readers):
+            readers.append(Actor(lambda index=index: ReaderRank(groups[index % len(groups)], index, found)))  # type: ignore[misc]
         Actors.call_all(Actors([*writers, *readers]), "serve")
         yield writers, readers
-    os.close(fd)
+    for group in groups:
+        os.close(group.fd)
 
 
 def rows(first: int, end: int) -> dict[str, Box]:
@@ -128,7 +146,7 @@ def two_to(num_readers: int) -> Ends:
     return Ends(shapes, [rows(0, 4), rows(4, 8)], [rows(1, 8) for _ in range(num_readers)])
 
 
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=6 if DEVICE.type == "cpu" else 2, suppress_health_check=[HealthCheck.too_slow])
 @given(ends(max_ranks=4, max_size=24))
 def test_any_layout_becomes_any_other_bit_for_bit_between_processes(found: Ends) -> None:
     with processes(found) as (writers, readers):
@@ -205,7 +223,7 @@ def test_a_byte_that_is_flipped_on_the_way_is_noticed_in_any_bucket() -> None:
 
 @pytest.mark.parametrize("bucket", [0, 1, 3])
 def test_a_reader_that_is_killed_holds_up_neither_the_writers_nor_the_other_readers(bucket: int) -> None:
-    with processes(two_to(2)) as (writers, readers):
+    with processes(two_to(2), apart=True) as (writers, readers):
         writers.call_all("publish", 0)
         writers.call_all("trouble", "pause_after", bucket)
         readers[0].begin("load", 0)
@@ -220,7 +238,7 @@ def test_a_reader_that_is_killed_holds_up_neither_the_writers_nor_the_other_read
 
 
 def test_a_reader_that_stops_loses_its_lease_in_time_and_never_holds_a_mixture() -> None:
-    lease_s = 0.5
+    lease_s = 0.5 if DEVICE.type == "cpu" else 4.0  # NCCL takes a second or more to give up a connection
     with processes(two_to(1), lease_s) as (writers, readers):
         writers.call_all("publish", 0)
         writers.call_all("trouble", "pause_after", 1)
@@ -247,10 +265,10 @@ def test_a_reader_of_other_types_is_told_at_the_meeting() -> None:
             self._target = {name: Shard(tensor.half(), box) for name, (tensor, box) in self._target.items()}
             super().serve()
 
-    fd = os.memfd_create("rendezvous")
+    group = Meeting(os.memfd_create("rendezvous"), 1)
     with Actors() as actors:
-        actors.extend(Actor(lambda rank=rank: WriterRank(fd, rank, found)) for rank in range(2))  # type: ignore[misc]
-        reader = Actor(lambda: Narrow(fd, 0, found))
+        actors.extend(Actor(lambda rank=rank: WriterRank([group], rank, found)) for rank in range(2))  # type: ignore[misc]
+        reader = Actor(lambda: Narrow(group, 0, found))
         for actor in (*actors, reader):
             actor.begin("serve")
         with pytest.raises(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.models import lively_model
+from helpers.faulty_ranks import SKIPPED_ONCE, generator_with_a_wrong_slice, skipping_generator
+from helpers.models import SHAPE, lively_model
 from helpers.ranks import run_ranks
+from helpers.tensor_rank import check_same_tokens
 from helpers.trainer_rank import DOCUMENTS, make_learner, train, whole_masters
 from helpers.training import assert_same_gradients, make_test_documents, naive_gradients
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from llamarl import Job
@@ -19,9 +25,11 @@ from llamarl.controller.ledger import read_ledger
 from llamarl.controller.ledger_state import audit
 from llamarl.errors import ConfigError
 from llamarl.model.checkpoint import save_model
+from llamarl.observe.event_log import event_file, read_events
 from llamarl.train.mesh import LONE_RANK
 
 GPU = torch.device("cuda", 0)
+FOUR_KV_HEADS = replace(SHAPE, hidden_size=128, intermediate_size=192, num_heads=8, num_kv_heads=4, head_dim=16)
 SMALL = [
     "engine.share_gpus=true",
     "engine.start_s=120",
@@ -60,10 +68,31 @@ def test_a_trainer_over_nccl_computes_what_one_rank_computes(data: int, tensor: 
     assert torch.cat(differs).float().mean() < 2e-3
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_generators_over_nccl_sample_token_for_token_what_one_rank_samples(count: int, tmp_path: Path) -> None:
+    """With all-reduces inside CUDA graphs, and pages so few that sequences are paused."""
+    save_model(lively_model(shape=FOUR_KV_HEADS), tmp_path / "model")
+    run_ranks("helpers.tensor_rank", count, str(tmp_path), device="cuda:0")
+    check_same_tokens(tmp_path, count, GPU, atol=1e-4)
+
+
+def test_weights_over_nccl_whoever_dies_when() -> None:
+    """The tests of the process group, in a fresh interpreter: CUDA cannot be used in a fork of a process that has used it."""
+    file = Path(__file__).parents[1] / "dist/test_transfer_group.py"
+    environment = {**os.environ, "LLAMARL_TEST_DEVICE": "cuda:0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout=300", str(file)]
+    found = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=590)
+    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
+
+
 def run(folder: Path, *settings: str) -> list[float]:
     """The gaps between generator and trainer that probes found."""
     assert Job(load_config(None, [*SMALL, *settings])).run(folder).outcome == "finished"
     assert audit(read_ledger(folder / "ledger")).clean
+    return gaps_of(folder)
+
+
+def gaps_of(folder: Path) -> list[float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row["logprob_gap"] for row in rows if "logprob_gap" in row]
 
@@ -77,6 +106,21 @@ def test_weights_of_a_sharded_trainer_reach_a_sharded_generator(transport: str, 
 def test_fp8_on_the_wire_from_a_sharded_trainer_to_two_replicas(tmp_path: Path) -> None:
     gaps = run(tmp_path / "run", "generator.quantize=fp8", "generator.replicas=2")
     assert len(gaps) >= 3 and max(gaps) < 0.2, gaps
+
+
+def test_a_rank_that_skips_an_all_reduce_is_ended_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SKIPPED_ONCE, str(tmp_path / "skipped"))
+    settings = load_config(None, [*SMALL, "engine.silence_s=10"])
+    summary = Job(settings, builders={"generator": skipping_generator}).run(tmp_path / "run")
+    assert (summary.outcome, summary.restarts) == ("finished", 1)
+    events = map(json.loads, read_events(event_file(tmp_path / "run", 0)))
+    assert [event["reason"] for event in events if event["event"] == "Died"] == ["silent for 10 s with work to do"]
+
+
+def test_a_wrong_slice_of_the_weights_shows_in_the_probes(tmp_path: Path) -> None:
+    job = Job(load_config(None, [*SMALL, *EXACT]), builders={"generator": generator_with_a_wrong_slice})
+    job.run(tmp_path / "run")
+    assert max(gaps_of(tmp_path / "run")) > 0.01
 
 
 def test_ranks_that_may_not_share_a_gpu_are_refused_with_the_way_out() -> None:

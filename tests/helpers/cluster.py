@@ -26,11 +26,16 @@ class ClusterHost:
         self._environment, self._log = environment, log
         self._worker: subprocess.Popen[bytes] | None = None
 
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """The beginning of a command that runs on this host."""
+        return "ip", "netns", "exec", self.name
+
     def start(self, *, certs: Path | None = None) -> None:
         command = [sys.executable, "-m", "llamarl.cli", "worker", "--listen", self.address]
         with self._log.open("ab") as log:
             self._worker = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *command, "--certs", str(certs or self._certs)],
+                [*self.enter, *command, "--certs", str(certs or self._certs)],
                 env={**os.environ, **self._environment},
                 stdout=log,
                 stderr=log,
@@ -66,15 +71,15 @@ class ClusterHost:
 
 
 class Cluster:
-    def __init__(self, folder: Path, hosts: list[ClusterHost], certs: Path) -> None:
-        self.folder, self.hosts, self.certs = folder, hosts, certs
+    def __init__(self, folder: Path, hosts: list[ClusterHost], certs: Path, interface: str = _INTERFACE) -> None:
+        self.folder, self.hosts, self.certs, self._interface = folder, hosts, certs, interface
 
     @property
     def settings(self) -> list[str]:
         return [
             "engine=monarch",
             f"engine.certs={self.certs}",
-            f"engine.trusted_network={_INTERFACE}",
+            f"engine.trusted_network={self._interface}",
             "engine.host_s=3",
         ]
 

@@ -13,6 +13,7 @@ from llamarl.layout.mesh import AXES, Cut, Mesh, Placement, box_on
 from llamarl.model.shards import Shard
 
 Sizes = tuple[int, ...]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,14 @@ def part(full: Tensor, box: Box) -> Tensor:
     return full[relative(box, whole(full.shape))]
 
 
-def held(full: dict[str, Tensor], boxes: dict[str, Box]) -> dict[str, Shard]:
+def held(full: dict[str, Tensor], boxes: dict[str, Box], device: torch.device = CPU) -> dict[str, Shard]:
     """What a rank gives to a writer: copies of its shards."""
-    return {name: Shard(part(full[name], box).clone(), box) for name, box in boxes.items()}
+    return {name: Shard(part(full[name], box).clone().to(device), box) for name, box in boxes.items()}
 
 
-def empty(full: dict[str, Tensor], boxes: dict[str, Box]) -> dict[str, Shard]:
+def empty(full: dict[str, Tensor], boxes: dict[str, Box], device: torch.device = CPU) -> dict[str, Shard]:
     """What a rank gives to a reader: tensors of the right sizes that hold something else."""
-    return {name: Shard(torch.full_like(part(full[name], box), 9.0), box) for name, box in boxes.items()}
+    return {name: Shard(torch.full_like(part(full[name], box), 9.0).to(device), box) for name, box in boxes.items()}
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

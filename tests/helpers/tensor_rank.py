@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel generator, as a program: `python -m helpers.tensor_rank RANK COUNT FOLDER`."""
+"""One rank of a tensor-parallel generator, as a program: `python -m helpers.tensor_rank RANK COUNT FOLDER [quantized]`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from helpers.groups import prompt_group
@@ -16,6 +17,7 @@ from llamarl.model.checkpoint import load_model
 from llamarl.types import PromptGroup, bytes_to_floats, bytes_to_tokens
 
 SLOTS, NEW = 8, 20
+Sampled = dict[str, list[tuple[list[int], list[float]]]]  # ordinal -> tokens and log-probs of each completion
 
 
 def groups() -> list[PromptGroup]:
@@ -29,7 +31,7 @@ def groups() -> list[PromptGroup]:
 
 def decode(
     folder: Path, part: TensorRank, precision: Precision = AS_THE_MODEL, device: torch.device = DEVICE
-) -> dict[str, list[tuple[list[int], list[float]]]]:
+) -> Sampled:
     model = load_model(folder, device=device, box_of=part.box)
     split_over_ranks(model, part)
     limits = Limits(slots=SLOTS, max_prompt_tokens=16, max_new_tokens=NEW, page_tokens=4, num_pages=24)
@@ -47,11 +49,24 @@ def decode(
     return found
 
 
+def check_same_tokens(folder: Path, count: int, device: torch.device = DEVICE, atol: float = 1e-5) -> Sampled:
+    """Compare what `count` ranks have written to the folder with what one samples, which is returned."""
+    alone = decode(folder / "model", TensorRank(), device=device)
+    for rank in range(count):
+        found = json.loads((folder / f"found-{rank}.json").read_text())
+        assert found.keys() == alone.keys()
+        for ordinal, completions in alone.items():
+            for (tokens, logprobs), (my_tokens, my_logprobs) in zip(completions, found[ordinal], strict=True):
+                assert my_tokens == tokens
+                assert my_logprobs == pytest.approx(logprobs, abs=atol)
+    return alone
+
+
 def main() -> None:
     rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     join_in(folder, rank, count)
-    quantized = Precision(weights="fp8", kv_cache="fp8")
-    for name, precision in (("found", AS_THE_MODEL), ("quantized", quantized)):
+    cases = {"found": AS_THE_MODEL, **{name: Precision(weights="fp8", kv_cache="fp8") for name in sys.argv[4:]}}
+    for name, precision in cases.items():
         found = decode(folder / "model", TensorRank(rank, count), precision)
         (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
     leave_group()

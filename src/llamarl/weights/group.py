@@ -21,6 +21,8 @@ from llamarl.errors import LlamaRLError
 from llamarl.process_groups import LOOPBACK, NO_TIMEOUT, make_gloo_group, make_nccl_group, store_in
 from llamarl.weights.wire import SlotShard
 
+_CONNECT = 0  # tag of the first message between two ranks
+
 
 class PeerLost(LlamaRLError):
     """A process of the group died, or did not answer in time."""
@@ -54,6 +56,7 @@ class Group:
         self._store = PrefixStore("weights", store)
         self._control: Any = make_gloo_group(PrefixStore("control", self._store), rank, size, interface)
         self._payload: Any = self._control
+        self._device = device
         if device.type == "cuda":
             self._payload = make_nccl_group(PrefixStore("payload", self._store), rank, size, interface)
 
@@ -77,6 +80,14 @@ class Group:
                 f"weights: not all of {size} ranks came to the rendezvous within {limit_s:g} s ({error})"
             ) from None
         return [msgspec.msgpack.decode(data, type=RankShards) for data in found]
+
+    def connect(self, peer: int) -> None:
+        """Connect a rank that publishes with one that reads; both call this. NCCL does so at the first transfer, which takes
+        long and cannot be given a limit: too late while a slot is leased."""
+        if self._payload is not self._control:
+            first = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            begin = self.receive if peer < self.num_writers else self.send
+            self.finish(begin(peer, first, _CONNECT), peer)
 
     def send_ints(self, peer: int, numbers: Sequence[int], tag: int, deadline: Deadline) -> None:
         data = torch.tensor(numbers, dtype=torch.int64)

@@ -27,7 +27,7 @@ from llamarl.layout.plan import TransferPlan, plan_transfer, reshardings_of
 from llamarl.model.shards import Parameters
 from llamarl.weights.buckets import Bucket, Copies, Route, buckets_of, copies_in, copies_out, is_sound, pack
 from llamarl.weights.group import Deadline, Group, PeerLost, RankShards
-from llamarl.weights.memory import HOST, HostMemory, SlotMemory, copy_tensor, padded
+from llamarl.weights.memory import HOST, HostMemory, SlotMemory, copy_tensor, on_own_stream, padded
 from llamarl.weights.rank_slots import device_of
 from llamarl.weights.read_plan import ReadPlan
 from llamarl.weights.slot_file import NUM_SLOTS, Header
@@ -111,7 +111,8 @@ class GroupWriter:
         peer, outgoing = group.num_writers + target, dict[int, list[Outgoing]]()
         largest = max(bucket.num_bytes for bucket in buckets)
         buffers = [_buffer(largest, self._device) for _ in range(min(2, len(buckets)))]
-        with suppress(PeerLost):
+        with suppress(PeerLost), on_own_stream(self._device):
+            group.connect(peer)
             while True:
                 (version,) = group.receive_ints(peer, 1, _ASK)
                 slot, deadline = version % NUM_SLOTS, Deadline(self._lease_s)
@@ -164,16 +165,18 @@ class GroupReader:
     ) -> None:
         self._group, self._deadline_s = group, deadline_s
         plan = ReadPlan(parameters)
-        self._shards, device = plan.shards, device_of([shard.tensor for shard in plan.shards.values()])
+        self._shards, self._device = plan.shards, device_of([shard.tensor for shard in plan.shards.values()])
         held = group.exchange(RankShards(plan.slot_shards), _RENDEZVOUS_S)
         plan.check([one.shards for one in held[: group.num_writers]], cast=False)
         routes = _routes(group, held, bucket_bytes)
         mine = group.rank - group.num_writers
         self._incoming = [
-            self._incoming_from(route.source, buckets, device)
+            self._incoming_from(route.source, buckets)
             for route, buckets in sorted(routes.items())
             if route.target == mine
         ]
+        for incoming in self._incoming:
+            group.connect(incoming.source)
         self._num_bytes = sum(volume(shard.box) * shard.tensor.itemsize for shard in self._shards.values())
         self._pool = ThreadPoolExecutor(max(1, len(self._incoming)))
         self._lost = ""
@@ -197,8 +200,8 @@ class GroupReader:
                 copy_tensor(target, received)
         return self._num_bytes
 
-    def _incoming_from(self, source: int, buckets: Sequence[Bucket], device: int) -> Incoming:
-        messages = [_buffer(bucket.num_bytes, device) for bucket in buckets]
+    def _incoming_from(self, source: int, buckets: Sequence[Bucket]) -> Incoming:
+        messages = [_buffer(bucket.num_bytes, self._device) for bucket in buckets]
         pairs = zip(buckets, messages, strict=True)
         return Incoming(
             source, messages, [copy for one, message in pairs for copy in copies_out(one, self._shards, message)]
@@ -219,11 +222,12 @@ class GroupReader:
 
     def _receive(self, incoming: Incoming, deadline: Deadline) -> bool:
         """Receives all buckets, even after a damaged one, so that both ends stay in step; returns whether all are sound."""
-        works = [self._group.receive(incoming.source, message, _BUCKET) for message in incoming.messages]
         sound = True
-        for work, message in zip(works, incoming.messages, strict=True):
-            self._group.finish(work, incoming.source, deadline)
-            sound = is_sound(message) and sound
+        with on_own_stream(self._device):
+            works = [self._group.receive(incoming.source, message, _BUCKET) for message in incoming.messages]
+            for work, message in zip(works, incoming.messages, strict=True):
+                self._group.finish(work, incoming.source, deadline)
+                sound = is_sound(message) and sound
         return sound
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -209,6 +210,11 @@ def copy_tensor(target: Tensor, source: Tensor) -> None:
 def _bytes_of(tensor: Tensor) -> Bytes:
     found: Bytes = tensor.view(-1).view(torch.uint8).numpy()
     return found
+
+
+def on_own_stream(device: int) -> AbstractContextManager[object]:
+    """A stream for this thread alone: what waits there for a dead peer holds up nothing else on the GPU."""
+    return nullcontext() if device == HOST else torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def padded(num_bytes: int) -> int:
