@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines import ENGINE
+from helpers.notes import Notes
 
 from llamarl import Job
 from llamarl.config.file import load_config
@@ -62,14 +63,17 @@ def test_a_trainer_of_several_ranks_does_what_one_does(tmp_path: Path) -> None:
 
 
 def go_on(folder: Path, expected: Transformer) -> None:
-    """From the snapshot of version 2, as if the last two updates had never been; but not on another mesh."""
-    rmtree(folder / "snapshots/4")
-    with pytest.raises(ConfigError, match=r"trainer\.tensor was 2 and is now 1"):
-        Job.resume(folder, overrides=["trainer.tensor=1"])
-    assert Job.resume(folder).outcome == "finished"
-    again = load_model(folder / "snapshots/4/policy")
-    for (name, mine), (_, theirs) in zip(again.named_parameters(), expected.named_parameters(), strict=True):
-        assert torch.allclose(mine, theirs, atol=3e-4), name
+    """From the snapshot of version 2, as if the last two updates had never been: on the same mesh, and on others."""
+    for mesh in ([], ["trainer.tensor=1"], ["trainer.data=1"]):
+        rmtree(folder / "snapshots/4")
+        notes = Notes()
+        assert Job.resume(folder, overrides=mesh, display=notes).outcome == "finished"
+        again = load_model(folder / "snapshots/4/policy")
+        for (name, mine), (_, theirs) in zip(again.named_parameters(), expected.named_parameters(), strict=True):
+            assert torch.allclose(mine, theirs, atol=3e-4), name
+        for setting in mesh:
+            key, _, value = setting.partition("=")
+            assert f"{key}: 2 so far, {value} from here on" in notes.seen
 
 
 @pytest.mark.parametrize("place", ["own", "trainer"])

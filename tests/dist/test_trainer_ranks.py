@@ -14,10 +14,8 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import Tensor
 
-from llamarl.errors import InputError
 from llamarl.model.checkpoint import save_model
-from llamarl.train.mesh import LONE_RANK, TrainerMesh
-from llamarl.train.state import refuse_other_mesh
+from llamarl.train.mesh import LONE_RANK
 
 TIED = replace(SHAPE, tied_head=True, qk_norm=True)
 MESHES = {"fsdp=4": (4, 1), "tp=2": (1, 2), "fsdp=2,tp=2": (2, 2)}
@@ -117,11 +115,3 @@ def test_tied_heads_and_head_norms_survive_tensor_parallelism(tmp_path: Path) ->
     loss, expected = naive_gradients(lively_model(shape=TIED), make_test_documents(DOCUMENTS))
     assert gradients.pop("loss").item() == pytest.approx(loss, abs=1e-5)
     assert_same_gradients(gradients, expected)
-
-
-def test_another_mesh_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "trainer").mkdir()
-    (tmp_path / "trainer" / "mesh.json").write_text('{"data":4,"tensor":1}')
-    refuse_other_mesh(tmp_path, 4, 1)
-    with pytest.raises(InputError, match=r"was made with trainer\.data=4 and trainer\.tensor=1; .* with 2 and 2"):
-        refuse_other_mesh(tmp_path, TrainerMesh(2, 2).data, 2)

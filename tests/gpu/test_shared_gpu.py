@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.meshes import assert_goes_on, chain
 from helpers.models import lively_model
 from helpers.ranks import run_ranks
 from helpers.trainer_rank import DOCUMENTS, make_learner, train, whole_masters
@@ -58,6 +59,11 @@ def test_a_trainer_over_nccl_computes_what_one_rank_computes(data: int, tensor: 
     train(learner)
     differs = [(updates[name] - master.cpu()).abs().flatten() > 1e-4 for name, master in whole_masters(learner).items()]
     assert torch.cat(differs).float().mean() < 2e-3
+
+
+def test_a_snapshot_over_nccl_is_gone_on_from_by_other_meshes(tmp_path: Path) -> None:
+    found = chain([(2, 2), (4, 1), (1, 1), (2, 1), (1, 2)], tmp_path, device="cuda:0")
+    assert_goes_on(found, tmp_path, GPU)
 
 
 def run(folder: Path, *settings: str) -> list[float]:

@@ -6,11 +6,13 @@ Ranks rendezvous through a file in FOLDER and communicate over loopback. Rank 0 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,13 +21,14 @@ from helpers.ranks import DEVICE, join_in, leave_group
 from helpers.training import make_test_documents
 from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.model.training_state import POLICY
+from llamarl.model.training_state import MANIFEST, POLICY, SnapshotManifest
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import TrainerMesh, make_mesh
 from llamarl.train.policy import ComputeSettings, load_policy
+from llamarl.train.restore import load_masters, restore
 from llamarl.train.shards import owned_shards
-from llamarl.train.state import TrainingState, gather, load_masters, restore
+from llamarl.train.state import TrainingState, gather
 
 DOCUMENTS = 13
 UPDATES = 3
@@ -65,6 +68,35 @@ def train(learner: Learner, first: int = 0, last: int = UPDATES) -> dict[str, fl
     return metrics
 
 
+def save_snapshot(learner: Learner, carry_from: Path, snapshot: Path) -> dict[str, str]:
+    """Writes a snapshot of all ranks, with its manifest; returns its files."""
+    mesh = learner.policy.computing.mesh
+    state = TrainingState(learner.policy.model, learner.optimizer, carry_from, mesh)
+    state.take()
+    files, problem = Exchange(mesh).merge(state.write(snapshot), "")
+    assert not problem
+    if mesh.rank == 0:
+        manifest = SnapshotManifest(learner.optimizer.num_steps, files)
+        (snapshot / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    return files
+
+
+def load_snapshot(snapshot: Path, mesh: TrainerMesh, dtype: torch.dtype = torch.float32) -> Learner:
+    learner = make_learner(snapshot / POLICY, mesh, dtype)
+    restore(learner.policy.model, learner.optimizer, snapshot)
+    return learner
+
+
+def whole_state(learner: Learner) -> dict[str, Tensor]:
+    """Masters and moments, gathered from all ranks."""
+    parameters = dict(learner.policy.model.named_parameters())
+    moments = {
+        name: gather(tensor, parameters[name.partition("/")[0]]).cpu().clone()
+        for name, tensor in learner.optimizer.state_tensors().items()
+    }
+    return {**moments, **{name: master.cpu() for name, master in whole_masters(learner).items()}}
+
+
 def gradients(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """Gradients and metrics of one update: in one pass, in several, with recompute, and with few documents."""
     documents, found = make_test_documents(DOCUMENTS), dict[str, Tensor]()
@@ -100,13 +132,8 @@ def updates(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     metrics = train(straight)
     first = make_learner(folder / "model", mesh)
     train(first, last=1)
-    state = TrainingState(first.policy.model, first.optimizer, folder / "model", mesh)
-    state.take()
-    dist.barrier()
-    files, problem = Exchange(mesh).merge(state.write(folder / "snapshot"), "")
-    assert not problem
-    second = make_learner(folder / "snapshot" / POLICY, mesh)
-    restore(second.optimizer, folder / "snapshot", mesh)
+    files = save_snapshot(first, folder / "model", folder / "snapshot")
+    second = load_snapshot(folder / "snapshot", mesh)
     train(second, first=1)
     resumed = whole_masters(second)
     found = whole_masters(straight)
@@ -131,7 +158,26 @@ def narrow(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     return whole_masters(learner)
 
 
-TASKS = {"gradients": gradients, "sequence_loss": sequence_loss, "updates": updates, "narrow": narrow}
+def one_more(mesh: TrainerMesh, folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Goes on from the newest of the snapshots `1`, `2` and so on in the folder, or from the model: the state that it reads,
+    one update, and the next snapshot with the state that it holds."""
+    made = max([int(path.name) for path in folder.iterdir() if path.name.isdigit()], default=0)
+    learner = load_snapshot(folder / str(made), mesh, dtype) if made else make_learner(folder / "model", mesh, dtype)
+    found = {f"read/{name}": tensor for name, tensor in whole_state(learner).items()}
+    metrics = train(learner, first=made, last=made + 1)
+    save_snapshot(learner, folder / "model", folder / str(made + 1))
+    found |= {f"written/{name}": tensor for name, tensor in whole_state(learner).items()}
+    return found | {name: torch.tensor([metrics[name]]) for name in ("loss", "grad_norm")}
+
+
+TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
+    "gradients": gradients,
+    "sequence_loss": sequence_loss,
+    "updates": updates,
+    "narrow": narrow,
+    "one_more": one_more,
+    "one_more_narrow": partial(one_more, dtype=torch.bfloat16),
+}
 
 
 def main() -> None:
