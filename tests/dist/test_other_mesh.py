@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llamarl.engine.snapshot_store import why_damaged
 
-LAYOUTS = [(2, 2), (4, 1), (1, 1), (1, 2)]
+LAYOUTS = [(1, 2, 2), (1, 4, 1), (1, 1, 1), (2, 1, 1), (1, 1, 2)]  # replicate, data, tensor
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_training_goes_on_from_mesh_to_mesh(found: list[dict[str, Tensor]], fold
 
 def test_masters_of_bf16_weights_are_the_fp32_weights_of_fsdp(tmp_path: Path) -> None:
     """One data rank holds a master in two halves, several hold it whole: the bits are the same, both ways."""
-    narrow = chain([(1, 1), (2, 1), (1, 1)], tmp_path, task="one_more_narrow")
+    narrow = chain([(1, 1, 1), (1, 2, 1), (1, 1, 1)], tmp_path, task="one_more_narrow")
     assert all(same_bits(after, before) for before, after in pairwise(narrow))
 
 

@@ -12,22 +12,32 @@ from torch import Tensor
 
 from helpers.models import lively_model
 from helpers.ranks import run_ranks
-from helpers.trainer_rank import make_learner, train
+from helpers.trainer_rank import DOCUMENTS, make_learner, train
+from helpers.training import assert_same_gradients, make_test_documents, naive_gradients
 from llamarl.model.checkpoint import save_model
 from llamarl.train.mesh import LONE_RANK
 
-Layout = tuple[int, int]  # data, tensor
+Layout = tuple[int, int, int]  # replicate, data, tensor
 
 
 def chain(layouts: list[Layout], folder: Path, device: str = "cpu", task: str = "one_more") -> list[dict[str, Tensor]]:
     """What each mesh has read, computed and written."""
     save_model(lively_model(), folder / "model")
     found = []
-    for data, tensor in layouts:
+    for replicate, data, tensor in layouts:
         (folder / "rendezvous").unlink(missing_ok=True)
-        run_ranks("helpers.trainer_rank", data * tensor, str(data), task, str(folder), device=device)
+        count, mesh = replicate * data * tensor, f"{replicate}x{data}"
+        run_ranks("helpers.trainer_rank", count, mesh, task, str(folder), device=device)
         found.append(load_file(folder / task))
     return found
+
+
+def assert_noticed(found: dict[str, Tensor]) -> None:
+    """What the task `apart` found: replicas that are not summed have other gradients, and are told apart."""
+    _, expected = naive_gradients(lively_model(), make_test_documents(DOCUMENTS))
+    assert found["drift"].item() == 1 and found["one_bit"].item() == 1
+    with pytest.raises(AssertionError):
+        assert_same_gradients({name: found[name] for name in expected}, expected)
 
 
 def same_bits(found: dict[str, Tensor], before: dict[str, Tensor]) -> bool:

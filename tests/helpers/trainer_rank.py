@@ -1,4 +1,5 @@
 """One rank of a trainer, as a program: `python -m helpers.trainer_rank RANK COUNT DATA TASKS FOLDER`.
+DATA may be REPLICATExDATA; other ranks are tensor parallel.
 
 Ranks rendezvous through a file in FOLDER and communicate over loopback. Rank 0 writes its results to FOLDER as safetensors.
 """
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -21,6 +23,7 @@ from helpers.ranks import DEVICE, join_in, leave_group
 from helpers.training import make_test_documents
 from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
+from llamarl.errors import JobFailed
 from llamarl.model.training_state import MANIFEST, POLICY, SnapshotManifest
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
@@ -158,6 +161,35 @@ def narrow(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     return whole_masters(learner)
 
 
+def apart(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients where replicas never sum theirs, and whether a snapshot notices the drift that follows, and one wrong bit."""
+    sound = make_learner(folder / "model", mesh)
+    train(sound, last=1)
+    state = TrainingState(sound.policy.model, sound.optimizer, folder / "model", mesh)
+    state.take()
+    if mesh.replica == 1 and mesh.rank == mesh.size - 1:
+        sound.optimizer.slots[3].state["exp_avg"].view(torch.int32)[0] += 1
+    one_bit = drifts(
+        state,
+        f"in 1 of {3 * len(sound.optimizer.slots)} tensors, the first of them {sound.optimizer.slots[3].name}/exp_avg;",
+    )
+    with patch.object(TrainerMesh, "fsdp_mesh", property(lambda self: self.devices["data"])):
+        learner = make_learner(folder / "model", mesh)
+    learner.accumulate(make_test_documents(DOCUMENTS))
+    found = whole_gradients(learner)
+    learner.step(0, 0.0)
+    drift = drifts(TrainingState(learner.policy.model, learner.optimizer, folder / "model", mesh), "different numbers")
+    return {**found, "drift": torch.tensor([int(drift)]), "one_bit": torch.tensor([int(one_bit)])}
+
+
+def drifts(state: TrainingState, message: str) -> bool:
+    try:
+        state.take()
+    except JobFailed as error:
+        return message in str(error)
+    return False
+
+
 def one_more(mesh: TrainerMesh, folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Goes on from the newest of the snapshots `1`, `2` and so on in the folder, or from the model: the state that it reads,
     one update, and the next snapshot with the state that it holds."""
@@ -175,16 +207,18 @@ TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "sequence_loss": sequence_loss,
     "updates": updates,
     "narrow": narrow,
+    "apart": apart,
     "one_more": one_more,
     "one_more_narrow": partial(one_more, dtype=torch.bfloat16),
 }
 
 
 def main() -> None:
-    rank, count, data = map(int, sys.argv[1:4])
+    rank, count = map(int, sys.argv[1:3])
+    replicate, data = (1, *map(int, sys.argv[3].split("x")))[-2:]
     tasks, folder = sys.argv[4], Path(sys.argv[5])
     join_in(folder, rank, count)
-    mesh = make_mesh(data, count // data, rank, DEVICE)
+    mesh = make_mesh(data, count // (replicate * data), rank, DEVICE, replicate)
     for task in tasks.split(","):
         found = TASKS[task](mesh, folder)
         if rank == 0:

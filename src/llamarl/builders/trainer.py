@@ -21,7 +21,8 @@ def build_trainer(context: BuildContext) -> Executor:
     config = context.config
     folder = context.snapshot / POLICY if context.snapshot else config.model_folder
     device = device_of("trainer.device", config.trainer.device, gpu_for(context))
-    mesh = make_mesh(config.trainer.data, config.trainer.tensor, context.rank, device)
+    settings = config.trainer
+    mesh = make_mesh(settings.data, settings.tensor, context.rank, device, settings.replicate)
     computing = compute_settings(config, device, mesh)
     policy = load_policy(folder, computing)
     learner = Learner(

@@ -29,6 +29,7 @@ FREE = (
     "generator.threads",
     "trainer.lr",
     "trainer.final_lr_share",
+    "trainer.replicate",
     "trainer.data",
     "trainer.tensor",
     "trainer.tokens_per_pack",

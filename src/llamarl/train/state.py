@@ -1,8 +1,8 @@
 """The state of a trainer on disk: the policy as a Hugging Face folder, and the optimizer's state beside it.
 
 The state is copied to host memory first, and the trainer waits for nothing else; a thread hashes and writes it. With several
-ranks, rank 0 gathers the policy, parameter by parameter, and every rank writes its own shards of the optimizer's state.
-`restore.py` reads them on any mesh.
+ranks, rank 0 gathers the policy, parameter by parameter, and every rank of the first replica writes its own shards of the
+optimizer's state. `restore.py` reads them on any mesh. Other replicas hold the same numbers, which is checked each time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from llamarl.model.training_state import OPTIMIZER, POLICY, hash_files
 from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.optimizer import AdamW
+from llamarl.train.replicas import refuse_drift
 from llamarl.train.restore import MESH_FILE, STEPS, MeshOnDisk
 
 _FILE_BYTES = 2 << 30
@@ -41,7 +42,10 @@ class TrainingState:
     @torch.no_grad()
     def take(self, *, policy_only: bool = False) -> None:
         """Copies the state; every rank calls this at the same time. With `policy_only`, training cannot go on from it, and it
-        has the type of the model folder that training began with."""
+        has the type of the model folder that training began with. JobFailed if replicas have drifted apart."""
+        refuse_drift(self._optimizer, self._mesh)
+        if self._mesh.replica:
+            return
         copies = self._room_for_policy(folder_dtype(self._carry_from) if policy_only else torch.float32)
         parameters = dict(self._model.named_parameters())
         for name, master in self._optimizer.masters():
