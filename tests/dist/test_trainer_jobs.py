@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines import ENGINE
+from helpers.notes import Notes
 
 from llamarl import Job
 from llamarl.config.file import load_config
@@ -61,15 +62,39 @@ def test_a_trainer_of_several_ranks_does_what_one_does(tmp_path: Path) -> None:
     go_on(together, other)
 
 
-def go_on(folder: Path, expected: Transformer) -> None:
-    """From the snapshot of version 2, as if the last two updates had never been; but not on another mesh."""
+def test_replicas_of_a_sharded_trainer_do_what_one_rank_does(tmp_path: Path) -> None:
+    """They publish and save once, and the run can go on without them."""
+    folder = run(
+        tmp_path / "replicas",
+        "trainer.replicate=2",
+        "trainer.data=2",
+        "algo.reference_kl=0.1",
+        "reference.place=trainer",
+    )
+    assert sum(row.get("logprob_gap", 0.0) < 1e-4 for row in rows(folder)) == 4
+    assert len(list((folder / "snapshots/4/trainer").glob("*.safetensors"))) == 2
+    expected = load_model(folder / "snapshots/4/policy")
     rmtree(folder / "snapshots/4")
-    with pytest.raises(ConfigError, match=r"trainer\.tensor was 2 and is now 1"):
-        Job.resume(folder, overrides=["trainer.tensor=1"])
-    assert Job.resume(folder).outcome == "finished"
+    notes = Notes()
+    assert Job.resume(folder, overrides=["trainer.replicate=1", "trainer.data=1"], display=notes).outcome == "finished"
+    assert "trainer.replicate: 2 so far, 1 from here on" in notes.seen
     again = load_model(folder / "snapshots/4/policy")
     for (name, mine), (_, theirs) in zip(again.named_parameters(), expected.named_parameters(), strict=True):
         assert torch.allclose(mine, theirs, atol=3e-4), name
+
+
+def go_on(folder: Path, expected: Transformer) -> None:
+    """From the snapshot of version 2, as if the last two updates had never been: on the same mesh, and on others."""
+    for mesh in ([], ["trainer.tensor=1"], ["trainer.data=1"]):
+        rmtree(folder / "snapshots/4")
+        notes = Notes()
+        assert Job.resume(folder, overrides=mesh, display=notes).outcome == "finished"
+        again = load_model(folder / "snapshots/4/policy")
+        for (name, mine), (_, theirs) in zip(again.named_parameters(), expected.named_parameters(), strict=True):
+            assert torch.allclose(mine, theirs, atol=3e-4), name
+        for setting in mesh:
+            key, _, value = setting.partition("=")
+            assert f"{key}: 2 so far, {value} from here on" in notes.seen
 
 
 @pytest.mark.parametrize("place", ["own", "trainer"])

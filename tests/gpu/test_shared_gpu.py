@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.faulty_ranks import SKIPPED_ONCE, generator_with_a_wrong_slice, skipping_generator
+from helpers.meshes import assert_goes_on, assert_noticed, chain
 from helpers.models import SHAPE, lively_model
 from helpers.ranks import run_ranks
 from helpers.tensor_rank import check_same_tokens
@@ -48,10 +49,15 @@ SMALL = [
 EXACT = ["generator.dtype=float32", "trainer.dtype=float32"]
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(1, 2), (2, 1), (2, 2)])
-def test_a_trainer_over_nccl_computes_what_one_rank_computes(data: int, tensor: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("replicate", "data", "tensor"), [(1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1), (2, 2, 1), (2, 1, 2)]
+)
+def test_a_trainer_over_nccl_computes_what_one_rank_computes(
+    replicate: int, data: int, tensor: int, tmp_path: Path
+) -> None:
     save_model(lively_model(), tmp_path / "model")
-    run_ranks("helpers.trainer_rank", data * tensor, str(data), "gradients,updates", str(tmp_path), device="cuda:0")
+    count, mesh = replicate * data * tensor, f"{replicate}x{data}"
+    run_ranks("helpers.trainer_rank", count, mesh, "gradients,updates", str(tmp_path), device="cuda:0")
     loss, expected = naive_gradients(lively_model(), make_test_documents(DOCUMENTS))
     found = load_file(tmp_path / "gradients")
     for case in ("one", "several", "full"):
@@ -83,6 +89,22 @@ def test_weights_over_nccl_whoever_dies_when() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--timeout=300", str(file)]
     found = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=590)
     assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
+
+
+def test_a_snapshot_over_nccl_is_gone_on_from_by_other_meshes(tmp_path: Path) -> None:
+    found = chain([(1, 2, 2), (1, 4, 1), (1, 1, 1), (2, 2, 1), (1, 2, 1), (1, 1, 2)], tmp_path, device="cuda:0")
+    assert_goes_on(found, tmp_path, GPU)
+
+
+def test_replicas_over_nccl_that_drift_apart_are_noticed(tmp_path: Path) -> None:
+    save_model(lively_model(), tmp_path / "model")
+    run_ranks("helpers.trainer_rank", 4, "2x2", "apart", str(tmp_path), device="cuda:0")
+    assert_noticed(load_file(tmp_path / "apart"))
+
+
+def test_a_job_with_replicas_over_nccl(tmp_path: Path) -> None:
+    gaps = run(tmp_path / "run", *EXACT, "trainer.replicate=2", "trainer.tensor=1")
+    assert len(gaps) >= 3 and max(gaps) < 1e-4, gaps
 
 
 def run(folder: Path, *settings: str) -> list[float]:

@@ -43,6 +43,7 @@ def join_in(folder: Path, rank: int, count: int) -> None:
 
 def leave_group() -> NoReturn:
     """Wait for all ranks, then exit as executors do: torch may abort if an interpreter with a process group shuts down."""
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
     os._exit(0)

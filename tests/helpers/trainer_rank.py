@@ -1,4 +1,5 @@
 """One rank of a trainer, as a program: `python -m helpers.trainer_rank RANK COUNT DATA TASKS FOLDER`.
+DATA may be REPLICATExDATA; other ranks are tensor parallel.
 
 Ranks rendezvous through a file in FOLDER and communicate over loopback. Rank 0 writes its results to FOLDER as safetensors.
 """
@@ -6,11 +7,14 @@ Ranks rendezvous through a file in FOLDER and communicate over loopback. Rank 0 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
+import msgspec
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,13 +23,15 @@ from helpers.ranks import DEVICE, join_in, leave_group
 from helpers.training import make_test_documents
 from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.model.training_state import POLICY
+from llamarl.errors import JobFailed
+from llamarl.model.training_state import MANIFEST, POLICY, SnapshotManifest
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import TrainerMesh, make_mesh
 from llamarl.train.policy import ComputeSettings, load_policy
+from llamarl.train.restore import load_masters, restore
 from llamarl.train.shards import owned_shards
-from llamarl.train.state import TrainingState, gather, load_masters, restore
+from llamarl.train.state import TrainingState, gather
 
 DOCUMENTS = 13
 UPDATES = 3
@@ -65,6 +71,35 @@ def train(learner: Learner, first: int = 0, last: int = UPDATES) -> dict[str, fl
     return metrics
 
 
+def save_snapshot(learner: Learner, carry_from: Path, snapshot: Path) -> dict[str, str]:
+    """Writes a snapshot of all ranks, with its manifest; returns its files."""
+    mesh = learner.policy.computing.mesh
+    state = TrainingState(learner.policy.model, learner.optimizer, carry_from, mesh)
+    state.take()
+    files, problem = Exchange(mesh).merge(state.write(snapshot), "")
+    assert not problem
+    if mesh.rank == 0:
+        manifest = SnapshotManifest(learner.optimizer.num_steps, files)
+        (snapshot / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    return files
+
+
+def load_snapshot(snapshot: Path, mesh: TrainerMesh, dtype: torch.dtype = torch.float32) -> Learner:
+    learner = make_learner(snapshot / POLICY, mesh, dtype)
+    restore(learner.policy.model, learner.optimizer, snapshot)
+    return learner
+
+
+def whole_state(learner: Learner) -> dict[str, Tensor]:
+    """Masters and moments, gathered from all ranks."""
+    parameters = dict(learner.policy.model.named_parameters())
+    moments = {
+        name: gather(tensor, parameters[name.partition("/")[0]]).cpu().clone()
+        for name, tensor in learner.optimizer.state_tensors().items()
+    }
+    return {**moments, **{name: master.cpu() for name, master in whole_masters(learner).items()}}
+
+
 def gradients(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """Gradients and metrics of one update: in one pass, in several, with recompute, and with few documents."""
     documents, found = make_test_documents(DOCUMENTS), dict[str, Tensor]()
@@ -100,13 +135,8 @@ def updates(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     metrics = train(straight)
     first = make_learner(folder / "model", mesh)
     train(first, last=1)
-    state = TrainingState(first.policy.model, first.optimizer, folder / "model", mesh)
-    state.take()
-    dist.barrier()
-    files, problem = Exchange(mesh).merge(state.write(folder / "snapshot"), "")
-    assert not problem
-    second = make_learner(folder / "snapshot" / POLICY, mesh)
-    restore(second.optimizer, folder / "snapshot", mesh)
+    files = save_snapshot(first, folder / "model", folder / "snapshot")
+    second = load_snapshot(folder / "snapshot", mesh)
     train(second, first=1)
     resumed = whole_masters(second)
     found = whole_masters(straight)
@@ -131,14 +161,64 @@ def narrow(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     return whole_masters(learner)
 
 
-TASKS = {"gradients": gradients, "sequence_loss": sequence_loss, "updates": updates, "narrow": narrow}
+def apart(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients where replicas never sum theirs, and whether a snapshot notices the drift that follows, and one wrong bit."""
+    sound = make_learner(folder / "model", mesh)
+    train(sound, last=1)
+    state = TrainingState(sound.policy.model, sound.optimizer, folder / "model", mesh)
+    state.take()
+    if mesh.replica == 1 and mesh.rank == mesh.size - 1:
+        sound.optimizer.slots[3].state["exp_avg"].view(torch.int32)[0] += 1
+    one_bit = drifts(
+        state,
+        f"in 1 of {3 * len(sound.optimizer.slots)} tensors, the first of them {sound.optimizer.slots[3].name}/exp_avg;",
+    )
+    with patch.object(TrainerMesh, "fsdp_mesh", property(lambda self: self.devices["data"])):
+        learner = make_learner(folder / "model", mesh)
+    learner.accumulate(make_test_documents(DOCUMENTS))
+    found = whole_gradients(learner)
+    learner.step(0, 0.0)
+    drift = drifts(TrainingState(learner.policy.model, learner.optimizer, folder / "model", mesh), "different numbers")
+    return {**found, "drift": torch.tensor([int(drift)]), "one_bit": torch.tensor([int(one_bit)])}
+
+
+def drifts(state: TrainingState, message: str) -> bool:
+    try:
+        state.take()
+    except JobFailed as error:
+        return message in str(error)
+    return False
+
+
+def one_more(mesh: TrainerMesh, folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Goes on from the newest of the snapshots `1`, `2` and so on in the folder, or from the model: the state that it reads,
+    one update, and the next snapshot with the state that it holds."""
+    made = max([int(path.name) for path in folder.iterdir() if path.name.isdigit()], default=0)
+    learner = load_snapshot(folder / str(made), mesh, dtype) if made else make_learner(folder / "model", mesh, dtype)
+    found = {f"read/{name}": tensor for name, tensor in whole_state(learner).items()}
+    metrics = train(learner, first=made, last=made + 1)
+    save_snapshot(learner, folder / "model", folder / str(made + 1))
+    found |= {f"written/{name}": tensor for name, tensor in whole_state(learner).items()}
+    return found | {name: torch.tensor([metrics[name]]) for name in ("loss", "grad_norm")}
+
+
+TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
+    "gradients": gradients,
+    "sequence_loss": sequence_loss,
+    "updates": updates,
+    "narrow": narrow,
+    "apart": apart,
+    "one_more": one_more,
+    "one_more_narrow": partial(one_more, dtype=torch.bfloat16),
+}
 
 
 def main() -> None:
-    rank, count, data = map(int, sys.argv[1:4])
+    rank, count = map(int, sys.argv[1:3])
+    replicate, data = (1, *map(int, sys.argv[3].split("x")))[-2:]
     tasks, folder = sys.argv[4], Path(sys.argv[5])
     join_in(folder, rank, count)
-    mesh = make_mesh(data, count // data, rank, DEVICE)
+    mesh = make_mesh(data, count // (replicate * data), rank, DEVICE, replicate)
     for task in tasks.split(","):
         found = TASKS[task](mesh, folder)
         if rank == 0:

@@ -78,6 +78,11 @@ def test_replicas_and_ranks_on_one_machine_count_together() -> None:
     assert size(three, "optimizer state and gradients") == size(one, "optimizer state and gradients")
     sharded = list(job_parts(load_config(None, ["trainer.data=2", "generator.device=cpu", "trainer.device=cpu"])))
     assert len([part for part in sharded if part.what == "activations"]) == 2
+    again = ["trainer.replicate=3", "trainer.data=2", "generator.device=cpu", "trainer.device=cpu"]
+    replicated = list(job_parts(load_config(None, again)))
+    for what in ("published weights", "copy for snapshots"):
+        assert size(replicated, what) == size(sharded, what), "one replica publishes and saves"
+    assert size(replicated, "optimizer state and gradients") == 3 * size(sharded, "optimizer state and gradients")
 
 
 def test_gpus_are_counted_each_for_itself_and_shared_ones_together() -> None:

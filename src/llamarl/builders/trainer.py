@@ -14,14 +14,15 @@ from llamarl.train.learner import Learner
 from llamarl.train.mesh import make_mesh
 from llamarl.train.policy import load_policy
 from llamarl.train.reference import HostedReference
-from llamarl.train.state import load_masters, restore
+from llamarl.train.restore import load_masters, restore
 
 
 def build_trainer(context: BuildContext) -> Executor:
     config = context.config
     folder = context.snapshot / POLICY if context.snapshot else config.model_folder
     device = device_of("trainer.device", config.trainer.device, gpu_for(context))
-    mesh = make_mesh(config.trainer.data, config.trainer.tensor, context.rank, device)
+    settings = config.trainer
+    mesh = make_mesh(settings.data, settings.tensor, context.rank, device, settings.replicate)
     computing = compute_settings(config, device, mesh)
     policy = load_policy(folder, computing)
     learner = Learner(
@@ -29,7 +30,7 @@ def build_trainer(context: BuildContext) -> Executor:
     )
     load_masters(policy.model, learner.optimizer, folder)
     if context.snapshot and not keeps_policy_only(context.snapshot):
-        restore(learner.optimizer, context.snapshot, mesh)
+        restore(policy.model, learner.optimizer, context.snapshot)
     hosted = config.algo.reference_kl > 0 and not config.reference_alone
     reference = HostedReference(load_policy(config.reference_folder, computing)) if hosted else None
     # Publishing beside training needs a process group of its own with several ranks; on a CPU it would only take cores.

@@ -26,8 +26,9 @@ from llamarl.weights.wire import WireFormat
 
 def make_weight_writer(context: BuildContext, policy: Policy) -> WeightWriter:
     """This rank's part of every publication: in device memory where all readers reach it, otherwise in host memory; or, for
-    readers on other hosts, in its own memory, from which they pull."""
-    shards = owned_shards(policy.model)
+    readers on other hosts, in its own memory, from which they pull. Replicas share the sending to other hosts; slots are
+    filled by the first replica alone."""
+    shards, fills = owned_shards(policy.model), policy.computing.mesh.replica == 0
     wire = WireFormat.for_generator(wire_precision(context.config), policy.model.shape, context.config.generator.tensor)
     agree, lease_s = max_over_ranks if context.num_ranks > 1 else alone, context.config.weights.lease_s
     if context.rendezvous is not None:
@@ -37,14 +38,14 @@ def make_weight_writer(context: BuildContext, policy: Policy) -> WeightWriter:
     transport, device = weight_transport(context.config, context.first_gpus), policy.computing.device
     return SlotWriter(
         context.slots[role_of(context.executor)],
-        shards,
+        shards if fills else {},
         wire=wire,
         lease_s=lease_s,
         on_stuck=lambda pid: context.tell_engine(ReaderStuck(pid)),
         rank=context.rank,
         num_ranks=context.num_ranks,
         agree=agree,
-        device=(device.index or 0) if transport == "cuda" else HOST,
+        device=(device.index or 0) if transport == "cuda" and fills else HOST,
     )
 
 

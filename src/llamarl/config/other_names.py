@@ -42,6 +42,7 @@ _OURS: dict[str, tuple[str, ...]] = {
     "trainer.final_lr_share": ("lr_scheduler_type", "lr_scheduler", "min_lr_ratio", "min_lr"),
     "trainer.betas": ("adam_beta1", "adam_beta2", "adam_betas"),
     "trainer.max_grad_norm": ("grad_clip", "clip_grad", "gradient_clipping", "max_norm", "grad_norm"),
+    "trainer.replicate": ("hsdp", "ddp_size", "dp_replicate", "data_parallel_replicate_degree"),
     "trainer.data": ("fsdp_size", "data_parallel_size", "dp", "num_gpus", "n_gpus_per_node", "num_processes"),
     "trainer.dtype": ("bf16", "fp16", "precision", "mixed_precision", "torch_dtype"),
     "trainer.tokens_per_pack": (

@@ -21,8 +21,16 @@ class TrainerConfig(Section, frozen=True):
     betas: Annotated[tuple[float, float], Meta(description="AdamW's betas, each in [0, 1)")] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW's weight decay, applied to matrices only")] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0, description="norm to which larger gradients are clipped")] = 1.0
+    replicate: Annotated[
+        int,
+        Meta(
+            ge=1, description="copies of the data * tensor ranks (HSDP); gradients are summed over them once per update"
+        ),
+    ] = 1
     data: Annotated[int, Meta(ge=1, description="data-parallel ranks, which also shard the weights (FSDP)")] = 1
-    tensor: Annotated[int, Meta(ge=1, description="tensor-parallel ranks; there are data * tensor processes")] = 1
+    tensor: Annotated[
+        int, Meta(ge=1, description="tensor-parallel ranks; there are replicate * data * tensor processes")
+    ] = 1
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
@@ -54,4 +62,14 @@ class TrainerConfig(Section, frozen=True):
 
     @property
     def ranks(self) -> int:
+        return self.replicate * self.data * self.tensor
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks of one replica, which hold the model once."""
         return self.data * self.tensor
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that share an update's documents."""
+        return self.replicate * self.data

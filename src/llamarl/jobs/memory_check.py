@@ -106,8 +106,8 @@ def job_parts(config: Config) -> Iterator[MemoryItem]:
     shape = read_shape(config.model_folder)
     for device in generator_devices(config, _first_gpus(config)):
         yield from _generator_parts(config, shape, device, Limits.of(config))
-    for device in trainer_devices(config, _first_gpus(config)):
-        yield from _trainer_parts(config, shape, device)
+    for rank, device in enumerate(trainer_devices(config, _first_gpus(config))):
+        yield from _trainer_parts(config, shape, device, first_replica=rank < config.trainer.shard_ranks)
     if config.algo.reference_kl > 0:
         yield from _reference_parts(config)
     if config.reward_model.path:
@@ -136,9 +136,13 @@ def _generator_parts(config: Config, shape: ModelSpec, device: torch.device, lim
     yield _process(device)
 
 
-def _trainer_parts(config: Config, shape: ModelSpec, device: torch.device) -> Iterator[MemoryItem]:
+def _trainer_parts(
+    config: Config, shape: ModelSpec, device: torch.device, *, first_replica: bool
+) -> Iterator[MemoryItem]:
     settings, place, on_gpu = config.trainer, _place(device), device.type == "cuda"
-    state = training_state_bytes(shape, settings.tensor, settings.data) * (_LEAST if on_gpu else 1.0)
+    state = training_state_bytes(shape, settings.tensor, settings.data, settings.replicate) * (
+        _LEAST if on_gpu else 1.0
+    )
     away = _OFFLOADED * state if settings.offload and on_gpu else 0.0
     more = "set trainer.offload=true, or share it over GPUs with trainer.data" if on_gpu else "take a smaller model"
     yield MemoryItem("optimizer state and gradients", place, state - away, more)
@@ -146,14 +150,22 @@ def _trainer_parts(config: Config, shape: ModelSpec, device: torch.device) -> It
         yield MemoryItem("optimizer state in host memory", HOST, away, "take a smaller model")
     schedule, longest = config.schedule, config.generator.max_prompt_tokens + config.generator.max_new_tokens
     answers = schedule.groups_per_update * schedule.samples_per_group
-    tokens = max(longest, min(settings.tokens_per_pack, answers * longest / settings.data))
+    tokens = max(longest, min(settings.tokens_per_pack, answers * longest / settings.batch_ranks))
     width = WIDTH["bf16" if on_gpu else "fp32"]
     passing = activation_bytes(shape, tokens, settings.recompute, settings.tensor, width)
     yield MemoryItem(
         "activations", place, passing, "lower trainer.tokens_per_pack or set trainer.recompute=full", sure=False
     )
+    if first_replica:
+        yield from _copies_of_policy(config, shape, place)
+    yield _process(device)
+
+
+def _copies_of_policy(config: Config, shape: ModelSpec, place: str) -> Iterator[MemoryItem]:
+    """What a rank of the first replica holds besides: weights for the generators, and the state that is being saved."""
+    ranks = config.trainer.shard_ranks
     on_device = weight_transport(config, _first_gpus(config), can_reach=lambda reader, writer: True) == "cuda"
-    published = NUM_SLOTS * weight_bytes(shape, wire_precision(config)) / settings.ranks
+    published = NUM_SLOTS * weight_bytes(shape, wire_precision(config)) / ranks
     yield MemoryItem(
         "published weights",
         place if on_device else HOST,
@@ -161,9 +173,8 @@ def _trainer_parts(config: Config, shape: ModelSpec, device: torch.device) -> It
         "set weights.transport=memfd" if on_device else "set generator.dtype=bfloat16",
     )
     if _saves_whole(config):
-        copied = 12 * num_parameters(shape) / settings.ranks
+        copied = 12 * num_parameters(shape) / ranks
         yield MemoryItem("copy for snapshots", HOST, copied, "set snapshots.every=0 and snapshots.at_end=policy")
-    yield _process(device)
 
 
 def _saves_whole(config: Config) -> bool:
@@ -176,7 +187,8 @@ def _reference_parts(config: Config) -> Iterator[MemoryItem]:
     shape, settings, advice = read_shape(config.reference_folder), config.reference, "take a smaller reference.model"
     if not config.reference_alone:
         device = device_of("trainer.device", config.trainer.device)
-        yield MemoryItem("weights of the reference", HOST, num_parameters(shape) * _width(config, device), advice)
+        held = config.trainer.replicate * num_parameters(shape) * _width(config, device)
+        yield MemoryItem("weights of the reference", HOST, held, advice)
         return
     for rank in range(settings.ranks):
         device = device_of("reference.device", settings.device, _first_gpus(config)["reference"] + rank)

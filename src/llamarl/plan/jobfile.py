@@ -27,6 +27,7 @@ def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
             "max_new_tokens": work.answers.longest,
         },
         "trainer": {
+            "replicate": trainer.replicate,
             "data": trainer.data,
             "tensor": trainer.tp,
             "dtype": DTYPES[trainer.precision],

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llamarl.controller.default_line import GENERATOR_AHEAD
 from llamarl.plan.generator import Replica
@@ -94,8 +95,18 @@ class Space:
 
     def trainers(self, gpus: int) -> Iterator[Trainers]:
         """Yield every trainer layout on `gpus` GPUs, with its price."""
-        for ranks in self._trainer_ranks(gpus):
-            yield Trainers(ranks, ranks.update_s(self._batch), ranks.memory_bytes)
+        for sharded in self._trainer_ranks(gpus):
+            for ranks in (sharded, *self._replicated(sharded)):
+                yield Trainers(ranks, ranks.update_s(self._batch), ranks.memory_bytes)
+
+    def _replicated(self, ranks: TrainerRanks) -> Iterator[TrainerRanks]:
+        """Yield the same ranks as replicas of whole hosts, where sharding over all of them takes longer than computing."""
+        per_host = self.question.gpu.gpus_per_host
+        hosts, rest = divmod(ranks.ranks, per_host)
+        if rest or hosts == 1 or not ranks.waits_for_shards(self._batch):
+            return
+        for each in (hosts // count for count in range(2, hosts + 1) if hosts % count == 0):
+            yield replace(ranks, data=each * per_host // ranks.tp, replicate=hosts // each)
 
     def _trainer_ranks(self, gpus: int) -> Iterator[TrainerRanks]:
         question = self.question

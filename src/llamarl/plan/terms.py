@@ -146,10 +146,11 @@ def train_terms(
     recompute: str = "none",
     tp: int = 1,
     data: int = 1,
+    replicate: int = 1,
 ) -> dict[str, float]:
-    """Terms of an update on one of data * tp ranks. `tokens`, `answer_tokens` and `squares` (the sum of the documents'
-    squared lengths) are of the whole update; `passes` is the number of passes of one rank."""
-    ranks, rate = tp * data, gpu.flops(precision)
+    """Terms of an update on one of replicate * data * tp ranks. `tokens`, `answer_tokens` and `squares` (the sum of the
+    documents' squared lengths) are of the whole update; `passes` is the number of passes of one rank."""
+    ranks, rate = tp * data * replicate, gpu.flops(precision)
     blocks = (6 * block_parameters(shape) + 2 * recomputed_parameters(shape, recompute)) * tokens
     head = 6 * head_of(shape).size * answer_tokens
     attention = 6 * shape.num_layers * shape.q_size * squares * (1 + (recompute == "full") / 3)
@@ -158,7 +159,7 @@ def train_terms(
         "products": (blocks + head) / ranks / rate,
         "attention": attention / ranks / rate,
         "traffic": traffic / ranks / gpu.bytes_per_s,
-        "optimizer": 26 * num_parameters(shape) / ranks / gpu.bytes_per_s,
+        "optimizer": 26 * num_parameters(shape) / (tp * data) / gpu.bytes_per_s,
         "layer_s": shape.num_layers * passes,
         "update_s": 1.0,
     }
@@ -177,6 +178,14 @@ def shard_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, passes: flo
         return 0.0
     each = num_parameters(shape) / tp * 2 * (data - 1) / data
     return passes * 3 * each / (link_gb_s(gpu, tp * data) * 1e9)
+
+
+def replica_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, replicate: int) -> float:
+    """HSDP's communication: an all-reduce of a rank's gradients over the replicas, once per update, in fp32."""
+    if replicate == 1:
+        return 0.0
+    each = num_parameters(shape) / (tp * data) * 4 * 2 * (replicate - 1) / replicate
+    return each / (link_gb_s(gpu, tp * data * replicate) * 1e9)
 
 
 def tensor_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, tokens_per_rank: float, passes: float) -> float:
@@ -235,10 +244,10 @@ def weight_bytes(shape: ModelSpec, precision: str) -> float:
     return blocks * WIDTH[precision] + (num_parameters(shape) - blocks) * activation_width(precision)
 
 
-def training_state_bytes(shape: ModelSpec, tp: int, data: int) -> float:
-    """Bytes per rank of masters, moments and gradients: 16 per parameter, sharded over all ranks; with FSDP also two
-    gathered layers and the embedding. On one data rank: 12 bytes and a bf16 gradient (fp32 with several passes)."""
-    if data == 1:
+def training_state_bytes(shape: ModelSpec, tp: int, data: int, replicate: int = 1) -> float:
+    """Bytes per rank of masters, moments and gradients: 16 per parameter, sharded over the ranks of a replica; with FSDP also
+    two gathered layers and the embedding. On one rank alone: 12 bytes and a bf16 gradient (fp32 with several passes)."""
+    if data * replicate == 1:
         return 16 * num_parameters(shape) / tp
     gathered = 2 * block_parameters(shape) / shape.num_layers + embedding_of(shape).size + head_of(shape).size
     return 16 * num_parameters(shape) / (tp * data) + 2 * gathered / tp

@@ -12,6 +12,7 @@ from llamarl.plan.gpus import Gpu
 from llamarl.plan.terms import (
     WORKSPACE_BYTES,
     activation_bytes,
+    replica_exchange_s,
     shard_exchange_s,
     tensor_exchange_s,
     total_s,
@@ -43,7 +44,7 @@ def packed(gpu: Gpu, lengths: Sequence[float], answer_share: float) -> UpdateLoa
 
 
 class TrainerRanks(Struct, frozen=True):
-    """A trainer of data * tp ranks: FSDP over `data`, tensor parallel over `tp`."""
+    """A trainer of replicate * data * tp ranks: FSDP over `data`, tensor parallel over `tp`, and copies of both."""
 
     shape: ModelSpec
     gpu: Gpu
@@ -52,17 +53,36 @@ class TrainerRanks(Struct, frozen=True):
     tp: int
     recompute: str
     tokens_per_pack: int
+    replicate: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.data * self.tp
+        return self.replicate * self.data * self.tp
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that share an update's documents."""
+        return self.replicate * self.data
 
     def passes(self, tokens: float) -> float:
         """Forward and backward passes of each rank for this many tokens in all."""
-        return max(1.0, -(-tokens // (self.tokens_per_pack * self.data)))
+        return max(1.0, -(-tokens // (self.tokens_per_pack * self.batch_ranks)))
 
     def update_s(self, batch: UpdateLoad) -> float:
-        """Time of an update. FSDP's communication overlaps with the passes; that of tensor parallelism does not."""
+        """Time of an update. FSDP's communication overlaps with the passes; that of tensor parallelism does not. Replicas sum
+        their gradients during the last backward pass, which is two thirds of that pass."""
+        passes, computing_s = self.passes(batch.tokens), self.computing_s(batch)
+        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, passes)
+        replicas_s = replica_exchange_s(self.shape, self.gpu, self.tp, self.data, self.replicate)
+        return max(computing_s, sharding_s) + max(0.0, replicas_s - computing_s / passes * 2 / 3)
+
+    def waits_for_shards(self, batch: UpdateLoad) -> bool:
+        """Whether FSDP's communication takes longer than everything that it overlaps with."""
+        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, self.passes(batch.tokens))
+        return sharding_s > self.computing_s(batch)
+
+    def computing_s(self, batch: UpdateLoad) -> float:
+        """Time of an update without the communication of FSDP and of replicas."""
         passes = self.passes(batch.tokens)
         terms = train_terms(
             self.shape,
@@ -75,20 +95,19 @@ class TrainerRanks(Struct, frozen=True):
             recompute=self.recompute,
             tp=self.tp,
             data=self.data,
+            replicate=self.replicate,
         )
-        computing_s = total_s(self.gpu.train, terms) + self._accumulate_s(passes)
-        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, passes)
-        tensor_s = tensor_exchange_s(self.shape, self.gpu, self.tp, batch.tokens / self.data, passes)
-        return max(computing_s + tensor_s, sharding_s)
+        tensor_s = tensor_exchange_s(self.shape, self.gpu, self.tp, batch.tokens / self.batch_ranks, passes)
+        return total_s(self.gpu.train, terms) + self._accumulate_s(passes) + tensor_s
 
     def _accumulate_s(self, passes: float) -> float:
         if passes == 1:
             return 0.0
-        return passes * ACCUMULATE_BYTES * num_parameters(self.shape) / self.ranks / self.gpu.bytes_per_s
+        return passes * ACCUMULATE_BYTES * num_parameters(self.shape) / (self.data * self.tp) / self.gpu.bytes_per_s
 
     @property
     def memory_bytes(self) -> float:
         """Memory of one rank."""
-        state = training_state_bytes(self.shape, self.tp, self.data)
+        state = training_state_bytes(self.shape, self.tp, self.data, self.replicate)
         passing = activation_bytes(self.shape, self.tokens_per_pack, self.recompute, self.tp)
         return state + passing + WORKSPACE_BYTES

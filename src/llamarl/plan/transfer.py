@@ -21,7 +21,8 @@ def transfer_s(trainer: TrainerRanks, replica: Replica, replicas: int) -> float:
     """Seconds until all replicas have the trainer's weights."""
     total = trainer.ranks + replica.tp * replicas
     links = _links(trainer.gpu, total)
-    return _transfer_s(trainer.shape, trainer.data, trainer.tp, replica.tp, replicas, wire(replica.precision), links)
+    copies, data = trainer.replicate, trainer.data
+    return _transfer_s(trainer.shape, copies, data, trainer.tp, replica.tp, replicas, wire(replica.precision), links)
 
 
 def _links(gpu: Gpu, total: int) -> Links:
@@ -31,10 +32,18 @@ def _links(gpu: Gpu, total: int) -> Links:
 
 @lru_cache(maxsize=64)
 def _transfer_s(
-    shape: ModelSpec, data: int, trainer_tp: int, generator_tp: int, replicas: int, precision: str, links: Links
+    shape: ModelSpec,
+    copies: int,
+    data: int,
+    trainer_tp: int,
+    generator_tp: int,
+    replicas: int,
+    precision: str,
+    links: Links,
 ) -> float:
     """Computed on a cluster smaller by a common divisor, where every rank sends and receives the same number of bytes."""
-    smaller = gcd(data, replicas)
-    trainer = Side(Mesh((("fsdp", data // smaller), ("tp", trainer_tp))), "bf16")
-    generator = Side(Mesh((("replicas", replicas // smaller), ("tp", generator_tp))), precision)
+    fewer = gcd(copies, replicas)
+    smaller = gcd(data, replicas // fewer)
+    trainer = Side(Mesh((("replicas", copies // fewer), ("fsdp", data // smaller), ("tp", trainer_tp))), "bf16")
+    generator = Side(Mesh((("replicas", replicas // fewer // smaller), ("tp", generator_tp))), precision)
     return predict(model_plan(shape, trainer, generator), links).predicted_s

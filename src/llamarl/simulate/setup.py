@@ -80,6 +80,7 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
             settings.tensor,
             settings.recompute,
             settings.tokens_per_pack,
+            settings.replicate,
         )
 
     @property

@@ -18,7 +18,7 @@ from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train.lm_head import chunked_logprobs, fused_loss
 from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import Pack
-from llamarl.train.parallel import complete_gradients, is_tensor_sharded
+from llamarl.train.parallel import complete_gradients, is_tensor_sharded, sum_over_replicas
 from llamarl.train.policy import Policy
 from llamarl.train.speed import speed_of, synchronize
 from llamarl.types import CompletionGroup, RolloutGroup
@@ -66,6 +66,7 @@ class Learner:
         seen = Seen(self.policy)
         packs = self.policy.packs(documents)
         for pack in packs:
+            sum_over_replicas(self.policy.model, self.policy.computing.mesh, pack is packs[-1])
             here = pack.to(self.policy.computing.device)
             loss = self._forward(here, seen, num_tokens=num_tokens, num_sequences=len(documents))
             loss.backward()  # type: ignore[no-untyped-call]
@@ -95,7 +96,7 @@ class Learner:
     def step(self, number: int, loss: Tensor | float) -> dict[str, float]:
         """Takes the optimizer's step. If the loss or a gradient is not finite, weights and optimizer keep every bit."""
         mesh = self.policy.computing.mesh
-        sum_over_ranks = mesh.sum_over_all if mesh.size > 1 else None
+        sum_over_ranks = mesh.sum_over_shards if mesh.size > 1 else None
         norm = gradient_norm(self.optimizer.gradients(), self._counts_here, sum_over_ranks)
         lr = learning_rate(self._settings, number, self._updates)
         value = torch.as_tensor(loss, device=norm.device)
@@ -174,7 +175,7 @@ class Seen:
 
     def total_loss(self) -> Tensor:
         """Loss of the whole update, summed over ranks (a collective)."""
-        return self._mesh.sum_over_data(torch.stack(self._losses).sum())
+        return self._mesh.sum_over_batch(torch.stack(self._losses).sum())
 
     def loss(self) -> float:
         return self.total_loss().item()
@@ -190,8 +191,8 @@ class Seen:
             staleness,
             tuple(sums),
             tuple(maxima),
-            self._mesh.sum_over_data(torch.stack(list(sums.values()))),
-            self._mesh.max_over_data(torch.stack(list(maxima.values()))),
+            self._mesh.sum_over_batch(torch.stack(list(sums.values()))),
+            self._mesh.max_over_batch(torch.stack(list(maxima.values()))),
         )
 
     def metrics(self, documents: Sequence[Document], rho: float) -> dict[str, float]:

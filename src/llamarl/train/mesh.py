@@ -1,4 +1,5 @@
-"""The trainer's ranks as a mesh: `data` ranks share an update's tokens, `tensor` ranks share every product.
+"""The trainer's ranks as a mesh: `data` ranks share an update's tokens and shard the weights, `tensor` ranks share every
+product, and `replicate` copies of such a mesh share an update's tokens too.
 
 A single rank is a mesh too: its collectives are no-ops, so that callers need not ask how many ranks there are.
 """
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from llamarl.errors import ConfigError
 from llamarl.model_spec import ModelSpec
 
+_BATCH = "batch"  # name of the mesh of all ranks that share an update's documents
+
 
 @dataclass(frozen=True)
 class TrainerMesh:
@@ -22,23 +25,36 @@ class TrainerMesh:
     tensor: int = 1
     rank: int = 0
     devices: DeviceMesh | None = None
+    replicate: int = 1
 
     @property
     def size(self) -> int:
-        return self.data * self.tensor
+        return self.replicate * self.data * self.tensor
 
     @property
-    def data_rank(self) -> int:
+    def batch_ranks(self) -> int:
+        """Number of parts that an update's documents are dealt into."""
+        return self.replicate * self.data
+
+    @property
+    def batch_rank(self) -> int:
+        """Number of this rank's part of an update's documents."""
         return self.rank // self.tensor
+
+    @property
+    def replica(self) -> int:
+        """Number of the copy of the sharded model that this rank belongs to."""
+        return self.rank // (self.data * self.tensor)
 
     @property
     def tensor_rank(self) -> int:
         return self.rank % self.tensor
 
     @property
-    def data_mesh(self) -> DeviceMesh:
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The mesh of FSDP: `data`, or (`replicate`, `data`), which makes it HSDP."""
         assert self.devices is not None
-        return self.devices["data"]
+        return self.devices["replicate", "data"] if self.replicate > 1 else self.devices["data"]
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
@@ -49,31 +65,58 @@ class TrainerMesh:
     def tensor_group(self) -> dist.ProcessGroup | None:
         return self.tensor_mesh.get_group() if self.tensor > 1 else None
 
-    def sum_over_data(self, tensor: Tensor) -> Tensor:
-        if self.data > 1:
-            dist.all_reduce(tensor, group=self.data_mesh.get_group())
+    @property
+    def _batch_group(self) -> dist.ProcessGroup:
+        assert self.devices is not None
+        return self.devices[_BATCH if self.replicate > 1 else "data"].get_group()
+
+    def sum_over_batch(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks that share an update's documents."""
+        if self.batch_ranks > 1:
+            dist.all_reduce(tensor, group=self._batch_group)
         return tensor
 
-    def max_over_data(self, tensor: Tensor) -> Tensor:
-        if self.data > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.data_mesh.get_group())
+    def max_over_batch(self, tensor: Tensor) -> Tensor:
+        """Maximum over the ranks that share an update's documents."""
+        if self.batch_ranks > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._batch_group)
         return tensor
 
-    def sum_over_all(self, tensor: Tensor) -> Tensor:
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks of the first replica. All replicas get the same bits, so that they cannot drift apart."""
+        if self.replica:
+            tensor.zero_()
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def take_from_first_replica(self, tensor: Tensor) -> None:
+        """Replaces the numbers by those of the same shard in the first replica."""
+        if self.replicate > 1:
+            dist.broadcast(tensor, group=self.replicate_group, group_src=0)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same shards."""
+        assert self.devices is not None
+        return self.devices["replicate"].get_group()
 
 
 LONE_RANK = TrainerMesh()
 
 
-def make_mesh(data: int, tensor: int, rank: int, device: torch.device) -> TrainerMesh:
-    """The mesh of this rank. Neighboring ranks share products: they talk most, so they should be closest."""
-    if data * tensor == 1:
+def make_mesh(data: int, tensor: int, rank: int, device: torch.device, replicate: int = 1) -> TrainerMesh:
+    """The mesh of this rank. Neighboring ranks share products: they talk most, so they should be closest. Replicas talk once
+    per update, so they may be farthest."""
+    if replicate * data * tensor == 1:
         return LONE_RANK
-    devices = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
-    return TrainerMesh(data, tensor, rank, devices)
+    if replicate == 1:
+        devices = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
+    else:
+        names = ("replicate", "data", "tensor")
+        devices = init_device_mesh(device.type, (replicate, data, tensor), mesh_dim_names=names)
+        devices["replicate", "data"]._flatten(_BATCH)
+    return TrainerMesh(data, tensor, rank, devices, replicate)
 
 
 def check_tensor_parallel(shape: ModelSpec, tensor: int, key: str) -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -48,7 +48,7 @@ def parallelize(
         _recompute(model, recompute)
     if compiled:
         _compile(model)
-    if mesh.data > 1:
+    if mesh.batch_ranks > 1:
         _fsdp(model, mesh, compute_dtype)
 
 
@@ -126,10 +126,16 @@ def _fsdp(model: Transformer, mesh: TrainerMesh, compute_dtype: torch.dtype) -> 
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     modules = [*model.model.layers, model]
     for module in modules:
-        fully_shard(module, mesh=mesh.data_mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh.fsdp_mesh, mp_policy=policy)
     for module in modules:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def sum_over_replicas(model: Transformer, mesh: TrainerMesh, now: bool) -> None:
+    """Whether the next backward pass sums gradients over the replicas too. Until then, each replica adds up its own."""
+    if mesh.replicate > 1:
+        cast(FSDPModule, model).set_requires_all_reduce(now)
 
 
 def is_tensor_sharded(parameter: Tensor) -> bool:
@@ -144,3 +150,4 @@ def complete_gradients(grads: Mapping[str, Tensor], spec: ModelSpec, mesh: Train
         for name, grad in grads.items():
             if parameters(spec)[name].kind == "head_norm":
                 dist.all_reduce(grad, group=mesh.tensor_group)
+                mesh.take_from_first_replica(grad)

@@ -59,7 +59,7 @@ class Policy:
     def packs(self, documents: Sequence[Document], *, same_everywhere: bool = False) -> list[Pack]:
         """This rank's share of the documents, or all of them on every rank."""
         how, mesh = self.computing, self.computing.mesh
-        rank, num_ranks = (0, 1) if same_everywhere else (mesh.data_rank, mesh.data)
+        rank, num_ranks = (0, 1) if same_everywhere else (mesh.batch_rank, mesh.batch_ranks)
         return make_packs(documents, how.tokens_per_pack, rank=rank, num_ranks=num_ranks, long_rows=how.long_rows)
 
     def hidden(self, pack: Pack) -> Tensor:
@@ -118,7 +118,7 @@ def sharded_model(shape: ModelSpec, computing: ComputeSettings) -> Transformer:
 
 def parameter_dtype(computing: ComputeSettings) -> torch.dtype:
     """Type of the parameters. With FSDP they are fp32 masters, which it casts when it gathers them."""
-    return torch.float32 if computing.mesh.data > 1 else computing.weight_dtype
+    return torch.float32 if computing.mesh.batch_ranks > 1 else computing.weight_dtype
 
 
 def parallelize_for(model: Transformer, computing: ComputeSettings) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.algo.batch import document_of
@@ -26,7 +25,7 @@ def add_reference_column(policy: Policy, groups: Sequence[RolloutGroup]) -> tupl
         logprobs_N = policy.logprobs(pack).cpu()
         if pack.counts:
             column_N[_places(pack.sequence_N, starts)] = logprobs_N
-    _sum_over_data(column_N, policy)
+    _sum_over_batch(column_N, policy)
     columns = iter(torch.split(column_N, lengths))
     return tuple(
         RolloutGroup(group.prompt, tuple(_with_column(one, next(columns)) for one in group.rollouts))
@@ -41,13 +40,11 @@ def _places(sequence_N: Tensor, starts: Tensor) -> Tensor:
     return starts[sequence_N] + within_N
 
 
-def _sum_over_data(column_N: Tensor, policy: Policy) -> None:
-    """Sums a column over data ranks: each has filled its own tokens, and the others are zero."""
-    mesh = policy.computing.mesh
-    if mesh.data > 1:
-        on_device = column_N.to(policy.computing.device)
-        dist.all_reduce(on_device, group=mesh.data_mesh.get_group())
-        column_N.copy_(on_device)
+def _sum_over_batch(column_N: Tensor, policy: Policy) -> None:
+    """Sums a column over the ranks that share the documents: each has filled its own tokens, and the others are zero."""
+    how = policy.computing
+    if how.mesh.batch_ranks > 1:
+        column_N.copy_(how.mesh.sum_over_batch(column_N.to(how.device)))
 
 
 def _with_column(rollout: Rollout, logprobs: Tensor) -> Rollout:

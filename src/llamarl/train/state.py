@@ -1,8 +1,8 @@
 """The state of a trainer on disk: the policy as a Hugging Face folder, and the optimizer's state beside it.
 
 The state is copied to host memory first, and the trainer waits for nothing else; a thread hashes and writes it. With several
-ranks, rank 0 gathers the policy, parameter by parameter, and every rank writes its own shards of the optimizer's state, which
-are read back on the same mesh.
+ranks, rank 0 gathers the policy, parameter by parameter, and every rank of the first replica writes its own shards of the
+optimizer's state. `restore.py` reads them on any mesh. Other replicas hold the same numbers, which is checked each time.
 """
 
 from __future__ import annotations
@@ -17,25 +17,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llamarl.errors import InputError, ModelError
 from llamarl.failpoints import failpoint
 from llamarl.model.checkpoint import empty_model, open_checkpoint, save_model
-from llamarl.model.safetensors_file import TensorSpan, read_spans
-from llamarl.model.tensor_io import DTYPES, read_tensor, write_tensors
+from llamarl.model.tensor_io import DTYPES, write_tensors
 from llamarl.model.training_state import OPTIMIZER, POLICY, hash_files
 from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.optimizer import AdamW
-from llamarl.train.shards import owned_shards
+from llamarl.train.replicas import refuse_drift
+from llamarl.train.restore import MESH_FILE, STEPS, MeshOnDisk
 
-_MESH_FILE = "mesh.json"
-_STEPS = "num_steps"
 _FILE_BYTES = 2 << 30
-
-
-class MeshOnDisk(msgspec.Struct, frozen=True):
-    data: int
-    tensor: int
 
 
 class TrainingState:
@@ -50,7 +42,10 @@ class TrainingState:
     @torch.no_grad()
     def take(self, *, policy_only: bool = False) -> None:
         """Copies the state; every rank calls this at the same time. With `policy_only`, training cannot go on from it, and it
-        has the type of the model folder that training began with."""
+        has the type of the model folder that training began with. JobFailed if replicas have drifted apart."""
+        refuse_drift(self._optimizer, self._mesh)
+        if self._mesh.replica:
+            return
         copies = self._room_for_policy(folder_dtype(self._carry_from) if policy_only else torch.float32)
         parameters = dict(self._model.named_parameters())
         for name, master in self._optimizer.masters():
@@ -73,7 +68,7 @@ class TrainingState:
             if name not in copies:
                 copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             copies[name].copy_(tensor)
-        return {**copies, _STEPS: torch.tensor([float(self._optimizer.num_steps)])}
+        return {**copies, STEPS: torch.tensor([float(self._optimizer.num_steps)])}
 
     def write(self, folder: Path) -> dict[str, str]:
         """Writes this rank's files below `folder`; maps their paths inside `folder` to sha256. A rank touches only its own
@@ -92,8 +87,9 @@ class TrainingState:
         target.mkdir(parents=True, exist_ok=True)
         if self._mesh.rank == 0:
             yield _write_mesh(target, self._mesh)
+        prefix = _on_disk(self._mesh).file_prefix(self._mesh.rank)
         for number, tensors in enumerate(_by_file(self._optimizer_copy)):
-            path = target / f"{_prefix(self._mesh)}{number:05}.safetensors"
+            path = target / f"{prefix}{number:05}.safetensors"
             write_tensors(path, tensors, torch.float32)
             failpoint("state.optimizer")
             _sync(path)
@@ -121,65 +117,20 @@ def gather(master: Tensor, parameter: Tensor) -> Tensor:
     return spread.full_tensor()
 
 
-def restore(optimizer: AdamW, folder: Path, mesh: TrainerMesh = LONE_RANK) -> None:
-    """Reads the optimizer's state that `write` saved. The model is loaded from the policy folder like any other."""
-    refuse_other_mesh(folder, mesh.data, mesh.tensor)
-    spans: dict[str, TensorSpan] = {}
-    for path in sorted((folder / OPTIMIZER).glob(f"{_prefix(mesh)}*.safetensors")):
-        spans.update(read_spans(path))
-    optimizer.num_steps = int(_read(spans.pop(_STEPS))) if _STEPS in spans else 0
-    tensors = {f"{slot.name}/{key}": tensor for slot in optimizer.slots for key, tensor in slot.state.items()}
-    for name, span in spans.items():
-        if name not in tensors:
-            raise ModelError(f"{folder}: optimizer state of an unknown parameter {name.partition('/')[0]}")
-        read_tensor(span, tensors[name])
-
-
-@torch.no_grad()
-def load_masters(model: Transformer, optimizer: AdamW, folder: Path) -> None:
-    """Gives the optimizer the folder's weights as masters, since bf16 parameters are rounded."""
-    checkpoint = None
-    for name, shard in owned_shards(model).items():
-        if shard.tensor.dtype == torch.bfloat16:
-            checkpoint = checkpoint or open_checkpoint(folder)
-            master = torch.empty(shard.tensor.shape, dtype=torch.float32, device=shard.tensor.device)
-            checkpoint.fill({name: master}, lambda _, box=shard.box: box)  # type: ignore[misc]
-            optimizer.set_master(name, master)
-
-
-def refuse_other_mesh(folder: Path, data: int, tensor: int) -> None:
-    """InputError if another mesh wrote the optimizer's state, which is stored by shard."""
-    try:
-        found = msgspec.json.decode((folder / OPTIMIZER / _MESH_FILE).read_bytes(), type=MeshOnDisk)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise InputError(f"{folder}: cannot tell which ranks made it: {error}") from None
-    if found != MeshOnDisk(data, tensor):
-        raise InputError(
-            f"{folder}: was made with trainer.data={found.data} and trainer.tensor={found.tensor}; "
-            f"it cannot go on with {data} and {tensor}"
-        )
-
-
 def _write_mesh(folder: Path, mesh: TrainerMesh) -> Path:
-    path = folder / _MESH_FILE
-    path.write_bytes(msgspec.json.encode(MeshOnDisk(mesh.data, mesh.tensor)))
+    path = folder / MESH_FILE
+    path.write_bytes(msgspec.json.encode(_on_disk(mesh)))
     _sync(path)
     return path
+
+
+def _on_disk(mesh: TrainerMesh) -> MeshOnDisk:
+    return MeshOnDisk(mesh.data, mesh.tensor)
 
 
 def _sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _prefix(mesh: TrainerMesh) -> str:
-    return "optimizer-" if mesh.size == 1 else f"optimizer-rank{mesh.rank:05}-"
-
-
-def _read(span: TensorSpan) -> float:
-    value = torch.empty(span.shape)
-    read_tensor(span, value)
-    return value.item()
 
 
 def _by_file(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

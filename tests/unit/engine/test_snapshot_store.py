@@ -26,7 +26,8 @@ from llamarl.io.record_log import segment_files
 from llamarl.model.checkpoint import load_model, save_model
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.train.optimizer import AdamW
-from llamarl.train.state import TrainingState, folder_dtype, restore
+from llamarl.train.restore import restore
+from llamarl.train.state import TrainingState, folder_dtype
 
 OLD, NEW = 3, 6
 
@@ -73,7 +74,7 @@ def loaded(snapshot: Path) -> list[bytes]:
     """Everything that a trainer takes from it."""
     model = load_model(snapshot / POLICY, device=torch.device("cpu"))
     optimizer = AdamW(dict(model.named_parameters()), TrainerConfig())
-    restore(optimizer, snapshot)
+    restore(model, optimizer, snapshot)
     state = [torch.tensor(optimizer.num_steps), *optimizer.state_tensors().values()]
     return [tensor.detach().numpy().tobytes() for tensor in (*model.parameters(), *state)]
 

@@ -32,7 +32,7 @@ from llamarl.model.transformer import Transformer
 from llamarl.train.learner import Learner, learning_rate
 from llamarl.train.policy import ComputeSettings, Policy
 from llamarl.train.reference import HostedReference
-from llamarl.train.state import restore
+from llamarl.train.restore import restore
 from llamarl.types import RolloutGroup
 from llamarl.weights.transport import Publication
 
@@ -170,7 +170,7 @@ def test_a_trainer_that_comes_back_from_its_snapshot_goes_on_as_if_it_had_never_
     assert sorted(saved.files) == found
     again = make_trainer(carry_from=tmp_path / "model")
     again.model.load_state_dict(load_model(tmp_path / "snapshot" / POLICY).state_dict())
-    restore(again.optimizer, tmp_path / "snapshot")
+    restore(again.model, again.optimizer, tmp_path / "snapshot")
     for one in (trainer, again):
         update(one, group(0.0, 1.0), number=1)
     assert same(weights_of(trainer), weights_of(again))

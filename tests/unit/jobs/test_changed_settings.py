@@ -21,6 +21,14 @@ def test_what_may_change_is_listed() -> None:
     ]
 
 
+def test_the_ranks_of_a_trainer_may_change() -> None:
+    assert changes("trainer.replicate=2", "trainer.data=4", "trainer.tensor=2") == [
+        "trainer.replicate: 1 so far, 2 from here on",
+        "trainer.data: 1 so far, 4 from here on",
+        "trainer.tensor: 1 so far, 2 from here on",
+    ]
+
+
 def test_all_that_would_make_it_another_run_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError) as one:
         changes("seed=5", "trainer.threads=3")

@@ -13,7 +13,7 @@ from llamarl.plan import search
 from llamarl.plan.advice import why_nothing_fits
 from llamarl.plan.gpus import GPUS
 from llamarl.plan.lengths import Lengths
-from llamarl.plan.search import Plan, Space, best, best_async, best_sync
+from llamarl.plan.search import Plan, Space, Trainers, best, best_async, best_sync
 from llamarl.plan.workload import Question, Workload
 
 MODELS = ["smollm2-135m", "qwen2.5-0.5b", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-8b"]
@@ -106,6 +106,28 @@ def test_longer_answers_take_longer() -> None:
     asked = question()
     longer = replace(asked, work=replace(asked.work, answers=Lengths("lognormal:median=800,sigma=0.8,max=8192")))
     assert step_s(longer) > step_s(asked)
+
+
+def fastest_trainer(asked: Question, gpus: int, *, replicas: bool) -> Trainers:
+    space = Space(asked)
+    fitting = [one for one in space.trainers(gpus) if space.fits(one.memory_bytes)]
+    return min((one for one in fitting if replicas or one.ranks.replicate == 1), key=lambda one: one.update_s)
+
+
+def test_replicas_are_taken_where_sharding_over_all_hosts_costs_too_much() -> None:
+    """Few tokens for each rank: gathering the weights over the network takes longer than computing. On one host, or with many
+    tokens, it does not."""
+    asked = question(gpus=256, groups=64)
+    chosen, sharded = (fastest_trainer(asked, 128, replicas=allowed) for allowed in (True, False))
+    assert chosen.update_s < 0.95 * sharded.update_s
+    ranks = chosen.ranks
+    assert (ranks.replicate, ranks.data * ranks.tp, ranks.ranks) == (16, 8, 128), "a replica for each host"
+    assert chosen.memory_bytes > replace(ranks, replicate=1, data=16 * ranks.data).memory_bytes
+    slow = question(gpus=256, groups=64)
+    slow = replace(slow, gpu=replace(slow.gpu, nic_gb_s=1.0))
+    assert fastest_trainer(slow, 128, replicas=True).update_s > chosen.update_s, "their all-reduce has its price"
+    for many in (question(gpus=256, groups=4096), question(gpus=16, groups=64)):
+        assert fastest_trainer(many, many.gpus // 2, replicas=True).ranks.replicate == 1
 
 
 def test_no_plan_takes_more_memory_than_there_is() -> None:

@@ -1,0 +1,59 @@
+"""A training that goes on from mesh to mesh: one update on each, from the snapshot that the mesh before it made."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from helpers.models import lively_model
+from helpers.ranks import run_ranks
+from helpers.trainer_rank import DOCUMENTS, make_learner, train
+from helpers.training import assert_same_gradients, make_test_documents, naive_gradients
+from llamarl.model.checkpoint import save_model
+from llamarl.train.mesh import LONE_RANK
+
+Layout = tuple[int, int, int]  # replicate, data, tensor
+
+
+def chain(layouts: list[Layout], folder: Path, device: str = "cpu", task: str = "one_more") -> list[dict[str, Tensor]]:
+    """What each mesh has read, computed and written."""
+    save_model(lively_model(), folder / "model")
+    found = []
+    for replicate, data, tensor in layouts:
+        (folder / "rendezvous").unlink(missing_ok=True)
+        count, mesh = replicate * data * tensor, f"{replicate}x{data}"
+        run_ranks("helpers.trainer_rank", count, mesh, task, str(folder), device=device)
+        found.append(load_file(folder / task))
+    return found
+
+
+def assert_noticed(found: dict[str, Tensor]) -> None:
+    """What the task `apart` found: replicas that are not summed have other gradients, and are told apart."""
+    _, expected = naive_gradients(lively_model(), make_test_documents(DOCUMENTS))
+    assert found["drift"].item() == 1 and found["one_bit"].item() == 1
+    with pytest.raises(AssertionError):
+        assert_same_gradients({name: found[name] for name in expected}, expected)
+
+
+def same_bits(found: dict[str, Tensor], before: dict[str, Tensor]) -> bool:
+    """Whether a mesh has read what the one before it had written: weights and moments, bit for bit."""
+    read = {name.removeprefix("read/"): one for name, one in found.items() if name.startswith("read/")}
+    written = {name.removeprefix("written/"): one for name, one in before.items() if name.startswith("written/")}
+    return read.keys() == written.keys() and all(torch.equal(read[name], written[name]) for name in read)
+
+
+def assert_goes_on(found: list[dict[str, Tensor]], folder: Path, device: torch.device) -> None:
+    """Each mesh reads the bits of the one before, and losses are those of one rank that never stopped."""
+    for before, after in pairwise(found):
+        assert any("exp_avg_sq" in name for name in after), "moments are among what is compared"
+        assert same_bits(after, before)
+    learner = make_learner(folder / "model", LONE_RANK, device=device)
+    for update, one in enumerate(found):
+        expected = train(learner, first=update, last=update + 1)
+        assert one["loss"].item() == pytest.approx(expected["loss"], rel=1e-4, abs=1e-5), update
+        assert one["grad_norm"].item() == pytest.approx(expected["grad_norm"], rel=1e-3), update
