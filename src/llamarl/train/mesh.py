@@ -110,6 +110,8 @@ def make_mesh(data: int, tensor: int, rank: int, device: torch.device, replicate
     per update, so they may be farthest."""
     if replicate * data * tensor == 1:
         return LONE_RANK
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # otherwise torch takes the GPU with this rank's number, as does FSDP then
     if replicate == 1:
         devices = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
     else:
