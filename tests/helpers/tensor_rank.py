@@ -1,16 +1,23 @@
-"""One rank of a tensor-parallel generator, as a program: `python -m helpers.tensor_rank RANK COUNT FOLDER [quantized]`."""
+"""One rank of a tensor-parallel generator, as a program: `python -m helpers.tensor_rank RANK COUNT FOLDER CASES`.
+
+CASES are quantized, beside and merged.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.groups import prompt_group
+from helpers.lora import LORA, put_adapters, random_adapters
 from helpers.ranks import DEVICE, join_in, leave_group
+from llamarl.builders.generator import add_adapters
+from llamarl.config.file import parse_config
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.model.checkpoint import load_model
@@ -30,12 +37,30 @@ def groups() -> list[PromptGroup]:
 
 
 def decode(
-    folder: Path, part: TensorRank, precision: Precision = AS_THE_MODEL, device: torch.device = DEVICE
+    folder: Path,
+    part: TensorRank,
+    precision: Precision = AS_THE_MODEL,
+    device: torch.device = DEVICE,
+    lora: str = "",
 ) -> Sampled:
+    """With `lora` (beside or merged), the model has random adapters."""
     model = load_model(folder, device=device, box_of=part.box)
     split_over_ranks(model, part)
     limits = Limits(slots=SLOTS, max_prompt_tokens=16, max_new_tokens=NEW, page_tokens=4, num_pages=24)
-    decoder = ContinuousDecoder(model, limits, eos_ids=(0,), seed=3, tensor_ranks=part.count, precision=precision)
+    config = parse_config(
+        {"model": {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}}, "generator": {"lora": lora or "beside"}}
+    )
+    decoder = ContinuousDecoder(
+        model,
+        limits,
+        eos_ids=(0,),
+        seed=3,
+        tensor_ranks=part.count,
+        precision=precision,
+        add_adapters=partial(add_adapters, config=config, part=part) if lora else None,
+    )
+    if lora:
+        put_adapters(model, random_adapters(), part.box)
     decoder.version = 0
     for group in groups():
         decoder.add(group)
@@ -65,9 +90,10 @@ def check_same_tokens(folder: Path, count: int, device: torch.device = DEVICE, a
 def main() -> None:
     rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     join_in(folder, rank, count)
-    cases = {"found": AS_THE_MODEL, **{name: Precision(weights="fp8", kv_cache="fp8") for name in sys.argv[4:]}}
-    for name, precision in cases.items():
-        found = decode(folder / "model", TensorRank(rank, count), precision)
+    for name in ["found", *sys.argv[4:]]:
+        precision = Precision(weights="fp8", kv_cache="fp8") if name == "quantized" else AS_THE_MODEL
+        lora = name if name in ("beside", "merged") else ""
+        found = decode(folder / "model", TensorRank(rank, count), precision, lora=lora)
         (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
     leave_group()
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from helpers.layouts import part
+from helpers.lora import LORA
 from helpers.ranks import DEVICE, join_in, leave_group
 from helpers.training import make_test_documents
 from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
@@ -30,7 +31,7 @@ from llamarl.train.learner import Learner
 from llamarl.train.mesh import TrainerMesh, make_mesh
 from llamarl.train.policy import ComputeSettings, load_policy
 from llamarl.train.restore import load_masters, restore
-from llamarl.train.shards import owned_shards
+from llamarl.train.shards import owned_shards, trained_shards
 from llamarl.train.state import TrainingState, gather
 
 DOCUMENTS = 13
@@ -44,7 +45,9 @@ def make_learner(
     device: torch.device = DEVICE,
     **how: object,
 ) -> Learner:
-    policy = load_policy(folder, ComputeSettings(device, dtype, mesh, **how))  # type: ignore[arg-type]
+    computing = ComputeSettings(device, dtype, mesh, **how)  # type: ignore[arg-type]
+    adapter = folder.parent / "adapter" if computing.lora else None
+    policy = load_policy(folder, computing, adapter=adapter)
     settings = TrainerConfig(lr=1e-2, warmup_updates=0, max_grad_norm=0.5)
     learner = Learner(policy, aipo_loss, settings=settings, algo=AlgoConfig(), updates=10)
     load_masters(policy.model, learner.optimizer, folder)
@@ -82,6 +85,16 @@ def save_snapshot(learner: Learner, carry_from: Path, snapshot: Path) -> dict[st
         manifest = SnapshotManifest(learner.optimizer.num_steps, files)
         (snapshot / MANIFEST).write_bytes(msgspec.json.encode(manifest))
     return files
+
+
+def load_adapted_snapshot(snapshot: Path, model: Path, mesh: TrainerMesh) -> Learner:
+    """Goes on with adapters: the base comes from the model folder, all else from the snapshot."""
+    computing = ComputeSettings(DEVICE, torch.float32, mesh, lora=LORA)
+    policy = load_policy(model, computing, adapter=snapshot / POLICY)
+    settings = TrainerConfig(lr=1e-2, warmup_updates=0, max_grad_norm=0.5)
+    learner = Learner(policy, aipo_loss, settings=settings, algo=AlgoConfig(), updates=10)
+    restore(policy.model, learner.optimizer, snapshot)
+    return learner
 
 
 def load_snapshot(snapshot: Path, mesh: TrainerMesh, dtype: torch.dtype = torch.float32) -> Learner:
@@ -154,6 +167,66 @@ def updates(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     }
 
 
+def adapters(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients of adapters, in one pass, in several and with recompute; adapters after some updates, straight and from a
+    snapshot; log-probs with and without them; and the number of trained and frozen elements that this rank holds."""
+    documents, found = make_test_documents(DOCUMENTS), dict[str, Tensor]()
+    cases: dict[str, dict[str, object]] = {
+        "one": {},
+        "several": {"tokens_per_pack": 24},
+        "selective": {"recompute": "selective"},
+        "full": {"recompute": "full"},
+    }
+    for case, how in cases.items():
+        learner = make_learner(folder / "model", mesh, torch.float32, DEVICE, lora=LORA, **how)
+        seen = learner.accumulate(documents)
+        found |= {f"{case}/{name}": grad for name, grad in whole_gradients(learner).items()}
+        found[f"{case}/loss"] = torch.tensor([seen.loss()])
+    policy = learner.policy
+    assert policy.model.adapters is not None
+    packs = policy.packs(documents, same_everywhere=True)
+    found["with"] = torch.cat([policy.logprobs(pack) for pack in packs])
+    with policy.model.adapters.off():
+        found["without"] = torch.cat([policy.logprobs(pack) for pack in packs])
+    straight = make_learner(folder / "model", mesh, lora=LORA)
+    found["grad_norm"] = torch.tensor([train(straight)["grad_norm"]])
+    first = make_learner(folder / "model", mesh, lora=LORA)
+    train(first, last=1)
+    save_snapshot(first, folder / "model", folder / "adapted")
+    second = load_adapted_snapshot(folder / "adapted", folder / "model", mesh)
+    train(second, first=1)
+    resumed, masters = whole_masters(second), whole_masters(straight)
+    same = all(torch.equal(resumed[name], master) for name, master in masters.items())
+    found |= {f"made/{name}": master for name, master in masters.items()}
+    trained, held = trained_shards(straight.policy.model), owned_shards(straight.policy.model)
+    counts = [sum(one.tensor.numel() for one in shards.values()) for shards in (trained, held)]
+    return {**found, "same": torch.tensor([int(same)]), "held": torch.tensor(counts)}
+
+
+def narrow_adapters(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """The types in which bf16 passes hold base and adapters, and gradients of the latter."""
+    learner = make_learner(folder / "model", mesh, torch.bfloat16, lora=LORA)
+    learner.accumulate(make_test_documents(DOCUMENTS))
+    adapters = trained_shards(learner.policy.model)
+    for name, shard in owned_shards(learner.policy.model).items():
+        assert shard.tensor.dtype == (torch.float32 if name in adapters else torch.bfloat16), name
+    return whole_gradients(learner)
+
+
+def one_more_adapted(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """As `one_more`, with adapters."""
+    made = max([int(path.name) for path in folder.iterdir() if path.name.isdigit()], default=0)
+    if made:
+        learner = load_adapted_snapshot(folder / str(made), folder / "model", mesh)
+    else:
+        learner = make_learner(folder / "model", mesh, lora=LORA)
+    found = {f"read/{name}": tensor for name, tensor in whole_state(learner).items()}
+    metrics = train(learner, first=made, last=made + 1)
+    save_snapshot(learner, folder / "model", folder / str(made + 1))
+    found |= {f"written/{name}": tensor for name, tensor in whole_state(learner).items()}
+    return found | {name: torch.tensor([metrics[name]]) for name in ("loss", "grad_norm")}
+
+
 def narrow(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """Masters after some updates with bf16 passes."""
     learner = make_learner(folder / "model", mesh, torch.bfloat16)
@@ -208,6 +281,9 @@ TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "updates": updates,
     "narrow": narrow,
     "apart": apart,
+    "adapters": adapters,
+    "narrow_adapters": narrow_adapters,
+    "one_more_adapted": one_more_adapted,
     "one_more": one_more,
     "one_more_narrow": partial(one_more, dtype=torch.bfloat16),
 }

@@ -25,6 +25,7 @@ def compute_settings(config: Config, device: torch.device, mesh: TrainerMesh) ->
         compiled=on_gpu if settings.compile == "auto" else settings.compile == "on",
         tokens_per_pack=settings.tokens_per_pack,
         temperature=config.generator.temperature,
+        lora=config.model.lora,
     )
 
 

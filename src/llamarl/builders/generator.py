@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, dtype_of, gpu_for
 from llamarl.builders.weights import make_weight_reader, wire_precision
+from llamarl.config import Config
+from llamarl.config.lora import NO_LORA
 from llamarl.executors.executor import Executor
 from llamarl.executors.generator import Generator
-from llamarl.families.parameters import parameters
+from llamarl.families.adapters import trained_parameters
 from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
+from llamarl.layout.boxes import shape_of
 from llamarl.layout.model import SCALE
 from llamarl.model.checkpoint import load_model
+from llamarl.model.lora import Adapters, merge_adapters, serve_adapters
 from llamarl.model.shards import Shard
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer
@@ -32,8 +38,9 @@ def build_generator(context: BuildContext) -> Executor:
         seed=config.seed,
         recompute=settings.kv_on_new_weights == "recompute",
         tensor_ranks=part.count,
-        precision=Precision.of(settings, keep_wide=wire_precision(config) != "fp8"),
+        precision=Precision.of(settings, keep_wide=not config.model.lora and wire_precision(config) != "fp8"),
         max_turns=config.conversation.max_turns if config.conversation.tool else 1,
+        add_adapters=partial(add_adapters, config=config, part=part) if config.model.lora else None,
     )
     return Generator(
         decoder,
@@ -45,11 +52,19 @@ def build_generator(context: BuildContext) -> Executor:
     )
 
 
+def add_adapters(model: Transformer, config: Config, part: TensorRank) -> Adapters:
+    """Gives a generator rank adapters, of which every version arrives: beside the base, or merged into a copy of it."""
+    add = merge_adapters if config.generator.lora == "merged" else serve_adapters
+    return add(model, config.model.lora, lambda parameter: shape_of(part.box(parameter)))
+
+
 def held_shards(model: Transformer, part: TensorRank) -> dict[str, Shard]:
-    """Maps each parameter of a generator rank to its shard; quantized ones have a shard of their scales too."""
-    specs = parameters(model.shape)
-    held = {name: Shard(tensor, part.box(specs[name])) for name, tensor in model.named_parameters()}
-    for name, scale in model.named_buffers():
+    """Maps each parameter of a generator rank that arrives with a version (all, or the adapters) to its shard. Quantized ones
+    have a shard of their scales too."""
+    specs = trained_parameters(model.shape, model.adapters.lora if model.adapters else NO_LORA)
+    found = {name: tensor for name, tensor in model.named_parameters() if name in specs}
+    held = {name: Shard(tensor, part.box(specs[name])) for name, tensor in found.items()}
+    for name, scale in () if model.adapters else model.named_buffers():
         rows, (first_column, _) = held[name.removesuffix(SCALE)].box
         segment = part.rank if first_column else 0  # one for each rank, where ranks share rows
         held[name] = Shard(scale, (rows, (segment, segment + 1)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llamarl.builders.compute import compute_settings
 from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, gpu_for
+from llamarl.config.lora import NO_LORA
 from llamarl.executors.executor import Executor
 from llamarl.executors.reference import Reference
 from llamarl.train.mesh import make_mesh
@@ -15,4 +18,5 @@ def build_reference(context: BuildContext) -> Executor:
     config = context.config
     device = device_of("reference.device", config.reference.device, gpu_for(context))
     mesh = make_mesh(config.reference.data, config.reference.tensor, context.rank, device)
-    return Reference(load_policy(config.reference_folder, compute_settings(config, device, mesh)))
+    computing = replace(compute_settings(config, device, mesh), lora=NO_LORA)
+    return Reference(load_policy(config.reference_folder, computing))

@@ -12,9 +12,10 @@ from llamarl.config import Config
 from llamarl.controller.line import role_of
 from llamarl.messages import ReaderStuck
 from llamarl.model.shards import Parameters
+from llamarl.model_spec import ModelSpec
 from llamarl.process_groups import interface_for, max_over_ranks, true_on_all_ranks
 from llamarl.train.policy import Policy
-from llamarl.train.shards import owned_shards
+from llamarl.train.shards import trained_shards
 from llamarl.weights.group_transport import GroupWriter
 from llamarl.weights.memory import HOST
 from llamarl.weights.rendezvous import RendezvousReader
@@ -28,8 +29,8 @@ def make_weight_writer(context: BuildContext, policy: Policy) -> WeightWriter:
     """This rank's part of every publication: in device memory where all readers reach it, otherwise in host memory; or, for
     readers on other hosts, in its own memory, from which they pull. Replicas share the sending to other hosts; slots are
     filled by the first replica alone."""
-    shards, fills = owned_shards(policy.model), policy.computing.mesh.replica == 0
-    wire = WireFormat.for_generator(wire_precision(context.config), policy.model.shape, context.config.generator.tensor)
+    shards, fills = trained_shards(policy.model), policy.computing.mesh.replica == 0
+    wire = wire_format(context.config, policy.model.shape)
     agree, lease_s = max_over_ranks if context.num_ranks > 1 else alone, context.config.weights.lease_s
     if context.rendezvous is not None:
         writer = GroupWriter(shards, lease_s=lease_s, wire=wire, agree=agree)
@@ -78,6 +79,13 @@ def weight_transport(
     return settle_transport(config.weights.transport, possible)
 
 
+def wire_format(config: Config, shape: ModelSpec) -> WireFormat:
+    """Types in which weights travel. Adapters are never quantized."""
+    if config.model.lora:
+        return WireFormat(wire_precision(config))
+    return WireFormat.for_generator(wire_precision(config), shape, config.generator.tensor)
+
+
 def wire_precision(config: Config) -> str:
     """The precision in which weights travel: that of the generators, which halves the bytes where it is narrower. fp16
     generators receive the trainer's own bf16 numbers. int8 is made on arrival, and so is fp8 where trainer ranks share a row
@@ -85,6 +93,6 @@ def wire_precision(config: Config) -> str:
     device = device_of("generator.device", config.generator.device)
     dtype = dtype_of(config.generator.dtype, device)
     whole_rows = config.generator.tensor % config.trainer.tensor == 0
-    if config.generator.quantize == "fp8" and dtype == torch.bfloat16 and whole_rows:
+    if config.generator.quantize == "fp8" and dtype == torch.bfloat16 and whole_rows and not config.model.lora:
         return "fp8"
     return "fp32" if dtype == torch.float32 else "bf16"

@@ -13,6 +13,7 @@ from llamarl.config.evaluate import EvaluateConfig
 from llamarl.config.generator import GeneratorConfig
 from llamarl.config.job import Config, model_folder
 from llamarl.config.llm_judge import LLMJudgeConfig
+from llamarl.config.lora import LoraConfig
 from llamarl.config.model import ModelConfig
 from llamarl.config.observe import ObserveConfig
 from llamarl.config.reference import ReferenceConfig
@@ -36,6 +37,7 @@ __all__ = [
     "GeneratorConfig",
     "HostConfig",
     "LLMJudgeConfig",
+    "LoraConfig",
     "MixturePart",
     "ModelConfig",
     "ObserveConfig",

@@ -29,6 +29,13 @@ class GeneratorConfig(Section, frozen=True):
             "their inputs"
         ),
     ] = "none"
+    lora: Annotated[
+        Literal["beside", "merged"],
+        Meta(
+            description="model.lora: compute adapters beside the base, or merge each version into a second copy of the "
+            "weights, which decodes faster and takes more memory"
+        ),
+    ] = "beside"
     kv_cache: Annotated[
         Literal["auto", "fp8"], Meta(description="precision of keys and values; auto: the same as dtype")
     ] = "auto"

@@ -66,6 +66,8 @@ class Config(Section, frozen=True):
             _check_colocated(self)
         if self.engine.kind == "inline":
             _check_inline(self)
+        if self.generator.lora == "merged":
+            _check_merged(self)
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
 
@@ -95,6 +97,17 @@ class Config(Section, frozen=True):
         return model_folder(self.model.path)
 
     @property
+    def adapter_folder(self) -> Path | None:
+        """Folder of the adapters that training starts from; None: new ones."""
+        return Path(self.model.adapter).expanduser() if self.model.adapter else None
+
+    @property
+    def base_is_reference(self) -> bool:
+        """Whether the reference on the trainer's ranks is the policy's own base, with its adapters switched off."""
+        ours = not self.reference.model or self.reference_folder == self.model_folder
+        return bool(self.model.lora) and not self.reference_alone and ours
+
+    @property
     def reference_folder(self) -> Path:
         return model_folder(self.reference.model or self.model.path)
 
@@ -120,6 +133,16 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError(
             f"generator.kv_pages: with {generator.kv_pages} pages, timing decides which conversations are read again, "
             "which schedule.deterministic rules out; set it to 0"
+        )
+
+
+def _check_merged(config: Config) -> None:
+    if not config.model.lora:
+        raise ConfigError("generator.lora: merged cannot take effect without adapters; set model.lora.rank")
+    if config.generator.quantize != "none":
+        raise ConfigError(
+            f"generator.lora: adapters cannot be merged into weights with generator.quantize={config.generator.quantize}; "
+            "leave it at beside"
         )
 
 

@@ -6,7 +6,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from llamarl.config.lora import LoraConfig
 from llamarl.config.section import Section
+from llamarl.errors import ConfigError
 
 
 class ModelConfig(Section, frozen=True):
@@ -15,3 +17,16 @@ class ModelConfig(Section, frozen=True):
     path: Annotated[
         str, Meta(description="folder with config.json, *.safetensors and tokenizer.json; 'tiny' is the shipped model")
     ] = "tiny"
+    lora: LoraConfig = LoraConfig()
+    adapter: Annotated[
+        str,
+        Meta(
+            description="folder of a PEFT adapter to start from; needs model.lora; empty: start from the model itself"
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        if self.adapter and not self.lora:
+            raise ConfigError(
+                "model.adapter: adapters are trained with model.lora; set model.lora.rank to the folder's rank"
+            )

@@ -10,7 +10,7 @@ from llamarl.config.job import SHIPPED_MODEL, Config
 from llamarl.plugins import split_reference
 
 _MODELS = (("model", "path"), ("reference", "model"), ("reward_model", "path"))
-_FILES = (("task", "path"), ("task", "test_path"), ("llm_judge", "rubric"), ("engine", "certs"))
+_FILES = (("task", "path"), ("task", "test_path"), ("llm_judge", "rubric"), ("engine", "certs"), ("model", "adapter"))
 _FUNCTIONS = (("reward", "scorer"), ("algo", "loss"), ("conversation", "tool"))
 
 

@@ -12,10 +12,13 @@ from llamarl.config.section import Device, Section, Threads
 class ReferenceConfig(Section, frozen=True):
     """The fixed policy of the KL term `algo.reference_kl`, and where it runs."""
 
-    model: Annotated[str, Meta(description="model folder of the reference; empty: the one training starts from")] = ""
+    model: Annotated[str, Meta(description="model folder of the reference; empty: the one at model.path")] = ""
     place: Annotated[
         Literal["own", "trainer"],
-        Meta(description="on its own ranks, or on the trainer's, with its weights in host memory between uses"),
+        Meta(
+            description="on its own ranks, or on the trainer's, with its weights in host memory between uses; with "
+            "model.lora, the trainer's own base is used, at no cost"
+        ),
     ] = "own"
     data: Annotated[int, Meta(ge=1, description="place=own: data-parallel ranks (FSDP)")] = 1
     tensor: Annotated[int, Meta(ge=1, description="place=own: tensor-parallel ranks")] = 1

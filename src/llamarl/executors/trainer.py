@@ -24,7 +24,7 @@ from llamarl.model.transformer import Transformer
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
 from llamarl.train.optimizer import AdamW
-from llamarl.train.reference import HostedReference
+from llamarl.train.reference import BaseReference, HostedReference
 from llamarl.train.state import TrainingState
 from llamarl.weights.memory import HOST
 from llamarl.weights.overlapped_writer import OverlappedWriter
@@ -44,7 +44,7 @@ class Trainer:
         weights: WeightWriter,
         *,
         carry_from: Path,
-        reference: HostedReference | None = None,
+        reference: HostedReference | BaseReference | None = None,
         tell: Callable[[Report], None] | None = None,
         policy_only_at: int | None = None,
     ) -> None:

@@ -10,7 +10,9 @@ from msgspec import Struct
 
 from llamarl.model_spec import ModelSpec
 
-Kind = Literal["embedding", "norm", "head_norm", "bias", "attention_in", "attention_out", "mlp_in", "mlp_out", "head"]
+Kind = Literal[
+    "embedding", "norm", "head_norm", "bias", "attention_in", "attention_out", "mlp_in", "mlp_out", "head", "adapter"
+]
 ROWS, COLUMNS = 0, 1
 FP8_TILE = 16  # sizes of a matrix that a GPU multiplies in fp8 are multiples of it
 _PRODUCTS = ("attention_in", "attention_out", "mlp_in", "mlp_out")
@@ -22,8 +24,7 @@ class ParameterSpec(Struct, frozen=True):
     name: str
     shape: tuple[int, ...]
     kind: Kind
-    """Its use. Matrices of one kind in one layer read the same input, so they can be computed as one product. A `head_norm`
-    is whole on every tensor rank, but each rank applies it to its own heads: its gradient is the sum over the ranks."""
+    """Its use. Matrices of one kind in one layer read the same input, so they can be computed as one product."""
     split: int | None = None
     """Dimension that tensor parallelism cuts; None: every rank holds the whole parameter."""
     unit: int = 1
@@ -45,6 +46,12 @@ class ParameterSpec(Struct, frozen=True):
     def is_product(self) -> bool:
         """Whether it is a matrix of a layer, which every token is multiplied with. Only these are quantized."""
         return self.kind in _PRODUCTS
+
+    @property
+    def has_partial_gradient(self) -> bool:
+        """Whether it is whole on every tensor rank, but each rank applies it to its own part of the states, such as its
+        heads: its gradient is the sum over the ranks."""
+        return self.kind == "head_norm" or (self.kind == "adapter" and self.split is None)
 
     def local_size(self, dim: int, ranks: int) -> float:
         """Size of a dimension on one of `ranks` tensor ranks, on average."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -24,6 +25,7 @@ from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
 from llamarl.generate.scheduler import NOBODY, GroupUnderway, Key, Running, Scheduler, Sequence, make_batch
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.generate.step import Steps
+from llamarl.model.lora import Adapters
 from llamarl.model.quantize import FP8, Quantization, quantize
 from llamarl.model.transformer import Transformer, fuse
 from llamarl.shape_buckets import padded_tokens
@@ -129,14 +131,18 @@ class ContinuousDecoder:
         tensor_ranks: int = 1,
         precision: Precision = AS_THE_MODEL,
         max_turns: int = 1,
+        add_adapters: Callable[[Transformer], Adapters] | None = None,
     ) -> None:
         """With `recompute`, running sequences are read again after a change of weights; otherwise their keys and values stay.
-        With `max_turns` above 1, a sequence that ends its turn is parked and returned by `take_turns`."""
+        With `max_turns` above 1, a sequence that ends its turn is parked and returned by `take_turns`. `add_adapters` is
+        called with the model once its weights are as they stay."""
         check_stops(eos_ids, model.shape.vocab_size)
         if precision.kv_cache == "fp8":
             check_keys(model)
         fuse(model)
-        self._narrow_weights = quantize(model, precision.weights, keep_wide=precision.keep_wide)
+        adapted = add_adapters is not None
+        self._narrow_weights = quantize(model, precision.weights, keep_wide=precision.keep_wide, adapted=adapted)
+        self._adapters = add_adapters(model) if add_adapters else None
         weight, cache_dtype = model.lm_head.weight, precision.cache_dtype(model)
         num_pages = choose_num_pages(limits, model, cache_dtype, tensor_ranks)
         cache = PagedCache(
@@ -195,8 +201,10 @@ class ContinuousDecoder:
         """Say that the weights are now those of `version`. To be set between two steps."""
         changed, self._version = version != self._version, version
         self._device.set_version(version)
-        for narrow in self._narrow_weights if changed else ():
+        for narrow in self._narrow_weights:  # a version may be published again with other bytes
             narrow.refresh()
+        if self._adapters is not None:
+            self._adapters.refresh()
         if changed and self._recompute:
             self._read_again()
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 EXPECTED = "expected config.json and *.safetensors inside"
+ADAPTER_CONFIG = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w-]{0,95}/[\w.-]{1,95}")
 _GIT_LFS = b"version https://git-lfs"
 
@@ -31,10 +32,10 @@ def no_config(folder: Path) -> str:
     if (folder / "snapshots").is_dir() and (folder / "config.yaml").is_file():
         return f"{folder}: is a run folder without a snapshot yet; a policy is in it after snapshots.every updates"
     for below in (folder / "policy", *sorted((folder / "snapshots").glob("*"))):
-        if (below / "config.json").is_file():
+        if _is_policy(below):
             return f"{folder}: no config.json; the model is in {below}"
-    if (folder / "adapter_config.json").is_file():
-        return f"{folder}: a LoRA adapter; merge it into its base model and give the folder that makes"
+    if (folder / ADAPTER_CONFIG).is_file():
+        return f"{folder}: a LoRA adapter; `llamarl merge {folder} DIR` makes a model folder of it and its base"
     if found := next(iter(sorted(folder.glob("*.gguf"))), None):
         return f"{folder}: no config.json; of the GGUF file there: llamarl import-gguf {found} DIR makes a model folder"
     return f"{folder}: no config.json; {EXPECTED}"
@@ -43,8 +44,12 @@ def no_config(folder: Path) -> str:
 def newest_policy(run: Path) -> Path | None:
     """The newest policy among a run folder's snapshots, or None."""
     found = [path for path in (run / "snapshots").glob("*/policy") if path.parent.name.isdigit()]
-    whole = [path for path in found if (path / "config.json").is_file()]
+    whole = [path for path in found if _is_policy(path)]
     return max(whole, key=lambda path: int(path.parent.name), default=None)
+
+
+def _is_policy(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
 
 
 def no_weights(folder: Path) -> str:

@@ -99,8 +99,11 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def add_projection(residual: Stream, linear: nn.Linear, x: Any) -> Stream:
     """residual + linear(x) in fp32. In inference on a GPU the sum overwrites the residual, now or with the next norm.
-    Parallel and quantized layers (`quantize.QuantizedLinear`) compute the product in their own way."""
+    Parallel and quantized layers (`quantize.QuantizedLinear`) compute the product in their own way. A layer with adapters
+    `beside` it (`lora.py`) adds theirs first."""
     total = residual.settled() if isinstance(residual, Residual) else residual
+    if (beside := getattr(linear, "beside", None)) is not None:
+        total = beside(total, x)
     in_place, terms_of = fused(total), getattr(linear, "terms", None)
     if in_place and terms_of:
         return Residual(total, terms_of(x))
@@ -131,11 +134,12 @@ class _WideProduct(torch.autograd.Function):
         return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gradients are multiplied in the precision of the weights, as for any other product."""
         x, weight = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
-        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        of_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return grad @ weight, of_weight
 
 
 def scores(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from llamarl.errors import ConfigError
 from llamarl.families.family import FP8_TILE
 from llamarl.model.linear import JoinedLinear, ReplacedLinear
 from llamarl.model.ops import Residual, Stream, fused, silu_times
-from llamarl.model.transformer import MLP, Attention, RMSNorm, Transformer
+from llamarl.model.transformer import MLP, Attention, RMSNorm, Transformer, layers_of
 
 if TYPE_CHECKING:
     from llamarl.model import kernels
@@ -176,28 +176,31 @@ class QuantizedLinear(ReplacedLinear):
         self.product, self.terms = narrow, narrow.terms
 
 
-def quantize(model: Transformer, kind: Quantization, *, keep_wide: bool = True) -> list[QuantizedWeight]:
-    """Quantizes a fused model. Returns the weights to refresh whenever wide weights have arrived."""
+def quantize(
+    model: Transformer, kind: Quantization, *, keep_wide: bool = True, adapted: bool = False
+) -> list[QuantizedWeight]:
+    """Quantizes a fused model. Returns the weights to refresh whenever wide weights have arrived. With `adapted`, scales are
+    applied to every joined product, so that adapters can be added to it."""
     if kind == "none":
         return []
     if kind == "fp8":
         for block in model.model.layers:
             for norm in (block.input_layernorm, block.post_attention_layernorm):
                 norm.__class__ = NarrowNorm
-    found = [narrow for part in list(model.modules()) for narrow in _quantize_part(part, kind, keep_wide)]
+    found = [narrow for part in list(model.modules()) for narrow in _quantize_part(part, kind, keep_wide, adapted)]
     if not keep_wide and model.lm_head.weight.is_cuda:
         torch.cuda.empty_cache()  # frees the memory of the wide weights
     return found if keep_wide else []
 
 
-def _quantize_part(part: nn.Module, kind: Quantization, keep_wide: bool) -> Iterator[QuantizedWeight]:
+def _quantize_part(part: nn.Module, kind: Quantization, keep_wide: bool, adapted: bool) -> Iterator[QuantizedWeight]:
     if not isinstance(part, Attention | MLP):
         return
-    inputs, output = _names(part)
+    inputs, output = layers_of(part)
     assert isinstance(part.fused, JoinedLinear), "fuse the model first"
     part.fused = joined = QuantizedWeight(part.fused.weight, part.fused.bias, kind)
     if isinstance(part, MLP) and kind == "fp8":
-        part.fused, part.activate = joined.unscaled, narrow_silu_times
+        part.fused, part.activate = joined if adapted else joined.unscaled, narrow_silu_times
     layer = getattr(part, output)
     narrow = QuantizedWeight(layer.weight, None, kind)
     if isinstance(layer, ReplacedLinear):  # it is split over ranks and sums over them
@@ -209,10 +212,3 @@ def _quantize_part(part: nn.Module, kind: Quantization, keep_wide: bool) -> Iter
         narrow.replace([getattr(part, output)])
     yield joined
     yield narrow
-
-
-def _names(part: Attention | MLP) -> tuple[tuple[str, ...], str]:
-    """Names of the layers whose weights are joined, and of the layer behind them."""
-    if isinstance(part, Attention):
-        return ("q_proj", "k_proj", "v_proj"), "o_proj"
-    return ("gate_proj", "up_proj"), "down_proj"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.nn import functional as F
 from llamarl.model.linear import JoinedLinear, Product
 from llamarl.model.ops import Rope, Stream, add_projection, gated, rms_norm, rotate, scores, silu_times
 from llamarl.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from llamarl.model.lora import Adapters
 
 # attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads for H query heads. Queries and keys are already
 # rotated to their positions, unless `attend.rotates` says that it does so itself.
@@ -114,6 +117,7 @@ class Transformer(nn.Module):
         self.gather: Callable[[Tensor], Tensor] = lambda part: (
             part
         )  # joins the scores of a head that is split over ranks
+        self.adapters: Adapters | None = None  # its LoRA adapters; see `lora.py`
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend, rope: Rope | None = None) -> Tensor:
         """The last hidden states [B, T, C]; `logits` turns them into scores.
@@ -140,10 +144,15 @@ def fuse(model: Transformer) -> None:
     The parameters keep their names, as views of the joined matrix: writing them changes what is computed.
     """
     for module in model.modules():
-        if isinstance(module, Attention):
-            module.fused = _join([module.q_proj, module.k_proj, module.v_proj])
-        elif isinstance(module, MLP):
-            module.fused = _join([module.gate_proj, module.up_proj])
+        if isinstance(module, Attention | MLP):
+            module.fused = _join([getattr(module, name) for name in layers_of(module)[0]])
+
+
+def layers_of(part: Attention | MLP) -> tuple[tuple[str, ...], str]:
+    """Names of the layers that are joined, in this order, and of the layer behind them."""
+    if isinstance(part, Attention):
+        return ("q_proj", "k_proj", "v_proj"), "o_proj"
+    return ("gate_proj", "up_proj"), "down_proj"
 
 
 def _join(layers: list[nn.Linear]) -> JoinedLinear:

@@ -66,10 +66,11 @@ class _HalfProduct(torch.autograd.Function):
         return out.float().view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         half, weight = ctx.saved_tensors
-        grad = grads[0].to(weight.dtype)
-        of_weight = grad.flatten(0, -2).t() @ half.flatten(0, -2).to(weight.dtype)
+        grad, of_weight = grads[0].to(weight.dtype), None
+        if ctx.needs_input_grad[1]:
+            of_weight = grad.flatten(0, -2).t() @ half.flatten(0, -2).to(weight.dtype)
         return (grad @ weight).float(), of_weight, None
 
 

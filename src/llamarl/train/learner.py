@@ -20,6 +20,7 @@ from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import Pack
 from llamarl.train.parallel import complete_gradients, is_tensor_sharded, sum_over_replicas
 from llamarl.train.policy import Policy
+from llamarl.train.shards import trained
 from llamarl.train.speed import speed_of, synchronize
 from llamarl.types import CompletionGroup, RolloutGroup
 
@@ -35,7 +36,7 @@ class Learner:
         self.policy, self._loss = policy, loss
         self._settings, self._algo, self._updates = settings, algo, updates
         compiled = policy.computing.compiled
-        self.optimizer = AdamW(dict(policy.model.named_parameters()), settings, compiled=compiled)
+        self.optimizer = AdamW(trained(policy.model), settings, compiled=compiled)
         self._shared = self._shared_parameters()
         self.hold: Callable[[], float] | None = (
             None  # waits until the weights may change; returns the seconds that this took
@@ -73,7 +74,7 @@ class Learner:
             seen.add_loss(loss)
             if len(packs) > 1:
                 self.optimizer.collect()
-        complete_gradients(self.optimizer.gradients(), self.policy.model.shape, self.policy.computing.mesh)
+        complete_gradients(self.optimizer.gradients(), self.policy.model, self.policy.computing.mesh)
         return seen
 
     def _forward(self, pack: Pack, seen: Seen, *, num_tokens: int, num_sequences: int) -> Tensor:
@@ -113,7 +114,7 @@ class Learner:
         """Names of parameters that tensor parallelism leaves whole. Every tensor rank has them; the first one counts them."""
         if self.policy.computing.mesh.tensor == 1:
             return frozenset()
-        parameters = self.policy.model.named_parameters()
+        parameters = trained(self.policy.model).items()
         return frozenset(name for name, parameter in parameters if not is_tensor_sharded(parameter))
 
     def _logprob_gap(self, probe: CompletionGroup, version: int) -> float:

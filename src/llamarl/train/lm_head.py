@@ -121,7 +121,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NC, weight_VC, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
-        gradient = _Gradient(hidden_NC, weight_VC)
+        gradient = _Gradient(hidden_NC, weight_VC, trained=ctx.needs_input_grad[1])
         for part in ctx.head.parts(len(targets_N), len(weight_VC)):
             scores_nV = ctx.head.scores(hidden_NC[part], weight_VC)
             of_part = (grads[0][part], grads[1][part])
@@ -136,7 +136,7 @@ class _FusedLoss(torch.autograd.Function):
         ctx: Any, hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, part_loss: PartLoss, head: Head
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = torch.empty(2, len(targets_N), dtype=torch.float32, device=hidden_NC.device)
-        gradient = _Gradient(hidden_NC, weight_VC)
+        gradient = _Gradient(hidden_NC, weight_VC, trained=ctx.needs_input_grad[1])
         loss = torch.zeros((), dtype=torch.float32, device=hidden_NC.device)
         for part in head.parts(len(targets_N), len(weight_VC)):
             scores_nV = head.scores(hidden_NC[part], weight_VC)
@@ -156,7 +156,7 @@ class _FusedLoss(torch.autograd.Function):
         scale = grads[0]
         return (
             hidden_grad_NC * scale.to(hidden_grad_NC.dtype),
-            weight_grad_VC * scale.to(weight_grad_VC.dtype),
+            None if weight_grad_VC is None else weight_grad_VC * scale.to(weight_grad_VC.dtype),
             *[None] * 3,
         )
 
@@ -172,19 +172,22 @@ def _differentiate(
 
 
 class _Gradient:
-    """Gradients of hidden states and head, filled chunk by chunk; that of the head is summed in fp32."""
+    """Gradients of hidden states and, if it is trained, of the head, filled chunk by chunk; that of the head is summed in
+    fp32."""
 
-    def __init__(self, hidden_NC: Tensor, weight_VC: Tensor) -> None:
+    def __init__(self, hidden_NC: Tensor, weight_VC: Tensor, *, trained: bool) -> None:
         self._hidden_NC, self._weight_VC = hidden_NC, weight_VC
         self._hidden_grad_NC = torch.empty_like(hidden_NC)
-        self._weight_grad_VC = torch.zeros_like(weight_VC, dtype=torch.float32)
+        self._weight_grad_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if trained else None
 
     def add(self, part: slice, score_grad_nV: Tensor) -> None:
         torch.mm(score_grad_nV, self._weight_VC, out=self._hidden_grad_NC[part])
-        _add_product(self._weight_grad_VC, score_grad_nV.t(), self._hidden_NC[part])
+        if self._weight_grad_VC is not None:
+            _add_product(self._weight_grad_VC, score_grad_nV.t(), self._hidden_NC[part])
 
-    def finish(self, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-        return vocabulary.sum(self._hidden_grad_NC), self._weight_grad_VC.to(self._weight_VC.dtype)
+    def finish(self, vocabulary: Vocabulary) -> tuple[Tensor, Tensor | None]:
+        of_weight = self._weight_grad_VC
+        return vocabulary.sum(self._hidden_grad_NC), None if of_weight is None else of_weight.to(self._weight_VC.dtype)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parallelism, applied to the model from outside, in this order: tensor parallel, recompute, compile, FSDP.
+"""Parallelism, applied to the model from outside, in this order: tensor parallel, adapters, recompute, compile, FSDP.
 
 No module is wrapped, so parameters keep their Hugging Face names.
 """
@@ -23,11 +23,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from llamarl.config.lora import NO_LORA, LoraConfig
+from llamarl.families.adapters import trained_parameters
 from llamarl.families.family import ROWS, ParameterSpec
-from llamarl.families.parameters import family_of, parameters
+from llamarl.families.parameters import family_of
 from llamarl.model.ops import Rope
 from llamarl.model.transformer import Transformer
-from llamarl.model_spec import ModelSpec
+from llamarl.train.lora import add_trained_adapters
 from llamarl.train.mesh import TrainerMesh
 
 _MAX_GRAPHS = 64
@@ -40,10 +42,13 @@ def parallelize(
     recompute: str = "none",
     compiled: bool = False,
     compute_dtype: torch.dtype,
+    lora: LoraConfig = NO_LORA,
 ) -> None:
     """Shards `model` over the mesh. Its parameters may still be on the meta device."""
     if mesh.tensor > 1:
         _tensor_parallel(model, mesh)
+    if lora:
+        add_trained_adapters(model, lora, mesh)
     if recompute != "none":
         _recompute(model, recompute)
     if compiled:
@@ -143,11 +148,17 @@ def is_tensor_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def complete_gradients(grads: Mapping[str, Tensor], spec: ModelSpec, mesh: TrainerMesh) -> None:
-    """Sums the gradients of norms of heads over the tensor ranks: each rank holds such a norm whole and applies it to its own
-    heads. All other whole parameters are applied to whole states, so their gradients are whole."""
-    if mesh.tensor > 1:
-        for name, grad in grads.items():
-            if parameters(spec)[name].kind == "head_norm":
-                dist.all_reduce(grad, group=mesh.tensor_group)
-                mesh.take_from_first_replica(grad)
+def complete_gradients(grads: Mapping[str, Tensor], model: Transformer, mesh: TrainerMesh) -> None:
+    """Sums gradients over the tensor ranks of parameters that each rank holds whole and applies to its own part of the
+    states: norms of heads, and whole adapters. Other whole parameters are applied to whole states."""
+    if mesh.tensor == 1:
+        return
+    table = trained_parameters(model.shape, model.adapters.lora if model.adapters else NO_LORA)
+    partial = [grad for name, grad in grads.items() if table[name].has_partial_gradient]
+    if not partial:
+        return
+    flat = torch.cat([grad.flatten() for grad in partial])
+    dist.all_reduce(flat, group=mesh.tensor_group)
+    mesh.take_from_first_replica(flat)
+    for grad, total in zip(partial, torch.split(flat, [grad.numel() for grad in partial]), strict=True):
+        grad.copy_(total.view_as(grad))

@@ -12,12 +12,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from llamarl.algo.batch import Document
+from llamarl.config.lora import NO_LORA, LoraConfig
+from llamarl.families.parameters import parameters
 from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, random_model
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
 from llamarl.train.attention import document_attention, uses_long_rows
 from llamarl.train.fp16 import take_half_operands
 from llamarl.train.lm_head import Head, Vocabulary, chunked_logprobs
+from llamarl.train.lora import load_adapters, start_adapters
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.packing import Pack, make_packs
 from llamarl.train.parallel import parallelize, tie_head
@@ -35,6 +38,7 @@ class ComputeSettings:
     compiled: bool = False
     tokens_per_pack: int = 16_384
     temperature: float = 1.0
+    lora: LoraConfig = NO_LORA
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -85,18 +89,22 @@ def _vocabulary_of(model: Transformer, mesh: TrainerMesh) -> Vocabulary:
     return Vocabulary(rows * mesh.tensor_rank, mesh.tensor_group)
 
 
-def load_policy(folder: Path, computing: ComputeSettings) -> Policy:
-    """The folder's model. With several ranks, each reads only its own shards."""
+def load_policy(folder: Path, computing: ComputeSettings, *, adapter: Path | None = None, seed: int = 0) -> Policy:
+    """The folder's model. With several ranks, each reads only its own shards. With `computing.lora`, the model is frozen, and
+    its adapters are those of the folder `adapter`, or new ones that depend on the seed."""
     if computing.mesh.size == 1:
         model = load_model(folder, dtype=computing.weight_dtype, device=computing.device)
         parallelize_for(model, computing)
-        return Policy(model, computing)
-    checkpoint = open_checkpoint(folder)
-    model = sharded_model(checkpoint.shape, computing)
-    shards = {name: shard for name, shard in owned_shards(model).items() if shard.tensor.numel()}
-    checkpoint.fill(
-        {name: shard.tensor for name, shard in shards.items()}, lambda parameter: shards[parameter.name].box
-    )
+    else:
+        checkpoint = open_checkpoint(folder)
+        model = sharded_model(checkpoint.shape, computing)
+        base = parameters(model.shape)
+        shards = {name: one for name, one in owned_shards(model).items() if name in base and one.tensor.numel()}
+        checkpoint.fill({name: one.tensor for name, one in shards.items()}, lambda spec: shards[spec.name].box)
+    if computing.lora and adapter is not None:
+        load_adapters(model, computing.lora, adapter)
+    elif computing.lora:
+        start_adapters(model, computing.lora, seed)
     return Policy(model, computing)
 
 
@@ -104,6 +112,8 @@ def random_policy(shape: ModelSpec, computing: ComputeSettings, *, seed: int = 0
     """A policy with untrained weights, made on its device."""
     model = random_model(shape, seed=seed, dtype=parameter_dtype(computing), device=computing.device)
     parallelize_for(model, computing)
+    if computing.lora:
+        start_adapters(model, computing.lora, seed)
     return Policy(model, computing)
 
 
@@ -117,8 +127,10 @@ def sharded_model(shape: ModelSpec, computing: ComputeSettings) -> Transformer:
 
 
 def parameter_dtype(computing: ComputeSettings) -> torch.dtype:
-    """Type of the parameters. With FSDP they are fp32 masters, which it casts when it gathers them."""
-    return torch.float32 if computing.mesh.batch_ranks > 1 else computing.weight_dtype
+    """Type of the model's parameters. With FSDP they are fp32 masters, which it casts when it gathers them. A frozen model
+    needs no masters."""
+    masters = computing.mesh.batch_ranks > 1 and not computing.lora
+    return torch.float32 if masters else computing.weight_dtype
 
 
 def parallelize_for(model: Transformer, computing: ComputeSettings) -> None:
@@ -130,4 +142,5 @@ def parallelize_for(model: Transformer, computing: ComputeSettings) -> None:
         recompute=computing.recompute,
         compiled=computing.compiled,
         compute_dtype=computing.weight_dtype,
+        lora=computing.lora,
     )

@@ -66,3 +66,15 @@ class HostedReference:
             return add_reference_column(self._policy, groups)
         finally:
             self._policy.model.to("cpu")
+
+
+class BaseReference:
+    """A reference that costs no memory: the policy's own base, with its adapters switched off."""
+
+    def __init__(self, policy: Policy) -> None:
+        assert policy.model.adapters is not None, "a policy without adapters has no base"
+        self._policy, self._adapters = policy, policy.model.adapters
+
+    def add_column(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
+        with self._adapters.off():
+            return add_reference_column(self._policy, groups)

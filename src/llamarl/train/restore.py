@@ -7,15 +7,17 @@ one such slice at a time beside its shards.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
+from llamarl.config.lora import NO_LORA
 from llamarl.errors import InputError, ModelError
+from llamarl.families.adapters import trained_parameters
 from llamarl.families.family import ParameterSpec
-from llamarl.families.parameters import parameters
 from llamarl.layout.boxes import Box, intersect, relative, shape_of, subtract, volume
 from llamarl.layout.mesh import Mesh, Placement, box_on
 from llamarl.layout.model import placement_of
@@ -24,9 +26,8 @@ from llamarl.model.safetensors_file import TensorSpan, read_spans
 from llamarl.model.tensor_io import read_tensor
 from llamarl.model.training_state import OPTIMIZER
 from llamarl.model.transformer import Transformer
-from llamarl.model_spec import ModelSpec
 from llamarl.train.optimizer import AdamW
-from llamarl.train.shards import owned_shards
+from llamarl.train.shards import trained_shards
 
 MESH_FILE = "mesh.json"
 STEPS = "num_steps"
@@ -56,7 +57,8 @@ class MeshOnDisk(msgspec.Struct, frozen=True):
 
 def restore(model: Transformer, optimizer: AdamW, snapshot: Path) -> None:
     """Reads the moments of this rank's shards, and the number of steps. Weights are read from the policy folder."""
-    state, shards = StateOnDisk(snapshot, model.shape), owned_shards(model)
+    lora = model.adapters.lora if model.adapters else NO_LORA
+    state, shards = StateOnDisk(snapshot, trained_parameters(model.shape, lora)), trained_shards(model)
     optimizer.num_steps = state.num_steps
     if state.num_steps:
         for slot in optimizer.slots:
@@ -66,9 +68,9 @@ def restore(model: Transformer, optimizer: AdamW, snapshot: Path) -> None:
 
 @torch.no_grad()
 def load_masters(model: Transformer, optimizer: AdamW, folder: Path) -> None:
-    """Gives the optimizer the folder's weights as masters, since bf16 parameters are rounded."""
+    """Gives the optimizer the folder's weights as masters, since bf16 parameters are rounded. Adapters are fp32."""
     checkpoint = None
-    for name, shard in owned_shards(model).items():
+    for name, shard in trained_shards(model).items():
         if shard.tensor.dtype == torch.bfloat16:
             checkpoint = checkpoint or open_checkpoint(folder)
             master = torch.empty(shard.tensor.shape, dtype=torch.float32, device=shard.tensor.device)
@@ -79,8 +81,8 @@ def load_masters(model: Transformer, optimizer: AdamW, folder: Path) -> None:
 class StateOnDisk:
     """The optimizer's state in a snapshot: any box of any parameter's moments, from the files of the ranks that hold it."""
 
-    def __init__(self, snapshot: Path, spec: ModelSpec) -> None:
-        self._folder, self._specs = snapshot / OPTIMIZER, parameters(spec)
+    def __init__(self, snapshot: Path, specs: Mapping[str, ParameterSpec]) -> None:
+        self._folder, self._specs = snapshot / OPTIMIZER, specs
         self._mesh = _read_mesh(self._folder)
         self._files: dict[int, dict[str, TensorSpan]] = {}  # headers that were read, by rank
         self._pieces: dict[tuple[Placement, tuple[int, ...], Box], list[Piece]] = {}

@@ -17,6 +17,16 @@ def owned_shards(model: Transformer) -> dict[str, Shard]:
     return {name: shard_of(parameter) for name, parameter in model.named_parameters()}
 
 
+def trained_shards(model: Transformer) -> dict[str, Shard]:
+    """As `owned_shards`, of the parameters that are trained: those that are published and saved."""
+    return {name: shard_of(parameter) for name, parameter in trained(model).items()}
+
+
+def trained(model: Transformer) -> dict[str, Tensor]:
+    """The parameters that are trained: all, or the adapters."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def shard_of(tensor: Tensor) -> Shard:
     """Writing into the shard's tensor writes the parameter."""
     if not isinstance(tensor, DTensor):

@@ -1,4 +1,5 @@
-"""The state of a trainer on disk: the policy as a Hugging Face folder, and the optimizer's state beside it.
+"""The state of a trainer on disk: the policy as a Hugging Face folder, and the optimizer's state beside it. Of a policy with
+adapters, only these are saved, as a PEFT folder.
 
 The state is copied to host memory first, and the trainer waits for nothing else; a thread hashes and writes it. With several
 ranks, rank 0 gathers the policy, parameter by parameter, and every rank of the first replica writes its own shards of the
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from llamarl.failpoints import failpoint
+from llamarl.families.adapters import adapter_parameters
+from llamarl.model.adapter_folder import save_adapter
 from llamarl.model.checkpoint import empty_model, open_checkpoint, save_model
 from llamarl.model.tensor_io import DTYPES, write_tensors
 from llamarl.model.training_state import OPTIMIZER, POLICY, hash_files
@@ -37,6 +40,7 @@ class TrainingState:
         self._model, self._optimizer, self._carry_from = model, optimizer, carry_from
         self._mesh = mesh
         self._policy_copy: Transformer | None = None
+        self._adapter_copy: dict[str, Tensor] = {}
         self._optimizer_copy: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -57,6 +61,10 @@ class TrainingState:
     def _room_for_policy(self, dtype: torch.dtype) -> dict[str, Tensor]:
         if self._mesh.rank > 0:
             return {}
+        if self._model.adapters is not None:
+            specs = adapter_parameters(self._model.shape, self._model.adapters.lora)
+            self._adapter_copy = self._adapter_copy or {name: torch.empty(one.shape) for name, one in specs.items()}
+            return self._adapter_copy
         if self._policy_copy is None or self._policy_copy.lm_head.weight.dtype != dtype:
             self._policy_copy = None  # frees the old memory first
             self._policy_copy = empty_model(self._model.shape, dtype=dtype, device="cpu")
@@ -75,13 +83,19 @@ class TrainingState:
         files, also those of an attempt that was given up."""
         files: list[Path] = []
         failpoint("state.policy")
-        if self._policy_copy is not None:
+        if self._policy_copy is not None or self._adapter_copy:
             shutil.rmtree(folder / POLICY, ignore_errors=True)
-            save_model(self._policy_copy, folder / POLICY, carry_from=self._carry_from)
+            self._write_policy(folder / POLICY)
             files += [path for path in (folder / POLICY).iterdir() if path.is_file()]
         if self._optimizer_copy:
             files += self._write_optimizer(folder / OPTIMIZER)
         return hash_files(folder, files)
+
+    def _write_policy(self, folder: Path) -> None:
+        if self._policy_copy is not None:
+            save_model(self._policy_copy, folder, carry_from=self._carry_from)
+        elif self._model.adapters is not None:
+            save_adapter(self._adapter_copy, self._model.adapters.lora, self._model.shape, folder, self._carry_from)
 
     def _write_optimizer(self, target: Path) -> Iterator[Path]:
         target.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,73 @@
+"""The table of LoRA adapters of a model, derived from the table of its family.
+
+A layer with weight W [out, in] has two adapters: A [rank, in] and B [out, rank]. Tensor parallelism cuts them as it cuts the
+layer: where W is split by rows, A is whole and B is split by rows; where W is split by columns, A is split by columns and B
+is whole, and the adapters' product is part of the sum over ranks. Names are PEFT's, without its prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+
+from llamarl.config.lora import LoraConfig
+from llamarl.errors import ConfigError
+from llamarl.families.family import COLUMNS, ROWS, ParameterSpec
+from llamarl.families.parameters import family_of, parameters
+from llamarl.model_spec import ModelSpec
+
+LORA_A, LORA_B = "lora_A", "lora_B"
+
+
+@lru_cache(maxsize=64)
+def adapter_parameters(spec: ModelSpec, lora: LoraConfig) -> Mapping[str, ParameterSpec]:
+    """Maps the name of every adapter to its row, A before B, in the model's order; empty without adapters."""
+    found = {one.name: one for layer in adapted_layers(spec, lora) for one in _adapters_of(layer, lora.rank)}
+    return MappingProxyType(found)
+
+
+def trained_parameters(spec: ModelSpec, lora: LoraConfig) -> Mapping[str, ParameterSpec]:
+    """The parameters that are trained, published and saved: the adapters, or all of the model's if there are none."""
+    return adapter_parameters(spec, lora) if lora else parameters(spec)
+
+
+def adapted_layers(spec: ModelSpec, lora: LoraConfig) -> list[ParameterSpec]:
+    """Weights of the layers that have adapters. ConfigError if the model has no layer of a given name."""
+    products = [one for one in parameters(spec).values() if one.is_product]
+    if not lora:
+        return []
+    if isinstance(lora.targets, str):
+        prefix = "" if lora.targets == "all" else lora.targets
+        return [one for one in products if one.kind.startswith(prefix)]
+    names = layer_names(spec)
+    if unknown := [name for name in lora.targets if name not in names]:
+        raise ConfigError(f"model.lora.targets: no layer is named '{unknown[0]}'; known: {', '.join(names)}")
+    return [one for one in products if layer_name(one) in lora.targets]
+
+
+def layer_names(spec: ModelSpec) -> list[str]:
+    """Short names of the layers that can have adapters, such as `q_proj`."""
+    return [layer_name(one) for one in family_of(spec).layer(spec) if one.is_product]
+
+
+def layer_name(weight: ParameterSpec) -> str:
+    return weight.module.rpartition(".")[2]
+
+
+def adapter_names(weight: ParameterSpec) -> tuple[str, str]:
+    """Names of A and B of a layer."""
+    return f"{weight.module}.{LORA_A}.weight", f"{weight.module}.{LORA_B}.weight"
+
+
+def _adapters_of(weight: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
+    (outputs, inputs), (name_a, name_b) = weight.shape, adapter_names(weight)
+    split_a, split_b = (COLUMNS, None) if weight.split == COLUMNS else (None, ROWS)
+    yield ParameterSpec(name_a, (rank, inputs), "adapter", split_a, weight.unit)
+    yield ParameterSpec(name_b, (outputs, rank), "adapter", split_b, weight.unit, weight.copied and split_b == ROWS)
+
+
+@lru_cache(maxsize=64)
+def num_adapter_parameters(spec: ModelSpec, lora: LoraConfig) -> int:
+    """Number of weights of all adapters."""
+    return sum(one.size for one in adapter_parameters(spec, lora).values())

@@ -1,0 +1,206 @@
+"""Folders of LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+
+Reading is strict, as for model folders: a key that changes the maths in a way that is not implemented here is refused by
+name. A folder names its base model; `base_of` finds it on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+from torch import Tensor
+
+from llamarl.config import model_folder
+from llamarl.config.lora import LoraConfig
+from llamarl.errors import InputError, ModelError
+from llamarl.families.adapters import adapted_layers, adapter_names, adapter_parameters, layer_name, layer_names
+from llamarl.families.family import ParameterSpec
+from llamarl.layout.boxes import Box
+from llamarl.model.checkpoint import all_of, carry_files, load_model, new_folder
+from llamarl.model.folders import ADAPTER_CONFIG, no_folder
+from llamarl.model.hf_config import read_json_object
+from llamarl.model.safetensors_file import TensorSpan, read_spans
+from llamarl.model.tensor_io import read_tensor, write_tensors
+from llamarl.model.transformer import Transformer
+from llamarl.model_spec import ModelSpec
+
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # before every name in PEFT's files
+# Keys of adapter_config.json that do not change what is computed, or that are read below.
+_HARMLESS = frozenset(
+    [
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "lora_alpha",
+        "lora_dropout",
+        "peft_type",
+        "peft_version",
+        "r",
+        "revision",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+        "megatron_core",
+        "qalora_group_size",
+    ]
+)
+_ONLY: dict[str, tuple[object, ...]] = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
+
+
+class AdapterFolder(Struct, frozen=True):
+    """A verified folder: it has A and B of every layer that it names, at their sizes, and nothing else."""
+
+    folder: Path
+    shape: ModelSpec
+    lora: LoraConfig
+    spans: Mapping[str, TensorSpan]  # by our names
+
+    def fill(self, memory: Mapping[str, Tensor], box_of: Callable[[ParameterSpec], Box] = all_of) -> None:
+        """Reads the shard of each named adapter into the given memory, whatever its dtype and device."""
+        specs = adapter_parameters(self.shape, self.lora)
+        for name, tensor in memory.items():
+            read_tensor(self.spans[name], tensor.detach(), box_of(specs[name]))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds adapters rather than a model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def open_adapter(folder: Path, shape: ModelSpec) -> AdapterFolder:
+    """Checks a folder of adapters against the base's spec. Reads no weights."""
+    config, path = _read_config(folder), folder / WEIGHTS
+    if not path.is_file():
+        raise ModelError(f"{folder}: no {WEIGHTS}")
+    spans = {name.removeprefix(_PREFIX): span for name, span in read_spans(path).items()}
+    lora = _checked_lora(folder, config, spans, shape)
+    for name, spec in adapter_parameters(shape, lora).items():
+        if name not in spans:
+            raise ModelError(f"{path}: tensor {_PREFIX}{name} is missing")
+        if spans[name].shape != spec.shape:
+            found = list(spans[name].shape)
+            raise ModelError(f"{path}: tensor {_PREFIX}{name} has shape {found}; this base needs {list(spec.shape)}")
+    return AdapterFolder(folder, shape, lora, spans)
+
+
+def _checked_lora(
+    folder: Path, config: Mapping[str, Any], spans: Mapping[str, TensorSpan], shape: ModelSpec
+) -> LoraConfig:
+    """The settings of the adapters; the tensors tell which layers have them."""
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or not alpha > 0:
+        raise ModelError(f"{folder / ADAPTER_CONFIG}: 'r' and 'lora_alpha' must be numbers above 0")
+    named = {name.split(".")[-3] for name in spans if name.count(".") > 2}
+    targets = tuple(name for name in layer_names(shape) if name in named)
+    if not targets:
+        raise ModelError(f"{folder / WEIGHTS}: has adapters of no layer of this base ({', '.join(layer_names(shape))})")
+    scale = sqrt(rank) if config.get("use_rslora") else 1.0
+    lora = LoraConfig(rank=rank, alpha=float(alpha) * scale, targets=targets)
+    if surplus := spans.keys() - adapter_parameters(shape, lora).keys():
+        raise ModelError(f"{folder / WEIGHTS}: tensor {_PREFIX}{min(surplus)} belongs to no layer of this base")
+    return replace(lora, targets=short_targets(shape, targets))
+
+
+def short_targets(shape: ModelSpec, targets: tuple[str, ...]) -> str | tuple[str, ...]:
+    """The word for a list of layers, where there is one."""
+    for word in ("all", "attention", "mlp"):
+        if {layer_name(one) for one in adapted_layers(shape, LoraConfig(rank=1, targets=word))} == set(targets):
+            return word
+    return targets
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ModelError(no_folder(folder))
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise ModelError(f"{folder}: no {ADAPTER_CONFIG}; expected the folder of a LoRA adapter, as PEFT writes it")
+    config = read_json_object(path)
+    if config.get("peft_type") != "LORA":
+        raise ModelError(f"{path}: 'peft_type' is {config.get('peft_type')!r}; only LORA is supported")
+    for key, value in config.items():
+        allowed = value in _ONLY[key] if key in _ONLY else key in _HARMLESS or not value
+        if not allowed:
+            raise ModelError(f"{path}: '{key}': {json.dumps(value)[:60]} is not supported")
+    return config
+
+
+def base_of(folder: Path) -> Path:
+    """Folder of the base model that an adapter folder names. ModelError if it is not on this machine."""
+    name = _read_config(folder).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ModelError(f"{folder / ADAPTER_CONFIG}: names no base model ('base_model_name_or_path')")
+    found = [path for path in (model_folder(name), folder / name) if (path / "config.json").is_file()]
+    if not found:
+        raise ModelError(
+            f"{folder}: adapters of the base model '{name}', which is no model folder here; put it there, or name another "
+            f"place in {ADAPTER_CONFIG} (base_model_name_or_path); {no_folder(Path(name))}"
+        )
+    return found[0]
+
+
+def base_or_same(folder: Path) -> Path:
+    """The folder of the whole model: the base of an adapter folder, and any other folder itself."""
+    return base_of(folder) if is_adapter(folder) else folder
+
+
+def check_same(given: LoraConfig, found: AdapterFolder) -> None:
+    """InputError unless settings describe the folder's adapters."""
+    shape, lora = found.shape, found.lora
+    same_layers = adapter_parameters(shape, given).keys() == adapter_parameters(shape, lora).keys()
+    if (given.rank, given.alpha) != (lora.rank, lora.alpha) or not same_layers:
+        targets = lora.targets if isinstance(lora.targets, str) else f"[{', '.join(lora.targets)}]"
+        raise InputError(
+            f"{found.folder}: its adapters have rank {lora.rank}, alpha {lora.alpha:g} and targets {targets}; set "
+            f"model.lora.rank={lora.rank} model.lora.alpha={lora.alpha:g} model.lora.targets={targets}"
+        )
+
+
+def save_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelSpec, folder: Path, base: Path) -> None:
+    """Writes a folder that PEFT loads, in fp32; it must not exist yet. The base's tokenizer goes with it."""
+    layers = sorted({layer_name(one) for one in adapted_layers(shape, lora)})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base.absolute()),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": layers,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    with new_folder(folder) as temporary:
+        (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        carry_files(base, temporary)
+        write_tensors(temporary / WEIGHTS, {_PREFIX + name: one for name, one in tensors.items()}, torch.float32)
+
+
+@torch.no_grad()
+def load_merged(folder: Path, *, dtype: torch.dtype, device: str | torch.device = "cpu") -> Transformer:
+    """The base model of an adapter folder with the adapters merged into its weights; the model itself of another folder."""
+    if not is_adapter(folder):
+        return load_model(folder, dtype=dtype, device=device)
+    model = load_model(base_of(folder), dtype=dtype, device=device)
+    adapter = open_adapter(folder, model.shape)
+    for weight in adapted_layers(model.shape, adapter.lora):
+        target = model.get_parameter(weight.name)
+        pair = {
+            name: torch.empty(adapter.spans[name].shape, dtype=torch.float32, device=device)
+            for name in adapter_names(weight)
+        }
+        adapter.fill(pair)
+        a, b = pair.values()
+        target.copy_(torch.addmm(target.float(), b, a, alpha=adapter.lora.scale))
+    return model

@@ -1,0 +1,116 @@
+"""Adapters in the trainer: the maths of the merged model, a base that never changes, and a start that is the base exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.lora import LORA, merged_gradients, random_adapters, save_both
+from helpers.training import CPU, assert_same_gradients, make_test_documents
+from torch import Tensor
+
+from llamarl.algo.losses import aipo_loss
+from llamarl.config import AlgoConfig, LoraConfig, TrainerConfig
+from llamarl.errors import InputError
+from llamarl.model.adapter_folder import load_merged
+from llamarl.train.learner import Learner
+from llamarl.train.policy import ComputeSettings, Policy, load_policy
+from llamarl.train.shards import trained
+
+DOCUMENTS = make_test_documents(13)
+
+
+def policy_of(folder: Path, lora: LoraConfig = LORA, dtype: torch.dtype = torch.float32, **how: object) -> Policy:
+    """The policy of a folder with its adapters, if it has any."""
+    adapter = folder / "adapter" if (folder / "adapter").exists() else None
+    return load_policy(folder / "model", ComputeSettings(CPU, dtype, lora=lora, **how), adapter=adapter)  # type: ignore[arg-type]
+
+
+def learner_of(policy: Policy) -> Learner:
+    settings = TrainerConfig(lr=1e-2, warmup_updates=0)
+    return Learner(policy, aipo_loss, settings=settings, algo=AlgoConfig(), updates=10)
+
+
+def logprobs(policy: Policy) -> Tensor:
+    return torch.cat([policy.logprobs(pack) for pack in policy.packs(DOCUMENTS)])
+
+
+@pytest.mark.parametrize("targets", ["all", "attention", "mlp", ("q_proj", "v_proj", "down_proj")])
+@pytest.mark.parametrize(
+    "how", [{}, {"tokens_per_pack": 24}, {"recompute": "selective"}, {"recompute": "full"}, {"compiled": True}], ids=str
+)
+def test_gradients_are_those_of_the_merged_model(
+    how: dict[str, object], targets: str | tuple[str, ...], tmp_path: Path
+) -> None:
+    if targets != "all" and how:
+        pytest.skip("one way of computing is enough")
+    lora = LoraConfig(rank=3, alpha=6.0, targets=targets)
+    adapter = save_both(tmp_path, lora)
+    learner = learner_of(policy_of(tmp_path, lora, torch.float32, **how))
+    loss, expected = merged_gradients(adapter, DOCUMENTS, random_adapters(lora), lora)
+    seen = learner.accumulate(DOCUMENTS)
+    assert seen.loss() == pytest.approx(loss, abs=1e-5)
+    assert_same_gradients(learner.optimizer.gradients(), expected)
+
+
+def test_logprobs_are_those_of_the_merged_model_and_of_the_base_when_switched_off(tmp_path: Path) -> None:
+    adapter = save_both(tmp_path)
+    policy = policy_of(tmp_path)
+    how = ComputeSettings(CPU, torch.float32)
+    merged = logprobs(Policy(load_merged(adapter, dtype=torch.float32), how))
+    base = logprobs(load_policy(tmp_path / "model", how))
+    assert torch.allclose(logprobs(policy), merged, atol=1e-5)
+    assert (merged - base).abs().mean() > 0.1, "the adapters change what the model says"
+    assert policy.model.adapters is not None
+    with policy.model.adapters.off():
+        assert torch.equal(logprobs(policy), base)
+    assert torch.allclose(logprobs(policy), merged, atol=1e-5)
+
+
+def test_version_0_is_the_base_exactly_and_follows_from_the_seed(tmp_path: Path) -> None:
+    save_both(tmp_path)
+    base, how = tmp_path / "model", ComputeSettings(CPU, torch.float32, lora=LORA)
+    policy, same, other = (load_policy(base, how, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(logprobs(policy), logprobs(load_policy(base, ComputeSettings(CPU, torch.float32))))
+    mine, theirs, others = (trained(one.model) for one in (policy, same, other))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert not any(torch.equal(mine[name], others[name]) for name in mine if "lora_A" in name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_only_adapters_are_trained_and_have_state(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The base is held in the type of the passes and keeps every bit; adapters and their moments are fp32."""
+    save_both(tmp_path)
+    policy = policy_of(tmp_path, dtype=dtype)
+    learner = learner_of(policy)
+    before = {name: one.detach().clone() for name, one in policy.model.named_parameters()}
+    for update in range(2):
+        learner.step(update, learner.accumulate(DOCUMENTS).loss())
+    adapters = trained(policy.model)
+    for name, parameter in policy.model.named_parameters():
+        if name in adapters:
+            assert parameter.dtype == torch.float32 and not torch.equal(parameter, before[name]), name
+        else:
+            assert parameter.dtype == policy.computing.weight_dtype
+            assert torch.equal(parameter, before[name]) and parameter.grad is None, name
+    states = learner.optimizer.state_tensors()
+    assert {name.partition("/")[0] for name in states} == adapters.keys()
+    assert all(one.dtype == torch.float32 for one in states.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_passes_go_where_wide_passes_go(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_both(tmp_path)
+    grads = []
+    for one in (torch.float32, dtype):
+        learner = learner_of(policy_of(tmp_path, dtype=one))
+        learner.accumulate(DOCUMENTS)
+        grads.append(torch.cat([grad.flatten() for grad in learner.optimizer.gradients().values()]))
+    assert torch.nn.functional.cosine_similarity(grads[0], grads[1], dim=0) > 0.95
+
+
+def test_adapters_of_other_settings_are_refused_with_the_settings_to_take(tmp_path: Path) -> None:
+    save_both(tmp_path, LoraConfig(rank=2, alpha=5.0, targets="mlp"))
+    with pytest.raises(InputError, match=r"set model\.lora\.rank=2 model\.lora\.alpha=5 model\.lora\.targets=mlp"):
+        policy_of(tmp_path)
