@@ -25,7 +25,7 @@ from llamarl import Job
 from llamarl.config.file import load_config
 from llamarl.controller.ledger import Trained, read_ledger
 from llamarl.controller.ledger_state import Audit, audit
-from llamarl.engine.engine import Arrival, Death
+from llamarl.engine.engine import Arrival, EngineEvent
 from llamarl.engine.supervision import Supervision
 from llamarl.messages import (
     GroupResult,
@@ -103,7 +103,7 @@ class Killer:
             self.timers.append(timer)
             timer.start()
 
-    def heard(self, arrival: Arrival | Death) -> None:
+    def heard(self, arrival: EngineEvent) -> None:
         deed = self.deed
         if deed is None or deed.done_s is None or arrival.executor != deed.executor:
             return
@@ -127,8 +127,8 @@ def disturbed(killer: Killer) -> type[Any]:
             if (executor, 0) in self._ranks:
                 killer.saw(self, executor, type(message))
 
-        def events(self) -> Sequence[Arrival | Death]:
-            arrivals: Sequence[Arrival | Death] = super().events()
+        def events(self) -> Sequence[EngineEvent]:
+            arrivals: Sequence[EngineEvent] = super().events()
             for arrival in arrivals:
                 killer.heard(arrival)
             for rank in list(self._ranks.values()):

@@ -15,10 +15,12 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from llamarl.engine.forking import READY, start_fork_process
 from llamarl.engine.monarch import stub
 from llamarl.engine.monarch.fork_server import FORK_SERVER
+from llamarl.engine.monarch.join_client import JoinClient, leaving_on_signals
 from llamarl.errors import JobFailed
 from llamarl.processes import die_with_parent
 
@@ -76,8 +78,9 @@ class ForkServers:
         os._exit(JobFailed.exit_code)
 
 
-def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
-    """Serve this host until killed."""
+def start_serving(url: str, inherited: Sequence[int] = ()) -> Any:
+    """Begin to serve this host; returns a future that ends only with the worker. The calling thread must live on: the fork
+    server dies with it."""
     fork_servers = ForkServers(inherited)
     os.environ.update(
         {
@@ -89,10 +92,22 @@ def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
     )
     from monarch.actor import start_worker_loop_forever
 
-    loop = start_worker_loop_forever(address=url, ca="trust_all_connections")  # all that the transport lets through
+    return start_worker_loop_forever(address=url, ca="trust_all_connections")  # all that the transport lets through
+
+
+def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
+    """Serve this host until killed."""
+    loop = start_serving(url, inherited)
     if ready_fd >= 0:
         os.write(ready_fd, READY)
     loop.get()
+
+
+def serve_joined(url: str, client: JoinClient) -> None:
+    """Serve this host to the job that `client` joins, until it leaves."""
+    with leaving_on_signals(client):
+        start_serving(url)
+        client.run()
 
 
 def main() -> None:
