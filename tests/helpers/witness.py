@@ -11,7 +11,7 @@ from typing import Any
 from helpers.processes import wait_until
 from llamarl.engine.engine import Arrival, Death, EngineEvent, ExecutorLeft
 from llamarl.engine.monarch.engine import MonarchEngine
-from llamarl.messages import BatchResult, Up, WeightsLoaded
+from llamarl.messages import BatchResult, GroupResult, Up, WeightsLoaded
 
 
 @dataclass
@@ -76,6 +76,10 @@ class Witness:
         """Wait until the executor is up and, if it is a generator, has loaded weights."""
         kind = WeightsLoaded if executor.startswith("generator") else Up
         self.until(lambda: self._reports(kind, executor, since_s), f"{executor} at work")
+
+    def until_groups(self, executor: str, count: int) -> None:
+        """Wait until the executor has answered so many groups."""
+        self.until(lambda: self._reports(GroupResult, executor, 0.0) >= count, f"{count} groups of {executor}")
 
     def until_dead(self, executor: str, since_s: float) -> tuple[float, str]:
         """Wait until the executor is dead; returns the seconds since `since_s`, and the reason."""

@@ -26,7 +26,7 @@ def worker_command(
     With --join, it offers itself to a running job. SIGTERM or Ctrl-C announce its leave; the job goes on without it."""
     from llamarl.engine.monarch.addresses import url_of
     from llamarl.engine.monarch.install import check_installed, prepare_environment
-    from llamarl.engine.monarch.join_client import JoinClient, check_join, count_gpus
+    from llamarl.engine.monarch.join_client import JoinClient, begin_to_count_gpus, check_join
 
     url = url_of("--listen", listen, certs)
     if replicas and not join:
@@ -40,7 +40,8 @@ def worker_command(
 
     print(f"serving {url}", file=sys.stderr, flush=True)
     if join:
-        serve_joined(url, JoinClient(join, certs, listen=listen, gpus=count_gpus(), replicas=replicas))
+        counting = begin_to_count_gpus()
+        serve_joined(url, JoinClient(join, certs, listen=listen, count_gpus=counting, replicas=replicas))
         return
     try:
         serve(url)

@@ -155,10 +155,12 @@ class Watcher:
     def joined(self, executor: str, host: str) -> None:
         """Record a replica that joined; the ledger says which groups it was given."""
         self._display.note(f"{executor} joins, on {host}")
+        self.timeline.joined(executor, time.monotonic())
         self._folder.timings.append_json({"executor": executor, "host": host, "at_s": self._elapsed_s, "joined": True})
 
     def left(self, executor: str, host: str, reason: str) -> None:
         self._display.note(f"{executor} has left, on {host}: {reason}")
+        self.timeline.left(executor, time.monotonic())
         row = {"executor": executor, "host": host, "at_s": self._elapsed_s, "left": reason}
         self._folder.timings.append_json({**row, "groups": self._groups_of.pop(executor, 0)})
 

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from llamarl import __version__
 from llamarl.config.engine import is_loopback
@@ -47,20 +47,25 @@ def check_join(listen: str, join: str, certs: str) -> None:
         raise InputError(f"--listen: {listen} can be reached from this machine only, and the job is at {join}")
 
 
-def count_gpus() -> int:
-    """The number of GPUs that executors on this host would see. Asked in another process, so that this one needs no torch."""
-    with suppress(ValueError):
-        done = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, check=False)
-        return int(done.stdout)
-    return 0
+def begin_to_count_gpus() -> Callable[[], int]:
+    """Ask another process, since this one has no torch, how many GPUs executors would see here. The function that is returned
+    waits for the answer."""
+    asked = subprocess.Popen([sys.executable, "-c", _COUNT_GPUS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+    def count() -> int:
+        answer, _ = asked.communicate()
+        return int(answer) if answer.strip().isdigit() else 0
+
+    return count
 
 
 class JoinClient:
     """Keeps this host offered to the job at one address."""
 
-    def __init__(self, join: str, certs: str, *, listen: str, gpus: int, replicas: int) -> None:
-        self._join, self._certs = join, certs
-        self._request = JoinRequest(__version__, listen, secrets.token_hex(8), gpus, replicas)
+    def __init__(self, join: str, certs: str, *, listen: str, count_gpus: Callable[[], int], replicas: int) -> None:
+        self._join, self._certs, self._listen = join, certs, listen
+        self._count_gpus, self._replicas = count_gpus, replicas
+        self._worker = secrets.token_hex(8)
         self._leaving = threading.Event()
         self._said = ""
 
@@ -70,16 +75,17 @@ class JoinClient:
 
     def run(self) -> None:
         """Returns when this host has left; JobFailed if the job does not want it."""
+        request = JoinRequest(__version__, self._listen, self._worker, self._count_gpus(), self._replicas)
         while not self._leaving.is_set():
             try:
                 with self._connected() as connection:
-                    self._take_part(connection)
+                    self._take_part(connection, request)
             except (JoinConnectionClosed, OSError) as error:
                 self._say(f"no job at {self._join} ({error}); trying again")
                 self._leaving.wait(_TRY_AGAIN_S)
 
-    def _take_part(self, connection: JoinConnection) -> None:
-        connection.send(self._request)
+    def _take_part(self, connection: JoinConnection, request: JoinRequest) -> None:
+        connection.send(request)
         self._say(f"offered to the job at {self._join}")
         next_sign_s = 0.0
         while not self._leaving.is_set():
