@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from llamarl.engine.forking import READY, start_fork_process
 from llamarl.engine.monarch import stub
@@ -103,11 +103,21 @@ def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
     loop.get()
 
 
-def serve_joined(url: str, client: JoinClient) -> None:
-    """Serve this host to the job that `client` joins, until it leaves."""
-    with leaving_on_signals(client):
-        start_serving(url)
-        client.run()
+def serve_joined(url: str, client: JoinClient) -> NoReturn:
+    """Serve this host to the job that `client` joins, until it leaves; then end this process.
+
+    Monarch's own shutdown is left out: it would tell the job's process that this address is closed, and the next worker that
+    listens here could not be reached from there."""
+    code = 0
+    try:
+        with leaving_on_signals(client):
+            start_serving(url)
+            client.run()
+    except JobFailed as error:
+        print(f"llamarl: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main() -> None:
