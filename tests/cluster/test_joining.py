@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from helpers.cluster import Cluster, ClusterHost
 from helpers.cluster_job import HOST_S, NOTICED_S, STAGE_S, UPDATES, check_nothing_lost, config_for, executors_on, run
-from helpers.damaged_weights import DAMAGED, perhaps_damaged_generator
-from helpers.pace import paced_generator
+from helpers.pace import DAMAGED, paced_generator, perhaps_damaged_generator
 from helpers.processes import wait_until
 
 from llamarl import Job

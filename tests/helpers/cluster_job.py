@@ -65,7 +65,7 @@ def run(
     """The job, slowly, while the deeds are done to its hosts, beginning `after` so many updates, then fast to its end."""
     from helpers.witness import Witness  # imports Monarch, which must find its certificates then
 
-    witness, failures = Witness(STAGE_S), list[BaseException]()
+    witness, failures, over = Witness(STAGE_S), list[BaseException](), threading.Event()
     pace = found.folder / "pace"
     pace.touch()
 
@@ -75,16 +75,19 @@ def run(
             deeds(witness)
         except BaseException as error:
             failures.append(error)
-            if config.engine.join:
+            if config.engine.join and not over.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)  # it may wait for a host that will not come
         finally:
-            pace.unlink()
+            pace.unlink(missing_ok=True)
 
     thread = threading.Thread(target=do)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llamarl.jobs.engines.engine_class", lambda kind: witness.engine_class())
         thread.start()
-        summary = Job(config, builders={"generator": generator}).run(folder)
+        try:
+            summary = Job(config, builders={"generator": generator}).run(folder)
+        finally:
+            over.set()
     assert not pace.exists() or failures, "the job ended before everything was done to it"
     thread.join()
     if failures:

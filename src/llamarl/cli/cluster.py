@@ -42,6 +42,7 @@ def worker_command(
     if join:
         counting = begin_to_count_gpus()
         serve_joined(url, JoinClient(join, certs, listen=listen, count_gpus=counting, replicas=replicas))
+        return
     try:
         serve(url)
     except KeyboardInterrupt:

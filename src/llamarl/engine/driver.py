@@ -190,9 +190,7 @@ class Driver:
         self._engine.spawn(command.executor, command.incarnation, snapshot)
 
     def _dismiss(self, command: ev.Dismiss) -> None:
-        self._watcher.note(f"{command.executor} is sent away: {command.reason}{self._log_of(command.executor)}")
-        self._engine.dismiss(command.executor, command.reason)
-        self._note_if_nobody_generates()
+        self._engine.dismiss(command.executor, f"{command.reason}{self._log_of(command.executor)}")
 
     def _note_if_nobody_generates(self) -> None:
         pool = self._controller.pools[0]

@@ -58,7 +58,7 @@ class Engine(Protocol):
         """Everything that happened since the last call; waits a little if nothing did."""
 
     def dismiss(self, executor: str, reason: str) -> None:
-        """End an executor that had joined, for good; its host is told the reason."""
+        """End an executor that had joined, for good; its host is told the reason, and `ExecutorLeft` arrives."""
 
     def stop(self) -> None:
         """End every executor and leave nothing behind. A second call is a no-op."""

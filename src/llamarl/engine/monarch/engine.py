@@ -179,8 +179,11 @@ class MonarchEngine(Supervision[MonarchRank]):
             self.events()
 
     def dismiss(self, executor: str, reason: str) -> None:
+        host = self._joined.host_of(executor)
         self._remove_guest(executor)
         self._joined.dismiss(executor, reason)
+        if host is not None:
+            self._arrivals.append(ExecutorLeft(executor, host.name, f"sent away: {reason}"))
 
     # Hosts
 

@@ -16,6 +16,9 @@ from llamarl.errors import ConfigError
 ANY_ADDRESS = ("0.0.0.0", "::")
 _ENVIRONMENT = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # between its checks whether processes live; 10 s by default
+    # A message that is not delivered for so long (30 s by default) closes the way to its address for good: a worker that is
+    # started there again could never be reached.
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "365d",
     "MONARCH_FILE_LOG": "error",  # level of its log in the shared temporary folder; info by default
 }
 

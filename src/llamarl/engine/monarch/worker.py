@@ -15,13 +15,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from llamarl.engine.forking import READY, start_fork_process
 from llamarl.engine.monarch import stub
 from llamarl.engine.monarch.fork_server import FORK_SERVER
 from llamarl.engine.monarch.join_client import JoinClient, leaving_on_signals
-from llamarl.errors import JobFailed
+from llamarl.errors import InputError, JobFailed
 from llamarl.processes import die_with_parent
 
 PYTHON, STUB = "LLAMARL_PYTHON", "LLAMARL_STUB"
@@ -30,6 +30,7 @@ PYTHON, STUB = "LLAMARL_PYTHON", "LLAMARL_STUB"
 IN_ORDER = "HYPERACTOR_ENABLE_DEST_ACTOR_REORDERING_BUFFER"
 _FORK_SERVER_S = 120.0  # for importing torch, however slow the disk
 _MAX_FAILED_STARTS = 3
+_LISTEN_S = 0.5  # after which a worker that could not listen has said so
 
 
 class ForkServers:
@@ -100,24 +101,24 @@ def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
     loop = start_serving(url, inherited)
     if ready_fd >= 0:
         os.write(ready_fd, READY)
-    loop.get()
+    wait_for(loop)
 
 
-def serve_joined(url: str, client: JoinClient) -> NoReturn:
-    """Serve this host to the job that `client` joins, until it leaves; then end this process.
+def serve_joined(url: str, client: JoinClient) -> None:
+    """Serve this host to the job that `client` joins, until it leaves."""
+    with leaving_on_signals(client):
+        wait_for(start_serving(url), _LISTEN_S)
+        client.run()
 
-    Monarch's own shutdown is left out: it would tell the job's process that this address is closed, and the next worker that
-    listens here could not be reached from there."""
-    code = 0
+
+def wait_for(loop: Any, limit_s: float | None = None) -> None:
+    """Wait for the end of a worker's loop, for ever or for `limit_s`; InputError if it could not listen."""
     try:
-        with leaving_on_signals(client):
-            start_serving(url)
-            client.run()
-    except JobFailed as error:
-        print(f"llamarl: {error}", file=sys.stderr)
-        code = error.exit_code
-    sys.stderr.flush()
-    os._exit(code)
+        loop.get(timeout=limit_s)
+    except TimeoutError:
+        pass  # it serves
+    except ValueError as error:
+        raise InputError(f"worker: {error}") from None
 
 
 def main() -> None:
