@@ -167,6 +167,8 @@ def simulate_command(
     settings = [*([config] if "=" in config else []), *(overrides or [])]
     settled = load_config(Path(config) if config and "=" not in config else None, settings)
     limits = settled.generator
+    if not limits.replicas:
+        raise InputError("generator.replicas: 0 generators cannot be simulated; ask with as many as are to join")
     scene = SimulationSetup(
         config=settled,
         shape=shape_of_job(settled, model),

@@ -66,6 +66,7 @@ class Config(Section, frozen=True):
             _check_colocated(self)
         if self.engine.kind == "inline":
             _check_inline(self)
+        _check_joining(self)
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
 
@@ -120,6 +121,15 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError(
             f"generator.kv_pages: with {generator.kv_pages} pages, timing decides which conversations are read again, "
             "which schedule.deterministic rules out; set it to 0"
+        )
+
+
+def _check_joining(config: Config) -> None:
+    if not config.generator.replicas and not config.engine.join:
+        raise ConfigError("generator.replicas: 0 generators, and none can join; set engine.join, or at least 1")
+    if config.engine.join and config.schedule.deterministic:
+        raise ConfigError(
+            "engine.join: hosts that come and go are not covered by schedule.deterministic=true; leave one of them out"
         )
 
 

@@ -116,6 +116,7 @@ def test_what_does_not_fit_is_one_line_that_says_what_would() -> None:
         (["plan", "--model", "qwen2.5-7b", "--gpus", "8", "--answer", "fixed:99999"], "has 32768 positions"),
         ([*SIMULATE, "--answer", "fixed:9999"], "generator.max_new_tokens=256"),
         (["simulate", "model.path=no/folder"], "name the model's shape with --model"),
+        (["simulate", "generator.replicas=0", "engine.join=127.0.0.1:5"], "0 generators cannot be simulated"),
         ([*SIMULATE, "--timeline", "/no/such/folder/t.json"], "cannot be written"),
     ],
 )
