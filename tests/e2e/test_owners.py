@@ -153,7 +153,9 @@ class Interrupting(Meddler):
 def interrupted(folder: Path, times: int) -> Summary:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return Job(inline(), builders={"trainer": lambda context: Interrupting(build_trainer(context), times)}).run(folder)
+        return Job(inline(), builders={"trainer": lambda context: Interrupting(build_trainer(context), times)}).run(
+            folder
+        )
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -139,7 +139,9 @@ def misbehaving_reward(context: BuildContext) -> Executor:
 
 def misbehaving_trainer(context: BuildContext) -> Executor:
     """A trainer that misbehaves at its second update at the earliest, so that there is something to lose."""
-    return _misbehaving(context, build_trainer, lambda message: isinstance(message, WorkOnBatch) and message.update == 1)
+    return _misbehaving(
+        context, build_trainer, lambda message: isinstance(message, WorkOnBatch) and message.update == 1
+    )
 
 
 class LeaseKeeper:

@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 
 from llamarl.config import TrainerConfig
 from llamarl.errors import ConfigError
+from llamarl.model.gpu_paths import Backend, compile_backend, on_gpu
 
 _EPSILON = 1e-8
 _ALIGNED = 64  # bytes
@@ -136,7 +137,7 @@ class AdamW:
                 [slot.state["exp_avg_sq"] for slot in group],
                 [],
                 list(torch.full((len(group),), self.num_steps - 1.0, device=slots[0].local.device).unbind()),
-                fused=slots[0].local.is_cuda,
+                fused=on_gpu(slots[0].local),
                 amsgrad=False,
                 beta1=self._betas[0],
                 beta2=self._betas[1],
@@ -147,7 +148,7 @@ class AdamW:
             )
 
     def _step_split(self, slot: Slot, grad: Tensor, numbers: Tensor, scale: Tensor, sound: Tensor) -> None:
-        step = _compiled(_split_step) if self._compiled else _split_step
+        step = _compiled(_split_step, compile_backend()) if self._compiled else _split_step
         step(
             slot.local.view(torch.int16).view(-1),
             slot.state["low"].view(-1),
@@ -235,8 +236,8 @@ def _split_step(
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+def _compiled(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, backend=backend)
 
 
 def host_state(slots: Sequence[Slot]) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:

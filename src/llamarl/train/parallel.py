@@ -6,6 +6,7 @@ No module is wrapped, so parameters keep their Hugging Face names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llamarl.families.family import ROWS, ParameterSpec
 from llamarl.families.parameters import family_of, parameters
+from llamarl.model.gpu_paths import compile_backend, mark_dynamic
 from llamarl.model.ops import Rope
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
@@ -44,10 +46,14 @@ def parallelize(
     """Shards `model` over the mesh. Its parameters may still be on the meta device."""
     if mesh.tensor > 1:
         _tensor_parallel(model, mesh)
-    if recompute != "none":
+    # torch 2.13 compiles no block of DTensors that is computed again inside its graph.
+    outside = compiled and recompute == "full" and mesh.tensor > 1
+    if recompute != "none" and not outside:
         _recompute(model, recompute)
     if compiled:
         _compile(model)
+    if outside:
+        _recompute_compiled(model)
     if mesh.data > 1:
         _fsdp(model, mesh, compute_dtype)
 
@@ -97,6 +103,12 @@ def _forward_again(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return out
 
 
+def _recompute_compiled(model: Transformer) -> None:
+    block: Any
+    for block in model.model.layers:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
 def _compile(model: Transformer) -> None:
     """Compiles block by block, so that all blocks share one graph and FSDP's hooks stay outside of it. Packs have a few dozen
     shapes at most; beyond its limit torch would silently stop compiling."""
@@ -106,7 +118,7 @@ def _compile(model: Transformer) -> None:
         block.self_attn.layer = (
             0  # the trainer's attention ignores the layer; different numbers would make different graphs
         )
-        block.forward = _for_any_length(torch.compile(block.forward))
+        block.forward = _for_any_length(torch.compile(block.forward, backend=compile_backend()))
 
 
 def _for_any_length(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -114,7 +126,7 @@ def _for_any_length(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def call(x_RTC: Tensor, rope: Rope, *args: Any, **kwargs: Any) -> Tensor:
         for tensor in (x_RTC, *rope):
-            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            mark_dynamic(tensor, 1)
         return forward(x_RTC, rope, *args, **kwargs)
 
     return call

@@ -109,10 +109,16 @@ def random_policy(shape: ModelSpec, computing: ComputeSettings, *, seed: int = 0
 
 def sharded_model(shape: ModelSpec, computing: ComputeSettings) -> Transformer:
     """The model with uninitialized memory for this rank's shards."""
-    model = meta_model(shape).to(parameter_dtype(computing))
-    parallelize_for(model, computing)
+    model = meta_shards(shape, computing)
     model.to_empty(device=computing.device)
     tie_head(model)
+    return model
+
+
+def meta_shards(shape: ModelSpec, computing: ComputeSettings) -> Transformer:
+    """The model, parallelized, with this rank's shards on the meta device, without memory."""
+    model = meta_model(shape).to(parameter_dtype(computing))
+    parallelize_for(model, computing)
     return model
 
 
