@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from llamarl.controller.default_line import GENERATOR_AHEAD
 from llamarl.plan.generator import Replica
-from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, sync_s, weight_bytes, wire
+from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, sync_s, weight_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.workload import Question
 
@@ -120,11 +120,8 @@ class Space:
 
     def _generators(self, tp: int, replicas: float, precision: str, slots: int) -> Generators:
         question, work = self.question, self.question.work
-        shape = question.shape
-        replica = Replica(shape, question.gpu, precision, tp, slots, work.prompt, work.longest_document)
-        cached = slots * (work.prompt / work.samples + work.answers.mean_under_way)
-        memory = generator_bytes(shape, precision, tp, cached) + WORKSPACE_BYTES
-        return Generators(replica, replicas, memory)
+        replica = Replica(question.shape, question.gpu, precision, tp, slots, work.prompt, work.longest_document)
+        return Generators(replica, replicas, replica.memory_bytes(replica.cached_tokens(work.samples, work.answers)))
 
     def least_generator_bytes(self, gpus: int) -> float:
         """Least memory per rank of a generator with room for one group."""

@@ -28,6 +28,7 @@ def fused_backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor], **optio
         bw_compiler=_compile,
         decompositions=select_decomp_table,
         partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+        keep_inference_input_mutations=True,
     )(graph, inputs)
     return compiled
 

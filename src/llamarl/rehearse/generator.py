@@ -48,8 +48,8 @@ def rehearse_generator(replica: Replica, rank: int, *, cached_tokens: float, sam
     """Memory of one rank with all slots busy, and with pages for as many tokens as the plan reckons with."""
     part = TensorRank(rank, replica.tp)
     part.check(replica.shape)
-    owners: dict[Callable[..., Any], str] = {PagedCache.__init__: "KV cache", SlotState.__init__: "workspace"}
-    tracker = MemoryTracker("workspace", twins=TWINS, owners=owners)
+    owners: dict[Callable[..., Any], str] = {PagedCache.__init__: "KV cache", SlotState.__init__: "activations"}
+    tracker = MemoryTracker("activations", twins=TWINS, owners=owners)
     with fake_ranks(rank, replica.tp), fake_memory(tracker):
         with tracker.kind("weights"):
             decoder = _build(replica, part, cached_tokens)
@@ -59,7 +59,7 @@ def rehearse_generator(replica: Replica, rank: int, *, cached_tokens: float, sam
         for ordinal in range(min(PREFILL_ROWS, -(-replica.slots // samples))):
             decoder.add(_group(ordinal, replica, samples))
         decoder.launch()
-    return RankMemory(rank, dict(tracker.at_peak), float(tracker.peak), building_bytes)
+    return RankMemory(rank, dict(tracker.at_peak), building_bytes)
 
 
 def _build(replica: Replica, part: TensorRank, cached_tokens: float) -> ContinuousDecoder:

@@ -26,17 +26,8 @@ from torch.utils._pytree import tree_leaves
 _SMALL_BYTES = 1 << 16  # smaller results are counted wherever they are made
 _FSDP = "torch.distributed.fsdp."
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "var_mean", "prod", "any", "all"}
-_MADE_IN_PLACE = {
-    "full",
-    "iota",
-    "arange",
-    "scalar_tensor",
-    "convert_element_type",
-    "empty",
-    "zeros",
-    "ones",
-    "full_like",
-}
+_FUSED_TOO = {"full", "full_like", "iota", "arange", "scalar_tensor", "empty", "zeros", "ones"}
+_FUSED_TOO |= {"convert_element_type", "copy", "copy_", "clone", "cat", "gather", "select_scatter"}
 
 
 @dataclass
@@ -68,13 +59,15 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         twins: Iterable[Callable[..., Any]] = (),
         owners: Mapping[Callable[..., Any], str] = MappingProxyType({}),
+        apart: str = "",
     ) -> None:
         """`kind`: of everything that nobody says otherwise about. `twins`: plain functions that stand for one kernel each on
-        a GPU. `owners`: functions, and the kind of all memory that they make."""
+        a GPU. `owners`: functions, and the kind of all memory that they make. `apart`: a kind that the peak leaves out."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._twins: dict[CodeType, str] = {twin.__code__: twin.__qualname__ for twin in twins}
         self._blocks: dict[int, _Block] = {}
         self._kind, self._calls = kind, 0
+        self._apart = apart
         self._owners = {owner.__code__: kind for owner, kind in owners.items()}
         self._graph: GraphRun | None = None
         self.now: Counter[str] = Counter()  # bytes by kind
@@ -117,14 +110,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor):
                 self._store(_local(tensor))
 
-    def relabel(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Counts these tensors as another kind from now on."""
-        for tensor in tensors:
-            block = self._blocks.get(_local(tensor).untyped_storage()._cdata)
-            if block is not None and block.fused is None:
-                self._add(block, -block.num_bytes)
-                block.kind = kind
-                self._add(block, block.num_bytes)
+    def relabel(self, tensor: Tensor, kind: str) -> None:
+        """Counts a tensor as another kind from now on."""
+        block = self._blocks.get(_local(tensor).untyped_storage()._cdata)
+        if block is not None and block.fused is None:
+            self._add(block, -block.num_bytes)
+            block.kind = kind
+            self._add(block, block.num_bytes)
 
     def forget_peak(self) -> None:
         """Begins a new peak, at what is held now."""
@@ -228,6 +220,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, block: _Block, num_bytes: int) -> None:
         self.now[block.kind] += num_bytes
+        if block.kind == self._apart:
+            return
         self.total += num_bytes
         if self._graph is not None:
             self._graph.spike_bytes = max(self._graph.spike_bytes, self.total - self._graph.before_bytes)
@@ -244,4 +238,4 @@ def _is_fusible(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload):
         return False
     name = func._schema.name.partition("::")[2]
-    return torch.Tag.pointwise in func.tags or name in _REDUCTIONS or name in _MADE_IN_PLACE
+    return torch.Tag.pointwise in func.tags or name in _REDUCTIONS or name in _FUSED_TOO

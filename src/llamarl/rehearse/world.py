@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,12 +22,18 @@ def fake_ranks(rank: int, count: int) -> Iterator[None]:
     """This process as one of `count` ranks, the others of which are not there. It runs the code of a GPU."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    log = logging.getLogger("torch.distributed.device_mesh")  # it warns of a second world in one process
+    level = log.level
+    log.setLevel(logging.ERROR)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
     try:
-        with rehearsing(fused_backend):
+        # Sizes must be known: torch 2.13 cannot trace DTensors of unknown ones.
+        with rehearsing(fused_backend), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             yield
     finally:
+        torch._dynamo.reset()
         dist.destroy_process_group()
+        log.setLevel(level)
 
 
 @contextmanager

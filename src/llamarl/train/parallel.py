@@ -6,13 +6,11 @@ No module is wrapped, so parameters keep their Hugging Face names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -22,7 +20,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
 
 from llamarl.families.family import ROWS, ParameterSpec
 from llamarl.families.parameters import family_of, parameters
@@ -31,6 +28,7 @@ from llamarl.model.ops import Rope
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
 from llamarl.train.mesh import TrainerMesh
+from llamarl.train.recompute import recompute_from_parts, recompute_inside
 
 _MAX_GRAPHS = 64
 
@@ -46,14 +44,13 @@ def parallelize(
     """Shards `model` over the mesh. Its parameters may still be on the meta device."""
     if mesh.tensor > 1:
         _tensor_parallel(model, mesh)
-    # torch 2.13 compiles no block of DTensors that is computed again inside its graph.
-    outside = compiled and recompute == "full" and mesh.tensor > 1
-    if recompute != "none" and not outside:
-        _recompute(model, recompute)
+    from_parts = recompute == "full" and mesh.tensor > 1
+    if recompute != "none" and not from_parts:
+        recompute_inside(model, recompute)
     if compiled:
         _compile(model)
-    if outside:
-        _recompute_compiled(model)
+    if from_parts:
+        recompute_from_parts(model, mesh)  # outside the graph: torch 2.13 cannot compile this of DTensors
     if mesh.data > 1:
         _fsdp(model, mesh, compute_dtype)
 
@@ -89,24 +86,6 @@ def tie_head(model: Transformer) -> None:
     """Ties the head again, after parameters were replaced one by one."""
     if model.shape.tied_head:
         model.lm_head.weight = model.model.embed_tokens.weight
-
-
-def _recompute(model: Transformer, what: str) -> None:
-    """Recomputes activations of MLPs, which have most of them and are cheap to compute again, or of whole blocks."""
-    for block in model.model.layers:
-        module: Any = block.mlp if what == "selective" else block
-        module.forward = MethodType(_forward_again, module)
-
-
-def _forward_again(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    out: Tensor = checkpoint(type(module).forward, module, *args, use_reentrant=False, **kwargs)
-    return out
-
-
-def _recompute_compiled(model: Transformer) -> None:
-    block: Any
-    for block in model.model.layers:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _compile(model: Transformer) -> None:
