@@ -60,6 +60,10 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    def splits_over(self, ranks: int) -> bool:
+        """Whether tensor-parallel ranks can share its heads and the inner width of its MLPs evenly."""
+        return not (self.num_kv_heads % ranks or self.num_heads % ranks or self.intermediate_size % ranks)
+
 
 _LLAMA_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 _LLAMA_3_2 = replace(_LLAMA_3_1, factor=32.0)
@@ -115,37 +119,79 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> Mod
     )
 
 
-SHAPES: dict[str, ModelSpec] = {
-    "smollm2-135m": ModelSpec(
+def _mistral(hidden: int, ffn: int, layers: int, *, vocab: int, positions: int, theta: float) -> ModelSpec:
+    return ModelSpec(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=positions,
+        rope_theta=theta,
+    )
+
+
+def _smollm2(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, theta: float) -> ModelSpec:
+    return ModelSpec(
         vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=64,
         max_positions=8192,
-        rope_theta=100_000.0,
+        rope_theta=theta,
         tied_head=True,
-    ),
+    )
+
+
+# Sizes as in each model's own config.json; Qwen2.5 and Qwen3 as in that of the chat model.
+SHAPES: dict[str, ModelSpec] = {
+    "smollm2-135m": _smollm2(576, 1536, 30, 9, 3, theta=100_000.0),
+    "smollm2-360m": _smollm2(960, 2560, 32, 15, 5, theta=100_000.0),
+    "smollm2-1.7b": _smollm2(2048, 8192, 24, 32, 32, theta=130_000.0),
     "llama-3.2-1b": _llama3(2048, 8192, 16, 32, head_dim=64, small=True),
     "llama-3.2-3b": _llama3(3072, 8192, 28, 24, small=True),
     "llama-3.1-8b": _llama3(4096, 14_336, 32, 32),
     "llama-3.1-70b": _llama3(8192, 28_672, 80, 64),
+    "llama-3.3-70b": _llama3(8192, 28_672, 80, 64),
     "llama-3.1-405b": _llama3(16_384, 53_248, 126, 128),
     "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, vocab=151_936, tied=True),
     "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, vocab=151_936, tied=True),
+    "qwen2.5-3b": _qwen2(2048, 11_008, 36, 16, 2, vocab=151_936, tied=True),
     "qwen2.5-7b": _qwen2(3584, 18_944, 28, 28, 4, vocab=152_064, tied=False),
+    "qwen2.5-14b": _qwen2(5120, 13_824, 48, 40, 8, vocab=152_064, tied=False),
+    "qwen2.5-32b": _qwen2(5120, 27_648, 64, 40, 8, vocab=152_064, tied=False),
+    "qwen2.5-72b": _qwen2(8192, 29_568, 80, 64, 8, vocab=152_064, tied=False),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "qwen3-14b": _qwen3(5120, 17_408, 40, 40, tied=False),
+    "qwen3-32b": _qwen3(5120, 25_600, 64, 64, tied=False),
+    # Without its sliding window of 4,096 tokens, which no model here has.
+    "mistral-7b-v0.1": _mistral(4096, 14_336, 32, vocab=32_000, positions=32_768, theta=10_000.0),
+    "mistral-7b-v0.3": _mistral(4096, 14_336, 32, vocab=32_768, positions=32_768, theta=1_000_000.0),
+    "mistral-nemo-12b": _mistral(5120, 14_336, 40, vocab=131_072, positions=128_000, theta=1_000_000.0),
+    "mistral-small-24b": _mistral(5120, 32_768, 40, vocab=131_072, positions=32_768, theta=100_000_000.0),
 }
 
 
 def shape_named(name: str) -> ModelSpec:
-    try:
-        return SHAPES[name]
-    except KeyError:
-        near = difflib.get_close_matches(name, SHAPES, n=1)
-        hint = f"; did you mean '{near[0]}'? Known" if near else "; known"
-        raise InputError(f"--model: no model shape is named '{name}'{hint}: {', '.join(SHAPES)}") from None
+    """The spec of a well-known model; upper case and the organization before a slash do not matter."""
+    wanted = name.rpartition("/")[2].lower()
+    if wanted in SHAPES:
+        return SHAPES[wanted]
+    raise InputError(f"--model: no model shape is named '{name}'; {_known_names(wanted)}")
+
+
+def _known_names(wanted: str) -> str:
+    """The names nearest to a wrong one, or all of them if none is near."""
+    near = difflib.get_close_matches(wanted, SHAPES, n=4, cutoff=0.5)
+    if not near:
+        return f"known: {', '.join(SHAPES)}"
+    others = f" Near it: {', '.join(near[1:])}" if near[1:] else ""
+    return f"did you mean '{near[0]}'?{others}"

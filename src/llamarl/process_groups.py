@@ -30,10 +30,20 @@ def store_in(fd: int, num_ranks: int) -> Store:
     return FileStore(f"/proc/self/fd/{fd}", num_ranks)
 
 
-def join_group(store: Callable[[], Store], rank: int, num_ranks: int, interface: str) -> None:
-    """Make this process a rank of the default group; with one rank, a no-op."""
+def let_ranks_share_gpus() -> None:
+    """Make NCCL accept other ranks on this process's GPU. Each rank claims to be another host, so that NCCL takes its network
+    transport: correct, but far slower than GPUs of their own. Call it before the first group is formed."""
+    os.environ["NCCL_HOSTID"] = f"{os.uname().nodename}-{os.getpid()}"
+
+
+def join_group(
+    store: Callable[[], Store], rank: int, num_ranks: int, interface: str, *, nccl_interface: str = ""
+) -> None:
+    """Make this process a rank of the default group; with one rank, a no-op. NCCL looks for its interface once in the life of
+    a process, so `nccl_interface` must serve every group that it will be in; empty: the same as for gloo."""
     if num_ranks > 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={nccl_interface or interface}"
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store(), rank=rank, world_size=num_ranks, timeout=NO_TIMEOUT)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers.killing import TINY
 from helpers.models import SHAPE, lively_model
+from helpers.ranks import run_ranks
 from helpers.tensor_rank import decode
 
 from llamarl import Job
@@ -21,21 +19,11 @@ from llamarl.errors import ConfigError
 from llamarl.generate.parallel import TensorRank
 from llamarl.model.checkpoint import save_model
 
-TESTS = Path(__file__).parents[1]
-
 
 def test_two_ranks_sample_what_one_samples(tmp_path: Path) -> None:
     """A vocabulary of 23 over two ranks, pages so few that sequences are paused."""
     save_model(lively_model(), tmp_path / "model")
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "helpers.tensor_rank"]
-    processes = [
-        subprocess.Popen([*command, str(rank), "2", str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 0, said
+    run_ranks("helpers.tensor_rank", 2, str(tmp_path))
     alone = decode(tmp_path / "model", TensorRank())
     for rank in range(2):
         found = json.loads((tmp_path / f"found-{rank}.json").read_text())

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.models import SHAPE, lively_model
+from helpers.ranks import run_ranks
 from helpers.trainer_rank import DOCUMENTS, make_learner, sequence_loss, train, whole_masters
 from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
 from msgspec.structs import replace
@@ -21,26 +19,13 @@ from llamarl.model.checkpoint import save_model
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.state import refuse_other_mesh
 
-PROGRAM = Path(__file__).parents[1] / "helpers" / "trainer_rank.py"
 TIED = replace(SHAPE, tied_head=True, qk_norm=True)
 MESHES = {"fsdp=4": (4, 1), "tp=2": (1, 2), "fsdp=2,tp=2": (2, 2)}
 Found = dict[str, dict[str, Tensor]]
 
 
-def run_ranks(tasks: str, data: int, tensor: int, folder: Path) -> Found:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), tasks, str(rank), str(data), str(tensor), str(folder)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(data * tensor)
-    ]
-    for rank in ranks:
-        _, err = rank.communicate(timeout=200)
-        assert rank.returncode == 0, err
+def run_trainer(tasks: str, data: int, tensor: int, folder: Path) -> Found:
+    run_ranks("helpers.trainer_rank", data * tensor, str(data), tasks, str(folder))
     return {task: load_file(folder / task) for task in tasks.split(",")}
 
 
@@ -49,7 +34,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("ranks")
     save_model(lively_model(), folder / "model")
     data, tensor = request.param
-    found = run_ranks("gradients,sequence_loss,updates,narrow", data, tensor, folder)
+    found = run_trainer("gradients,sequence_loss,updates,narrow", data, tensor, folder)
     return {**found, "mesh": {"size": torch.tensor([data, tensor])}}
 
 
@@ -128,7 +113,7 @@ def test_narrow_passes_keep_fp32_masters(found: Found, model: Path) -> None:
 
 def test_tied_heads_and_head_norms_survive_tensor_parallelism(tmp_path: Path) -> None:
     save_model(lively_model(shape=TIED), tmp_path / "model")
-    gradients = named(run_ranks("gradients", 2, 2, tmp_path)["gradients"], "several/")
+    gradients = named(run_trainer("gradients", 2, 2, tmp_path)["gradients"], "several/")
     loss, expected = naive_gradients(lively_model(shape=TIED), make_test_documents(DOCUMENTS))
     assert gradients.pop("loss").item() == pytest.approx(loss, abs=1e-5)
     assert_same_gradients(gradients, expected)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed import FileStore
 
 from helpers.groups import prompt_group
-from helpers.ranks import leave_group
+from helpers.ranks import DEVICE, join_in, leave_group
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.model.checkpoint import load_model
@@ -31,9 +28,9 @@ def groups() -> list[PromptGroup]:
 
 
 def decode(
-    folder: Path, part: TensorRank, precision: Precision = AS_THE_MODEL
+    folder: Path, part: TensorRank, precision: Precision = AS_THE_MODEL, device: torch.device = DEVICE
 ) -> dict[str, list[tuple[list[int], list[float]]]]:
-    model = load_model(folder, box_of=part.box)
+    model = load_model(folder, device=device, box_of=part.box)
     split_over_ranks(model, part)
     limits = Limits(slots=SLOTS, max_prompt_tokens=16, max_new_tokens=NEW, page_tokens=4, num_pages=24)
     decoder = ContinuousDecoder(model, limits, eos_ids=(0,), seed=3, tensor_ranks=part.count, precision=precision)
@@ -52,9 +49,7 @@ def decode(
 
 def main() -> None:
     rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    store = FileStore(str(folder / "rendezvous"), count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
+    join_in(folder, rank, count)
     quantized = Precision(weights="fp8", kv_cache="fp8")
     for name, precision in (("found", AS_THE_MODEL), ("quantized", quantized)):
         found = decode(folder / "model", TensorRank(rank, count), precision)

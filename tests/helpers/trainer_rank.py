@@ -1,11 +1,10 @@
-"""One rank of a trainer, as a program: `python trainer_rank.py TASK RANK DATA TENSOR FOLDER`.
+"""One rank of a trainer, as a program: `python -m helpers.trainer_rank RANK COUNT DATA TASKS FOLDER`.
 
 Ranks rendezvous through a file in FOLDER and communicate over loopback. Rank 0 writes its results to FOLDER as safetensors.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed import FileStore
 
 from helpers.layouts import part
-from helpers.ranks import leave_group
-from helpers.training import CPU, make_test_documents
+from helpers.ranks import DEVICE, join_in, leave_group
+from helpers.training import make_test_documents
 from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.model.training_state import POLICY
@@ -33,8 +31,14 @@ DOCUMENTS = 13
 UPDATES = 3
 
 
-def make_learner(folder: Path, mesh: TrainerMesh, dtype: torch.dtype = torch.float32, **how: object) -> Learner:
-    policy = load_policy(folder, ComputeSettings(CPU, dtype, mesh, **how))  # type: ignore[arg-type]
+def make_learner(
+    folder: Path,
+    mesh: TrainerMesh,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = DEVICE,
+    **how: object,
+) -> Learner:
+    policy = load_policy(folder, ComputeSettings(device, dtype, mesh, **how))  # type: ignore[arg-type]
     settings = TrainerConfig(lr=1e-2, warmup_updates=0, max_grad_norm=0.5)
     learner = Learner(policy, aipo_loss, settings=settings, algo=AlgoConfig(), updates=10)
     load_masters(policy.model, learner.optimizer, folder)
@@ -66,7 +70,7 @@ def gradients(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     documents, found = make_test_documents(DOCUMENTS), dict[str, Tensor]()
     cases: dict[str, dict[str, object]] = {"one": {}, "several": {"tokens_per_pack": 24}, "full": {"recompute": "full"}}
     for case, how in cases.items():
-        learner = make_learner(folder / "model", mesh, torch.float32, **how)
+        learner = make_learner(folder / "model", mesh, torch.float32, DEVICE, **how)
         seen = learner.accumulate(documents)
         found |= {f"{case}/{name}": grad for name, grad in whole_gradients(learner).items()}
         found[f"{case}/loss"] = torch.tensor([seen.loss()])
@@ -79,7 +83,7 @@ def gradients(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
 
 def sequence_loss(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """A loss over whole sequences, with all optional terms."""
-    policy = load_policy(folder / "model", ComputeSettings(CPU, torch.float32, mesh, temperature=0.7))
+    policy = load_policy(folder / "model", ComputeSettings(DEVICE, torch.float32, mesh, temperature=0.7))
     algo = AlgoConfig(loss="gspo", gspo_low=0.5, gspo_high=0.5, entropy=0.1, reference_kl=0.2)
     learner = Learner(policy, gspo_loss, settings=TrainerConfig(), algo=algo, updates=10)
     documents = [
@@ -131,12 +135,10 @@ TASKS = {"gradients": gradients, "sequence_loss": sequence_loss, "updates": upda
 
 
 def main() -> None:
-    tasks, rank, data, tensor, folder = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5])
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = FileStore(str(folder / "rendezvous"), data * tensor)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=data * tensor)
-    mesh = make_mesh(data, tensor, rank, CPU)
+    rank, count, data = map(int, sys.argv[1:4])
+    tasks, folder = sys.argv[4], Path(sys.argv[5])
+    join_in(folder, rank, count)
+    mesh = make_mesh(data, count // data, rank, DEVICE)
     for task in tasks.split(","):
         found = TASKS[task](mesh, folder)
         if rank == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llamarl.builders.devices import device_of, dtype_of
+from llamarl.builders.devices import check_gpus, device_of, dtype_of
 from llamarl.config import Config, ReferenceConfig, TrainerConfig
 from llamarl.errors import ConfigError, ModelError
 from llamarl.model.checkpoint import check_headers
@@ -31,7 +31,7 @@ def compute_settings(config: Config, device: torch.device, mesh: TrainerMesh) ->
 def check_training(config: Config) -> None:
     """Refuse what a user can get wrong about the ranks of trainer and reference, before anything starts."""
     shape = read_shape(config.model_folder)
-    _check_ranks("trainer", config.trainer, shape)
+    _check_ranks("trainer", config.trainer, shape, config)
     if config.algo.reference_kl > 0:
         try:
             reference = check_headers(config.reference_folder)
@@ -42,14 +42,10 @@ def check_training(config: Config) -> None:
                 f"reference.model: has {reference.vocab_size} tokens, the policy {shape.vocab_size}; "
                 "a reference must judge the same tokens"
             )
-        _check_ranks("reference", config.reference, reference)
+        _check_ranks("reference", config.reference, reference, config)
 
 
-def _check_ranks(section: str, settings: TrainerConfig | ReferenceConfig, shape: ModelSpec) -> None:
+def _check_ranks(section: str, settings: TrainerConfig | ReferenceConfig, shape: ModelSpec, config: Config) -> None:
     check_tensor_parallel(shape, settings.tensor, f"{section}.tensor")
     device = device_of(f"{section}.device", settings.device)
-    if device.type == "cuda" and settings.ranks > torch.cuda.device_count():
-        raise ConfigError(
-            f"{section}.data: {settings.data} * {settings.tensor} ranks need as many CUDA devices; "
-            f"there are {torch.cuda.device_count()}"
-        )
+    check_gpus(f"{section}.data: {settings.data} * {settings.tensor}", settings.ranks, device, config)

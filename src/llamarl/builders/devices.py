@@ -30,6 +30,16 @@ def dtype_of(setting: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def check_gpus(what: str, num_ranks: int, device: torch.device, config: Config) -> None:
+    """Refuse an executor of more ranks than there are GPUs, unless they may share one: NCCL would."""
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and num_ranks > count and not config.engine.share_gpus:
+        raise ConfigError(
+            f"{what} ranks need as many CUDA devices; there are {count} "
+            "(engine.share_gpus=true lets ranks share one: correct, but slow)"
+        )
+
+
 def gpu_for(context: BuildContext) -> int:
     """The number of the GPU that this rank takes on its host, if its setting says `auto`."""
     if context.gpu is not None:

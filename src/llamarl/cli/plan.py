@@ -10,12 +10,15 @@ import msgspec
 import typer
 
 from llamarl.errors import ConfigError, InputError
+from llamarl.model_spec import SHAPES
 
 if TYPE_CHECKING:
     from llamarl.observe.timeline import Timeline
     from llamarl.plan.report import Rehearsed
     from llamarl.plan.workload import Question
     from llamarl.rehearse.memory import RoleMemory
+
+MODEL_HELP = f"a model folder, a config.json, or one of: {', '.join(SHAPES)}"
 
 GpuOption = Annotated[
     str, typer.Option(metavar="NAME", help="a100, h100, h200, b200, l40s, or a .json file of `bench --calibrate`")
@@ -34,7 +37,7 @@ PromptOption = Annotated[int, typer.Option(min=0, help="tokens of a prompt; 0: a
 
 
 def plan_command(
-    model: Annotated[str, typer.Option(metavar="SHAPE", help="a model shape by name, such as llama-3.1-70b")],
+    model: Annotated[str, typer.Option(metavar="NAME", help=MODEL_HELP)],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs in all")],
     gpu: GpuOption = "h100",
     groups: Annotated[int, typer.Option(min=1, help="prompts of one update")] = 256,
@@ -45,7 +48,10 @@ def plan_command(
     max_staleness: Annotated[int, typer.Option(min=1, help="versions a trained group may lag behind")] = 1,
     precision: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="precision of the generators: bf16 or fp8; may be given twice"),
+        typer.Option(
+            metavar="NAME",
+            help="of the generators: bf16 or fp8; may be given twice; without it: bf16, or fp8 where bf16 does not fit",
+        ),
     ] = None,
     base: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="a job whose other settings are kept")
@@ -57,12 +63,12 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Split GPUs between trainer and generators: the best synchronous and the best asynchronous plan, side by side."""
-    from llamarl.model_spec import shape_named
+    from llamarl.model.hf_config import find_shape
     from llamarl.plan.advice import why_nothing_fits
+    from llamarl.plan.fallback import async_plan, sync_plan, widened
     from llamarl.plan.gpus import gpu_named
     from llamarl.plan.lengths import Lengths
     from llamarl.plan.report import figures, table
-    from llamarl.plan.search import best_async, best_sync
     from llamarl.plan.workload import Question, Workload
     from llamarl.simulate.rehearse import rehearse
 
@@ -70,16 +76,17 @@ def plan_command(
     if unknown := [name for name in precision or [] if name not in settled.precisions]:
         raise InputError(f"--precision {unknown[0]}: {settled.name} has {', '.join(settled.precisions)}")
     question = Question(
-        shape=shape_named(model),
+        shape=find_shape(model),
         gpu=settled,
         gpus=gpus,
         work=Workload(groups=groups, samples=samples, prompt=prompt, answers=Lengths(answer), skipped=skipped),
         max_staleness=max_staleness,
         precisions=tuple(precision or ["fp32" if settled.is_cpu else "bf16"]),
+        fallbacks=() if precision or "fp8" not in settled.precisions else ("fp8",),
     )
-    plans = best_sync(question), best_async(question)
-    if plans == (None, None):
-        raise InputError(why_nothing_fits(question))
+    plans = sync_plan(question), async_plan(question)
+    if not any(plan and plan.can_be_built for plan in plans):
+        raise InputError(why_nothing_fits(widened(question)))
     sync, split = (rehearse(plan, question) if plan else None for plan in plans)
     gain = sync.step_s / split.step_s if sync and split else None
     text = job_text(model, base, split or sync, question)
@@ -130,7 +137,7 @@ def job_text(model: str, base: Path | None, rehearsed: Rehearsed | None, questio
     assert rehearsed is not None
     plan = rehearsed.plan
     settings = merged(
-        read_settings(base) if base else {"model": {"path": f"models/{model}"}}, job_settings(plan, question)
+        read_settings(base) if base else {"model": {"path": _folder(model)}}, job_settings(plan, question)
     )
     kind = "co-located" if plan.colocated else "split"
     head = f"{model} on {question.gpus} {question.gpu.name}, {kind}: about {rehearsed.step_s:.2f} s an update"
@@ -139,6 +146,13 @@ def job_text(model: str, base: Path | None, rehearsed: Rehearsed | None, questio
     except ConfigError as error:
         return f"# This plan cannot be run as a job yet: {error}\n{job_yaml(settings, head)}"
     return job_yaml(settings, head)
+
+
+def _folder(model: str) -> str:
+    """Folder of the model: the one given, or that of its config.json; for a name, the one that is named after it."""
+    if model.lower() in SHAPES or not Path(model).exists():
+        return f"models/{Path(model).name.lower()}"
+    return str(Path(model).parent if Path(model).is_file() else model)
 
 
 def _write(path: Path, text: str) -> None:
@@ -156,7 +170,7 @@ def simulate_command(
     gpu: GpuOption = "h100",
     gpus: Annotated[int, typer.Option(min=0, help="number of devices; 0: one per rank, or all cores")] = 0,
     model: Annotated[
-        str, typer.Option(metavar="SHAPE", help="a shape by name, if model.path is not on this machine")
+        str, typer.Option(metavar="NAME", help="as for `llamarl plan`, if model.path is not on this machine")
     ] = "",
     prompt: PromptOption = 0,
     answer: AnswerOption = "",

@@ -54,6 +54,14 @@ class EngineConfig(Section, frozen=True):
         ),
     ] = ""
 
+    share_gpus: Annotated[
+        bool,
+        Meta(
+            description="let several ranks of an executor share a GPU, to try layouts that need more GPUs than are here; "
+            "correct, but slower than one rank"
+        ),
+    ] = False
+
     @property
     def all_hosts(self) -> tuple[HostConfig, ...]:
         """`hosts`, with each plain address turned into a `HostConfig`."""

@@ -83,6 +83,6 @@ class RewardConfig(Section, frozen=True):
         if not all(math.isfinite(weight) for weight in self.combine.values()):
             raise ConfigError("reward.combine: weights must be finite numbers")
         if self.combine and self.scorer != "auto":
-            raise ConfigError("reward.scorer: cannot take effect with reward.combine; add it there with a weight")
+            raise ConfigError("reward.scorer: cannot take effect beside reward.combine; add it there with a weight")
         if not math.isfinite(self.timeout_s):
             raise ConfigError("reward.timeout_s: must be a finite number")

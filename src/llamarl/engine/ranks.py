@@ -19,8 +19,10 @@ class Ranks:
         self.rank, self.count = rank, count
 
     @classmethod
-    def join(cls, rank: int, count: int, store: Callable[[], Store], interface: str) -> Ranks:
-        join_group(store, rank, count, interface)
+    def join(
+        cls, rank: int, count: int, store: Callable[[], Store], interface: str, *, nccl_interface: str = ""
+    ) -> Ranks:
+        join_group(store, rank, count, interface, nccl_interface=nccl_interface)
         return cls(rank, count)
 
     def tell(self, message: Message | None) -> None:

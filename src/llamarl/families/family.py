@@ -12,6 +12,7 @@ from llamarl.model_spec import ModelSpec
 
 Kind = Literal["embedding", "norm", "head_norm", "bias", "attention_in", "attention_out", "mlp_in", "mlp_out", "head"]
 ROWS, COLUMNS = 0, 1
+FP8_TILE = 16  # sizes of a matrix that a GPU multiplies in fp8 are multiples of it
 _PRODUCTS = ("attention_in", "attention_out", "mlp_in", "mlp_out")
 
 

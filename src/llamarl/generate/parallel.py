@@ -19,7 +19,8 @@ from llamarl.families.parameters import embedding_of
 from llamarl.layout.boxes import Box
 from llamarl.layout.mesh import Mesh, box_on
 from llamarl.layout.model import placement_of
-from llamarl.model.transformer import MLP, Attention, ProductLinear, Transformer
+from llamarl.model.linear import ReplacedLinear
+from llamarl.model.transformer import MLP, Attention, Transformer
 from llamarl.model_spec import ModelSpec
 
 
@@ -42,7 +43,7 @@ class TensorRank:
         return box_on(self.rank, parameter.shape, placement_of(parameter), Mesh((("tp", self.count),)))
 
 
-class SummedLinear(ProductLinear):
+class SummedLinear(ReplacedLinear):
     """A linear layer whose columns are spread over ranks; the product is the sum over them."""
 
     def forward(self, x: Tensor) -> Tensor:

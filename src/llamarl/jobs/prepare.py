@@ -8,7 +8,7 @@ from typing import Any
 
 from llamarl.builders.compute import check_training
 from llamarl.builders.context import Builder
-from llamarl.builders.devices import describe_devices, device_of
+from llamarl.builders.devices import check_gpus, describe_devices, device_of
 from llamarl.builders.loss import check_loss
 from llamarl.builders.registry import builder_reference
 from llamarl.builders.reward_model import check_reward_model
@@ -58,7 +58,8 @@ def prepare_job(
     _check_builders(config, line, builders)
     check_engine(config.engine)
     tokenizer, model_notes = check_model(config)
-    device_of("generator.device", config.generator.device)
+    device, tensor = device_of("generator.device", config.generator.device), config.generator.tensor
+    check_gpus(f"generator.tensor: {tensor}", tensor, device, config)
     check_training(config)
     if config.reward_model.path:
         check_reward_model(config)

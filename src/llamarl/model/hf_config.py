@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from llamarl.errors import InputError, ModelError
 from llamarl.model.folders import no_config, no_folder
 from llamarl.model.hf_keys import HARMLESS, ONLY, ROPE_KEYS, is_off
-from llamarl.model_spec import ModelSpec, RopeScaling
+from llamarl.model_spec import SHAPES, ModelSpec, RopeScaling, shape_named
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -72,12 +72,26 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def read_shape(folder: Path) -> ModelSpec:
     """The spec that `folder/config.json` describes, or a `ModelError` that names what is not supported."""
-    path = config_path(folder)
+    return read_shape_file(config_path(folder))
+
+
+def read_shape_file(path: Path) -> ModelSpec:
+    """The spec that a `config.json` describes, whatever the file is called."""
     raw = read_json_object(path)
     try:
         return _shape_of(raw)
     except InputError as error:
         raise ModelError(f"{path}: {error}") from None
+
+
+def find_shape(model: str) -> ModelSpec:
+    """The spec of a well-known model by name, of a model folder, or of a `.json` file; a name goes before a folder."""
+    path = Path(model)
+    if model.lower() in SHAPES:
+        return shape_named(model)
+    if path.suffix == ".json":
+        return read_shape_file(path)
+    return read_shape(path) if path.is_dir() else shape_named(model)
 
 
 def read_classifier_shape(folder: Path) -> ModelSpec:

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from llamarl.errors import ConfigError
+from llamarl.families.family import FP8_TILE
+from llamarl.model.linear import JoinedLinear, ReplacedLinear
 from llamarl.model.ops import Residual, Stream, fused, silu_times
-from llamarl.model.transformer import MLP, Attention, Joined, ProductLinear, RMSNorm, Transformer
+from llamarl.model.transformer import MLP, Attention, RMSNorm, Transformer
 
 if TYPE_CHECKING:
     from llamarl.model import kernels
@@ -29,7 +31,6 @@ Quantization = Literal["none", "fp8", "int8"]
 FP8 = torch.float8_e4m3fn
 _LARGEST = {FP8: 448.0, torch.int8: 127.0}
 _SMALLEST_SCALE = 1e-12  # of a row of zeros
-_FP8_TILE = 16  # sizes of an fp8 product on a GPU are multiples of it
 
 
 Rows = tuple[Tensor, Tensor]  # quantized values, and a scale for every row
@@ -141,9 +142,9 @@ def _check(weight_NK: Tensor, kind: Quantization) -> None:
         return
     if weight_NK.dtype != torch.bfloat16:
         raise ConfigError(f"generator.quantize: {kind} on a GPU needs generator.dtype bfloat16")
-    if kind == "fp8" and any(size % _FP8_TILE for size in weight_NK.shape):
+    if kind == "fp8" and any(size % FP8_TILE for size in weight_NK.shape):
         raise ConfigError(
-            f"generator.quantize: fp8 products on a GPU need sizes that are multiples of {_FP8_TILE}; "
+            f"generator.quantize: fp8 products on a GPU need sizes that are multiples of {FP8_TILE}; "
             f"this model has one of {tuple(weight_NK.shape)}"
         )
 
@@ -169,7 +170,7 @@ def narrow_silu_times(gate_up: Tensor | kernels.Terms) -> Rows:
     return quantize_kernels.silu_rows(gate_up)
 
 
-class QuantizedLinear(ProductLinear):
+class QuantizedLinear(ReplacedLinear):
     def __init__(self, layer: nn.Linear, narrow: QuantizedWeight) -> None:
         super().__init__(layer)
         self.product, self.terms = narrow, narrow.terms
@@ -193,13 +194,13 @@ def _quantize_part(part: nn.Module, kind: Quantization, keep_wide: bool) -> Iter
     if not isinstance(part, Attention | MLP):
         return
     inputs, output = _names(part)
-    assert isinstance(part.fused, Joined), "fuse the model first"
+    assert isinstance(part.fused, JoinedLinear), "fuse the model first"
     part.fused = joined = QuantizedWeight(part.fused.weight, part.fused.bias, kind)
     if isinstance(part, MLP) and kind == "fp8":
         part.fused, part.activate = joined.unscaled, narrow_silu_times
     layer = getattr(part, output)
     narrow = QuantizedWeight(layer.weight, None, kind)
-    if isinstance(layer, ProductLinear):  # it is split over ranks and sums over them
+    if isinstance(layer, ReplacedLinear):  # it is split over ranks and sums over them
         layer.product = narrow
     else:
         setattr(part, output, QuantizedLinear(layer, narrow))

@@ -15,35 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from llamarl.model.linear import JoinedLinear, Product
 from llamarl.model.ops import Rope, Stream, add_projection, gated, rms_norm, rotate, scores, silu_times
 from llamarl.model_spec import ModelSpec
 
 # attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads for H query heads. Queries and keys are already
 # rotated to their positions, unless `attend.rotates` says that it does so itself.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Product = Callable[[Any], Tensor]  # x @ weight.t() + bias, in any way and for any form of x
-
-
-class Joined:
-    """Several layers that read the same input, as one product."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class ProductLinear(nn.Linear):
-    """Replaces a layer and keeps its parameter, but computes the product in another way."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__(1, 1, bias=False, device="meta")
-        self.weight = layer.weight
-        self.product: Product = Joined(layer.weight, None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
 
 
 class RMSNorm(nn.Module):
@@ -168,8 +146,8 @@ def fuse(model: Transformer) -> None:
             module.fused = _join([module.gate_proj, module.up_proj])
 
 
-def _join(layers: list[nn.Linear]) -> Joined:
-    return Joined(_join_named("weight", layers), None if layers[0].bias is None else _join_named("bias", layers))
+def _join(layers: list[nn.Linear]) -> JoinedLinear:
+    return JoinedLinear(_join_named("weight", layers), None if layers[0].bias is None else _join_named("bias", layers))
 
 
 def _join_named(name: str, layers: list[nn.Linear]) -> Tensor:

@@ -36,6 +36,7 @@ class StartRecord(Struct, frozen=True):
     llamarl: str  # version of LlamaRL
     config: dict[str, Any]
     code: dict[str, str]  # maps the path of each user file to its copy in `code/`
+    digest: str = ""  # of the config; empty in rows of earlier releases
 
 
 class Starts:
@@ -47,7 +48,9 @@ class Starts:
     def last(self) -> StartRecord | None:
         found = None
         for row in Rows(self._path, StartRecord):
-            with suppress(ConfigError):  # a row with bytes missing may still be JSON
+            if row.digest not in ("", _digest(row.config)):
+                continue  # a row with bytes missing may still be JSON, and even valid settings
+            with suppress(ConfigError):
                 parse_config(row.config)
                 found = row
         return found
@@ -56,7 +59,8 @@ class Starts:
         cut_rows(self._path, lambda row: True)  # removes an incomplete last line
         file = AppendFile(self._path)
         code = {str(path): self._copy(path) for path in own_files(config)}
-        file.append_json(StartRecord(run, version, at, llamarl.__version__, msgspec.to_builtins(config), code))
+        settings = msgspec.to_builtins(config)
+        file.append_json(StartRecord(run, version, at, llamarl.__version__, settings, code, _digest(settings)))
         file.close()
 
     def changed_files(self, config: Config) -> Iterator[str]:
@@ -72,6 +76,10 @@ class Starts:
         (self._folder / CODE).mkdir(exist_ok=True)
         (self._folder / CODE / name).write_bytes(path.read_bytes())
         return name
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(msgspec.json.encode(settings, order="sorted")).hexdigest()[:16]
 
 
 def own_files(config: Config) -> list[Path]:

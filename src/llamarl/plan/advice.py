@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from llamarl.plan.gpus import GIB, GPUS
 from llamarl.plan.search import Space
-from llamarl.plan.terms import WORKSPACE_BYTES
 from llamarl.plan.workload import Question
 
 _MORE = (2, 4, 8, 16, 32)
@@ -39,9 +38,8 @@ def _needs(question: Question) -> Iterator[tuple[float, float]]:
 
 
 def _fits(question: Question) -> bool:
-    (train, generate), *split = _needs(question)
-    room = question.memory_bytes
-    return train + generate - WORKSPACE_BYTES <= room or any(max(both) <= room for both in split)
+    space = Space(question)
+    return space.fits(space.least_sync_bytes()) or space.fits(space.least_async_bytes())
 
 
 def _what_would(question: Question) -> str:
@@ -56,7 +54,9 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
         for gpu in sorted(GPUS.values(), key=lambda one: one.memory_gib)
         if gpu.memory_gib > question.gpu.memory_gib and not question.gpu.is_cpu
     ]
-    wider = (
-        [("generators in bf16", replace(question, precisions=("bf16",)))] if "bf16" not in question.precisions else []
-    )
-    return [*wider, *more, *larger]
+    others = [
+        (f"generators in {name}", replace(question, precisions=(name,)))
+        for name in ("bf16", "fp8")
+        if name in question.gpu.precisions and name not in question.precisions
+    ]
+    return [*others, *more, *larger]

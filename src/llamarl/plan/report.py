@@ -37,6 +37,7 @@ def figures(found: Rehearsed | None) -> dict[str, Any] | None:
         "limit": plan.limit,
         "one_more_gpu_s": found.one_more_s,
         "weights_s": found.weights_s,
+        "note": plan.note,
     }
 
 
@@ -75,7 +76,8 @@ def table(question: Question, plans: Sequence[tuple[str, Rehearsed | None]]) -> 
         f"{question.gpus} x {question.gpu.name} ({question.gpu.source}), {work.groups} x {work.samples} answers an update, "
         f"prompt {work.prompt}, answers {work.answers.spec} (mean {work.answers.mean:.0f})"
     )
-    return [title, *(f"  {label:<18}" + "".join(f"{cell:<40}" for cell in cells).rstrip() for label, cells in rows)]
+    cells = [f"  {label:<18}" + "".join(f"{cell:<40}" for cell in cells).rstrip() for label, cells in rows]
+    return [title, *cells, *(f"{name}: {found.plan.note}" for name, found in plans if found and found.plan.note)]
 
 
 def _column(found: Rehearsed) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -54,6 +55,13 @@ class Plan(Struct, frozen=True):
     max_staleness: int
     step_s: float
     limit: Limit
+    note: str = ""
+    """Why the generators are not of the kind that was asked for; empty if they are."""
+
+    @property
+    def can_be_built(self) -> bool:
+        """Whether builders accept the layout; one that copies key-value heads is only a baseline."""
+        return self.generators.replica.shape.splits_over(self.generators.replica.tp)
 
     @property
     def price(self) -> float:
@@ -109,14 +117,17 @@ class Space:
     def generators(self, gpus: int, max_staleness: int) -> Iterator[Generators]:
         """Yield every generator layout on `gpus` GPUs; never more slots than answers that can run at once."""
         question, work = self.question, self.question.work
-        for tp in question.tensor_sizes():
+        for tp in question.generator_sizes():
             replicas = gpus // tp
             if gpus % tp or replicas > (max_staleness + 1) * work.groups:
                 continue
             wanted = -(-(max_staleness + 1) * work.groups // replicas) * work.samples
-            for precision in question.precisions:
+            for precision in self._precisions(tp):
                 for slots in _slot_choices(wanted, work.samples):
                     yield self._generators(tp, replicas, precision, slots)
+
+    def _precisions(self, tp: int) -> list[str]:
+        return [name for name in self.question.precisions if self.question.can_hold(name, tp)]
 
     def _generators(self, tp: int, replicas: float, precision: str, slots: int) -> Generators:
         question, work = self.question, self.question.work
@@ -125,9 +136,20 @@ class Space:
 
     def least_generator_bytes(self, gpus: int) -> float:
         """Least memory per rank of a generator with room for one group."""
-        question, samples = self.question, self.question.work.samples
-        sizes = [tp for tp in question.tensor_sizes() if gpus % tp == 0]
-        return min(self._generators(tp, 1, name, samples).memory_bytes for tp in sizes for name in question.precisions)
+        samples, sizes = self.question.work.samples, [tp for tp in self.question.generator_sizes() if gpus % tp == 0]
+        options = (self._generators(tp, 1, name, samples) for tp in sizes for name in self._precisions(tp))
+        return min(one.memory_bytes for one in options)
+
+    def least_sync_bytes(self) -> float:
+        """Least memory of a GPU that a trainer and a generator share."""
+        gpus = self.question.gpus
+        return self.least_trainer_bytes(gpus) + self.least_generator_bytes(gpus) - WORKSPACE_BYTES
+
+    def least_async_bytes(self) -> float:
+        """Least memory of the fullest GPU over all splits."""
+        splits = ((count, self.question.gpus - count) for count in self.splits)
+        needs = (max(self.least_trainer_bytes(n), self.least_generator_bytes(m)) for n, m in splits)
+        return min(needs, default=inf)
 
     # Prices
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llamarl.errors import InputError
+from llamarl.families.family import COLUMNS, FP8_TILE, ROWS
+from llamarl.families.parameters import family_of
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import MEMORY_SHARE
 from llamarl.plan.trainer import UpdateLoad, packed
+
+TENSOR_SIZES = tuple(1 << power for power in range(11))
 
 
 class Workload(Struct, frozen=True, kw_only=True):
@@ -52,6 +57,10 @@ class Question(Struct, frozen=True, kw_only=True):
     work: Workload
     max_staleness: int = 1
     precisions: tuple[str, ...] = ("bf16",)  # allowed precisions of the generators' weights
+    fallbacks: tuple[str, ...] = ()  # precisions that are allowed too where those do not fit (fallback.py)
+    hosts: int = 1  # most hosts that one replica of the generator may span
+    copied_heads: bool = False
+    """Whether ranks of a replica may hold copies of a key-value head. No builder does that: such a plan is a baseline."""
 
     def __post_init__(self) -> None:
         if self.work.longest_document > self.shape.max_positions:
@@ -59,6 +68,8 @@ class Question(Struct, frozen=True, kw_only=True):
                 f"--answer: prompt and answer may take {self.work.longest_document} tokens, but the model has "
                 f"{self.shape.max_positions} positions"
             )
+        if not all(self.can_hold(name, 1) for name in self.precisions):
+            raise InputError(f"--precision fp8: the model has matrices whose sizes are no multiples of {FP8_TILE}")
 
     @property
     def memory_bytes(self) -> float:
@@ -67,10 +78,17 @@ class Question(Struct, frozen=True, kw_only=True):
 
     def tensor_sizes(self) -> Sequence[int]:
         """Tensor-parallel sizes that divide the model evenly and fit in a host."""
-        shape = self.shape
-        return [
-            size
-            for size in (1, 2, 4, 8, 16)
-            if size <= self.gpu.gpus_per_host
-            and not (shape.num_kv_heads % size or shape.num_heads % size or shape.intermediate_size % size)
-        ]
+        return [size for size in TENSOR_SIZES if size <= self.gpu.gpus_per_host and self.shape.splits_over(size)]
+
+    def generator_sizes(self) -> Sequence[int]:
+        """Tensor-parallel sizes of a generator, which may span several hosts."""
+        shape, most = self.shape, self.hosts * self.gpu.gpus_per_host
+        whole = replace(shape, num_kv_heads=shape.num_heads) if self.copied_heads else shape
+        return [size for size in TENSOR_SIZES if size <= most and whole.splits_over(size)]
+
+    def can_hold(self, precision: str, tp: int) -> bool:
+        """Whether a generator of `tp` ranks can hold its weights in this precision."""
+        if precision != "fp8":
+            return True
+        matrices = (matrix for matrix in family_of(self.shape).layer(self.shape) if matrix.is_product)
+        return not any(one.local_size(dim, tp) % FP8_TILE for one in matrices for dim in (ROWS, COLUMNS))

@@ -14,8 +14,8 @@ from llamarl.controller.ledger import Record
 from llamarl.controller.line import Line, executor_names
 from llamarl.errors import InputError
 from llamarl.families.parameters import num_parameters
-from llamarl.model.hf_config import read_shape
-from llamarl.model_spec import SHAPES, ModelSpec, shape_named
+from llamarl.model.hf_config import find_shape, read_shape
+from llamarl.model_spec import SHAPES, ModelSpec
 from llamarl.observe.timeline import Timeline
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GIB, Gpu
@@ -247,7 +247,7 @@ def shape_of_job(config: Config, name: str) -> ModelSpec:
     """The named shape, else that of the job's model folder, else the known shape that the folder is named after."""
     folder = config.model_folder
     if name:
-        return shape_named(name)
+        return find_shape(name)
     if (folder / "config.json").is_file():
         return read_shape(folder)
     if folder.name in SHAPES:

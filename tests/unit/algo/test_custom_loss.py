@@ -63,7 +63,7 @@ def test_what_a_loss_raises_later_is_the_users_own_failure(tmp_path: Path) -> No
     def loss(tokens, algo):  # type: ignore[no-untyped-def]
         raise KeyError("values")
 
-    with pytest.raises(OwnCodeFailed, match=r"failed: KeyError: 'values' \(.*test_own_loss\.py:\d+\)") as failed:
+    with pytest.raises(OwnCodeFailed, match=r"failed: KeyError: 'values' \(.*test_custom_loss\.py:\d+\)") as failed:
         guarded(loss)(None, AlgoConfig())  # type: ignore[arg-type]
     assert failed.value.exit_code == 3
     assert isinstance(failed.value.__cause__, KeyError)

@@ -10,6 +10,8 @@ import pytest
 from helpers.cli import llamarl
 
 from llamarl.config.file import load_config
+from llamarl.model.hf_config import write_config
+from llamarl.model_spec import SHAPES
 
 PLAN = [
     "plan",
@@ -154,3 +156,34 @@ def test_a_large_cluster_is_planned_in_seconds() -> None:
     done = llamarl("plan", "--model", "llama-3.1-405b", "--gpus", "1024", "--gpu", "h200", "--json")
     assert done.code == 0, done.err
     assert time.process_time() - started_s < 10
+
+
+def test_the_paper_s_own_case_works_as_typed() -> None:
+    done = llamarl("plan", "--model", "llama-3.1-405b", "--gpus", "1024", "--gpu", "h100")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert any(line.startswith("asynchronous: generators in fp8: bf16 inside a host would need") for line in lines)
+    (baseline,) = [line for line in lines if line.startswith("synchronous, co-located: generators in fp8 over ")]
+    assert "Only a baseline" in baseline
+    (gain,) = [line for line in lines if line.startswith("gain")]
+    assert float(gain.split()[1].rstrip("x")) > 1.2
+    assert "quantize: fp8" in done.out
+
+
+def test_a_model_may_be_a_folder_or_a_config_json(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    write_config(SHAPES["qwen2.5-0.5b"], folder)
+    rest = ["--gpus", "2", "--groups", "8", "--answer", "fixed:64"]
+    named = llamarl("plan", "--model", "qwen2.5-0.5b", *rest, "--json")
+    for model in (folder, folder / "config.json"):
+        assert llamarl("plan", "--model", model, *rest, "--json").out == named.out
+        assert f"path: {folder}\n" in llamarl("plan", "--model", model, *rest).out
+    assert "models/qwen2.5-0.5b" in llamarl("plan", "--model", "Qwen/Qwen2.5-0.5B", *rest).out
+    broken = llamarl("plan", "--model", tmp_path / "none.json", *rest)
+    assert (broken.code, broken.err.count("\n")) == (2, 1)
+
+
+def test_help_lists_the_known_models() -> None:
+    text = "".join(llamarl("plan", "--help").out.replace("│", " ").split())  # long lines are wrapped
+    assert all(name in text for name in SHAPES)

@@ -241,7 +241,8 @@ def test_a_trusted_scorer_that_raises_is_a_failure_with_its_traceback(file: Path
     outcome = judge.score("x", ROW)
     assert outcome.status == "error"
     assert (
-        outcome.reason.startswith("scorer failed: KeyError: 'nothing' (") and "test_own_scorers.py:" in outcome.reason
+        outcome.reason.startswith("scorer failed: KeyError: 'nothing' (")
+        and "test_custom_scorers.py:" in outcome.reason
     )
     assert 'raise KeyError("nothing")' in outcome.trace
     assert judge.take_counts().failures == 2

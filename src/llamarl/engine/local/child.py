@@ -24,7 +24,7 @@ from llamarl.engine.ranks import Ranks
 from llamarl.executors.executor import Executor
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.messages import Failed, Message, decode_message
-from llamarl.process_groups import LOOPBACK, store_in
+from llamarl.process_groups import LOOPBACK, let_ranks_share_gpus, store_in
 from llamarl.weights.slot_file import SlotFile
 
 _READ_BYTES = 1 << 20
@@ -86,6 +86,8 @@ def run_child(order: ForkRank, fds: list[int]) -> None:
     try:
         keep_freed_memory()
         torch.set_num_threads(order.threads)
+        if order.config.engine.share_gpus:
+            let_ranks_share_gpus()
         ranks = Ranks.join(order.rank, order.num_ranks, lambda: store_in(rendezvous_fd, order.num_ranks), LOOPBACK)
         rank_loop.run_rank(
             lambda: _build(order, SlotFile.by_role(order.slots, slot_fds), connection), connection, ranks

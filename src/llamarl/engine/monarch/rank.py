@@ -38,6 +38,7 @@ from llamarl.engine.rank_loop import ConnectionClosed
 from llamarl.engine.ranks import Ranks
 from llamarl.executors.executor import Executor
 from llamarl.messages import Failed, Message, decode_message
+from llamarl.process_groups import let_ranks_share_gpus
 from llamarl.weights.slot_file import SlotFile
 
 _RENDEZVOUS_S = 300.0
@@ -115,8 +116,14 @@ class RankActor(Actor):
             keep_freed_memory()
             torch.set_num_threads(spec.threads)
             rendezvous = f"{spec.executor}.{spec.incarnation}"
+            if spec.config.engine.share_gpus:
+                let_ranks_share_gpus()
             ranks = Ranks.join(
-                self._rank, spec.num_ranks, lambda: self._stores.store(rendezvous, _RENDEZVOUS_S), spec.interface
+                self._rank,
+                spec.num_ranks,
+                lambda: self._stores.store(rendezvous, _RENDEZVOUS_S),
+                spec.interface,
+                nccl_interface=spec.network if spec.num_writers else "",
             )
             rank_loop.run_rank(self._build, connection, ranks)
             connection.send_message(RankStopped())

@@ -1,0 +1,53 @@
+"""What is tried where nothing fits as asked: narrower weights, replicas over two hosts, and at last a mere baseline."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from llamarl.plan.gpus import GIB
+from llamarl.plan.search import Plan, Space, best_async, best_sync
+from llamarl.plan.workload import Question
+
+_HOSTS = 2  # hosts that a replica may span where a model does not fit otherwise
+
+
+def widened(question: Question) -> Question:
+    """The same question with all that may be tried: further precisions, and replicas over two hosts."""
+    further = tuple(name for name in question.fallbacks if question.can_hold(name, 1))
+    return replace(question, precisions=(*question.precisions, *further), fallbacks=(), hosts=_HOSTS)
+
+
+def sync_plan(question: Question) -> Plan | None:
+    """The best co-located plan: as asked, else widened, else a baseline that no builder accepts, over any hosts."""
+    if plan := best_sync(question):
+        return plan
+    least_bytes, wider = Space(question).least_sync_bytes(), widened(question)
+    if least_bytes <= question.memory_bytes:
+        return None  # memory is not what is missing
+    anyhow = replace(wider, hosts=-(-question.gpus // question.gpu.gpus_per_host), copied_heads=True)
+    plan = best_sync(wider) or best_sync(anyhow)
+    return replace(plan, note=_why(plan, question, least_bytes)) if plan else None
+
+
+def async_plan(question: Question) -> Plan | None:
+    """The best asynchronous plan: as asked, else widened."""
+    if plan := best_async(question):
+        return plan
+    least_bytes = Space(question).least_async_bytes()
+    plan = best_async(widened(question)) if least_bytes > question.memory_bytes else None
+    return replace(plan, note=_why(plan, question, least_bytes)) if plan else None
+
+
+def _why(plan: Plan, question: Question, least_bytes: float) -> str:
+    """What was chosen, and how much memory the question as asked would take."""
+    replica, beside = plan.generators.replica, " beside the trainer" if plan.colocated else ""
+    hosts = -(-replica.tp // question.gpu.gpus_per_host)
+    over = f" over {hosts} hosts" if hosts > 1 else ""
+    needs = f"{least_bytes / GIB:.0f} GiB of {question.memory_bytes / GIB:.0f}{beside}"
+    why = (
+        f"generators in {replica.precision}{over}: {' or '.join(question.precisions)} inside a host would need {needs}"
+    )
+    if plan.can_be_built:
+        return why
+    heads = replica.shape.num_kv_heads
+    return f"{why}. Only a baseline, which cannot be built: {replica.tp} ranks cannot share {heads} key-value heads"
