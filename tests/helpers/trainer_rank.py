@@ -20,6 +20,7 @@ from helpers.training import make_test_documents
 from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.model.training_state import POLICY
+from llamarl.train import parallel
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import TrainerMesh, make_mesh
@@ -131,7 +132,24 @@ def narrow(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     return whole_masters(learner)
 
 
-TASKS = {"gradients": gradients, "sequence_loss": sequence_loss, "updates": updates, "narrow": narrow}
+def compiled(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients of compiled blocks, over passes of several lengths. Their kernels are torch's own, which saves a minute."""
+    found = dict[str, Tensor]()
+    parallel.compile_backend = lambda: "aot_eager"  # type: ignore[attr-defined]
+    for recompute in ("none", "full"):
+        learner = make_learner(folder / "model", mesh, recompute=recompute, compiled=True, tokens_per_pack=48)
+        learner.accumulate(make_test_documents(DOCUMENTS))
+        found |= {f"{recompute}/{name}": grad for name, grad in whole_gradients(learner).items()}
+    return found
+
+
+TASKS = {
+    "gradients": gradients,
+    "sequence_loss": sequence_loss,
+    "updates": updates,
+    "narrow": narrow,
+    "compiled": compiled,
+}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llamarl.model.gpu_paths import mark_dynamic, on_gpu
+from llamarl.model.gpu_paths import on_gpu
 from llamarl.model.transformer import Attend
 from llamarl.train.fp16 import HalfFlash
 from llamarl.train.packing import Pack
@@ -53,7 +53,7 @@ class FlashDocuments:
         lengths = [*pack.lengths, width - sum(pack.lengths)]  # the tail is a document that is ignored
         starts_D = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
         self.starts_D = starts_D.to(pack.tokens_RT.device, non_blocking=True)
-        mark_dynamic(self.starts_D, 0)  # packs hold any number of documents
+        torch._dynamo.maybe_mark_dynamic(self.starts_D, 0)  # packs hold any number of documents
         # A power of two that most packs have in common, since blocks are compiled again for every new value.
         self.longest = 1 << max(10, (max(lengths) - 1).bit_length())
 

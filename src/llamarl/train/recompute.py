@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import TrainerMesh
-
-_HOW = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
 
 
 def recompute_inside(model: Transformer, what: str) -> None:
@@ -41,50 +40,23 @@ def recompute_from_parts(model: Transformer, mesh: TrainerMesh) -> None:
         block.forward = partial(_forward_from_part, block.forward, mesh)
 
 
-def _forward_from_part(forward: Callable[..., Tensor], mesh: TrainerMesh, x: Tensor, *args: Any) -> Tensor:
-    if x.numel() % mesh.tensor:
-        whole: Tensor = checkpoint(forward, x, *args, **_HOW)
-        return whole
-    shape = x.shape
+def _forward_from_part(forward: Callable[..., Tensor], mesh: TrainerMesh, x_RTC: Tensor, *args: Any) -> Tensor:
+    shape = x_RTC.shape
 
-    def run(part: Tensor) -> Tensor:
-        return forward(_Gather.apply(part, mesh).view(shape), *args)  # type: ignore[no-untyped-call]
+    def keep(saved: Tensor) -> tuple[Tensor, bool]:
+        spread = saved.shape == shape and saved.numel() % mesh.tensor == 0
+        return (saved.flatten().chunk(mesh.tensor)[mesh.tensor_rank].clone(), True) if spread else (saved, False)
 
-    out: Tensor = checkpoint(run, _Take.apply(x, mesh), **_HOW)  # type: ignore[no-untyped-call]
+    def find(kept: tuple[Tensor, bool]) -> Tensor:
+        saved, spread = kept
+        return _gather(saved, mesh).view(shape) if spread else saved
+
+    with saved_tensors_hooks(keep, find):  # applies to the block's inputs: what is inside is not saved
+        out: Tensor = checkpoint(forward, x_RTC, *args, use_reentrant=False, preserve_rng_state=False)
     return out
 
 
-class _Take(torch.autograd.Function):
-    """This rank's part of a tensor that all tensor ranks have; its gradient is one that all have too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: TrainerMesh) -> Tensor:
-        ctx.mesh, ctx.shape = mesh, x.shape
-        return _take(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gather(grads[0], ctx.mesh).view(ctx.shape), None
-
-
-class _Gather(torch.autograd.Function):
-    """The whole tensor from the parts of all tensor ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, mesh: TrainerMesh) -> Tensor:
-        ctx.mesh = mesh
-        return _gather(part, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _take(grads[0], ctx.mesh), None
-
-
-def _take(x: Tensor, mesh: TrainerMesh) -> Tensor:
-    return x.flatten().chunk(mesh.tensor)[mesh.tensor_rank].clone()
-
-
 def _gather(part: Tensor, mesh: TrainerMesh) -> Tensor:
-    whole = part.new_empty(mesh.tensor * part.numel())
-    dist.all_gather_into_tensor(whole, part, group=mesh.tensor_group)
+    whole = torch.empty(mesh.tensor, *part.shape, dtype=part.dtype, device=part.device)
+    dist.all_gather(list(whole.unbind()), part, group=mesh.tensor_group)
     return whole

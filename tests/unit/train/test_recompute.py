@@ -21,19 +21,20 @@ DOCUMENTS = make_test_documents(6)
 @pytest.fixture
 def threads_are_ranks() -> Iterator[None]:
     _install_threaded_pg()  # type: ignore[no-untyped-call]
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     yield
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
     _uninstall_threaded_pg()  # type: ignore[no-untyped-call]
 
 
 def on_all_ranks(work: Callable[[int], object]) -> list[object]:
-    store, found = dist.HashStore(), [None] * RANKS  # type: ignore[var-annotated]
+    store = dist.HashStore()
+    found: list[object] = [None] * RANKS
 
     def run(rank: int) -> None:
         dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
         try:
-            found[rank] = work(rank)  # type: ignore[call-overload]
+            found[rank] = work(rank)
         finally:
             dist.destroy_process_group()
 
