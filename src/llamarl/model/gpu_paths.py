@@ -31,12 +31,6 @@ def compile_backend() -> Backend:
     return _Rehearsal.backend or "inductor"
 
 
-def mark_dynamic(tensor: Tensor, dim: int) -> None:
-    """Says that this size varies, so that one graph is compiled for all. A rehearsal has only one size."""
-    if _Rehearsal.backend is None:
-        torch._dynamo.maybe_mark_dynamic(tensor, dim)
-
-
 @contextmanager
 def rehearsing(backend: Backend) -> Iterator[None]:
     """Runs the code of a GPU, compiled by `backend`, whatever the device."""
