@@ -24,7 +24,7 @@ from llamarl.plan.workload import Question
 RECOMPUTE = ("none", "selective", "full")
 PACKS = (4096, 8192, 16_384, 32_768, 65_536)
 STALENESS_PRICE = 0.01  # share by which one more version of staleness must shorten a step
-_ROUNDS = 2  # fixed-point iterations; the first is already close
+_ROUNDS = 4  # fixed-point iterations; with fewer, a slower trainer could seem to shorten a step
 _MIDDLES = (np.arange(24) + 0.5) / 24
 
 Limit = Literal["training", "generation", "the longest answers", "training and generation in turn"]

@@ -238,34 +238,53 @@ def weight_bytes(shape: ModelSpec, precision: str) -> float:
 
 def training_state(shape: ModelSpec, tp: int, data: int) -> dict[str, float]:
     """Bytes per rank by kind, 16 per parameter, sharded over all ranks. On one data rank the weights are half of their
-    masters, and gradients are fp32 only with several passes. FSDP also holds whole parameters in bf16 (embedding and head,
-    and two layers) and one layer's fp32 gradients while they are reduced."""
+    masters. Gradients are summed in fp32."""
     each = num_parameters(shape) / (tp * data)
-    if data == 1:
-        return {"weights": 2 * each, "optimizer state": 10 * each, "gradients": 4 * each}
-    layer, ends = block_parameters(shape) / shape.num_layers, embedding_of(shape).size + head_of(shape).size
-    gathered = (2 * ends + 2 * 2 * layer + 4 * layer) / tp
-    return {"weights": 4 * each, "optimizer state": 8 * each, "gradients": 4 * each, "gathered": gathered}
+    weights = 2 if data == 1 else 4
+    return {"weights": weights * each, "optimizer state": (12 - weights) * each, "gradients": 4 * each}
 
 
 def training_state_bytes(shape: ModelSpec, tp: int, data: int) -> float:
-    """Bytes per rank of masters, moments and gradients, and of what FSDP gathers."""
+    """Bytes per rank of masters, moments and gradients."""
     return sum(training_state(shape, tp, data).values())
 
 
-def activation_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int = 2) -> float:
-    """Most bytes that a pass of `tokens` tokens takes, with `width` bytes per number: what its layers keep for the backward
-    pass, and either the head or one layer's backward pass."""
-    hidden, head = shape.hidden_size, head_of(shape).size / tp
-    whole = _kept_bytes(shape, "none", tp, width)
-    mlp = whole - _kept_bytes(shape, "selective", tp, width)
+def pass_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, data: int, width: int = 2) -> dict[str, float]:
+    """Most bytes per rank that a pass of `tokens` tokens takes, with `width` bytes per number, by kind: what FSDP gathers and
+    reduces, and activations. It is the fullest of four moments: in the head, in the backward pass of the last layer, when
+    the embedding's gradient is there, and when FSDP reduces it with the head's."""
+    ends, layer = (
+        (num_parameters(shape) - block_parameters(shape)) / tp,
+        block_parameters(shape) / shape.num_layers / tp,
+    )
+    embedding, head = embedding_of(shape).size, head_of(shape).size / tp
     kept = tokens * shape.num_layers * _kept_bytes(shape, recompute, tp, width)
-    of_layer = tokens * (whole if recompute == "full" else mlp + 4 * hidden) + width * head
-    # The head's gradient is summed in fp32 and then narrowed, beside the scores of the last chunk. With tensor parallelism,
-    # four tensors of a chunk's size are alive at once; otherwise the scores and their narrow gradient.
-    scores = min(SCORE_BYTES, 4 * tokens * shape.vocab_size / tp)
-    of_head = 4 * head + max(scores * (1.5 if tp == 1 else 4), scores + width * head) + tokens * 10 * hidden
-    return kept + max(of_head, of_layer)
+    moments = {
+        "head": (0.0, kept + _head_bytes(shape, tokens, tp, width)),
+        "layer": (
+            2 * width * layer + 4 * layer,
+            kept + _layer_bytes(shape, tokens, recompute, tp, width) + width * head,
+        ),
+        "embedding": (4 * layer, width * (embedding + head)),  # every tensor rank makes the gradient of all of it
+        "reduced": (4 * ends, width * embedding / tp),
+    }
+    if data == 1:
+        return {"activations": max(activations for _, activations in moments.values())}
+    gathered, activations = max(moments.values(), key=sum)
+    return {"gathered": width * ends + gathered, "activations": activations}
+
+
+def _head_bytes(shape: ModelSpec, tokens: float, tp: int, width: int) -> float:
+    """The head's gradient is summed in fp32 and then narrowed, beside the scores of the last chunk. With tensor parallelism,
+    four tensors of a chunk's size are alive at once; otherwise the scores and their narrow gradient."""
+    head, scores = head_of(shape).size / tp, min(SCORE_BYTES, 4 * tokens * shape.vocab_size / tp)
+    return 4 * head + max(scores * (1.5 if tp == 1 else 4), scores + width * head) + tokens * 10 * shape.hidden_size
+
+
+def _layer_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int) -> float:
+    """A layer's backward pass: what was not kept of it, or gradients of its MLP."""
+    whole, attention = (_kept_bytes(shape, how, tp, width) for how in ("none", "selective"))
+    return tokens * (whole if recompute == "full" else whole - attention + 4 * shape.hidden_size)
 
 
 def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int) -> float:

@@ -11,7 +11,7 @@ from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.terms import (
     WORKSPACE_BYTES,
-    activation_bytes,
+    pass_bytes,
     shard_exchange_s,
     tensor_exchange_s,
     total_s,
@@ -94,5 +94,5 @@ class TrainerRanks(Struct, frozen=True):
     @property
     def memory_kinds(self) -> dict[str, float]:
         """Bytes of one rank's tensors, by kind."""
-        passing = activation_bytes(self.shape, self.tokens_per_pack, self.recompute, self.tp)
-        return {**training_state(self.shape, self.tp, self.data), "activations": passing}
+        passing = pass_bytes(self.shape, self.tokens_per_pack, self.recompute, self.tp, self.data)
+        return {**training_state(self.shape, self.tp, self.data), **passing}

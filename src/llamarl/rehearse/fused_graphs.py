@@ -112,5 +112,7 @@ def _repeated(results: Sequence[Any], args: list[Any]) -> list[Any]:
             found.append(torch.empty_strided(one.size, one.stride, dtype=one.dtype))
         else:
             of = {"argument": arguments, "result": found}[one.source[0]][one.source[1]]
-            found.append(of.view(one.dtype).as_strided(one.size, one.stride, one.offset))
+            of = of if of.dtype == one.dtype else of.view(one.dtype)
+            same = (of.shape, of.stride(), of.storage_offset()) == (one.size, one.stride, one.offset)
+            found.append(of if same else of.as_strided(one.size, one.stride, one.offset))
     return found

@@ -12,12 +12,12 @@ from llamarl.generate.attention import DecodeAttention, PrefillAttention
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.device_runner import PREFILL_ROWS
 from llamarl.generate.kv_cache import PagedCache
+from llamarl.generate.loading import load_rank
 from llamarl.generate.pages import pages_for
-from llamarl.generate.parallel import TensorRank, split_over_ranks
+from llamarl.generate.parallel import TensorRank
 from llamarl.generate.sampling import sample_tokens
 from llamarl.generate.slots import SlotState
 from llamarl.model import ops, quantize
-from llamarl.model.checkpoint import empty_model
 from llamarl.model.quantize import Quantization
 from llamarl.plan.generator import Replica
 from llamarl.plan.terms import wire
@@ -64,8 +64,8 @@ def rehearse_generator(replica: Replica, rank: int, *, cached_tokens: float, sam
 
 def _build(replica: Replica, part: TensorRank, cached_tokens: float) -> ContinuousDecoder:
     """As `builders/generator.py` builds it, without a checkpoint."""
-    model = empty_model(replica.shape, dtype=torch.bfloat16, device=DEVICE, box_of=part.box)
-    split_over_ranks(model, part)
+    precision = precision_of(replica)
+    model = load_rank(replica.shape, part, precision, dtype=torch.bfloat16, device=DEVICE, fill=lambda memory: None)
     limits = Limits(
         slots=replica.slots, max_prompt_tokens=replica.prompt, max_new_tokens=replica.length - replica.prompt
     )
@@ -75,7 +75,7 @@ def _build(replica: Replica, part: TensorRank, cached_tokens: float) -> Continuo
         eos_ids=(),
         seed=0,
         tensor_ranks=part.count,
-        precision=precision_of(replica),
+        precision=precision,
     )
 
 

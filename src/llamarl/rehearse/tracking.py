@@ -25,6 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 _SMALL_BYTES = 1 << 16  # smaller results are counted wherever they are made
 _FSDP = "torch.distributed.fsdp."
+_SHAPES_ONLY = (
+    "torch.distributed.tensor._sharding_prop"  # asks operations for the shapes of results, of all ranks together
+)
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "var_mean", "prod", "any", "all"}
 _FUSED_TOO = {"full", "full_like", "iota", "arange", "scalar_tensor", "empty", "zeros", "ones"}
 _FUSED_TOO |= {"convert_element_type", "copy", "copy_", "clone", "cat", "gather", "select_scatter"}
@@ -59,15 +62,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         twins: Iterable[Callable[..., Any]] = (),
         owners: Mapping[Callable[..., Any], str] = MappingProxyType({}),
-        apart: str = "",
     ) -> None:
         """`kind`: of everything that nobody says otherwise about. `twins`: plain functions that stand for one kernel each on
-        a GPU. `owners`: functions, and the kind of all memory that they make. `apart`: a kind that the peak leaves out."""
+        a GPU. `owners`: functions, and the kind of all memory that they make."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._twins: dict[CodeType, str] = {twin.__code__: twin.__qualname__ for twin in twins}
         self._blocks: dict[int, _Block] = {}
         self._kind, self._calls = kind, 0
-        self._apart = apart
         self._owners = {owner.__code__: kind for owner, kind in owners.items()}
         self._graph: GraphRun | None = None
         self.now: Counter[str] = Counter()  # bytes by kind
@@ -140,7 +141,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # what it does with its local tensors is counted
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default or getattr(func, "is_view", False):  # takes no memory
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked so often that the way through the fake mode would take minutes
+        if getattr(func, "is_view", False):  # takes no memory
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].dtype.is_floating_point else 1  # numbers that the host asks for
@@ -180,17 +183,23 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._blocks or tensor.device.type == "meta":
             return
         kind = self._kind if num_bytes <= _SMALL_BYTES or self._graph else self._kind_here()
+        if kind is None:
+            return
         block = self._blocks[key] = _Block(kind, num_bytes, call if num_bytes > _SMALL_BYTES else None)
         weakref.finalize(storage, self._freed, key).atexit = False
         if block.fused is None:
             self._add(block, num_bytes)
 
-    def _kind_here(self) -> str:
+    def _kind_here(self) -> str | None:
+        """Kind of what is made here; None if it would not be made on a GPU."""
         frame: FrameType | None = sys._getframe(3)
         while frame is not None:
             if frame.f_code in self._owners:
                 return self._owners[frame.f_code]
-            if frame.f_globals.get("__name__", "").startswith(_FSDP):
+            name = frame.f_globals.get("__name__", "")
+            if name == _SHAPES_ONLY:
+                return None
+            if name.startswith(_FSDP):
                 return "gathered"  # parameters, and gradients to be reduced
             frame = frame.f_back
         return self._kind
@@ -220,8 +229,6 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, block: _Block, num_bytes: int) -> None:
         self.now[block.kind] += num_bytes
-        if block.kind == self._apart:
-            return
         self.total += num_bytes
         if self._graph is not None:
             self._graph.spike_bytes = max(self._graph.spike_bytes, self.total - self._graph.before_bytes)

@@ -17,17 +17,16 @@ from llamarl.rehearse.tracking import MemoryTracker
 from llamarl.rehearse.world import DEVICE, fake_memory, fake_ranks
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import check_tensor_parallel, make_mesh
+from llamarl.train.optimizer import AdamW
 from llamarl.train.parallel import tie_head
 from llamarl.train.policy import ComputeSettings, Policy, meta_shards
 
-_SUM_BYTES = 4  # per parameter: gradients of several passes are summed in fp32
 
-
-def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int, several: bool) -> RankMemory:
-    """Memory of one rank over an update of one full pass, with documents of these lengths. If an update has several passes,
-    the later ones find sums of gradients, to which they add theirs: then all sums count at every moment."""
+def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int) -> RankMemory:
+    """Memory of one rank over an update of two full passes, with documents of these lengths. The first pass makes the sums of
+    gradients; like all later passes, the second one runs beside them."""
     check_tensor_parallel(ranks.shape, ranks.tp, "trainer.tensor")
-    tracker = MemoryTracker("activations", apart="gradients" if several else "")
+    tracker = MemoryTracker("activations", owners={AdamW._collect: "gradients"})
     with fake_ranks(rank, ranks.ranks):
         mesh = make_mesh(ranks.data, ranks.tp, rank, DEVICE)
         computing = ComputeSettings(
@@ -46,40 +45,31 @@ def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int
                 learner = Learner(
                     Policy(model, computing), aipo_loss, settings=TrainerConfig(), algo=AlgoConfig(), updates=1
                 )
-            _watch_sums(learner, tracker)
-            _update(learner, _documents(ranks, prompt, answer), tracker)
-    sums = sum(_SUM_BYTES * slot.local.numel() for slot in learner.optimizer.slots)
-    return RankMemory(rank, {**tracker.at_peak, **({"gradients": sums} if several else {})})
+            _label_gradients(learner, tracker)
+            _update(learner, _documents(ranks, prompt, answer))
+    return RankMemory(rank, dict(tracker.at_peak))
 
 
-def _watch_sums(learner: Learner, tracker: MemoryTracker) -> None:
-    """Tells the tracker which memory holds the sums of gradients. Narrow gradients are no sums: with several passes they
-    stand beside them, until they are added."""
+def _label_gradients(learner: Learner, tracker: MemoryTracker) -> None:
+    """Tells the tracker which memory that FSDP makes is a sum of gradients."""
 
     def made(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        _count_sum(parameter.grad, tracker)
+        if parameter.grad is not None and parameter.grad.dtype == torch.float32:
+            tracker.relabel(parameter.grad, "gradients")
 
     for slot in learner.optimizer.slots:
         slot.parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
 
 
-def _count_sum(grad: Tensor, tracker: MemoryTracker) -> None:
-    if grad.dtype == torch.float32:
-        tracker.relabel(grad, "gradients")
-
-
-def _update(learner: Learner, documents: list[Document], tracker: MemoryTracker) -> None:
+def _update(learner: Learner, documents: list[Document]) -> None:
     seen = learner.accumulate(documents)
-    for grad in learner.optimizer.gradients().values():
-        _count_sum(grad, tracker)  # tensor parallelism has laid some of them out anew
     totals = seen.totals(documents, rho=4.0)
     learner.step(0, seen.total_loss())
     totals.metrics()
 
 
 def _documents(ranks: TrainerRanks, prompt: int, answer: int) -> list[Document]:
-    """As many documents as fill one pass of all ranks, of about these lengths."""
+    """As many documents as fill two passes of all ranks, of about these lengths."""
     each = max(1, ranks.tokens_per_pack // (prompt + answer))
     answer = ranks.tokens_per_pack // each - prompt
     one = Document(
@@ -89,7 +79,7 @@ def _documents(ranks: TrainerRanks, prompt: int, answer: int) -> list[Document]:
         staleness=np.zeros(answer, dtype=np.int64),
         advantages=np.ones(answer, dtype=np.float32),
     )
-    return [one] * (each * ranks.data)
+    return [one] * (2 * each * ranks.data)
 
 
 def _give_memory(model: Transformer) -> None:

@@ -27,8 +27,7 @@ def fake_ranks(rank: int, count: int) -> Iterator[None]:
     log.setLevel(logging.ERROR)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
     try:
-        # Sizes must be known: torch 2.13 cannot trace DTensors of unknown ones.
-        with rehearsing(fused_backend), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        with rehearsing(fused_backend):
             yield
     finally:
         torch._dynamo.reset()
