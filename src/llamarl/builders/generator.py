@@ -10,9 +10,10 @@ from llamarl.executors.generator import Generator
 from llamarl.families.parameters import parameters
 from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
-from llamarl.generate.parallel import TensorRank, split_over_ranks
+from llamarl.generate.loading import load_rank
+from llamarl.generate.parallel import TensorRank
 from llamarl.layout.model import SCALE
-from llamarl.model.checkpoint import load_model
+from llamarl.model.checkpoint import open_checkpoint
 from llamarl.model.shards import Shard
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer
@@ -22,8 +23,16 @@ def build_generator(context: BuildContext) -> Executor:
     config, settings = context.config, context.config.generator
     part = TensorRank(context.rank, context.num_ranks)
     device = device_of("generator.device", settings.device, gpu_for(context))
-    model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, box_of=part.box)
-    split_over_ranks(model, part)
+    precision = Precision.of(settings, keep_wide=wire_precision(config) != "fp8")
+    checkpoint = open_checkpoint(config.model_folder)
+    model = load_rank(
+        checkpoint.shape,
+        part,
+        precision,
+        dtype=dtype_of(settings.dtype, device),
+        device=device,
+        fill=lambda memory: checkpoint.fill(memory, part.box),
+    )
     tokenizer = Tokenizer.load(config.model_folder)
     decoder = ContinuousDecoder(
         model,
@@ -32,7 +41,7 @@ def build_generator(context: BuildContext) -> Executor:
         seed=config.seed,
         recompute=settings.kv_on_new_weights == "recompute",
         tensor_ranks=part.count,
-        precision=Precision.of(settings, keep_wide=wire_precision(config) != "fp8"),
+        precision=precision,
         max_turns=config.conversation.max_turns if config.conversation.tool else 1,
     )
     return Generator(

@@ -216,13 +216,18 @@ class ContinuousDecoder:
     @torch.inference_mode()
     def step(self) -> list[CompletionGroup]:
         """Admit what fits, decode one burst, return the groups that are known to be complete."""
-        self._admit()
-        self._make_room()
-        launched = self._launch()
+        launched = self.launch()
         while len(self._in_flight) > (self.lookahead if launched else 0):
             self._collect()
         ready, self._ready = self._ready, []
         return ready
+
+    @torch.inference_mode()
+    def launch(self) -> bool:
+        """Admit what fits and launch one burst, without a look at its results; False if nothing can run."""
+        self._admit()
+        self._make_room()
+        return self._launch()
 
     def _admit(self) -> None:
         admission = self._schedule.admit(self._device.num_bursts, self.burst_steps)

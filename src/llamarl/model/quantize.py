@@ -11,8 +11,8 @@ and a GPU test compares both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from llamarl.errors import ConfigError
 from llamarl.families.family import FP8_TILE
 from llamarl.model.linear import JoinedLinear, ReplacedLinear
 from llamarl.model.ops import Residual, Stream, fused, silu_times
-from llamarl.model.transformer import MLP, Attention, RMSNorm, Transformer
+from llamarl.model.transformer import MLP, Attention, Block, RMSNorm, Transformer
 
 if TYPE_CHECKING:
     from llamarl.model import kernels
@@ -180,19 +180,23 @@ def quantize(model: Transformer, kind: Quantization, *, keep_wide: bool = True) 
     """Quantizes a fused model. Returns the weights to refresh whenever wide weights have arrived."""
     if kind == "none":
         return []
-    if kind == "fp8":
-        for block in model.model.layers:
-            for norm in (block.input_layernorm, block.post_attention_layernorm):
-                norm.__class__ = NarrowNorm
-    found = [narrow for part in list(model.modules()) for narrow in _quantize_part(part, kind, keep_wide)]
+    layers: Iterable[Any] = model.model.layers
+    blocks = [block for block in layers if not isinstance(block.self_attn.fused, QuantizedWeight)]
+    found = [narrow for block in blocks for narrow in quantize_block(block, kind, keep_wide=keep_wide)]
     if not keep_wide and model.lm_head.weight.is_cuda:
         torch.cuda.empty_cache()  # frees the memory of the wide weights
     return found if keep_wide else []
 
 
-def _quantize_part(part: nn.Module, kind: Quantization, keep_wide: bool) -> Iterator[QuantizedWeight]:
-    if not isinstance(part, Attention | MLP):
-        return
+def quantize_block(block: Block, kind: Quantization, *, keep_wide: bool) -> list[QuantizedWeight]:
+    """Quantizes one fused block. Returns its narrow weights."""
+    if kind == "fp8":
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            norm.__class__ = NarrowNorm
+    return [narrow for part in (block.self_attn, block.mlp) for narrow in _quantize_part(part, kind, keep_wide)]
+
+
+def _quantize_part(part: Attention | MLP, kind: Quantization, keep_wide: bool) -> Iterator[QuantizedWeight]:
     inputs, output = _names(part)
     assert isinstance(part.fused, JoinedLinear), "fuse the model first"
     part.fused = joined = QuantizedWeight(part.fused.weight, part.fused.bias, kind)
