@@ -173,12 +173,12 @@ def activation_traffic(shape: ModelSpec, precision: str) -> float:
 
 
 def shard_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, passes: float) -> float:
-    """FSDP's communication: each pass gathers the weights twice (forward, backward) and reduces the gradients once, in
-    bf16."""
+    """FSDP's communication: each pass gathers the weights twice in bf16 (forward, backward) and reduces the gradients once in
+    fp32."""
     if data == 1:
         return 0.0
-    each = num_parameters(shape) / tp * 2 * (data - 1) / data
-    return passes * 3 * each / (link_gb_s(gpu, tp * data) * 1e9)
+    each_bytes = (2 + 2 + 4) * num_parameters(shape) / tp * (data - 1) / data
+    return passes * each_bytes / (link_gb_s(gpu, tp * data) * 1e9)
 
 
 def replica_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, replicate: int) -> float:

