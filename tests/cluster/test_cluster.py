@@ -6,25 +6,26 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from helpers.cluster import Cluster, ClusterHost, cluster
-from helpers.cluster_job import STAGE_S, run
-from helpers.killing import TINY
-from helpers.pace import PACE
+from helpers.cluster import Cluster
+from helpers.cluster_job import (
+    GENERATORS,
+    HOST_S,
+    NOTICED_S,
+    STAGE_S,
+    check_nothing_lost,
+    config_for,
+    executors_on,
+    run,
+)
 from helpers.processes import wait_until
 
-from llamarl.config import Config
-from llamarl.config.file import load_config
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.ledger_state import audit
-from llamarl.engine.monarch.install import prepare_environment
-from llamarl.observe.summary import Summary
 
 if TYPE_CHECKING:
     from helpers.witness import Witness
@@ -33,51 +34,11 @@ pytestmark = [
     pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: make test-cluster"),
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
 ]
-GENERATORS = ("generator/0", "generator/1")
-UPDATES = 120
-HOST_S = 3.0
-NOTICED_S = HOST_S + 2.0  # and what this machine takes to get round to it
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("cluster")
-    with cluster(folder, num_hosts=3, environment={PACE: str(folder / "pace")}) as found:
-        for host in found.hosts:
-            host.start()
-        prepare_environment("certs", str(found.certs))
-        yield found
-
-
-def config_for(found: Cluster, hosts: list[dict[str, object]], *settings: str) -> Config:
-    listed = "[" + ", ".join(str(host) for host in hosts) + "]"
-    return load_config(
-        None,
-        [
-            *TINY,
-            *found.settings,
-            f"engine.host_s={HOST_S}",
-            f"engine.hosts={listed}",
-            f"schedule.updates={UPDATES}",
-            "schedule.max_restarts=9",
-            "schedule.max_attempts=99",
-            "snapshots.every=10",
-            "evaluate.prompts=8",
-            "weights.lease_s=5",
-            *settings,
-        ],
-    )
 
 
 def until_all_work(witness: Witness) -> None:
     for executor in GENERATORS:
         witness.until_works(executor, 0.0)
-
-
-def check_nothing_lost(folder: Path, summary: Summary) -> None:
-    ledger = audit(read_ledger(folder / "ledger"))
-    assert ledger.clean, ledger
-    assert (summary.outcome, ledger.updates, ledger.trained, ledger.dropped) == ("finished", UPDATES, UPDATES * 4, {})
 
 
 def test_one_host_is_killed_and_one_is_cut_off_and_both_come_back(hosts: Cluster, tmp_path: Path) -> None:
@@ -240,14 +201,3 @@ def hung_up(connection: socket.socket, greeting: bytes) -> bool:
         return False
     except (ssl.SSLError, ConnectionError):
         return True
-
-
-def executors_on(host: ClusterHost) -> list[int]:
-    """Processes that write into the log of an executor."""
-    found = []
-    for pid in host.processes:
-        with suppress(OSError):
-            target = os.readlink(f"/proc/{pid}/fd/1")
-            if target.endswith(".log") and "/logs/" in target:
-                found.append(pid)
-    return found

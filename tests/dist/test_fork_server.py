@@ -19,7 +19,7 @@ from llamarl.config import RewardConfig
 from llamarl.config.file import load_config
 from llamarl.controller.default_line import default_line
 from llamarl.engine import supervision
-from llamarl.engine.engine import Arrival, Death
+from llamarl.engine.engine import Arrival, Death, EngineEvent
 from llamarl.engine.envelope import encode
 from llamarl.engine.forking import READY
 from llamarl.engine.local import engine as engine_module
@@ -47,7 +47,7 @@ class Bench:
             "trainer": builder_reference("trainer", hostile.failing_executor),
         }
         self.engine = LocalEngine(config, default_line(config), builders, {}, folder / "logs")
-        self.heard: list[Arrival | Death] = []
+        self.heard: list[EngineEvent] = []
         self._incarnation = 0
 
     def raise_child(self, executor: str = "reward/0") -> int:

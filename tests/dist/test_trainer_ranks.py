@@ -64,6 +64,15 @@ def test_gradients_equal_one_rank_one_document_at_a_time(found: Found, case: str
     assert_same_gradients(gradients, expected)
 
 
+def test_compiled_blocks_of_tensor_ranks_compute_the_same(tmp_path: Path) -> None:
+    """Over passes of several lengths, also with whole blocks computed twice."""
+    save_model(lively_model(), tmp_path / "model")
+    found = run_trainer("compiled", (1, 1, 2), tmp_path)["compiled"]
+    _, expected = naive_gradients(lively_model(), make_test_documents(DOCUMENTS))
+    for recompute in ("none", "full"):
+        assert_same_gradients(named(found, f"{recompute}/"), expected)
+
+
 def test_ranks_without_a_document_of_their_own_add_nothing(found: Found) -> None:
     _, expected = naive_gradients(lively_model(), make_test_documents(DOCUMENTS)[:1])
     assert_same_gradients(named(found["gradients"], "lonely/"), expected)

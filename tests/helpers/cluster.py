@@ -31,12 +31,13 @@ class ClusterHost:
         """The beginning of a command that runs on this host."""
         return "ip", "netns", "exec", self.name
 
-    def start(self, *, certs: Path | None = None) -> None:
+    def start(self, *, certs: Path | None = None, join: str = "", environment: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "llamarl.cli", "worker", "--listen", self.address]
+        command += ["--join", join] if join else []
         with self._log.open("ab") as log:
             self._worker = subprocess.Popen(
                 [*self.enter, *command, "--certs", str(certs or self._certs)],
-                env={**os.environ, **self._environment},
+                env={**os.environ, **self._environment, **(environment or {})},
                 stdout=log,
                 stderr=log,
             )
@@ -47,6 +48,22 @@ class ClusterHost:
         if self._worker is not None:
             self._worker.kill()
             self._worker.wait()
+
+    def leave(self) -> int:
+        """Ask the worker to end; returns its exit code."""
+        assert self._worker is not None
+        self._worker.terminate()
+        return self._worker.wait(timeout=30)
+
+    def exit_code(self) -> int | None:
+        """Exit code of the worker; None while it runs."""
+        assert self._worker is not None
+        return self._worker.poll()
+
+    @property
+    def said(self) -> str:
+        """Everything that its workers have printed."""
+        return self._log.read_text()
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -71,8 +88,11 @@ class ClusterHost:
 
 
 class Cluster:
-    def __init__(self, folder: Path, hosts: list[ClusterHost], certs: Path, interface: str = _INTERFACE) -> None:
+    def __init__(
+        self, folder: Path, hosts: list[ClusterHost], certs: Path, own: str, interface: str = _INTERFACE
+    ) -> None:
         self.folder, self.hosts, self.certs, self._interface = folder, hosts, certs, interface
+        self.own = own  # address of the job itself
 
     @property
     def settings(self) -> list[str]:
@@ -103,7 +123,7 @@ def cluster(folder: Path, num_hosts: int, environment: Mapping[str, str]) -> Ite
         ip("link", "set", bridge, "up")
         for host, address in zip(hosts, addresses[1:], strict=True):
             _join(host.name, address, bridge)
-        yield Cluster(folder, hosts, own)
+        yield Cluster(folder, hosts, own, addresses[0])
     finally:
         for host in hosts:
             with suppress(subprocess.CalledProcessError):

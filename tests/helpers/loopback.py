@@ -37,7 +37,7 @@ def loopback_cluster(folder: Path, num_hosts: int, environment: Mapping[str, str
         name = f"{os.getpid()}-{index}"
         hosts.append(LoopbackHost(name, address, cert, {**environment, _MARK: name}, folder / f"host{index}.log"))
     try:
-        yield Cluster(folder, hosts, own, interface="lo")
+        yield Cluster(folder, hosts, own, addresses[0], interface="lo")
     finally:
         for host in hosts:
             host.kill()

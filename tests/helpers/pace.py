@@ -1,4 +1,6 @@
-"""A generator that is slow while a file exists, so that a test can act on a job before it ends."""
+"""A generator that is slow while a file exists, so that a test can act on a job before it ends.
+
+Its builder is loaded by file, on hosts that know no other helpers."""
 
 from __future__ import annotations
 
@@ -7,11 +9,16 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from torch import Tensor
+
 from llamarl.builders.context import BuildContext
 from llamarl.builders.generator import build_generator
 from llamarl.executors.executor import Executor
 from llamarl.messages import Message, Report
+from llamarl.weights import group_transport
+from llamarl.weights.buckets import is_sound
 
+DAMAGED = "LLAMARL_TEST_DAMAGED_WEIGHTS"  # environment variable of hosts on which one byte of all weights is altered
 PACE = "LLAMARL_TEST_PACE"  # environment variable with the path of the file
 _SLICE_S = 0.2
 
@@ -35,3 +42,15 @@ class Paced:
 
 def paced_generator(context: BuildContext) -> Executor:
     return Paced(build_generator(context))
+
+
+def perhaps_damaged_generator(context: BuildContext) -> Executor:
+    """A paced generator; where `DAMAGED` is set, it receives weights with one byte altered."""
+    if os.environ.get(DAMAGED):
+
+        def alter_and_verify(message: Tensor) -> bool:
+            message[0] ^= 1
+            return is_sound(message)
+
+        group_transport.is_sound = alter_and_verify  # type: ignore[attr-defined]
+    return paced_generator(context)

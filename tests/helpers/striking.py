@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helpers.engines import engine_class
-from llamarl.engine.engine import Arrival, Death
+from llamarl.engine.engine import Arrival, Death, EngineEvent
 from llamarl.engine.supervision import Supervision
 from llamarl.messages import GroupResult, Message, WeightsLoaded
 
@@ -71,7 +71,7 @@ class Killer:
             self.timers.append(timer)
             timer.start()
 
-    def heard(self, arrival: Arrival | Death) -> None:
+    def heard(self, arrival: EngineEvent) -> None:
         deed = self.deed
         if deed is None or deed.done_s is None or arrival.executor != deed.executor:
             return
@@ -79,7 +79,7 @@ class Killer:
         if isinstance(arrival, Death):
             if arrival.incarnation == deed.incarnation:
                 deed.noticed_s, deed.reason = since_s, arrival.reason
-        elif arrival.incarnation > deed.incarnation and arrival.report is not None:
+        elif isinstance(arrival, Arrival) and arrival.incarnation > deed.incarnation and arrival.report is not None:
             # A generator is back when it has weights or an answer; any other role when it is up.
             if deed.executor.startswith("generator") and not isinstance(arrival.report, WeightsLoaded | GroupResult):
                 return
@@ -102,8 +102,8 @@ def disturbed(killer: Killer) -> type[Any]:
             if (executor, 0) in self._ranks:
                 killer.saw(self, executor, type(message))
 
-        def events(self) -> Sequence[Arrival | Death]:
-            arrivals: Sequence[Arrival | Death] = super().events()
+        def events(self) -> Sequence[EngineEvent]:
+            arrivals: Sequence[EngineEvent] = super().events()
             for arrival in arrivals:
                 killer.heard(arrival)
             for rank in list(self._ranks.values()):

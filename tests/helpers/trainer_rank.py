@@ -26,6 +26,7 @@ from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.errors import JobFailed
 from llamarl.model.training_state import MANIFEST, POLICY, SnapshotManifest
+from llamarl.train import parallel
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import TrainerMesh, make_mesh
@@ -275,6 +276,17 @@ def one_more(mesh: TrainerMesh, folder: Path, dtype: torch.dtype = torch.float32
     return found | {name: torch.tensor([metrics[name]]) for name in ("loss", "grad_norm")}
 
 
+def compiled(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients of compiled blocks, over passes of several lengths. Their kernels are torch's own, which saves a minute."""
+    found = dict[str, Tensor]()
+    parallel.compile_backend = lambda: "aot_eager"  # type: ignore[attr-defined]
+    for recompute in ("none", "full"):
+        learner = make_learner(folder / "model", mesh, recompute=recompute, compiled=True, tokens_per_pack=48)
+        learner.accumulate(make_test_documents(DOCUMENTS))
+        found |= {f"{recompute}/{name}": grad for name, grad in whole_gradients(learner).items()}
+    return found
+
+
 TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "gradients": gradients,
     "sequence_loss": sequence_loss,
@@ -286,6 +298,7 @@ TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "one_more_adapted": one_more_adapted,
     "one_more": one_more,
     "one_more_narrow": partial(one_more, dtype=torch.bfloat16),
+    "compiled": compiled,
 }
 
 

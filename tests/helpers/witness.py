@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helpers.processes import wait_until
-from llamarl.engine.engine import Arrival, Death
+from llamarl.engine.engine import Arrival, Death, EngineEvent, ExecutorLeft
 from llamarl.engine.monarch.engine import MonarchEngine
-from llamarl.messages import BatchResult, Up, WeightsLoaded
+from llamarl.messages import BatchResult, GroupResult, Up, WeightsLoaded
 
 
 @dataclass
 class Witness:
     patience_s: float
-    seen: list[tuple[float, Arrival | Death]] = field(default_factory=list)
+    seen: list[tuple[float, EngineEvent]] = field(default_factory=list)
     engine: MonarchEngine | None = None
 
     def engine_class(self) -> type[MonarchEngine]:
@@ -28,7 +28,7 @@ class Witness:
                 witness.engine = self
                 super().__init__(*args)
 
-            def events(self) -> Sequence[Arrival | Death]:
+            def events(self) -> Sequence[EngineEvent]:
                 arrivals = super().events()
                 witness.seen.extend((time.monotonic(), arrival) for arrival in arrivals)
                 return arrivals
@@ -60,9 +60,9 @@ class Witness:
     def _story(self) -> str:
         """When each executor came up and died, as text."""
         now_s = time.monotonic()
-        told = ((at_s, one) for at_s, one in list(self.seen) if isinstance(one, Death) or isinstance(one.report, Up))
+        told = ((at_s, one) for at_s, one in list(self.seen) if isinstance(one, Death) or _is_up(one))
         words = (
-            f"{one.executor}.{one.incarnation} {one.reason if isinstance(one, Death) else 'up'} {now_s - at_s:.1f} s ago"
+            f"{one.executor} {one.reason if isinstance(one, Death) else 'up'} {now_s - at_s:.1f} s ago"
             for at_s, one in told
         )
         return "; ".join(words)
@@ -77,12 +77,30 @@ class Witness:
         kind = WeightsLoaded if executor.startswith("generator") else Up
         self.until(lambda: self._reports(kind, executor, since_s), f"{executor} at work")
 
+    def until_groups(self, executor: str, count: int) -> None:
+        """Wait until the executor has answered so many groups."""
+        self.until(lambda: self._reports(GroupResult, executor, 0.0) >= count, f"{count} groups of {executor}")
+
     def until_dead(self, executor: str, since_s: float) -> tuple[float, str]:
         """Wait until the executor is dead; returns the seconds since `since_s`, and the reason."""
         self.until(lambda: self.deaths(executor, since_s), f"{executor} taken for dead")
         at_s, reason = self.deaths(executor, since_s)[0]
         return at_s - since_s, reason
 
+    def until_left(self, executor: str, since_s: float) -> tuple[float, str]:
+        """Wait until the executor that had joined has left; returns the seconds since `since_s`, and the reason."""
+
+        def found() -> list[tuple[float, str]]:
+            left = ((at_s, one) for at_s, one in list(self.seen) if isinstance(one, ExecutorLeft) and at_s >= since_s)
+            return [(at_s - since_s, one.reason) for at_s, one in left if one.executor == executor]
+
+        self.until(found, f"{executor} has left")
+        return found()[0]
+
     def host_of(self, executor: str) -> str:
         assert self.engine is not None
         return self.engine._ranks[executor, 0].host.name
+
+
+def _is_up(one: EngineEvent) -> bool:
+    return isinstance(one, Arrival) and isinstance(one.report, Up)

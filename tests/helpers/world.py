@@ -118,10 +118,20 @@ class World:
 
     def kill(self, executor: str) -> None:
         incarnation = self.controller.executors[executor].incarnation
+        self._take_away(executor)
+        self.feed(ev.Died(executor, incarnation, "killed"))
+
+    def join(self, executor: str) -> None:
+        self.feed(ev.Joined(executor, "a host"))
+
+    def leave(self, executor: str) -> None:
+        self._take_away(executor)
+        self.feed(ev.Left(executor, "its host left"))
+
+    def _take_away(self, executor: str) -> None:
         self.outstanding = [c for c in self.outstanding if getattr(c, "executor", "") != executor]
         self.holds.pop(executor, None)
         self.held_groups.pop(executor, None)
-        self.feed(ev.Died(executor, incarnation, "killed"))
 
     def check_end(self) -> None:
         report = audit(self.records)
@@ -151,6 +161,8 @@ class World:
                 self.evaluated.append(command)
             case ev.Forget():
                 self.forgotten.update(command.ordinals)
+            case ev.Dismiss():
+                self._take_away(command.executor)
             case ev.Finish() | ev.Abort():
                 self.end = command
             case _:

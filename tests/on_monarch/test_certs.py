@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 from helpers.cli import llamarl
+from helpers.joining import joinable_job, next_message
 
+from llamarl import __version__
+from llamarl.engine.monarch.join_client import JoinClient
+from llamarl.engine.monarch.join_protocol import JoinConnectionClosed, JoinRefused, JoinRequest
 from llamarl.errors import InputError
 
 pytestmark = pytest.mark.skipif(find_spec("cryptography") is None, reason="needs the extra `monarch`")
@@ -70,3 +74,22 @@ def test_keys_are_for_their_owner_alone_and_are_never_overwritten(tmp_path: Path
         make(folder, "10.0.0.1")
     with pytest.raises(InputError, match="is no name or address of a host"):
         make(folder, "../escape")
+
+
+def test_only_hosts_of_the_cluster_can_ask_to_join_and_only_for_themselves(tmp_path: Path) -> None:
+    (own,), (foreign,) = make(tmp_path / "ours", "127.0.0.1"), make(tmp_path / "foreign", "127.0.0.1")
+    with joinable_job(f"engine.certs={own}") as found:
+        for certs in ("", str(foreign)):
+            client = JoinClient(found.address, certs, listen="127.0.0.1:11", count_gpus=int, replicas=0)
+            with pytest.raises((JoinConnectionClosed, OSError)), client._connected() as connection:
+                connection.send(JoinRequest(__version__, "127.0.0.1:11", "w", 0))
+                while True:
+                    connection.receive()
+        client = JoinClient(found.address, str(own), listen="127.0.0.1:11", count_gpus=int, replicas=0)
+        with client._connected() as connection:
+            connection.send(JoinRequest(__version__, "127.0.0.2:11", "w", 0))
+            told = JoinRefused("its certificate is for 127.0.0.1, and it listens at 127.0.0.2:11")
+            assert next_message(connection, found) == told
+        with client._connected() as connection:
+            connection.send(JoinRequest(__version__, "127.0.0.1:11", "w", 0))
+            assert found.reach("127.0.0.1:11") == ["generator/1"]

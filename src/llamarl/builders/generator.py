@@ -14,10 +14,11 @@ from llamarl.executors.generator import Generator
 from llamarl.families.adapters import trained_parameters
 from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
-from llamarl.generate.parallel import TensorRank, split_over_ranks
+from llamarl.generate.loading import load_rank
+from llamarl.generate.parallel import TensorRank
 from llamarl.layout.boxes import shape_of
 from llamarl.layout.model import SCALE
-from llamarl.model.checkpoint import load_model
+from llamarl.model.checkpoint import open_checkpoint
 from llamarl.model.lora import Adapters, merge_adapters, serve_adapters
 from llamarl.model.shards import Shard
 from llamarl.model.tokenizer import Tokenizer
@@ -28,8 +29,16 @@ def build_generator(context: BuildContext) -> Executor:
     config, settings = context.config, context.config.generator
     part = TensorRank(context.rank, context.num_ranks)
     device = device_of("generator.device", settings.device, gpu_for(context))
-    model = load_model(config.model_folder, dtype=dtype_of(settings.dtype, device), device=device, box_of=part.box)
-    split_over_ranks(model, part)
+    precision = Precision.of(settings, keep_wide=not config.model.lora and wire_precision(config) != "fp8")
+    checkpoint = open_checkpoint(config.model_folder)
+    model = load_rank(
+        checkpoint.shape,
+        part,
+        precision,
+        dtype=dtype_of(settings.dtype, device),
+        device=device,
+        fill=lambda memory: checkpoint.fill(memory, part.box),
+    )
     tokenizer = Tokenizer.load(config.model_folder)
     decoder = ContinuousDecoder(
         model,
@@ -38,7 +47,7 @@ def build_generator(context: BuildContext) -> Executor:
         seed=config.seed,
         recompute=settings.kv_on_new_weights == "recompute",
         tensor_ranks=part.count,
-        precision=Precision.of(settings, keep_wide=not config.model.lora and wire_precision(config) != "fp8"),
+        precision=precision,
         max_turns=config.conversation.max_turns if config.conversation.tool else 1,
         add_adapters=partial(add_adapters, config=config, part=part) if config.model.lora else None,
     )

@@ -8,24 +8,41 @@ from typing import Annotated
 
 import typer
 
-from llamarl.errors import Interrupted
+from llamarl.errors import InputError, Interrupted
 
 
 def worker_command(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="this host's address, as engine.hosts names it")],
     certs: Annotated[str, typer.Option(metavar="DIR", help="this host's folder, made by `llamarl certs`")] = "",
+    join: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="join the job whose engine.join this is, now or when it starts")
+    ] = "",
+    replicas: Annotated[
+        int, typer.Option(min=0, help="with --join: generators to bring; 0: one for each generator.tensor GPUs, or one")
+    ] = 0,
 ) -> None:
-    """Serve this host to jobs with engine=monarch, until stopped. Beyond loopback it needs certificates."""
+    """Serve this host to jobs with engine=monarch, until stopped. Beyond loopback it needs certificates.
+
+    With --join, it offers itself to a running job. SIGTERM or Ctrl-C announce its leave; the job goes on without it."""
     from llamarl.engine.monarch.addresses import url_of
     from llamarl.engine.monarch.install import check_installed, prepare_environment
+    from llamarl.engine.monarch.join_client import JoinClient, begin_to_count_gpus, check_join
 
     url = url_of("--listen", listen, certs)
+    if replicas and not join:
+        raise InputError("--replicas: cannot take effect without --join")
+    if join:
+        check_join(listen, join, certs)
     check_installed("worker")
     prepare_environment("--certs", certs)
 
-    from llamarl.engine.monarch.worker import serve
+    from llamarl.engine.monarch.worker import serve, serve_joined
 
     print(f"serving {url}", file=sys.stderr, flush=True)
+    if join:
+        counting = begin_to_count_gpus()
+        serve_joined(url, JoinClient(join, certs, listen=listen, count_gpus=counting, replicas=replicas))
+        return
     try:
         serve(url)
     except KeyboardInterrupt:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llamarl.observe.timeline import Timeline
     from llamarl.plan.report import Rehearsed
     from llamarl.plan.workload import Question
+    from llamarl.rehearse.memory import RoleMemory
 
 MODEL_HELP = f"a model folder, a config.json, or one of: {', '.join(SHAPES)}"
 
@@ -56,6 +57,9 @@ def plan_command(
         Path | None, typer.Option("--config", metavar="FILE", help="a job whose other settings are kept")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="write the asynchronous plan's job here")] = None,
+    build: Annotated[
+        bool, typer.Option("--build", help="also build ranks of the plan on fake tensors, and count their memory")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Split GPUs between trainer and generators: the best synchronous and the best asynchronous plan, side by side."""
@@ -88,12 +92,37 @@ def plan_command(
     text = job_text(model, base, split or sync, question)
     if out is not None:
         _write(out, text)
+    chosen = split or sync
+    built = rehearsed_ranks(chosen, question) if build and chosen else []
     if as_json:
-        print(msgspec.json.encode({"sync": figures(sync), "async": figures(split), "gain": gain}).decode())
+        found = {"sync": figures(sync), "async": figures(split), "gain": gain, **({"built": built} if build else {})}
+        print(msgspec.json.encode(found).decode())
         return
     print("\n".join(table(question, [("synchronous, co-located", sync), ("asynchronous", split)])))
     print(f"gain               {gain:.2f}x" if gain else f"no gain: {_missing(sync is None)}")
+    _print_built(built)
     print(f"job written to {out}: llamarl train {out}" if out else f"\n{text}", end="\n" if out else "")
+
+
+def rehearsed_ranks(found: Rehearsed, question: Question) -> list[RoleMemory]:
+    """Memory of the plan's ranks as built. Raises InputError if they cannot be built, or do not fit."""
+    from llamarl.rehearse.memory import table_of, too_large
+    from llamarl.rehearse.plans import rehearse_plan
+
+    if question.gpu.is_cpu:
+        raise InputError("--build: rehearses GPUs only, and the plan is for a CPU")
+    roles = rehearse_plan(found.plan, question)
+    if lines := list(too_large(roles, question.gpu, colocated=found.plan.colocated)):
+        print("\n".join(table_of(roles)))
+        raise InputError(f"--build: {'; '.join(lines)}")
+    return roles
+
+
+def _print_built(roles: list[RoleMemory]) -> None:
+    from llamarl.rehearse.memory import table_of
+
+    if roles:
+        print("\n".join(table_of(roles)))
 
 
 def _missing(no_sync: bool) -> str:
@@ -167,6 +196,8 @@ def simulate_command(
     settings = [*([config] if "=" in config else []), *(overrides or [])]
     settled = load_config(Path(config) if config and "=" not in config else None, settings)
     limits = settled.generator
+    if not limits.replicas:
+        raise InputError("generator.replicas: 0 generators cannot be simulated; ask with as many as are to join")
     scene = SimulationSetup(
         config=settled,
         shape=shape_of_job(settled, model),

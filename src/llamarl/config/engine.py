@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -9,6 +10,15 @@ from msgspec import Meta
 from llamarl.config.section import Section
 
 Address = Annotated[str, Meta(pattern=r"^.+:\d+$")]
+HOSTS_THAT_JOIN = "hosts that join"  # stands for their names, which are not known yet
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address means the machine itself."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class HostConfig(Section, frozen=True):
@@ -35,6 +45,14 @@ class EngineConfig(Section, frozen=True):
             "and which roles may run there; empty: this machine only"
         ),
     ] = ()
+    join: Annotated[
+        str,
+        Meta(
+            pattern=r"^(.+:\d+)?$",
+            description="monarch: HOST:PORT of this machine where workers may join the running job and bring generators "
+            "(llamarl worker --join); empty: none may",
+        ),
+    ] = ""
     certs: Annotated[str, Meta(description="monarch: this machine's certificate folder, made by `llamarl certs`")] = ""
     host_s: Annotated[float, Meta(gt=0, description="monarch: a host that is silent for this long counts as lost")] = (
         10.0
@@ -69,5 +87,8 @@ class EngineConfig(Section, frozen=True):
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """Names of the machines without duplicates; several workers may listen on one machine."""
-        return tuple(dict.fromkeys(host.address.rpartition(":")[0] for host in self.all_hosts))
+        """Names of the machines without duplicates; several workers may listen on one machine. Machines that may join are one
+        name."""
+        named = dict.fromkeys(host.address.rpartition(":")[0] for host in self.all_hosts)
+        join = self.join.rpartition(":")[0]
+        return (*named, *([HOSTS_THAT_JOIN] if join and not is_loopback(join) else []))

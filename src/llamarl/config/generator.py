@@ -13,7 +13,10 @@ from llamarl.types import Sampling
 class GeneratorConfig(Section, frozen=True):
     """How answers are sampled, and the precision, parallelism and memory of the generator; see docs/generator.md."""
 
-    replicas: Annotated[int, Meta(ge=1, description="copies of the policy that generate in parallel")] = 1
+    replicas: Annotated[
+        int,
+        Meta(ge=0, description="copies of the policy that generate in parallel; 0: only those that join (engine.join)"),
+    ] = 1
     tensor: Annotated[int, Meta(ge=1, description="ranks of one replica (tensor parallel)")] = 1
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],

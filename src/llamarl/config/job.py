@@ -68,6 +68,7 @@ class Config(Section, frozen=True):
             _check_inline(self)
         if self.generator.lora == "merged":
             _check_merged(self)
+        _check_joining(self)
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
 
@@ -143,6 +144,15 @@ def _check_merged(config: Config) -> None:
         raise ConfigError(
             f"generator.lora: adapters cannot be merged into weights with generator.quantize={config.generator.quantize}; "
             "leave it at beside"
+        )
+
+
+def _check_joining(config: Config) -> None:
+    if not config.generator.replicas and not config.engine.join:
+        raise ConfigError("generator.replicas: 0 generators, and none can join; set engine.join, or at least 1")
+    if config.engine.join and config.schedule.deterministic:
+        raise ConfigError(
+            "engine.join: hosts that come and go are not covered by schedule.deterministic=true; leave one of them out"
         )
 
 

@@ -6,6 +6,7 @@ The rules, in the words of docs/architecture.md:
 - A group goes to the replica with the fewest groups among those that hold the newest visible version and have room.
 - A batch is P ordinals, consecutive or (window) nearly so. Dropped groups keep their ordinal's place in it, empty.
 - Death: the groups that the executor held are handed out again under the same ordinals; a role that trains is rewound.
+- An executor that joins is one more replica; one that leaves gives its groups back, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class Controller:
             ev.BatchDone: self._on_batch_done,
             ev.Published: self._on_published,
             ev.Died: self._on_died,
+            ev.Joined: self._on_joined,
+            ev.Left: self._on_left,
             ev.Saved: self._on_saved,
             ev.Committed: self._on_committed,
             ev.SaveFailed: self._on_save_failed,
@@ -140,7 +143,9 @@ class Controller:
         executor.loading = None
         if event.version == self._target(executor):  # otherwise a newer version took its slot, which is no failure
             executor.failed_loads += 1
-        if executor.failed_loads == MAX_FAILED_LOADS:
+        if executor.failed_loads == MAX_FAILED_LOADS and executor.joined:
+            self._dismiss(executor, event.reason)
+        elif executor.failed_loads == MAX_FAILED_LOADS:
             self._end(ev.Abort(f"{executor.name}: {event.reason}"), closed=f"stopped: {event.reason}")
         else:
             self._make_available(executor)
@@ -202,7 +207,8 @@ class Controller:
         executor = self.executors[event.executor]
         groups = executor.reset()
         executor.failures += 1
-        if not executor.role.restartable or executor.failures > self.schedule.max_restarts:
+        worn_out = not executor.role.restartable or executor.failures > self.schedule.max_restarts
+        if worn_out and not executor.joined:
             self._end(ev.Abort(_why_stopped(executor, event.reason)), closed=f"stopped: {event.reason}")
             return
         if executor.role.unit == "batch":
@@ -211,8 +217,38 @@ class Controller:
             self.evaluation.lost(executor)
             for group in groups:
                 self._return(group, executor.position, event.reason)
+        if worn_out:
+            self._dismiss(executor, _why_stopped(executor, event.reason))
+            return
         executor.incarnation += 1
         self._say(ev.Start(executor.name, executor.incarnation, version=self.snapshots.saved))
+
+    def _on_joined(self, event: ev.Joined) -> None:
+        executor = self.executors.get(event.executor)
+        if executor is None:
+            position = [role.name for role in self.line.group_roles].index(role_of(event.executor))
+            executor = self.executors[event.executor] = self.pools[position].add(event.executor, position)
+        elif not executor.away:
+            return  # a duplicate
+        executor.away = False
+        self._say(ev.Start(executor.name, executor.incarnation, version=self.snapshots.saved))
+
+    def _on_left(self, event: ev.Left) -> None:
+        executor = self.executors.get(event.executor)
+        if executor is not None and executor.joined and not executor.away:
+            self._part_with(executor)
+
+    def _dismiss(self, executor: ExecutorState, reason: str) -> None:
+        self._say(ev.Dismiss(executor.name, executor.incarnation, reason))
+        self._part_with(executor)
+
+    def _part_with(self, executor: ExecutorState) -> None:
+        """The executor is gone for now, perhaps for good. Its groups go to others; none of them is to blame."""
+        self.evaluation.lost(executor)
+        for group in executor.reset():
+            self._wait_again(group, executor.position)
+        executor.away, executor.failures = True, 0
+        executor.incarnation += 1
 
     def _on_saved(self, event: ev.Saved) -> None:
         self.snapshots.part_saved(role_of(event.executor), event.version)
@@ -379,7 +415,11 @@ class Controller:
             self._give_up_probe(group.ordinal)
         elif group.kind == "train" and worn_out:
             self._give_up(group.ordinal, f"its executor died {attempts} times, the last time: {reason}")
-        elif group.kind == "evaluation" and not self.evaluation.owns(group.ordinal):
+        else:
+            self._wait_again(group, position)
+
+    def _wait_again(self, group: GroupSpec, position: int) -> None:
+        if group.kind == "evaluation" and not self.evaluation.owns(group.ordinal):
             self._say(ev.Forget((group.ordinal,)))
         else:
             self._wait(position, group)

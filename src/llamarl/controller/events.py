@@ -72,6 +72,21 @@ class Died(ExecutorEvent, frozen=True):
     reason: str
 
 
+class Joined(Event, frozen=True):
+    """A host that came while the job runs offers an executor of a role that works on groups: start it there."""
+
+    executor: str
+    host: str
+
+
+class Left(Event, frozen=True):
+    """The host of an executor that had joined is gone, announced or not. Its groups are handed out again; this counts as no
+    death of theirs, since they did not cause it."""
+
+    executor: str
+    reason: str
+
+
 class Saved(ExecutorEvent, frozen=True):
     """The executor has written its part of the snapshot of `version`."""
 
@@ -119,6 +134,8 @@ AnyEvent = (
     | BatchDone
     | Published
     | Died
+    | Joined
+    | Left
     | Saved
     | Committed
     | SaveFailed
@@ -140,6 +157,12 @@ class Start(ExecutorCommand, frozen=True):
     """Bring the executor up. One that trains continues from the snapshot of `version`."""
 
     version: int
+
+
+class Dismiss(ExecutorCommand, frozen=True):
+    """An executor that had joined fails again and again: the job goes on without it."""
+
+    reason: str
 
 
 class Load(ExecutorCommand, frozen=True):
@@ -214,6 +237,7 @@ class Abort(Command, frozen=True):
 
 AnyCommand = (
     Start
+    | Dismiss
     | Load
     | RunGroup
     | RunBatch

@@ -18,6 +18,8 @@ class ExecutorState:
     index: int
     position: int  # place of its role among the roles of the same unit
     reads_weights: bool
+    joined: bool = False  # it came while the job ran, and may leave; False: one of the line's own
+    away: bool = False  # it had joined, and has left
     incarnation: int = 0
     failures: int = 0  # number of deaths in a row, without any work done in between
     up: bool = False
@@ -62,6 +64,12 @@ class ExecutorPool:
         self._at_once = role.at_once or role.capacity
         self._heaps: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self._up: list[tuple[int, int]] = []
+
+    def add(self, name: str, position: int) -> ExecutorState:
+        """An executor that joins, beyond those of the line."""
+        executor = ExecutorState(name, self.role, len(self.executors), position, self._reads_weights, joined=True)
+        self.executors.append(executor)
+        return executor
 
     def touch(self, executor: ExecutorState) -> None:
         """Call whenever the executor may have become available, or its groups have changed."""

@@ -13,7 +13,7 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import FINISHED, Dropped, Rewound
 from llamarl.controller.line import role_of
 from llamarl.controller.replay import setting_of
-from llamarl.engine.engine import Arrival, Death, Engine
+from llamarl.engine.engine import Arrival, Death, Engine, EngineEvent, ExecutorJoined, ExecutorLeft
 from llamarl.engine.group_store import GroupStore
 from llamarl.engine.prompts import Prompts
 from llamarl.engine.snapshot_store import SnapshotStore
@@ -48,6 +48,7 @@ class Driver:
         self._ended = False
         self._actions: dict[type[ev.Command], Callable[[Any], None]] = {
             ev.Start: self._start,
+            ev.Dismiss: self._dismiss,
             ev.Load: lambda c: engine.send(c.executor, msg.LoadWeights(c.version)),
             ev.RunGroup: self._run_group,
             ev.RunBatch: self._run_batch,
@@ -67,9 +68,12 @@ class Driver:
         """Run the job until the controller finishes it; JobFailed if it aborts."""
         self._folder.events.append_json(setting_of(self._controller))
         self._tell(begin)
+        self._note_if_nobody_generates()
         while not self._ended:
             for arrival in self._engine.events():
                 self._tell(self._event_of(arrival))
+                if isinstance(arrival, ExecutorLeft):
+                    self._note_if_nobody_generates()
             if self._interrupted:
                 raise KeyboardInterrupt
             if self._stop_requested:
@@ -99,7 +103,13 @@ class Driver:
 
     # Reports become events
 
-    def _event_of(self, arrival: Arrival | Death) -> ev.AnyEvent | None:
+    def _event_of(self, arrival: EngineEvent) -> ev.AnyEvent | None:
+        if isinstance(arrival, ExecutorJoined):
+            self._watcher.joined(arrival.executor, arrival.host)
+            return ev.Joined(arrival.executor, arrival.host)
+        if isinstance(arrival, ExecutorLeft):
+            self._watcher.left(arrival.executor, arrival.host, arrival.reason)
+            return ev.Left(arrival.executor, arrival.reason)
         who = (arrival.executor, arrival.incarnation)
         if arrival.incarnation != self._controller.executors[arrival.executor].incarnation:
             return None  # a late report of a dead process
@@ -178,6 +188,14 @@ class Driver:
             self._watcher.restarted(command.executor)
         snapshot = self._snapshots.path(command.version) if command.version else None
         self._engine.spawn(command.executor, command.incarnation, snapshot)
+
+    def _dismiss(self, command: ev.Dismiss) -> None:
+        self._engine.dismiss(command.executor, f"{command.reason}{self._log_of(command.executor)}")
+
+    def _note_if_nobody_generates(self) -> None:
+        pool = self._controller.pools[0]
+        if all(executor.away for executor in pool.executors):
+            self._watcher.note(f"no {pool.role.name} is there: the job waits until a host joins (engine.join)")
 
     def _run_group(self, command: ev.RunGroup) -> None:
         if command.ordinal not in self._store:

@@ -29,6 +29,24 @@ class Death(Struct, frozen=True):
     reason: str
 
 
+class ExecutorJoined(Struct, frozen=True):
+    """A host that came while the job runs has room for this executor."""
+
+    executor: str
+    host: str
+
+
+class ExecutorLeft(Struct, frozen=True):
+    """The executor's host, which had joined, is gone; nothing of the executor lives there any more."""
+
+    executor: str
+    host: str
+    reason: str
+
+
+EngineEvent = Arrival | Death | ExecutorJoined | ExecutorLeft
+
+
 class Engine(Protocol):
     def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
         """Start an executor, from a snapshot if there is one; `Up` arrives when it is ready."""
@@ -36,8 +54,11 @@ class Engine(Protocol):
     def send(self, executor: str, message: Message) -> None:
         """Deliver messages in order. Those to a dead executor are dropped: its death arrives as an event."""
 
-    def events(self) -> Sequence[Arrival | Death]:
+    def events(self) -> Sequence[EngineEvent]:
         """Everything that happened since the last call; waits a little if nothing did."""
+
+    def dismiss(self, executor: str, reason: str) -> None:
+        """End an executor that had joined, for good; its host is told the reason, and `ExecutorLeft` arrives."""
 
     def stop(self) -> None:
         """End every executor and leave nothing behind. A second call is a no-op."""

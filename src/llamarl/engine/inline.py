@@ -44,6 +44,9 @@ class InlineEngine:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
+    def dismiss(self, executor: str, reason: str) -> None:
+        raise AssertionError(f"{executor} cannot have joined: {reason}")
+
     def stop(self) -> None:
         self._runners.clear()
         self._inbox.clear()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from llamarl.config import Config
-from llamarl.engine.engine import Arrival, Death
+from llamarl.engine.engine import Arrival, Death, EngineEvent
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.out_of_memory import explain_death
 from llamarl.machine import KilledForMemory
@@ -66,7 +66,7 @@ class Supervision(ABC, Generic[AnyRank]):
     def __init__(self, config: Config) -> None:
         self._config = config
         self._ranks: dict[tuple[str, int], AnyRank] = {}
-        self._arrivals: list[Arrival | Death] = []
+        self._arrivals: list[EngineEvent] = []
         self._backoff = Backoff()
         self._killed_for_memory = KilledForMemory()
 
@@ -83,6 +83,10 @@ class Supervision(ABC, Generic[AnyRank]):
     def _fault(self, state: AnyRank, now_s: float) -> str:
         """Why the rank must go, beyond what `_check_deadlines` finds; empty: no fault."""
         return ""
+
+    def dismiss(self, executor: str, reason: str) -> None:
+        """Executors join only engines that say so."""
+        raise AssertionError(f"{executor} cannot have joined: {reason}")
 
     # What it says
 
@@ -117,7 +121,7 @@ class Supervision(ABC, Generic[AnyRank]):
         if not was_up and all(one.up for one in self._ranks_of(state.executor)):
             self._arrivals.append(Arrival(state.executor, state.incarnation, Up()))
 
-    def _take_arrivals(self) -> list[Arrival | Death]:
+    def _take_arrivals(self) -> list[EngineEvent]:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
@@ -146,12 +150,16 @@ class Supervision(ABC, Generic[AnyRank]):
 
     def _declare_dead(self, state: AnyRank, reason: str) -> None:
         """The death of any rank is the death of the executor."""
-        for one in self._ranks_of(state.executor):
-            self._end(one, "")
-            del self._ranks[one.executor, one.rank]
+        self._remove(state.executor)
         where = f"rank {state.rank}: " if state.rank else ""
         told = explain_death(state.executor, reason, killed_for_memory=self._killed_for_memory.again())
         self._arrivals.append(Death(state.executor, state.incarnation, where + told))
+
+    def _remove(self, executor: str) -> None:
+        """End all ranks of the executor and forget them."""
+        for one in self._ranks_of(executor):
+            self._end(one, "")
+            del self._ranks[one.executor, one.rank]
 
     def _check_deadlines(self, *, starting: bool = True) -> None:
         """End ranks that are late. `starting`: ranks can be expected to come up, since a fork server is ready."""

@@ -140,8 +140,7 @@ class ContinuousDecoder:
         if precision.kv_cache == "fp8":
             check_keys(model)
         fuse(model)
-        adapted = add_adapters is not None
-        self._narrow_weights = quantize(model, precision.weights, keep_wide=precision.keep_wide, adapted=adapted)
+        self._narrow_weights = quantize(model, precision.weights, keep_wide=precision.keep_wide)
         self._adapters = add_adapters(model) if add_adapters else None
         weight, cache_dtype = model.lm_head.weight, precision.cache_dtype(model)
         num_pages = choose_num_pages(limits, model, cache_dtype, tensor_ranks)
@@ -224,13 +223,18 @@ class ContinuousDecoder:
     @torch.inference_mode()
     def step(self) -> list[CompletionGroup]:
         """Admit what fits, decode one burst, return the groups that are known to be complete."""
-        self._admit()
-        self._make_room()
-        launched = self._launch()
+        launched = self.launch()
         while len(self._in_flight) > (self.lookahead if launched else 0):
             self._collect()
         ready, self._ready = self._ready, []
         return ready
+
+    @torch.inference_mode()
+    def launch(self) -> bool:
+        """Admit what fits and launch one burst, without a look at its results; False if nothing can run."""
+        self._admit()
+        self._make_room()
+        return self._launch()
 
     def _admit(self) -> None:
         admission = self._schedule.admit(self._device.num_bursts, self.burst_steps)

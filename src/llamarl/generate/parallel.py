@@ -7,6 +7,7 @@ rank that has them and summed, and the head's scores are gathered, so every rank
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from llamarl.layout.boxes import Box
 from llamarl.layout.mesh import Mesh, box_on
 from llamarl.layout.model import placement_of
 from llamarl.model.linear import ReplacedLinear
-from llamarl.model.transformer import MLP, Attention, Transformer
+from llamarl.model.transformer import Block, Transformer
 from llamarl.model_spec import ModelSpec
 
 
@@ -68,18 +69,23 @@ class SplitEmbedding(nn.Embedding):
 
 
 def split_over_ranks(model: Transformer, part: TensorRank) -> None:
-    """Turn a model loaded with `part.box` into one rank of the whole."""
+    """Turn a model loaded with `part.box` into one rank of the whole. Blocks may be split already."""
     if part.count == 1:
         return
-    for module in list(model.modules()):
-        if isinstance(module, Attention):
-            module.o_proj = SummedLinear(module.o_proj)
-        elif isinstance(module, MLP):
-            module.down_proj = SummedLinear(module.down_proj)
+    block: Any
+    for block in model.model.layers:
+        split_block(block, part)
     vocabulary = model.shape.vocab_size
     (first_row, _), _ = part.box(embedding_of(model.shape))
     model.model.embed_tokens = SplitEmbedding(model.model.embed_tokens, first_row)
     model.gather = lambda scores: gather_vocabulary(scores, vocabulary, part.count)
+
+
+def split_block(block: Block, part: TensorRank) -> None:
+    """Let a block sum its two products over the ranks."""
+    if part.count > 1 and not isinstance(block.mlp.down_proj, SummedLinear):
+        block.self_attn.o_proj = SummedLinear(block.self_attn.o_proj)
+        block.mlp.down_proj = SummedLinear(block.mlp.down_proj)
 
 
 def gather_vocabulary(scores: Tensor, vocabulary: int, count: int) -> Tensor:

@@ -29,9 +29,9 @@ from llamarl.plan.gpus import GIB
 from llamarl.plan.terms import (
     WIDTH,
     WORKSPACE_BYTES,
-    activation_bytes,
     held_bytes,
     kv_bytes_per_token,
+    pass_bytes,
     training_state_bytes,
     weight_bytes,
 )
@@ -152,7 +152,7 @@ def _trainer_parts(
     answers = schedule.groups_per_update * schedule.samples_per_group
     tokens = max(longest, min(settings.tokens_per_pack, answers * longest / settings.batch_ranks))
     width = WIDTH["bf16" if on_gpu else "fp32"]
-    passing = activation_bytes(shape, tokens, settings.recompute, settings.tensor, width)
+    passing = sum(pass_bytes(shape, tokens, settings.recompute, settings.tensor, settings.batch_ranks, width).values())
     yield MemoryItem(
         "activations", place, passing, "lower trainer.tokens_per_pack or set trainer.recompute=full", sure=False
     )

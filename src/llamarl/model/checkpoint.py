@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,12 +119,21 @@ def empty_model(
 ) -> Transformer:
     """The model with uninitialized memory for its shard of each parameter."""
     model = meta_model(shape)
-    for name, parameter in parameters(shape).items():
-        memory = torch.empty(shape_of(box_of(parameter)), dtype=dtype, device=device)
-        setattr(model.get_submodule(parameter.module), name.rpartition(".")[2], nn.Parameter(memory))
-    if shape.tied_head:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    give_memory(model, parameters(shape), dtype=dtype, device=device, box_of=box_of)
     return model
+
+
+def give_memory(
+    model: Transformer, names: Iterable[str], *, dtype: torch.dtype, device: str | torch.device, box_of: BoxOf = all_of
+) -> dict[str, Tensor]:
+    """Uninitialized memory for a shard of each of these parameters, which become the model's."""
+    specs, found = parameters(model.shape), dict[str, Tensor]()
+    for name in names:
+        found[name] = nn.Parameter(torch.empty(shape_of(box_of(specs[name])), dtype=dtype, device=device))
+        setattr(model.get_submodule(specs[name].module), name.rpartition(".")[2], found[name])
+    if model.shape.tied_head:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return found
 
 
 def meta_model(shape: ModelSpec) -> Transformer:

@@ -218,7 +218,8 @@ def serve_adapters(model: Transformer, lora: LoraConfig, shape_of: BoxShape) -> 
         joined = [weights[f"{prefix}.{name}"] for name in inputs if f"{prefix}.{name}" in weights]
         if joined:
             assert module.fused is not None, "fuse the model first"
-            module.fused = _adapt(model, module.fused, joined, _rows_of(module, inputs, prefix), shape_of, adapters)
+            base = getattr(module.fused, "__self__", module.fused)  # the product with its scales, not `unscaled`
+            module.fused = _adapt(model, base, joined, _rows_of(module, inputs, prefix), shape_of, adapters)
         if f"{prefix}.{output}" in weights:
             _adapt_output(model, module, weights[f"{prefix}.{output}"], shape_of, adapters)
     return adapters

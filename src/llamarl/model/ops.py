@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from llamarl.model.gpu_paths import on_gpu
+
 if TYPE_CHECKING:
     from llamarl.model import kernels
 
@@ -111,7 +113,7 @@ def add_projection(residual: Stream, linear: nn.Linear, x: Any) -> Stream:
         from llamarl.model import kernels
 
         return Residual(total, kernels.add_product(total.flatten(0, -2), x.flatten(0, -2), linear.weight))
-    if _plain(linear) and x.is_cuda and x.dtype != torch.float32:
+    if _plain(linear) and on_gpu(x) and x.dtype != torch.float32:
         return total + wide_product(x, linear.weight)
     out: Tensor = total + linear(x)
     return out

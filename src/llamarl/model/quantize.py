@@ -11,8 +11,8 @@ and a GPU test compares both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from llamarl.errors import ConfigError
 from llamarl.families.family import FP8_TILE
 from llamarl.model.linear import JoinedLinear, ReplacedLinear
 from llamarl.model.ops import Residual, Stream, fused, silu_times
-from llamarl.model.transformer import MLP, Attention, RMSNorm, Transformer, layers_of
+from llamarl.model.transformer import MLP, Attention, Block, RMSNorm, Transformer, layers_of
 
 if TYPE_CHECKING:
     from llamarl.model import kernels
@@ -176,31 +176,32 @@ class QuantizedLinear(ReplacedLinear):
         self.product, self.terms = narrow, narrow.terms
 
 
-def quantize(
-    model: Transformer, kind: Quantization, *, keep_wide: bool = True, adapted: bool = False
-) -> list[QuantizedWeight]:
-    """Quantizes a fused model. Returns the weights to refresh whenever wide weights have arrived. With `adapted`, scales are
-    applied to every joined product, so that adapters can be added to it."""
+def quantize(model: Transformer, kind: Quantization, *, keep_wide: bool = True) -> list[QuantizedWeight]:
+    """Quantizes a fused model. Returns the weights to refresh whenever wide weights have arrived."""
     if kind == "none":
         return []
-    if kind == "fp8":
-        for block in model.model.layers:
-            for norm in (block.input_layernorm, block.post_attention_layernorm):
-                norm.__class__ = NarrowNorm
-    found = [narrow for part in list(model.modules()) for narrow in _quantize_part(part, kind, keep_wide, adapted)]
+    layers: Iterable[Any] = model.model.layers
+    blocks = [block for block in layers if not isinstance(block.self_attn.fused, QuantizedWeight)]
+    found = [narrow for block in blocks for narrow in quantize_block(block, kind, keep_wide=keep_wide)]
     if not keep_wide and model.lm_head.weight.is_cuda:
         torch.cuda.empty_cache()  # frees the memory of the wide weights
     return found if keep_wide else []
 
 
-def _quantize_part(part: nn.Module, kind: Quantization, keep_wide: bool, adapted: bool) -> Iterator[QuantizedWeight]:
-    if not isinstance(part, Attention | MLP):
-        return
+def quantize_block(block: Block, kind: Quantization, *, keep_wide: bool) -> list[QuantizedWeight]:
+    """Quantizes one fused block. Returns its narrow weights."""
+    if kind == "fp8":
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            norm.__class__ = NarrowNorm
+    return [narrow for part in (block.self_attn, block.mlp) for narrow in _quantize_part(part, kind, keep_wide)]
+
+
+def _quantize_part(part: Attention | MLP, kind: Quantization, keep_wide: bool) -> Iterator[QuantizedWeight]:
     inputs, output = layers_of(part)
     assert isinstance(part.fused, JoinedLinear), "fuse the model first"
     part.fused = joined = QuantizedWeight(part.fused.weight, part.fused.bias, kind)
     if isinstance(part, MLP) and kind == "fp8":
-        part.fused, part.activate = joined if adapted else joined.unscaled, narrow_silu_times
+        part.fused, part.activate = joined.unscaled, narrow_silu_times
     layer = getattr(part, output)
     narrow = QuantizedWeight(layer.weight, None, kind)
     if isinstance(layer, ReplacedLinear):  # it is split over ranks and sums over them

@@ -138,13 +138,13 @@ class Transformer(nn.Module):
         return self.gather(scores(hidden, self.lm_head.weight))
 
 
-def fuse(model: Transformer) -> None:
-    """Joins q, k, v and gate, up of every block, in memory and in the product.
+def fuse(model: nn.Module) -> None:
+    """Joins q, k, v and gate, up of every block that is not fused yet, in memory and in the product.
 
     The parameters keep their names, as views of the joined matrix: writing them changes what is computed.
     """
     for module in model.modules():
-        if isinstance(module, Attention | MLP):
+        if isinstance(module, Attention | MLP) and module.fused is None:
             module.fused = _join([getattr(module, name) for name in layers_of(module)[0]])
 
 

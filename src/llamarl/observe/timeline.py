@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -68,6 +70,22 @@ class Timeline:
 
     def __init__(self) -> None:
         self.spans: dict[str, Track] = {}
+        self._stays: dict[
+            str, list[tuple[float, float]]
+        ] = {}  # when executors that joined were there; others always are
+
+    def joined(self, executor: str, at_s: float) -> None:
+        self._stays.setdefault(executor, []).append((at_s, math.inf))
+
+    def left(self, executor: str, at_s: float) -> None:
+        since_s, _ = self._stays[executor][-1]
+        self._stays[executor][-1] = (since_s, at_s)
+
+    def _stays_of(self, executor: str, start_s: float, end_s: float) -> list[tuple[float, float]]:
+        """The parts of [start, end] in which the executor was there."""
+        if executor not in self._stays:
+            return [(start_s, end_s)]
+        return [(max(start_s, a), min(end_s, b)) for a, b in self._stays[executor] if a < end_s and b > start_s]
 
     def add(self, executor: str, spans: Iterable[Span]) -> None:
         track = self.spans.setdefault(executor, Track())
@@ -86,9 +104,13 @@ class Timeline:
         return busy + (track.forgotten_s if start_s < track.known_since_s else 0.0)
 
     def waiting(self, start_s: float, end_s: float) -> dict[str, float]:
-        """Maps each executor to the share of [start, end] that it waited."""
-        length = max(1e-9, end_s - start_s)
-        return {executor: max(0.0, 1.0 - self.busy_s(executor, start_s, end_s) / length) for executor in self.spans}
+        """Maps each executor to the share of [start, end] that it waited; of the time that it was there, if it had joined."""
+        found = {}
+        for executor in self.spans:
+            if stays := self._stays_of(executor, start_s, end_s):
+                length = max(1e-9, sum(b - a for a, b in stays))
+                found[executor] = max(0.0, 1.0 - self.busy_s(executor, start_s, end_s) / length)
+        return found
 
     def idle_share(self, start_s: float, end_s: float) -> dict[str, float]:
         """Maps each role to the mean share of [start, end] that its executors waited."""
@@ -102,7 +124,7 @@ class Timeline:
         rows: list[dict[str, object]] = []
         for track, (executor, spans) in enumerate(sorted(self.spans.items())):
             rows.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": executor}})
-            for span in _with_waiting(sorted(spans, key=lambda span: span.start_s), start_s, end_s):
+            for span in self._drawn(executor, sorted(spans, key=lambda span: span.start_s), start_s, end_s):
                 rows.append(
                     {
                         "ph": "X",
@@ -115,6 +137,15 @@ class Timeline:
                     }
                 )
         path.write_text(json.dumps({"traceEvents": rows}))
+
+    def _drawn(
+        self, executor: str, spans: list[Span], start_s: float, end_s: float
+    ) -> Iterable[tuple[str, str, float, float]]:
+        """The spans of one executor, with waiting between them while it was there."""
+        if executor not in self._stays:
+            return _with_waiting(spans, start_s, end_s)
+        stays = self._stays_of(executor, start_s, end_s)
+        return chain(*(_with_waiting([span for span in spans if a <= span.start_s < b], a, b) for a, b in stays))
 
 
 def _with_waiting(spans: list[Span], start_s: float, end_s: float) -> Iterable[tuple[str, str, float, float]]:

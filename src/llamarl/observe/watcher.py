@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from llamarl.config import Config
@@ -42,6 +43,7 @@ class Watcher:
         self._last_update_s = self._start_s
         self._before = (tally.updates, tally.tokens_generated, tally.tokens_trained)  # totals of earlier starts
         self._num_answers = 0  # answers scored before the first update
+        self._groups_of: Counter[str] = Counter()  # groups that each generator has finished since it joined
         self._num_dropped = 0  # groups dropped since this start of the job
         self._advisor = Advisor(config)
         self._failed = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
@@ -56,6 +58,7 @@ class Watcher:
             if self._num_answers <= self._config.schedule.answers_per_update:
                 self._display.progress(self._num_answers, self._config.schedule.answers_per_update)
         if role == self._first_role:
+            self._groups_of[executor] += 1
             self.tally.tokens_generated += facts.num_tokens
             if self._training_s is None:
                 self._last_update_s = time.monotonic()
@@ -148,6 +151,22 @@ class Watcher:
 
     def died(self, executor: str, reason: str) -> None:
         self._display.note(f"{executor} died: {reason}")
+
+    def joined(self, executor: str, host: str) -> None:
+        """Record a replica that joined; the ledger says which groups it was given."""
+        self._display.note(f"{executor} joins, on {host}")
+        self.timeline.joined(executor, time.monotonic())
+        self._folder.timings.append_json({"executor": executor, "host": host, "at_s": self._elapsed_s, "joined": True})
+
+    def left(self, executor: str, host: str, reason: str) -> None:
+        self._display.note(f"{executor} has left, on {host}: {reason}")
+        self.timeline.left(executor, time.monotonic())
+        row = {"executor": executor, "host": host, "at_s": self._elapsed_s, "left": reason}
+        self._folder.timings.append_json({**row, "groups": self._groups_of.pop(executor, 0)})
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._start_s
 
     def restarted(self, executor: str) -> None:
         self.tally.restarts += 1

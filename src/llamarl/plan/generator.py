@@ -13,9 +13,12 @@ from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import (
     CPU_PREFILL_ROWS,
+    WORKSPACE_BYTES,
     decode_exchange_s,
     decode_terms,
+    held_bytes,
     kv_bytes_per_token,
+    passing_bytes,
     prefill_s,
     total_s,
 )
@@ -41,6 +44,22 @@ class Replica(Struct, frozen=True, dict=True):
     slots: int
     prompt: int
     length: int  # capacity of a slot in tokens, prompt and answer
+
+    def cached_tokens(self, samples: int, answers: Lengths) -> float:
+        """Tokens in the cache on average, with all slots busy: answers of all ages, and a prompt for each group."""
+        return self.slots * (self.prompt / samples + answers.mean_under_way)
+
+    def memory_kinds(self, cached_tokens: float) -> dict[str, float]:
+        """Bytes of one rank's tensors, by kind."""
+        return {
+            "weights": held_bytes(self.shape, self.precision) / self.tp,
+            "KV cache": cached_tokens * kv_bytes_per_token(self.shape, self.precision, self.tp),
+            "activations": passing_bytes(self.shape, self.tp, self.slots, self.prompt),
+        }
+
+    def memory_bytes(self, cached_tokens: float) -> float:
+        """Memory of one rank."""
+        return sum(self.memory_kinds(cached_tokens).values()) + WORKSPACE_BYTES
 
     def rows(self, active: float) -> int:
         """Number of rows that a step computes: padded on a GPU, all slots on a CPU."""

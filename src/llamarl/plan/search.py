@@ -18,14 +18,14 @@ from msgspec.structs import replace
 
 from llamarl.controller.default_line import GENERATOR_AHEAD
 from llamarl.plan.generator import Replica
-from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, sync_s, weight_bytes, wire
+from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, sync_s, weight_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.workload import Question
 
 RECOMPUTE = ("none", "selective", "full")
 PACKS = (4096, 8192, 16_384, 32_768, 65_536)
 STALENESS_PRICE = 0.01  # share by which one more version of staleness must shorten a step
-_ROUNDS = 2  # fixed-point iterations; the first is already close
+_ROUNDS = 4  # fixed-point iterations; with fewer, a slower trainer could seem to shorten a step
 _MIDDLES = (np.arange(24) + 0.5) / 24
 
 Limit = Literal["training", "generation", "the longest answers", "training and generation in turn"]
@@ -142,11 +142,8 @@ class Space:
 
     def _generators(self, tp: int, replicas: float, precision: str, slots: int) -> Generators:
         question, work = self.question, self.question.work
-        shape = question.shape
-        replica = Replica(shape, question.gpu, precision, tp, slots, work.prompt, work.longest_document)
-        cached = slots * (work.prompt / work.samples + work.answers.mean_under_way)
-        memory = generator_bytes(shape, precision, tp, cached) + WORKSPACE_BYTES
-        return Generators(replica, replicas, memory)
+        replica = Replica(question.shape, question.gpu, precision, tp, slots, work.prompt, work.longest_document)
+        return Generators(replica, replicas, replica.memory_bytes(replica.cached_tokens(work.samples, work.answers)))
 
     def least_generator_bytes(self, gpus: int) -> float:
         """Least memory per rank of a generator with room for one group."""

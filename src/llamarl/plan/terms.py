@@ -15,9 +15,10 @@ from llamarl.families.family import COLUMNS, ROWS
 from llamarl.families.parameters import block_parameters, embedding_of, family_of, head_of, num_parameters
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Factors, Gpu
+from llamarl.shape_buckets import padded_tokens
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}  # bytes per weight
-CPU_PREFILL_ROWS = 16  # prompts that a CPU reads at once, always (generate/device_runner.py)
+CPU_PREFILL_ROWS = 16  # prompts read at once: always on a CPU, at most on a GPU (generate/device_runner.py)
 
 Terms = Mapping[str, float]
 
@@ -172,12 +173,12 @@ def activation_traffic(shape: ModelSpec, precision: str) -> float:
 
 
 def shard_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, passes: float) -> float:
-    """FSDP's communication: each pass gathers the weights twice (forward, backward) and reduces the gradients once, in
-    bf16."""
+    """FSDP's communication: each pass gathers the weights twice in bf16 (forward, backward) and reduces the gradients once in
+    fp32."""
     if data == 1:
         return 0.0
-    each = num_parameters(shape) / tp * 2 * (data - 1) / data
-    return passes * 3 * each / (link_gb_s(gpu, tp * data) * 1e9)
+    each_bytes = (2 + 2 + 4) * num_parameters(shape) / tp * (data - 1) / data
+    return passes * each_bytes / (link_gb_s(gpu, tp * data) * 1e9)
 
 
 def replica_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, replicate: int) -> float:
@@ -233,7 +234,7 @@ def copy_s(gpu: Gpu, num_bytes: float) -> float:
 
 # Memory, per rank
 
-HEAD_CHUNK_BYTES = 2 << 30  # logits of a chunk of tokens, and their gradient (train/lm_head.py)
+SCORE_BYTES = 1 << 30  # fp32 scores of a chunk of tokens, at most (train/lm_head.py)
 WORKSPACE_BYTES = 3 << 30  # CUDA's context, graphs, fragmentation
 MEMORY_SHARE = 0.94  # share of a GPU's memory that a plan may use
 
@@ -244,23 +245,67 @@ def weight_bytes(shape: ModelSpec, precision: str) -> float:
     return blocks * WIDTH[precision] + (num_parameters(shape) - blocks) * activation_width(precision)
 
 
+def training_state(shape: ModelSpec, tp: int, data: int, replicate: int = 1) -> dict[str, float]:
+    """Bytes per rank by kind, 16 per parameter, sharded over the ranks of a replica. Without FSDP the weights are half of
+    their masters. Gradients are summed in fp32."""
+    each = num_parameters(shape) / (tp * data)
+    weights = 2 if data * replicate == 1 else 4
+    return {"weights": weights * each, "optimizer state": (12 - weights) * each, "gradients": 4 * each}
+
+
 def training_state_bytes(shape: ModelSpec, tp: int, data: int, replicate: int = 1) -> float:
-    """Bytes per rank of masters, moments and gradients: 16 per parameter, sharded over the ranks of a replica; with FSDP also
-    two gathered layers and the embedding. On one rank alone: 12 bytes and a bf16 gradient (fp32 with several passes)."""
-    if data * replicate == 1:
-        return 16 * num_parameters(shape) / tp
-    gathered = 2 * block_parameters(shape) / shape.num_layers + embedding_of(shape).size + head_of(shape).size
-    return 16 * num_parameters(shape) / (tp * data) + 2 * gathered / tp
+    """Bytes per rank of masters, moments and gradients."""
+    return sum(training_state(shape, tp, data, replicate).values())
 
 
-def activation_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int = 2) -> float:
-    """Bytes that a pass of `tokens` tokens keeps for its backward pass, with `width` bytes per number."""
-    block_input = shape.hidden_size
-    attention = shape.hidden_size + (2 * shape.q_size + 2 * shape.kv_size) / tp
-    mlp = 3 * shape.intermediate_size / tp
-    kept = {"none": block_input + attention + mlp, "selective": block_input + attention, "full": block_input}
-    scores = min(HEAD_CHUNK_BYTES, 2 * 4 * tokens * shape.vocab_size)
-    return tokens * shape.num_layers * width * kept[recompute] + scores
+def pass_bytes(
+    shape: ModelSpec, tokens: float, recompute: str, tp: int, batch_ranks: int, width: int = 2
+) -> dict[str, float]:
+    """Most bytes per rank that a pass of `tokens` tokens takes, with `width` bytes per number, by kind: what FSDP gathers and
+    reduces, if several ranks share a batch, and activations. It is the fullest of four moments: in the head, in the backward
+    pass of the last layer, when the embedding's gradient is there, and when FSDP reduces it with the head's."""
+    ends, layer = (
+        (num_parameters(shape) - block_parameters(shape)) / tp,
+        block_parameters(shape) / shape.num_layers / tp,
+    )
+    embedding, head = embedding_of(shape).size, head_of(shape).size / tp
+    kept = tokens * shape.num_layers * _kept_bytes(shape, recompute, tp, width)
+    moments = {
+        "head": (0.0, kept + _head_bytes(shape, tokens, tp, width)),
+        "layer": (
+            2 * width * layer + 4 * layer,
+            kept + _layer_bytes(shape, tokens, recompute, tp, width) + width * head,
+        ),
+        "embedding": (4 * layer, width * (embedding + head)),  # every tensor rank makes the gradient of all of it
+        "reduced": (4 * ends, width * embedding / tp),
+    }
+    if batch_ranks == 1:
+        return {"activations": max(activations for _, activations in moments.values())}
+    gathered, activations = max(moments.values(), key=sum)
+    return {"gathered": width * ends + gathered, "activations": activations}
+
+
+def _head_bytes(shape: ModelSpec, tokens: float, tp: int, width: int) -> float:
+    """The head's gradient is summed in fp32 and then narrowed, beside the scores of the last chunk. With tensor parallelism,
+    four tensors of a chunk's size are alive at once; otherwise the scores and their narrow gradient."""
+    head, scores = head_of(shape).size / tp, min(SCORE_BYTES, 4 * tokens * shape.vocab_size / tp)
+    return 4 * head + max(scores * (1.5 if tp == 1 else 4), scores + width * head) + tokens * 10 * shape.hidden_size
+
+
+def _layer_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int) -> float:
+    """A layer's backward pass: what was not kept of it, or gradients of its MLP."""
+    whole, attention = (_kept_bytes(shape, how, tp, width) for how in ("none", "selective"))
+    return tokens * (whole if recompute == "full" else whole - attention + 4 * shape.hidden_size)
+
+
+def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int) -> float:
+    """Bytes per token that a layer keeps: the stream before it and between its halves, which is fp32, and inputs and results
+    of its products. With tensor parallelism one of the two norms is computed again, and a block that is computed
+    again keeps its part of the stream."""
+    norms = 2 if tp == 1 else 1
+    attention = (2 * 4 + norms * width) * shape.hidden_size + width * (2 * shape.q_size + 2 * shape.kv_size) / tp
+    mlp = width * 3 * shape.intermediate_size / tp
+    return {"none": attention + mlp, "selective": attention, "full": 4 * shape.hidden_size / tp}[recompute]
 
 
 def wire(precision: str) -> str:
@@ -274,6 +319,10 @@ def held_bytes(shape: ModelSpec, precision: str) -> float:
     return weight_bytes(shape, wire(precision)) + narrow
 
 
-def generator_bytes(shape: ModelSpec, precision: str, tp: int, cached_tokens: float) -> float:
-    """Bytes of weights and cache on one rank."""
-    return held_bytes(shape, precision) / tp + cached_tokens * kv_bytes_per_token(shape, precision, tp)
+def passing_bytes(shape: ModelSpec, tp: int, slots: int, prompt_tokens: int) -> float:
+    """Bytes per rank that a generator takes for a moment: reading as many prompts as it reads at once, or the scores of all
+    slots (with tensor parallelism: those of every rank, joined)."""
+    reading = CPU_PREFILL_ROWS * padded_tokens(prompt_tokens - 1)
+    states = reading * (14 * shape.hidden_size + 2 * shape.intermediate_size / tp)
+    scores = 4 * slots * shape.vocab_size * (1 if tp == 1 else 2 + 1 / tp)
+    return max(states, scores)

@@ -11,13 +11,13 @@ from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.terms import (
     WORKSPACE_BYTES,
-    activation_bytes,
+    pass_bytes,
     replica_exchange_s,
     shard_exchange_s,
     tensor_exchange_s,
     total_s,
     train_terms,
-    training_state_bytes,
+    training_state,
 )
 
 CPU_ROW = 64  # shortest row on a CPU, in tokens; otherwise a row is as long as the longest document (train/packing.py)
@@ -108,6 +108,10 @@ class TrainerRanks(Struct, frozen=True):
     @property
     def memory_bytes(self) -> float:
         """Memory of one rank."""
-        state = training_state_bytes(self.shape, self.tp, self.data, self.replicate)
-        passing = activation_bytes(self.shape, self.tokens_per_pack, self.recompute, self.tp)
-        return state + passing + WORKSPACE_BYTES
+        return sum(self.memory_kinds.values()) + WORKSPACE_BYTES
+
+    @property
+    def memory_kinds(self) -> dict[str, float]:
+        """Bytes of one rank's tensors, by kind."""
+        passing = pass_bytes(self.shape, self.tokens_per_pack, self.recompute, self.tp, self.batch_ranks)
+        return {**training_state(self.shape, self.tp, self.data, self.replicate), **passing}

@@ -20,7 +20,7 @@ from llamarl.observe.timeline import Timeline
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GIB, Gpu
 from llamarl.plan.lengths import Lengths
-from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, generator_bytes, weight_bytes, wire
+from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, weight_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.transfer import transfer_s
 from llamarl.simulate.answers import Answers
@@ -96,8 +96,7 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
     def memory_gib(self) -> dict[str, float]:
         """GiB that a GPU of each role needs, and one that both share."""
         replica, samples = self.replica, self.config.schedule.samples_per_group
-        cached = replica.slots * (self.prompt / samples + self.answers.mean_under_way)
-        generator = generator_bytes(self.shape, replica.precision, replica.tp, cached) + WORKSPACE_BYTES
+        generator = replica.memory_bytes(replica.cached_tokens(samples, self.answers))
         found = {"trainer": self.trainer.memory_bytes, "generator": generator}
         if self.takes_turns:
             found["both"] = sum(found.values()) - WORKSPACE_BYTES

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from llamarl.model.gpu_paths import on_gpu
 from llamarl.model.transformer import Attend
 from llamarl.train.fp16 import HalfFlash
 from llamarl.train.packing import Pack
@@ -18,7 +19,7 @@ _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 def uses_long_rows(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packs are one long row, because attention skips everything outside a document."""
-    return device.type == "cuda" and dtype in _FLASH_DTYPES
+    return on_gpu(device) and dtype in _FLASH_DTYPES
 
 
 def document_attention(pack: Pack, *, long_rows: bool) -> Attend:

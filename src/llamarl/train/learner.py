@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,14 +67,15 @@ class Learner:
         num_tokens = sum(document.num_answer_tokens for document in documents)
         seen = Seen(self.policy)
         packs = self.policy.packs(documents)
-        for pack in packs:
-            sum_over_replicas(self.policy.model, self.policy.computing.mesh, pack is packs[-1])
-            here = pack.to(self.policy.computing.device)
-            loss = self._forward(here, seen, num_tokens=num_tokens, num_sequences=len(documents))
-            loss.backward()  # type: ignore[no-untyped-call]
-            seen.add_loss(loss)
-            if len(packs) > 1:
-                self.optimizer.collect()
+        with self.optimizer.summing() if len(packs) > 1 else nullcontext():
+            for pack in packs:
+                sum_over_replicas(self.policy.model, self.policy.computing.mesh, pack is packs[-1])
+                here = pack.to(self.policy.computing.device)
+                loss = self._forward(here, seen, num_tokens=num_tokens, num_sequences=len(documents))
+                loss.backward()  # type: ignore[no-untyped-call]
+                seen.add_loss(loss)
+                if len(packs) > 1:
+                    self.optimizer.collect()
         complete_gradients(self.optimizer.gradients(), self.policy.model, self.policy.computing.mesh)
         return seen
 

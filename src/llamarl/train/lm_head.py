@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llamarl.model.gpu_paths import Backend, compile_backend, on_gpu
+
 _SCORE_BYTES = 1 << 30  # size of the fp32 scores of one chunk
 _TILE = 256  # tokens; chunks are multiples of it, so that products have whole tiles
 
@@ -68,7 +70,7 @@ class Head:
         """Log-prob of the targets, entropy, and the log of the normalizer."""
         local_n = targets_n - self.vocabulary.first
         if self.vocabulary.group is None:
-            measure = _compiled(_statistics) if self.compiled else _statistics
+            measure = _compiled(_statistics, compile_backend()) if self.compiled else _statistics
             found: tuple[Tensor, Tensor, Tensor] = measure(scores_nV, local_n)
             return found
         return _shared_statistics(scores_nV, local_n, self.vocabulary)
@@ -83,7 +85,7 @@ class Head:
         dtype: torch.dtype,
     ) -> Tensor:
         """Gradient of the loss with respect to the scores before the division, in the precision of their operands."""
-        differentiate = _compiled(_score_gradient) if self.compiled else _score_gradient
+        differentiate = _compiled(_score_gradient, compile_backend()) if self.compiled else _score_gradient
         local_n = targets_n - self.vocabulary.first
         of_logprob_n, of_entropy_n = (grad / self.temperature for grad in grads)
         found: Tensor = differentiate(scores_nV, local_n, normalizer_n, entropy_n, of_logprob_n, of_entropy_n, dtype)
@@ -194,13 +196,13 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     """Scores in fp32, also from narrow operands."""
     if left.dtype == torch.float32:
         return left @ right
-    if left.is_cuda:
+    if on_gpu(left):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype != torch.float32 and left.is_cuda:
+    if left.dtype != torch.float32 and on_gpu(left):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.float(), right.float())
@@ -247,5 +249,5 @@ def _score_gradient(
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+def _compiled(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+from torch.utils.hooks import RemovableHandle
 
 from llamarl.config import TrainerConfig
 from llamarl.errors import ConfigError
+from llamarl.model.gpu_paths import Backend, compile_backend, on_gpu
 
 _EPSILON = 1e-8
 _ALIGNED = 64  # bytes
@@ -48,9 +51,17 @@ class Slot:
         grad, parameter = self.parameter.grad, self.parameter
         if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
             return grad
-        if grad.placements != parameter.placements:
+        if self.laid_out_anew:
             grad = parameter.grad = grad.redistribute(placements=parameter.placements)
         return grad.to_local()
+
+    @property
+    def laid_out_anew(self) -> bool:
+        """Whether `grad` first changes the layout of the gradient to that of the parameter."""
+        grad, parameter = self.parameter.grad, self.parameter
+        if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+            return False
+        return bool(grad.placements != parameter.placements)
 
 
 class AdamW:
@@ -74,17 +85,39 @@ class AdamW:
         for slot in self.slots:
             slot.parameter.grad = None
 
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """Adds bf16 gradients to fp32 sums, each as soon as a backward pass has made it: those of a whole model never exist
+        at once. For the passes of an update that has several."""
+        hooks = [self._sum_when_made(slot) for slot in self.slots if slot.local.dtype != torch.float32]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _sum_when_made(self, slot: Slot) -> RemovableHandle:
+        def made(parameter: Tensor) -> None:
+            if not slot.laid_out_anew:  # that would be a collective; see `collect`
+                self._collect(slot)
+
+        handle: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
+        return handle
+
     def collect(self) -> None:
-        """Adds bf16 gradients to fp32 sums; called after each of several passes of one update."""
+        """Adds the bf16 gradients that are left to fp32 sums; called after each of several passes of one update."""
         for slot in self.slots:
-            grad = slot.grad
-            if grad is None or grad.dtype == torch.float32:
-                continue  # autograd and FSDP sum fp32 gradients themselves
-            if slot.name in self._accumulated:
-                self._accumulated[slot.name].add_(grad)
-            else:
-                self._accumulated[slot.name] = grad.float()
-            slot.parameter.grad = None
+            self._collect(slot)
+
+    def _collect(self, slot: Slot) -> None:
+        grad = slot.grad
+        if grad is None or grad.dtype == torch.float32:
+            return  # autograd and FSDP sum fp32 gradients themselves
+        if slot.name in self._accumulated:
+            self._accumulated[slot.name].add_(grad)
+        else:
+            self._accumulated[slot.name] = grad.float()
+        slot.parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's gradients of the update, by name."""
@@ -136,7 +169,7 @@ class AdamW:
                 [slot.state["exp_avg_sq"] for slot in group],
                 [],
                 list(torch.full((len(group),), self.num_steps - 1.0, device=slots[0].local.device).unbind()),
-                fused=slots[0].local.is_cuda,
+                fused=on_gpu(slots[0].local),
                 amsgrad=False,
                 beta1=self._betas[0],
                 beta2=self._betas[1],
@@ -147,7 +180,7 @@ class AdamW:
             )
 
     def _step_split(self, slot: Slot, grad: Tensor, numbers: Tensor, scale: Tensor, sound: Tensor) -> None:
-        step = _compiled(_split_step) if self._compiled else _split_step
+        step = _compiled(_split_step, compile_backend()) if self._compiled else _split_step
         step(
             slot.local.view(torch.int16).view(-1),
             slot.state["low"].view(-1),
@@ -235,8 +268,8 @@ def _split_step(
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+def _compiled(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, backend=backend)
 
 
 def host_state(slots: Sequence[Slot]) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:

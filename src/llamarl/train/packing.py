@@ -20,7 +20,7 @@ from torch import Tensor
 from llamarl.algo.batch import Document, TokenBatch
 
 _SHORTEST_ROW = 64  # tokens; in shorter rows, the number of rows costs more than masked attention saves
-_TAIL = 128  # tokens; a GPU's long row is padded to a multiple of this, so that its products have whole tiles
+TILE = 128  # tokens; a GPU's long row is padded to a multiple of this, so that its products have whole tiles
 PADDING = -1
 
 
@@ -97,20 +97,28 @@ def _deal(order: Sequence[int], lengths: Sequence[int], limit: int, count: int) 
 
 
 def make_packs(
-    documents: Sequence[Document], budget: int, *, rank: int = 0, num_ranks: int = 1, long_rows: bool
+    documents: Sequence[Document],
+    budget: int,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    long_rows: bool,
+    multiple_of: int = TILE,
 ) -> list[Pack]:
     """This rank's packs of an update, which has at least one document. Every rank gets equally many packs, since every pass
-    has collectives. Where documents are too few, a copy of the first one fills in and does not count."""
+    has collectives. Where documents are too few, a copy of the first one fills in and does not count. Long rows are padded
+    to a multiple of `multiple_of`."""
     bins = balance([len(document.tokens) for document in documents], budget, num_ranks)
-    return [_pack(documents, items, long_rows=long_rows) for items in bins[rank::num_ranks]]
+    multiple = multiple_of if long_rows else 0
+    return [_pack(documents, items, multiple) for items in bins[rank::num_ranks]]
 
 
-def _pack(documents: Sequence[Document], items: Sequence[int], *, long_rows: bool) -> Pack:
+def _pack(documents: Sequence[Document], items: Sequence[int], multiple: int) -> Pack:
     counts, items = bool(items), items or [0]
     lengths = [len(documents[item].tokens) for item in items]
-    if long_rows:
+    if multiple:
         rows = [list(items)]
-        width = -(-sum(lengths) // _TAIL) * _TAIL
+        width = -(-sum(lengths) // multiple) * multiple
     else:
         width = max([_SHORTEST_ROW, *lengths])
         rows = [[items[index] for index in row] for row in balance(lengths, width)]

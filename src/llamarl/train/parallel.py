@@ -6,12 +6,12 @@ No module is wrapped, so parameters keep their Hugging Face names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from types import MethodType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -21,16 +21,17 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
 
 from llamarl.config.lora import NO_LORA, LoraConfig
 from llamarl.families.adapters import trained_parameters
 from llamarl.families.family import ROWS, ParameterSpec
 from llamarl.families.parameters import family_of
+from llamarl.model.gpu_paths import compile_backend
 from llamarl.model.ops import Rope
 from llamarl.model.transformer import Transformer
 from llamarl.train.lora import add_trained_adapters
 from llamarl.train.mesh import TrainerMesh
+from llamarl.train.recompute import recompute_from_parts, recompute_inside
 
 _MAX_GRAPHS = 64
 
@@ -49,10 +50,14 @@ def parallelize(
         _tensor_parallel(model, mesh)
     if lora:
         add_trained_adapters(model, lora, mesh)
-    if recompute != "none":
-        _recompute(model, recompute)
+    from_parts = recompute == "full" and mesh.tensor > 1
+    if recompute != "none" and not from_parts:
+        recompute_inside(model, recompute)
+    # torch 2.13 compiles no blocks of DTensors whose sizes are unknown, and none that are computed again inside the graph.
     if compiled:
-        _compile(model)
+        _compile(model, any_length=mesh.tensor == 1)
+    if from_parts:
+        recompute_from_parts(model, mesh)
     if mesh.batch_ranks > 1:
         _fsdp(model, mesh, compute_dtype)
 
@@ -90,28 +95,18 @@ def tie_head(model: Transformer) -> None:
         model.lm_head.weight = model.model.embed_tokens.weight
 
 
-def _recompute(model: Transformer, what: str) -> None:
-    """Recomputes activations of MLPs, which have most of them and are cheap to compute again, or of whole blocks."""
-    for block in model.model.layers:
-        module: Any = block.mlp if what == "selective" else block
-        module.forward = MethodType(_forward_again, module)
-
-
-def _forward_again(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    out: Tensor = checkpoint(type(module).forward, module, *args, use_reentrant=False, **kwargs)
-    return out
-
-
-def _compile(model: Transformer) -> None:
-    """Compiles block by block, so that all blocks share one graph and FSDP's hooks stay outside of it. Packs have a few dozen
-    shapes at most; beyond its limit torch would silently stop compiling."""
+def _compile(model: Transformer, *, any_length: bool) -> None:
+    """Compiles block by block, so that all blocks share one graph and FSDP's hooks stay outside of it: one graph for rows of
+    any length, or one for each length. Packs have a few dozen shapes at most; beyond its limit torch would silently stop
+    compiling."""
     torch._dynamo.config.recompile_limit = max(_MAX_GRAPHS, torch._dynamo.config.recompile_limit)
     block: Any
     for block in model.model.layers:
         block.self_attn.layer = (
             0  # the trainer's attention ignores the layer; different numbers would make different graphs
         )
-        block.forward = _for_any_length(torch.compile(block.forward))
+        forward = torch.compile(block.forward, backend=compile_backend(), dynamic=None if any_length else False)
+        block.forward = _for_any_length(forward) if any_length else _awaited(forward)
 
 
 def _for_any_length(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -121,6 +116,15 @@ def _for_any_length(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         for tensor in (x_RTC, *rope):
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
         return forward(x_RTC, rope, *args, **kwargs)
+
+    return call
+
+
+def _awaited(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Awaits an input whose collective is still under way: its type would make another graph, without gradients."""
+
+    def call(x_RTC: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return forward(x_RTC.clone() if isinstance(x_RTC, AsyncCollectiveTensor) else x_RTC, *args, **kwargs)
 
     return call
 

@@ -22,9 +22,13 @@ from llamarl.train.fp16 import take_half_operands
 from llamarl.train.lm_head import Head, Vocabulary, chunked_logprobs
 from llamarl.train.lora import load_adapters, start_adapters
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
-from llamarl.train.packing import Pack, make_packs
+from llamarl.train.packing import TILE, Pack, make_packs
 from llamarl.train.parallel import parallelize, tie_head
 from llamarl.train.shards import owned_shards
+
+_LENGTHS = (
+    32  # most lengths of rows, where each is compiled apart; torch stops compiling at twice as many (`parallel.py`)
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,13 @@ class ComputeSettings:
     def long_rows(self) -> bool:
         return uses_long_rows(self.device, self.dtype)
 
+    @property
+    def rows_multiple_of(self) -> int:
+        """Number of tokens that long rows are padded to a multiple of. Blocks of tensor ranks are compiled for every length
+        of rows apart, so these have few lengths."""
+        each_length = self.compiled and self.mesh.tensor > 1
+        return -(-self.tokens_per_pack // (_LENGTHS * TILE)) * TILE if each_length else TILE
+
 
 class Policy:
     def __init__(self, model: Transformer, computing: ComputeSettings) -> None:
@@ -64,7 +75,14 @@ class Policy:
         """This rank's share of the documents, or all of them on every rank."""
         how, mesh = self.computing, self.computing.mesh
         rank, num_ranks = (0, 1) if same_everywhere else (mesh.batch_rank, mesh.batch_ranks)
-        return make_packs(documents, how.tokens_per_pack, rank=rank, num_ranks=num_ranks, long_rows=how.long_rows)
+        return make_packs(
+            documents,
+            how.tokens_per_pack,
+            rank=rank,
+            num_ranks=num_ranks,
+            long_rows=how.long_rows,
+            multiple_of=how.rows_multiple_of,
+        )
 
     def hidden(self, pack: Pack) -> Tensor:
         """The states [N, C] that predict the pack's answer tokens."""
@@ -119,10 +137,16 @@ def random_policy(shape: ModelSpec, computing: ComputeSettings, *, seed: int = 0
 
 def sharded_model(shape: ModelSpec, computing: ComputeSettings) -> Transformer:
     """The model with uninitialized memory for this rank's shards."""
-    model = meta_model(shape).to(parameter_dtype(computing))
-    parallelize_for(model, computing)
+    model = meta_shards(shape, computing)
     model.to_empty(device=computing.device)
     tie_head(model)
+    return model
+
+
+def meta_shards(shape: ModelSpec, computing: ComputeSettings) -> Transformer:
+    """The model, parallelized, with this rank's shards on the meta device, without memory."""
+    model = meta_model(shape).to(parameter_dtype(computing))
+    parallelize_for(model, computing)
     return model
 
 

@@ -104,3 +104,16 @@ def test_a_very_long_run_keeps_its_last_spans_and_the_sum_of_all(monkeypatch: py
     assert [span.start_s for span in track][-1] == 1998
     assert timeline.idle_share(0, 2000) == pytest.approx({"trainer": 0.5})
     assert timeline.busy_s("trainer/0", 1996.5, 1999) == pytest.approx(0.5 + 1)
+
+
+def test_who_joined_waits_only_while_it_is_there(tmp_path: Path) -> None:
+    timeline = timeline_of(trainer_0=[work(0, 10)], generator_1=[work(2, 3), work(7, 8)])
+    for joined_s, left_s in [(2, 4), (6, 8)]:
+        timeline.joined("generator/1", joined_s)
+        timeline.left("generator/1", left_s)
+    assert timeline.waiting(0, 10) == pytest.approx({"trainer/0": 0.0, "generator/1": 0.5})
+    assert timeline.waiting(8, 10).keys() == {"trainer/0"}
+    timeline.write(tmp_path / "trace.json", 0, 10)
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    drawn = [(row["ts"] / 1e6, row["name"]) for row in rows if row["ph"] == "X" and row["tid"] == 0]
+    assert drawn == [(2, "slice"), (3, "wait"), (6, "wait"), (7, "slice")]

@@ -9,11 +9,11 @@ from llamarl.model_spec import shape_named
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GPUS
 from llamarl.plan.terms import (
-    activation_bytes,
     all_reduce_s,
     decode_terms,
     held_bytes,
     kv_bytes_per_token,
+    pass_bytes,
     product_s,
     train_terms,
     training_state_bytes,
@@ -97,7 +97,7 @@ def test_sums_over_more_ranks_take_longer_and_over_one_nothing() -> None:
 
 def test_sharding_and_recomputing_save_memory() -> None:
     assert training_state_bytes(EIGHT, 1, 64) < training_state_bytes(EIGHT, 1, 8) < training_state_bytes(EIGHT, 1, 1)
-    kept = [activation_bytes(EIGHT, 8192, how, 1) for how in ("full", "selective", "none")]
+    kept = [sum(pass_bytes(EIGHT, 8192, how, 1, 1).values()) for how in ("full", "selective", "none")]
     assert kept == sorted(kept)
 
 

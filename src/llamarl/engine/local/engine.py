@@ -20,7 +20,7 @@ import msgspec
 from llamarl.config import Config
 from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.controller.line import Line, role_of
-from llamarl.engine.engine import Arrival, Death
+from llamarl.engine.engine import EngineEvent
 from llamarl.engine.envelope import decode_envelope, encode
 from llamarl.engine.forking import READY
 from llamarl.engine.local.fork_server import start_fork_server
@@ -113,7 +113,7 @@ class LocalEngine(Supervision[LocalRank]):
         state.outgoing.append(memoryview(encode_frame(encode_message(message))))
         self._flush(state)
 
-    def events(self) -> Sequence[Arrival | Death]:
+    def events(self) -> Sequence[EngineEvent]:
         for key, mask in self._selector.select(_WAIT_S):
             if key.data is None:
                 self._hear_fork_server()

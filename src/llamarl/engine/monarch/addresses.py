@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from pathlib import Path
 
+from llamarl.config.engine import is_loopback
 from llamarl.errors import InputError
 
 CA, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
@@ -17,13 +17,6 @@ def split_address(key: str, address: str) -> tuple[str, int]:
     if not host or not port.isdigit():
         raise InputError(f"{key}: expected HOST:PORT, such as 10.0.0.2:2700, got '{address}'")
     return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def url_of(key: str, address: str, certs: str) -> str:

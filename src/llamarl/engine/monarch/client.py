@@ -20,7 +20,8 @@ import msgspec
 from monarch.actor import Channel, MeshFailure, context, enable_transport
 
 from llamarl.config import EngineConfig
-from llamarl.engine.monarch.addresses import is_loopback, own_address, split_address
+from llamarl.config.engine import is_loopback
+from llamarl.engine.monarch.addresses import own_address, split_address
 from llamarl.engine.monarch.protocol import AnyRankMessage, StoreRequest, decode_rank_message
 from llamarl.errors import ConfigError
 from llamarl.processes import describe_signal
@@ -116,6 +117,8 @@ def _open_transport(settings: EngineConfig) -> None:
     transport = "ipc"
     if settings.hosts:
         first, _ = split_address("engine.hosts", settings.all_hosts[0].address)
+        if is_loopback(first) and settings.join:
+            first, _ = split_address("engine.join", settings.join)
         own = "127.0.0.1" if is_loopback(first) else own_address(first)
         transport = f"{'tls' if settings.certs else 'tcp'}://{own}:0"
     try:

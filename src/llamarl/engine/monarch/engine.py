@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from llamarl import __version__
 from llamarl.config import Config, HostConfig
 from llamarl.controller.gpu_numbers import first_gpus
-from llamarl.controller.line import Line, Role, role_of
-from llamarl.engine.engine import Arrival, Death
+from llamarl.controller.line import Line, Role, index_of, role_of
+from llamarl.engine.engine import Arrival, Death, EngineEvent, ExecutorJoined, ExecutorLeft
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.monarch import client
 from llamarl.engine.monarch.addresses import url_of
@@ -27,6 +27,7 @@ from llamarl.engine.monarch.bootstrap import forked_command
 from llamarl.engine.monarch.client import Client, FromRank, MeshFault, Pulse
 from llamarl.engine.monarch.deferred_loads import DeferredLoads
 from llamarl.engine.monarch.hosts import Host, OwnWorker, RemoteWorker
+from llamarl.engine.monarch.joined_hosts import JoinedHosts
 from llamarl.engine.monarch.placement import place
 from llamarl.engine.monarch.protocol import (
     RankReport,
@@ -41,7 +42,7 @@ from llamarl.engine.monarch.rank import RankActor
 from llamarl.engine.monarch.rendezvous import RendezvousStores
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
-from llamarl.messages import LoadWeights, Message, Stop
+from llamarl.messages import LoadWeights, Message, Noted, Stop
 from llamarl.messages import encode as encode_message
 from llamarl.process_groups import LOOPBACK, interface_for
 from llamarl.weights.slot_file import SlotFile
@@ -98,7 +99,10 @@ class MonarchEngine(Supervision[MonarchRank]):
         self._log_folder.mkdir(parents=True, exist_ok=True)
         self._job = f"{secrets.token_hex(4)}:"
         self._client = Client(config.engine, self._answer)
-        self._hosts = _hosts(config, slots, log_folder)
+        self._hosts = _hosts(config, slots, log_folder)  # those that the settings name
+        self._guest_role = line.group_roles[0]  # whose executors may join
+        self._joined = JoinedHosts(config, self._guest_role, self._make_guest, self._on_host_left)
+        self._waits_for_guests = False
         self._network = interface_for(config.engine.host_names, config.engine.trusted_network)
         self._pending: list[PendingSpawn] = []
         self._stores, self._deferred_loads = RendezvousStores(), DeferredLoads(line.weights_source)
@@ -111,6 +115,8 @@ class MonarchEngine(Supervision[MonarchRank]):
     # The interface of every engine
 
     def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
+        if self._is_guest(executor) and self._joined.host_of(executor) is None:
+            return  # its host has left meanwhile, which is told next
         not_before_s = time.monotonic() + self._backoff.delay_s(executor)
         self._pending.append(PendingSpawn(executor, incarnation, snapshot, not_before_s))
         self._place_executors()
@@ -124,7 +130,7 @@ class MonarchEngine(Supervision[MonarchRank]):
         self._owe(state)
         state.outgoing.append(encode_message(message))
 
-    def events(self) -> Sequence[Arrival | Death]:
+    def events(self) -> Sequence[EngineEvent]:
         """Messages since the last call go out first, in one parcel for each rank. A parcel costs the same at any size,
         and a generator that gets its groups one by one would begin with the first few."""
         self._deliver()
@@ -138,11 +144,12 @@ class MonarchEngine(Supervision[MonarchRank]):
                     self._hear_pulse(heard)
                 case client.ProcessDeath():
                     self._hear_of_deaths([one for one in self._ranks.values() if one.name == heard.name], heard.reason)
-                    for host in self._hosts:
+                    for host in self._all_hosts:
                         if host.up and host.name == heard.name:
                             self._lose_host(host, heard.reason)
                 case MeshFault():
                     self._hear_of_deaths(self._members(heard), heard.reason)
+        self._joined.advance()
         self._watch_hosts()
         self._place_executors()
         self._check_deadlines()
@@ -155,8 +162,9 @@ class MonarchEngine(Supervision[MonarchRank]):
         with suppress(KeyboardInterrupt, JobFailed):  # after a second Ctrl-C, nobody is asked any more
             self._ask_to_stop()
         self._stopped.set()
-        for host in self._hosts:
+        for host in self._all_hosts:
             host.close()
+        self._joined.close()
         self._ranks.clear()
         self._client.close()
 
@@ -170,7 +178,18 @@ class MonarchEngine(Supervision[MonarchRank]):
                 return
             self.events()
 
+    def dismiss(self, executor: str, reason: str) -> None:
+        host = self._joined.host_of(executor)
+        self._remove_guest(executor)
+        self._joined.dismiss(executor, reason)
+        if host is not None:
+            self._arrivals.append(ExecutorLeft(executor, host.name, f"sent away: {reason}"))
+
     # Hosts
+
+    @property
+    def _all_hosts(self) -> list[Host]:
+        return [*self._hosts, *self._joined.hosts]
 
     @property
     def _crosses_hosts(self) -> bool:
@@ -180,17 +199,21 @@ class MonarchEngine(Supervision[MonarchRank]):
         """Send heartbeats, in a thread of its own, so that no host takes a busy driver for a dead one."""
         every_s = self._config.engine.host_s / _BEATS
         while not self._stopped.wait(every_s):
-            for host in self._hosts:
+            for host in self._all_hosts:
                 host.beat()
 
     def _watch_hosts(self) -> None:
         limit_s = self._config.engine.host_s
-        for host in self._hosts:
+        for host in self._all_hosts:
             if host.up and time.monotonic() - host.heard_s > limit_s:
                 self._lose_host(host, f"host {host.name} was silent for {limit_s:g} s")
+                continue
             host.try_to_reach(self._client.port, self._job, _AGENT_SHARE * limit_s)
 
     def _lose_host(self, host: Host, reason: str) -> None:
+        if self._joined.owns(host):
+            self._joined.leave(host, reason)
+            return
         host.up = False
         for state in [one for one in self._ranks.values() if one.host is host]:
             if self._ranks.get((state.executor, state.rank)) is state:
@@ -198,12 +221,38 @@ class MonarchEngine(Supervision[MonarchRank]):
         host.lose()
 
     def _hear_pulse(self, pulse: Pulse) -> None:
-        host = next((one for one in self._hosts if one.name == pulse.host), None)
+        host = next((one for one in self._all_hosts if one.name == pulse.host), None)
         if host is None or pulse.attempt != host.attempt:
             return
         if pulse.version != __version__:
             raise JobFailed(f"host {host.name} has llamarl {pulse.version}, this one {__version__}; install the same")
         host.on_pulse(pulse.clock_s)
+        for executor in self._joined.welcome(host):
+            self._waits_for_guests = False
+            self._arrivals.append(ExecutorJoined(executor, host.name))
+
+    # Hosts that join
+
+    def _make_guest(self, number: int, address: str) -> Host:
+        link = RemoteWorker(url_of("--listen", address, self._config.engine.certs))
+        return Host(number, address, link, HostConfig(address=address), self._log_folder / "hosts.log")
+
+    def _is_guest(self, executor: str) -> bool:
+        role = self._guest_role
+        return role_of(executor) == role.name and index_of(executor) >= role.executors
+
+    def _on_host_left(self, host: Host, executors: Sequence[str], reason: str) -> None:
+        host.up = False
+        for executor in executors:
+            self._remove_guest(executor)
+            self._arrivals.append(ExecutorLeft(executor, host.name, reason))
+        host.close()
+        host.lose()
+
+    def _remove_guest(self, executor: str) -> None:
+        self._pending = [one for one in self._pending if one.executor != executor]
+        if self._ranks_of(executor):
+            self._remove(executor)
 
     # Spawning
 
@@ -213,13 +262,32 @@ class MonarchEngine(Supervision[MonarchRank]):
             return  # all hosts are waited for, so that executors are spread over all from the beginning
         for pending in [one for one in self._pending if one.not_before_s <= now_s]:
             role = next(role for role in self._line.roles if role.name == role_of(pending.executor))
+            if self._is_guest(pending.executor):
+                self._place_guest(pending, role)
+                continue
             rooms = [host.room(role.name) for host in self._hosts]
             placed = place(rooms, role.ranks, may_span=True)
             if placed:
                 self._pending.remove(pending)
                 self._spawn_ranks(pending, role, [(self._hosts[number], ranks) for number, ranks in placed])
             elif now_s - pending.since_s > self._config.engine.start_s and not self._lives(role):
-                raise JobFailed(f"{pending.executor}: {self._why_no_room(role)}")
+                self._give_up(pending, role)
+
+    def _place_guest(self, pending: PendingSpawn, role: Role) -> None:
+        host = self._joined.host_of(pending.executor)
+        if host is not None and host.up:
+            self._pending.remove(pending)
+            self._spawn_ranks(pending, role, [(host, role.ranks)])
+
+    def _give_up(self, pending: PendingSpawn, role: Role) -> None:
+        """Nobody of this role is left. Where hosts may join that bring one, they are waited for."""
+        why = self._why_no_room(role)
+        if not self._config.engine.join or role.name != self._guest_role.name:
+            raise JobFailed(f"{pending.executor}: {why}")
+        if not self._waits_for_guests:
+            self._waits_for_guests = True
+            told = Noted(f"{why}; waiting for a host to join at {self._config.engine.join}")
+            self._arrivals.append(Arrival(pending.executor, pending.incarnation, told))
 
     def _lives(self, role: Role) -> bool:
         return any(role_of(executor) == role.name for executor, _ in self._ranks)
@@ -316,11 +384,12 @@ class MonarchEngine(Supervision[MonarchRank]):
         of_mesh = [state for state in self._ranks.values() if state.mesh == fault.mesh]
         return [state for state in of_mesh if not fault.ranks or state.place in fault.ranks]
 
-    def _settle(self, arrivals: list[Arrival | Death]) -> list[Arrival | Death]:
+    def _settle(self, arrivals: list[EngineEvent]) -> list[EngineEvent]:
         """Send the load orders that these arrivals make possible."""
         for arrival in arrivals if self._crosses_hosts else ():
-            if isinstance(arrival, Death):
+            if isinstance(arrival, Death | ExecutorLeft):
                 self._deferred_loads.on_death(arrival.executor)
+            if not isinstance(arrival, Arrival):
                 continue
             for reader, message in self._deferred_loads.on_report(arrival.executor, arrival.report).items():
                 self.send(reader, message)
@@ -361,16 +430,17 @@ class MonarchEngine(Supervision[MonarchRank]):
     def _kill(self, state: MonarchRank) -> None:
         state.host.kill(state.name)
 
-    def _declare_dead(self, state: MonarchRank, reason: str) -> None:
-        rendezvous = f"{state.executor}.{state.incarnation}"
-        if role_of(state.executor) in self._line.weights_source:
+    def _remove(self, executor: str) -> None:
+        state = self._ranks_of(executor)[0]
+        rendezvous = f"{executor}.{state.incarnation}"
+        if role_of(executor) in self._line.weights_source:
             self._tell_writers(state, "on_reader_gone", rendezvous)
         self._stores.end(rendezvous)
-        for one in self._ranks_of(state.executor):
+        for one in self._ranks_of(executor):
             one.host.taken.pop((one.executor, one.rank), None)
             if not one.place and one.host.up:
                 threading.Thread(target=_forget, args=(one.processes,), daemon=True).start()
-        super()._declare_dead(state, reason)
+        super()._remove(executor)
 
 
 def _hosts(config: Config, slots: Mapping[str, SlotFile], logs: Path) -> list[Host]:

@@ -10,11 +10,15 @@ import sys
 from importlib.util import find_spec
 
 from llamarl.config import EngineConfig
-from llamarl.engine.monarch.addresses import certificate_variables, url_of
+from llamarl.engine.monarch.addresses import certificate_variables, split_address, url_of
 from llamarl.errors import ConfigError
 
+ANY_ADDRESS = ("0.0.0.0", "::")
 _ENVIRONMENT = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # between its checks whether processes live; 10 s by default
+    # A message that is not delivered for so long (30 s by default) closes the way to its address for good: a worker that is
+    # started there again could never be reached.
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "365d",
     "MONARCH_FILE_LOG": "error",  # level of its log in the shared temporary folder; info by default
 }
 
@@ -28,11 +32,28 @@ def check_engine(settings: EngineConfig) -> None:
     if settings.kind != "monarch":
         if settings.hosts:
             raise ConfigError(f"engine.hosts: cannot take effect with engine={settings.kind}; set engine=monarch")
+        if settings.join:
+            raise ConfigError(f"engine.join: cannot take effect with engine={settings.kind}; set engine=monarch")
         return
+    if settings.join:
+        _check_join(settings)
     for host in settings.all_hosts:
         url_of("engine.hosts", host.address, settings.certs)
     check_installed("engine")
     prepare_environment("engine.certs", settings.certs)
+
+
+def _check_join(settings: EngineConfig) -> None:
+    url_of("engine.join", settings.join, settings.certs)
+    if not settings.hosts:
+        raise ConfigError(
+            "engine.join: needs engine.hosts, since weights must be able to leave this machine; name at least one worker, "
+            "for example one on this machine"
+        )
+    if split_address("engine.join", settings.join)[0] in ANY_ADDRESS:
+        raise ConfigError(
+            "engine.join: name the address at which other hosts reach this machine, not all of its addresses"
+        )
 
 
 def prepare_environment(key: str, certs: str) -> None:

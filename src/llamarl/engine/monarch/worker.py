@@ -15,11 +15,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from llamarl.engine.forking import READY, start_fork_process
 from llamarl.engine.monarch import stub
 from llamarl.engine.monarch.fork_server import FORK_SERVER
-from llamarl.errors import JobFailed
+from llamarl.engine.monarch.join_client import JoinClient, leaving_on_signals
+from llamarl.errors import InputError, JobFailed
 from llamarl.processes import die_with_parent
 
 PYTHON, STUB = "LLAMARL_PYTHON", "LLAMARL_STUB"
@@ -28,6 +30,7 @@ PYTHON, STUB = "LLAMARL_PYTHON", "LLAMARL_STUB"
 IN_ORDER = "HYPERACTOR_ENABLE_DEST_ACTOR_REORDERING_BUFFER"
 _FORK_SERVER_S = 120.0  # for importing torch, however slow the disk
 _MAX_FAILED_STARTS = 3
+_LISTEN_S = 0.5  # after which a worker that could not listen has said so
 
 
 class ForkServers:
@@ -76,8 +79,9 @@ class ForkServers:
         os._exit(JobFailed.exit_code)
 
 
-def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
-    """Serve this host until killed."""
+def start_serving(url: str, inherited: Sequence[int] = ()) -> Any:
+    """Begin to serve this host; returns a future that ends only with the worker. The calling thread must live on: the fork
+    server dies with it."""
     fork_servers = ForkServers(inherited)
     os.environ.update(
         {
@@ -89,10 +93,32 @@ def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
     )
     from monarch.actor import start_worker_loop_forever
 
-    loop = start_worker_loop_forever(address=url, ca="trust_all_connections")  # all that the transport lets through
+    return start_worker_loop_forever(address=url, ca="trust_all_connections")  # all that the transport lets through
+
+
+def serve(url: str, inherited: Sequence[int] = (), ready_fd: int = -1) -> None:
+    """Serve this host until killed."""
+    loop = start_serving(url, inherited)
     if ready_fd >= 0:
         os.write(ready_fd, READY)
-    loop.get()
+    wait_for(loop)
+
+
+def serve_joined(url: str, client: JoinClient) -> None:
+    """Serve this host to the job that `client` joins, until it leaves."""
+    with leaving_on_signals(client):
+        wait_for(start_serving(url), _LISTEN_S)
+        client.run()
+
+
+def wait_for(loop: Any, limit_s: float | None = None) -> None:
+    """Wait for the end of a worker's loop, for ever or for `limit_s`; InputError if it could not listen."""
+    try:
+        loop.get(timeout=limit_s)
+    except TimeoutError:
+        pass  # it serves
+    except ValueError as error:
+        raise InputError(f"worker: {error}") from None
 
 
 def main() -> None:

@@ -1,0 +1,100 @@
+"""One rank of a planned trainer: built, and taken through an update."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llamarl.algo.batch import Document
+from llamarl.algo.losses import aipo_loss
+from llamarl.config import AlgoConfig, TrainerConfig
+from llamarl.model.transformer import Transformer
+from llamarl.plan.trainer import TrainerRanks
+from llamarl.rehearse.memory import RankMemory
+from llamarl.rehearse.tracking import MemoryTracker
+from llamarl.rehearse.world import DEVICE, fake_memory, fake_ranks
+from llamarl.train.learner import Learner
+from llamarl.train.mesh import check_tensor_parallel, make_mesh
+from llamarl.train.optimizer import AdamW
+from llamarl.train.parallel import tie_head
+from llamarl.train.policy import ComputeSettings, Policy, meta_shards
+
+
+def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int) -> RankMemory:
+    """Memory of one rank over an update of two full passes, with documents of these lengths. The first pass makes the sums of
+    gradients; like all later passes, the second one runs beside them."""
+    check_tensor_parallel(ranks.shape, ranks.tp, "trainer.tensor")
+    tracker = MemoryTracker("activations", owners={AdamW._collect: "gradients"})
+    with fake_ranks(rank, ranks.ranks):
+        mesh = make_mesh(ranks.data, ranks.tp, rank, DEVICE, ranks.replicate)
+        computing = ComputeSettings(
+            DEVICE,
+            torch.bfloat16,
+            mesh,
+            recompute=ranks.recompute,
+            compiled=True,
+            tokens_per_pack=ranks.tokens_per_pack,
+        )
+        model = meta_shards(ranks.shape, computing)
+        with fake_memory(tracker):
+            with tracker.kind("weights"):
+                _give_memory(model)
+            with tracker.kind("optimizer state"):
+                learner = Learner(
+                    Policy(model, computing), aipo_loss, settings=TrainerConfig(), algo=AlgoConfig(), updates=1
+                )
+            _label_gradients(learner, tracker)
+            _update(learner, _documents(ranks, prompt, answer))
+    return RankMemory(rank, dict(tracker.at_peak))
+
+
+def _label_gradients(learner: Learner, tracker: MemoryTracker) -> None:
+    """Tells the tracker which memory that FSDP makes is a sum of gradients."""
+
+    def made(parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.dtype == torch.float32:
+            tracker.relabel(parameter.grad, "gradients")
+
+    for slot in learner.optimizer.slots:
+        slot.parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
+
+
+def _update(learner: Learner, documents: list[Document]) -> None:
+    seen = learner.accumulate(documents)
+    totals = seen.totals(documents, rho=4.0)
+    learner.step(0, seen.total_loss())
+    totals.metrics()
+
+
+def _documents(ranks: TrainerRanks, prompt: int, answer: int) -> list[Document]:
+    """As many documents as fill two passes of all ranks, of about these lengths."""
+    each = max(1, ranks.tokens_per_pack // (prompt + answer))
+    answer = ranks.tokens_per_pack // each - prompt
+    one = Document(
+        tokens=np.zeros(prompt + answer, dtype=np.int32),
+        num_prompt_tokens=prompt,
+        behavior_logprobs=np.zeros(answer, dtype=np.float32),
+        staleness=np.zeros(answer, dtype=np.int64),
+        advantages=np.ones(answer, dtype=np.float32),
+    )
+    return [one] * (2 * each * ranks.batch_ranks)
+
+
+def _give_memory(model: Transformer) -> None:
+    """Replaces every shard on the meta device by one with memory."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(_with_memory(parameter)))
+    tie_head(model)
+
+
+def _with_memory(parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE)
+    local = torch.empty(parameter.to_local().shape, dtype=parameter.dtype, device=DEVICE)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
