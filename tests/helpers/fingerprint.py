@@ -15,7 +15,7 @@ def fingerprint(run: Path, version: int) -> dict[str, object]:
     audit = ledger_state.audit()
     assert audit.clean
     snapshot = run / "snapshots" / str(version)
-    files = [snapshot / "policy" / "model.safetensors", *sorted((snapshot / "trainer").iterdir())]
+    files = [*sorted((snapshot / "policy").glob("*.safetensors")), *sorted((snapshot / "trainer").iterdir())]
     return {
         "state": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
         "metrics": (run / "metrics.jsonl").read_bytes(),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import Config, ModelConfig, RewardConfig, ScheduleConfig, TrainerConfig, renamed
+from llamarl.config import Config, ModelConfig, RewardConfig, ScheduleConfig, Section, TrainerConfig, renamed
 from llamarl.config.file import config_to_yaml, describe, load_config, parse_config
 from llamarl.config.other_names import OTHER_NAMES
 from llamarl.errors import ConfigError
@@ -357,16 +357,22 @@ def test_every_setting_has_a_meaning_and_its_true_default() -> None:
     raw: dict[str, Any] = {}
     for key, default, meaning in described:
         assert meaning.strip(), key
-        section, _, name = key.rpartition(".")
-        (raw.setdefault(section, {}) if section else raw)[name] = yaml.safe_load(default)
+        *sections, name = key.split(".")
+        node = raw
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = yaml.safe_load(default)
     assert parse_config(raw) == Config()
-    given = msgspec.to_builtins(Config())
-    expected = {
-        f"{section}.{name}" if isinstance(values, dict) else section
-        for section, values in given.items()
-        for name in (values if isinstance(values, dict) else [section])
-    }
-    assert {key for key, _, _ in described} == expected
+    assert [key for key, _, _ in described] == list(setting_names(Config()))
+
+
+def setting_names(section: Section, prefix: str = "") -> Iterator[str]:
+    for name in section.__struct_fields__:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from setting_names(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def test_the_staleness_bound_is_that_of_the_design() -> None:

@@ -11,7 +11,7 @@ from llamarl import __version__
 from llamarl.cli.bench import bench
 from llamarl.cli.cluster import certs_command, worker_command
 from llamarl.cli.help_format import SETTINGS, USAGE_ERROR, WholeSentenceHelp, describe_usage_error
-from llamarl.cli.models import eval_command, generate_command, import_gguf_command
+from llamarl.cli.models import eval_command, generate_command, import_gguf_command, merge_command
 from llamarl.cli.plan import plan_command, simulate_command
 from llamarl.cli.records import audit_command, replay_command
 from llamarl.cli.score import score_command
@@ -51,6 +51,7 @@ def llamarl(
 app.command("train")(train_command)
 app.command("generate")(generate_command)
 app.command("import-gguf")(import_gguf_command)
+app.command("merge")(merge_command)
 app.command("eval")(eval_command)
 app.command("score")(score_command)
 app.command("audit")(audit_command)

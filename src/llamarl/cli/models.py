@@ -1,4 +1,4 @@
-"""`llamarl generate`, `eval` and `import-gguf`: commands for a model folder besides training."""
+"""`llamarl generate`, `eval`, `merge` and `import-gguf`: commands for a model folder besides training."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StoredDtype(StrEnum):
 
 
 def generate_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="a model folder; 'tiny' is the shipped model")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="a model or PEFT folder; 'tiny' is the shipped model")],
     prompt: Annotated[str, typer.Option(help="what to complete")],
     chat: Annotated[bool, typer.Option("--chat", help="treat the prompt as a user's message")] = False,
     samples: Annotated[int, typer.Option(min=1, help="how many completions")] = 1,
@@ -102,8 +102,24 @@ def import_gguf_command(
     print(f"written to {folder}")
 
 
+def merge_command(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_ADAPTER", help="a run folder (its newest snapshot), or a PEFT folder")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="the model folder to make")],
+    dtype: Annotated[
+        StoredDtype | None, typer.Option(help="of the weights written; default: as in the base's folder")
+    ] = None,
+) -> None:
+    """Merge LoRA adapters into their base model: a whole Hugging Face folder."""
+    from llamarl.model.adapter_folder import merge
+
+    merge(source, folder, dtype=None if dtype is None else dtype.value)
+    print(f"written to {folder}")
+
+
 def eval_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="a model folder; 'tiny' is the shipped model")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="a model or PEFT folder; 'tiny' is the shipped model")],
     task: Annotated[
         str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
     ],
@@ -202,8 +218,10 @@ def task_config(task: str, overrides: list[str]) -> Config:
 
 
 def _say_ignored_keys(folder: Path) -> None:
+    from llamarl.model.adapter_folder import base_or_same
     from llamarl.model.hf_config import describe_ignored_keys, read_shape
 
-    read_shape(folder)
-    if said := describe_ignored_keys(folder):
+    base = base_or_same(folder)
+    read_shape(base)
+    if said := describe_ignored_keys(base):
         print(said, file=sys.stderr, flush=True)

@@ -7,11 +7,11 @@ from llamarl.config.file import describe
 
 def config_command() -> None:
     """Print every setting with its default and meaning, as YAML to start from."""
-    section = ""
+    shown: list[str] = []
     for key, default, meaning in describe():
-        prefix, _, name = key.rpartition(".")
-        if prefix != section:
-            print(f"\n{prefix}:")
-            section = prefix
-        indent = "  " if prefix else ""
-        print(f"{indent}{name}: {default}".ljust(36) + f"  # {meaning}")
+        *sections, name = key.split(".")
+        for depth, section in enumerate(sections):
+            if shown[: depth + 1] != sections[: depth + 1]:
+                print("\n" * (depth == 0) + f"{'  ' * depth}{section}:")
+                shown = sections[: depth + 1]
+        print(f"{'  ' * len(sections)}{name}: {default}".ljust(36) + f"  # {meaning}")

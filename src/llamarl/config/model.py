@@ -17,13 +17,13 @@ class ModelConfig(Section, frozen=True):
     path: Annotated[
         str, Meta(description="folder with config.json, *.safetensors and tokenizer.json; 'tiny' is the shipped model")
     ] = "tiny"
-    lora: LoraConfig = LoraConfig()
     adapter: Annotated[
         str,
         Meta(
             description="folder of a PEFT adapter to start from; needs model.lora; empty: start from the model itself"
         ),
     ] = ""
+    lora: LoraConfig = LoraConfig()
 
     def __post_init__(self) -> None:
         if self.adapter and not self.lora:

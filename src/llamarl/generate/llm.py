@@ -19,7 +19,8 @@ from llamarl.families.parameters import num_parameters
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.kv_cache import page_bytes
 from llamarl.machine import host_memory
-from llamarl.model.checkpoint import check_headers, load_model
+from llamarl.model.adapter_folder import base_or_same, load_merged, open_adapter
+from llamarl.model.checkpoint import check_headers
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer
 from llamarl.types import (
@@ -66,16 +67,19 @@ class LLM:
     def __init__(
         self, folder: str | Path, *, device: str = "auto", dtype: str = "auto", slots: int = _DEFAULT_SLOTS
     ) -> None:
-        """`folder`: a Hugging Face folder; "tiny" is the shipped model. `device`: auto (a GPU if there is one), cpu, cuda or
-        cuda:N. `dtype` of weights and cache: auto (bfloat16 on a GPU, else float32), float32, bfloat16 or float16.
-        `slots`: completions decoded at once."""
+        """`folder`: a Hugging Face folder, or a PEFT folder of LoRA adapters, whose base is found; "tiny" is the shipped
+        model. `device`: auto (a GPU if there is one), cpu, cuda or cuda:N. `dtype` of weights and cache: auto (bfloat16 on a
+        GPU, else float32), float32, bfloat16 or float16. `slots`: completions decoded at once."""
         if dtype not in DTYPES:
             raise ArgumentError("dtype", f"expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, is {dtype}")
         if slots < 1:
             raise ArgumentError("slots", f"must be at least 1, is {slots}")
         self.folder = model_folder(str(folder))
-        self.shape = check_headers(self.folder)
-        self.tokenizer = Tokenizer.load(self.folder)
+        base = base_or_same(self.folder)
+        self.shape = check_headers(base)
+        if base != self.folder:
+            open_adapter(self.folder, self.shape)
+        self.tokenizer = Tokenizer.load(base)
         if not self.tokenizer.eos_ids:
             raise ModelError(f"{self.folder}: names no end token")
         self.device = choose_device(device)
@@ -91,7 +95,7 @@ class LLM:
 
     @cached_property
     def model(self) -> Transformer:
-        return load_model(self.folder, dtype=self.dtype, device=self.device)
+        return load_merged(self.folder, dtype=self.dtype, device=self.device)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling = _DEFAULT_SAMPLING, *, seed: int = 0

@@ -23,6 +23,7 @@ from llamarl.errors import ConfigError
 from llamarl.families.parameters import num_parameters
 from llamarl.generate.decoder import Limits
 from llamarl.machine import FreeMemory, host_memory
+from llamarl.model.adapter_folder import base_or_same
 from llamarl.model.hf_config import read_classifier_shape, read_shape
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import GIB
@@ -65,7 +66,7 @@ def check_memory(config: Config) -> list[str]:
 
 def check_evaluation_memory(config: Config, device: str, sequences: int) -> list[str]:
     """As `check_memory`, for a model that only generates."""
-    shape, place = read_shape(config.model_folder), str(torch.device(device))
+    shape, place = read_shape(base_or_same(config.model_folder)), str(torch.device(device))
     limits = Limits.of(config, sequences=sequences)
     return settle(list(_generator_parts(config, shape, torch.device(place), limits)))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from llamarl.config import Config
-from llamarl.errors import ConfigError, ModelError
+from llamarl.errors import ConfigError, InputError, ModelError
+from llamarl.families.adapters import adapter_parameters
 from llamarl.generate.decoder import Limits
 from llamarl.generate.parallel import TensorRank
+from llamarl.model.adapter_folder import check_same, open_adapter
 from llamarl.model.checkpoint import check_headers
 from llamarl.model.hf_config import describe_ignored_keys
 from llamarl.model.tokenizer import Tokenizer
+from llamarl.model_spec import ModelSpec
 
 
 def check_model(config: Config) -> tuple[Tokenizer, list[str]]:
@@ -19,9 +22,20 @@ def check_model(config: Config) -> tuple[Tokenizer, list[str]]:
         raise ModelError(f"model.path: {error}") from None
 
 
+def _check_adapters(config: Config, shape: ModelSpec) -> None:
+    """Refuses layers that the model does not have, and a folder of adapters that are not those of `model.lora`."""
+    adapter_parameters(shape, config.model.lora)
+    if folder := config.adapter_folder:
+        try:
+            check_same(config.model.lora, open_adapter(folder, shape))
+        except InputError as error:
+            raise ConfigError(f"model.adapter: {error}") from None
+
+
 def _check(config: Config) -> tuple[Tokenizer, list[str]]:
     folder = config.model_folder
     shape = check_headers(folder)
+    _check_adapters(config, shape)
     notes = [*filter(None, [describe_ignored_keys(folder)])]
     length = config.generator.max_prompt_tokens + config.generator.max_new_tokens
     if length > shape.max_positions:

@@ -23,8 +23,8 @@ from llamarl.errors import InputError, ModelError
 from llamarl.families.adapters import adapted_layers, adapter_names, adapter_parameters, layer_name, layer_names
 from llamarl.families.family import ParameterSpec
 from llamarl.layout.boxes import Box
-from llamarl.model.checkpoint import all_of, carry_files, load_model, new_folder
-from llamarl.model.folders import ADAPTER_CONFIG, no_folder
+from llamarl.model.checkpoint import all_of, carry_files, load_model, new_folder, save_model, widest_dtype
+from llamarl.model.folders import ADAPTER_CONFIG, newest_policy, no_folder
 from llamarl.model.hf_config import read_json_object
 from llamarl.model.safetensors_file import TensorSpan, read_spans
 from llamarl.model.tensor_io import read_tensor, write_tensors
@@ -204,3 +204,15 @@ def load_merged(folder: Path, *, dtype: torch.dtype, device: str | torch.device 
         a, b = pair.values()
         target.copy_(torch.addmm(target.float(), b, a, alpha=adapter.lora.scale))
     return model
+
+
+def merge(source: Path, folder: Path, *, dtype: str | None = None) -> None:
+    """Writes a model folder of the adapters of a PEFT folder, or of a run's newest snapshot, and their base. Weights are
+    written in the given dtype, or in the widest of the base's own."""
+    found = source if is_adapter(source) else newest_policy(source) or source
+    if not is_adapter(found):
+        _read_config(found)  # says what is missing
+        raise ModelError(f"{found}: a whole model already; nothing is to be merged")
+    base = base_of(found)
+    stored = widest_dtype(base) if dtype is None else getattr(torch, dtype)
+    save_model(load_merged(found, dtype=torch.float32), folder, dtype=stored, carry_from=base)

@@ -165,6 +165,12 @@ def check_headers(folder: Path) -> ModelSpec:
     return shape
 
 
+def widest_dtype(folder: Path) -> torch.dtype:
+    """Type of a model folder's weights; the widest, where they differ."""
+    found = {DTYPES[span.dtype] for span in open_checkpoint(folder).spans.values()}
+    return max(found, key=lambda dtype: dtype.itemsize)
+
+
 def checked_spans(
     folder: Path, shape: ModelSpec, more: Mapping[str, tuple[int, ...]] | None = None, *, compare_tied: bool = True
 ) -> dict[str, TensorSpan]:

@@ -35,7 +35,10 @@ def no_config(folder: Path) -> str:
         if _is_policy(below):
             return f"{folder}: no config.json; the model is in {below}"
     if (folder / ADAPTER_CONFIG).is_file():
-        return f"{folder}: a LoRA adapter; `llamarl merge {folder} DIR` makes a model folder of it and its base"
+        return (
+            f"{folder}: a LoRA adapter; `llamarl merge {folder} DIR` makes a model folder of it and its base; "
+            "model.adapter starts training from it"
+        )
     if found := next(iter(sorted(folder.glob("*.gguf"))), None):
         return f"{folder}: no config.json; of the GGUF file there: llamarl import-gguf {found} DIR makes a model folder"
     return f"{folder}: no config.json; {EXPECTED}"

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from llamarl.failpoints import failpoint
 from llamarl.families.adapters import adapter_parameters
 from llamarl.model.adapter_folder import save_adapter
-from llamarl.model.checkpoint import empty_model, open_checkpoint, save_model
-from llamarl.model.tensor_io import DTYPES, write_tensors
+from llamarl.model.checkpoint import empty_model, save_model, widest_dtype
+from llamarl.model.tensor_io import write_tensors
 from llamarl.model.training_state import OPTIMIZER, POLICY, hash_files
 from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
@@ -50,7 +50,7 @@ class TrainingState:
         refuse_drift(self._optimizer, self._mesh)
         if self._mesh.replica:
             return
-        copies = self._room_for_policy(folder_dtype(self._carry_from) if policy_only else torch.float32)
+        copies = self._room_for_policy(widest_dtype(self._carry_from) if policy_only else torch.float32)
         parameters = dict(self._model.named_parameters())
         for name, master in self._optimizer.masters():
             whole = gather(master, parameters[name])
@@ -108,12 +108,6 @@ class TrainingState:
             failpoint("state.optimizer")
             _sync(path)
             yield path
-
-
-def folder_dtype(folder: Path) -> torch.dtype:
-    """Type of a model folder's weights; the widest, where they differ."""
-    found = {DTYPES[span.dtype] for span in open_checkpoint(folder).spans.values()}
-    return max(found, key=lambda dtype: dtype.itemsize)
 
 
 def gather(master: Tensor, parameter: Tensor) -> Tensor:

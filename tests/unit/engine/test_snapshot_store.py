@@ -23,11 +23,11 @@ from llamarl.controller.ledger_state import audit
 from llamarl.engine.snapshot_store import SnapshotStore, why_damaged
 from llamarl.errors import InputError, JobFailed, ModelError
 from llamarl.io.record_log import segment_files
-from llamarl.model.checkpoint import load_model, save_model
+from llamarl.model.checkpoint import load_model, save_model, widest_dtype
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.train.optimizer import AdamW
 from llamarl.train.restore import restore
-from llamarl.train.state import TrainingState, folder_dtype
+from llamarl.train.state import TrainingState
 
 OLD, NEW = 3, 6
 
@@ -318,8 +318,8 @@ def test_the_policy_alone_is_as_narrow_as_the_model_folder_and_nothing_else_is_w
     files = state.write(tmp_path / "policy")
     assert keeps_policy_only(tmp_path / "policy") and not keeps_policy_only(tmp_path / "whole")
     assert all(name.startswith(f"{POLICY}/") for name in files)
-    assert folder_dtype(tmp_path / "policy" / POLICY) == torch.bfloat16
-    assert folder_dtype(tmp_path / "whole" / POLICY) == torch.float32
+    assert widest_dtype(tmp_path / "policy" / POLICY) == torch.bfloat16
+    assert widest_dtype(tmp_path / "whole" / POLICY) == torch.float32
     kept = load_model(tmp_path / "policy" / POLICY)
     for mine, theirs in zip(model.parameters(), kept.parameters(), strict=True):
         assert torch.equal(mine.detach().bfloat16().float(), theirs)
