@@ -62,6 +62,7 @@ class WeightsLoaded(FromExecutor, frozen=True):
     version: int
     num_bytes: int
     lost_s: float = 0.0  # seconds in which the executor could do nothing else
+    adapters: str = ""  # hash of the adapters as they are applied
 
 
 class WeightsNotLoaded(FromExecutor, frozen=True):
@@ -119,6 +120,7 @@ class WeightsPublished(FromExecutor, frozen=True):
     num_bytes: int
     changed: bool
     lost_s: float = 0.0  # seconds in which the executor could do nothing else
+    adapters: str = ""  # hash of the adapters as they are to be applied
 
 
 class StateSaved(FromExecutor, frozen=True):

@@ -87,6 +87,8 @@ class Completion(Struct, frozen=True, omit_defaults=True):
     versions: tuple[VersionRun, ...]  # the policy versions that sampled them, in order
     truncated: bool  # ended by the token limit, not by a stop token
     given: tuple[Given, ...] = ()  # tool replies between the model's turns
+    base_logprobs: bytes = b""  # of the sampled tokens under the base without its adapters; only where it was measured
+    adapter_effect: bytes = b""  # log-probs with minus without adapters, of the same tokens
 
     @property
     def num_tokens(self) -> int:

@@ -7,11 +7,12 @@ from functools import partial
 from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, dtype_of, gpu_for
 from llamarl.builders.weights import make_weight_reader, wire_precision
-from llamarl.config import Config
+from llamarl.config import Config, ScheduleConfig
 from llamarl.config.lora import NO_LORA
 from llamarl.executors.executor import Executor
 from llamarl.executors.generator import Generator
 from llamarl.families.adapters import trained_parameters
+from llamarl.generate.adapter_check import AdapterCheck
 from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.loading import load_rank
@@ -23,6 +24,7 @@ from llamarl.model.lora import Adapters, merge_adapters, serve_adapters
 from llamarl.model.shards import Shard
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer
+from llamarl.types import CompletionGroup
 
 
 def build_generator(context: BuildContext) -> Executor:
@@ -58,6 +60,7 @@ def build_generator(context: BuildContext) -> Executor:
         max_failure_share=config.conversation.max_failure_share,
         deterministic=config.schedule.deterministic,
         log=context.log,
+        adapters=AdapterCheck(decoder, part, partial(is_measured, config.schedule)) if config.model.lora else None,
     )
 
 
@@ -65,6 +68,14 @@ def add_adapters(model: Transformer, config: Config, part: TensorRank) -> Adapte
     """Gives a generator rank adapters, of which every version arrives: beside the base, or merged into a copy of it."""
     add = merge_adapters if config.generator.lora == "merged" else serve_adapters
     return add(model, config.model.lora, lambda parameter: shape_of(part.box(parameter)))
+
+
+def is_measured(schedule: ScheduleConfig, group: CompletionGroup) -> bool:
+    """Whether the trainer compares the effect of the adapters on this group: on probes, and, where all groups are sampled by
+    the version that is trained, on the first group of every update that would have a probe."""
+    if schedule.max_staleness or not schedule.probe_every:
+        return group.kind == "probe"
+    return group.kind == "train" and group.ordinal % (schedule.groups_per_update * schedule.probe_every) == 0
 
 
 def held_shards(model: Transformer, part: TensorRank) -> dict[str, Shard]:

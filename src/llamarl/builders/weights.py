@@ -10,6 +10,7 @@ from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, dtype_of, generator_devices, trainer_devices
 from llamarl.config import Config
 from llamarl.controller.line import role_of
+from llamarl.layout.mesh import PRECISIONS
 from llamarl.messages import ReaderStuck
 from llamarl.model.shards import Parameters
 from llamarl.model_spec import ModelSpec
@@ -77,6 +78,13 @@ def weight_transport(
     writers, readers = ([Place("this host", str(device)) for device in side] for side in sides)
     possible = select_transport(writers, readers, config.engine.trusted_network, can_reach)
     return settle_transport(config.weights.transport, possible)
+
+
+def applied_types(config: Config) -> tuple[torch.dtype, ...]:
+    """The types that adapters change to on their way into a generator: on the wire, and there."""
+    held = dtype_of(config.generator.dtype, device_of("generator.device", config.generator.device))
+    wire: torch.dtype = getattr(torch, PRECISIONS[wire_precision(config)])
+    return wire, held
 
 
 def wire_format(config: Config, shape: ModelSpec) -> WireFormat:

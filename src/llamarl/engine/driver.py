@@ -42,6 +42,7 @@ class Driver:
         self._folder, self._watcher = run_folder, watcher
         self._store, self._snapshots = store, snapshots
         self._events: deque[ev.AnyEvent] = deque()
+        self._adapters: dict[int, set[str]] = {}  # hashes of the adapters that were published, by version
         self._stop_requested = ""  # the outcome to record; empty: no stop was requested
         self.outcome = FINISHED
         self._interrupted = False
@@ -124,6 +125,8 @@ class Driver:
             case msg.Up():
                 return ev.Started(*who)
             case msg.WeightsLoaded():
+                if report.adapters and report.adapters not in self._adapters.get(report.version, ()):
+                    return ev.GaveUp(*who, self._other_adapters(arrival.executor, report))
                 self._watcher.loaded(arrival.executor, report.version, report.num_bytes, report.lost_s)
                 return ev.Loaded(*who, report.version)
             case msg.WeightsNotLoaded():
@@ -146,6 +149,8 @@ class Driver:
             case msg.BatchResult():
                 return self._batch_result(arrival, report)
             case msg.WeightsPublished():
+                if report.adapters:
+                    self._adapters.setdefault(report.version, set()).add(report.adapters)
                 self._watcher.published(arrival.executor, report.version, report.num_bytes, report.lost_s)
                 return ev.Published(*who, report.version, report.changed)
             case msg.StateSaved():
@@ -157,6 +162,12 @@ class Driver:
                 return self._save_failed(report.version, report.reason) if current else None
             case msg.Failed():
                 return ev.Died(*who, report.reason)
+
+    def _other_adapters(self, executor: str, report: msg.WeightsLoaded) -> str:
+        return (
+            f"model.lora: {executor} applies other adapters than the trainer published as version {report.version} "
+            f"(hash {report.adapters}, published {', '.join(self._adapters.get(report.version, ['none']))})"
+        )
 
     def _log_of(self, executor: str) -> str:
         """Names the executor's log, if it has any content."""

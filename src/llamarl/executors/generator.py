@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from llamarl.errors import CorruptWeights, StaleWeights
 from llamarl.executors.executor import UnexpectedMessage
+from llamarl.generate.adapter_check import AdapterCheck
 from llamarl.generate.conversation import Conversations
 from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.messages import (
@@ -22,13 +23,14 @@ from llamarl.messages import (
     WorkOnGroup,
 )
 from llamarl.tasks.failures import FailureLog, FailureShare, to_stderr
-from llamarl.types import PromptGroup
+from llamarl.types import CompletionGroup, PromptGroup
 from llamarl.weights.transport import WeightReader
 
 
 class Generator:
     """Serves one replica. With `conversations`, completions have several turns; the job stops when more than
-    `max_failure_share` of the tool's calls fail, or, in a deterministic job, when one is late."""
+    `max_failure_share` of the tool's calls fail, or, in a deterministic job, when one is late. With `adapters`, it reports
+    the hash of those that it applies, and their effect on some answers."""
 
     def __init__(
         self,
@@ -39,9 +41,11 @@ class Generator:
         max_failure_share: float = 1.0,
         deterministic: bool = False,
         log: Callable[[str], None] = to_stderr,
+        adapters: AdapterCheck | None = None,
     ) -> None:
         self._decoder, self._weights, self._conversations = decoder, weights, conversations
         self._max_failure_share, self._deterministic = max_failure_share, deterministic
+        self._adapters = adapters
         self._failures, self._log = FailureShare(max_failure_share), FailureLog(log)
 
     def handle(self, message: Message) -> Iterable[Report]:
@@ -58,8 +62,8 @@ class Generator:
 
     def work(self) -> Iterable[Report]:
         if self._conversations is None:
-            return [GroupResult(group) for group in self._decoder.step()]
-        reports: list[Report] = [GroupResult(group) for group in self._conversations.step()]
+            return [GroupResult(self._measured(group)) for group in self._decoder.step()]
+        reports: list[Report] = [GroupResult(self._measured(group)) for group in self._conversations.step()]
         return [*reports, *self._failed_tools(self._conversations)]
 
     @property
@@ -72,7 +76,10 @@ class Generator:
         except (StaleWeights, CorruptWeights) as error:
             return WeightsNotLoaded(version, str(error))
         self._decoder.version = version
-        return WeightsLoaded(version, num_bytes)
+        return WeightsLoaded(version, num_bytes, adapters=self._adapters.digest() if self._adapters else "")
+
+    def _measured(self, group: CompletionGroup) -> CompletionGroup:
+        return self._adapters.measured(group) if self._adapters else group
 
     def _failed_tools(self, conversations: Conversations) -> Iterable[Report]:
         """Reports on failed tools. A group whose tool failed is dropped, like a group that cannot be scored."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from llamarl.errors import ModelError
 from llamarl.executors.executor import UnexpectedMessage
@@ -12,6 +15,7 @@ from llamarl.messages import (
     BatchResult,
     Failed,
     Message,
+    MustStop,
     PublishWeights,
     Report,
     SaveState,
@@ -21,6 +25,7 @@ from llamarl.messages import (
     WorkOnBatch,
 )
 from llamarl.model.transformer import Transformer
+from llamarl.train.adapter_check import AdaptersDiffer
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
 from llamarl.train.optimizer import AdamW
@@ -36,7 +41,8 @@ _LOOK_AGAIN_S = 0.005  # the time that one call of `work` waits for a snapshot t
 class Trainer:
     """`reference` is given when the reference policy shares these ranks; otherwise its column comes with the rollouts. With
     `tell`, weights are published beside the next passes, and `tell` gets the report when they can be read. Only the policy is
-    saved of version `policy_only_at`."""
+    saved of version `policy_only_at`. With `adapter_types`, the types that adapters change to on their way to a generator,
+    their hash is reported with each version."""
 
     def __init__(
         self,
@@ -47,6 +53,7 @@ class Trainer:
         reference: HostedReference | BaseReference | None = None,
         tell: Callable[[Report], None] | None = None,
         policy_only_at: int | None = None,
+        adapter_types: Sequence[torch.dtype] = (),
     ) -> None:
         self.learner, self._weights, self._reference = learner, weights, reference
         self._tell = tell or (lambda report: None)
@@ -56,6 +63,7 @@ class Trainer:
         mesh = learner.policy.computing.mesh
         self._state = TrainingState(self.model, self.optimizer, carry_from, mesh)
         self._policy_only_at = policy_only_at
+        self._adapter_types = adapter_types
         self._exchange = Exchange(mesh)
         self._pool = ThreadPoolExecutor(1)
         self._saving: tuple[int, Future[dict[str, str]]] | None = None
@@ -73,16 +81,21 @@ class Trainer:
             case WorkOnBatch():
                 yield self._update(message)
             case PublishWeights() if self._beside is not None:
-                self._beside.begin(message.version, self._published, self._not_published)
+                self._beside.begin(message.version, partial(self._published, self._digest()), self._not_published)
             case PublishWeights():
-                yield _report(self._weights.publish(message.version))
+                digest = self._digest()
+                yield _report(self._weights.publish(message.version), digest)
             case SaveState():
                 self._begin_save(message)
             case _:
                 raise UnexpectedMessage("trainer", message)
 
-    def _published(self, made: Publication) -> None:
-        self._tell(_report(made))
+    def _digest(self) -> str:
+        """Hash of the adapters that are about to be published."""
+        return self.learner.adapter_digest(self._adapter_types) if self._adapter_types else ""
+
+    def _published(self, digest: str, made: Publication) -> None:
+        self._tell(_report(made, digest))
 
     def _not_published(self, error: Exception) -> None:
         self._tell(Failed(f"weights could not be published: {type(error).__name__}: {error}"))
@@ -91,7 +104,10 @@ class Trainer:
         groups = message.groups
         if self._reference is not None:
             groups = self._reference.add_column(groups)
-        outcome = self.learner.update(message.update, groups, message.probe)
+        try:
+            outcome = self.learner.update(message.update, groups, message.probe)
+        except AdaptersDiffer as error:
+            return MustStop(str(error))
         return BatchResult(message.update, outcome.metrics, timings=outcome.timings)
 
     @property
@@ -119,8 +135,8 @@ class Trainer:
         self._saving = (message.version, self._pool.submit(self._state.write, Path(message.folder)))
 
 
-def _report(made: Publication) -> WeightsPublished:
-    return WeightsPublished(made.version, made.num_bytes, made.changed)
+def _report(made: Publication, adapters: str) -> WeightsPublished:
+    return WeightsPublished(made.version, made.num_bytes, made.changed, adapters=adapters)
 
 
 def _gpu(learner: Learner) -> int:

@@ -152,6 +152,7 @@ class ContinuousDecoder:
             device=weight.device,
             tensor_ranks=tensor_ranks,
         )
+        self._narrow_cache = cache_dtype == FP8
         state = SlotState(limits.slots, limits.max_new_tokens, eos_ids, weight.device)
         table_SP = torch.full(
             (limits.slots + 1, limits.pages_per_slot), NO_PAGE, dtype=torch.int32, device=weight.device
@@ -170,6 +171,11 @@ class ContinuousDecoder:
         self._collected_tokens = 0
         self._max_turns = max_turns
         self._turns: list[Sequence] = []
+
+    @property
+    def narrow_cache(self) -> bool:
+        """Whether keys and values are held in fp8."""
+        return self._narrow_cache
 
     @property
     def idle(self) -> bool:

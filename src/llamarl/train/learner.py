@@ -16,6 +16,7 @@ from llamarl.algo.batch import Document, document_of, make_documents
 from llamarl.algo.losses import Loss, is_tokenwise, objective
 from llamarl.algo.metrics import TokenMeasures, describe_groups, token_metrics, token_totals
 from llamarl.config import AlgoConfig, TrainerConfig
+from llamarl.train.adapter_check import adapter_digest, check_effect
 from llamarl.train.lm_head import chunked_logprobs, fused_loss
 from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import Pack
@@ -33,9 +34,21 @@ class UpdateResult:
 
 
 class Learner:
-    def __init__(self, policy: Policy, loss: Loss, *, settings: TrainerConfig, algo: AlgoConfig, updates: int) -> None:
+    """`merge_rounding`: share of the adapters' effect that generators may lose when they merge them (`adapter_check.py`)."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        loss: Loss,
+        *,
+        settings: TrainerConfig,
+        algo: AlgoConfig,
+        updates: int,
+        merge_rounding: float = 0.0,
+    ) -> None:
         self.policy, self._loss = policy, loss
         self._settings, self._algo, self._updates = settings, algo, updates
+        self._merge_rounding = merge_rounding
         compiled = policy.computing.compiled
         self.optimizer = AdamW(trained(policy.model), settings, compiled=compiled)
         self._shared = self._shared_parameters()
@@ -45,8 +58,12 @@ class Learner:
         self._held_s = 0.0
 
     def update(self, number: int, groups: Sequence[RolloutGroup], probe: CompletionGroup | None = None) -> UpdateResult:
-        """Turns version `number` into the next. Without tokens to learn from, the weights do not change."""
+        """Turns version `number` into the next. Without tokens to learn from, the weights do not change. AdaptersDiffer if a
+        generator has sampled with other adapters."""
         metrics = describe_groups(groups)
+        metrics |= check_effect(
+            self.policy, groups if probe is None else [probe], number, rounding=self._merge_rounding
+        )
         if probe is not None:
             metrics["logprob_gap"] = self._logprob_gap(probe, number)
         documents = make_documents(groups, version=number, algo=self._algo)
@@ -108,6 +125,12 @@ class Learner:
         made = self.optimizer.step(lr, scale, torch.isfinite(norm) & torch.isfinite(value))
         self.optimizer.zero_grad()
         return {"loss": value.item(), "grad_norm": norm.item(), "lr": lr, "skipped": float(not made)}
+
+    def adapter_digest(self, types: Sequence[torch.dtype]) -> str:
+        """Hash of the adapters as generators hold them, after these changes of type (a collective)."""
+        return adapter_digest(
+            self.policy, types, [name for name in trained(self.policy.model) if self._counts_here(name)]
+        )
 
     def _counts_here(self, name: str) -> bool:
         return self.policy.computing.mesh.tensor_rank == 0 or name not in self._shared

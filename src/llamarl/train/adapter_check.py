@@ -1,0 +1,113 @@
+"""Whether the generators serve the trainer's adapters: both sides' hashes, and the effect that the adapters have on both.
+
+The effect is log-probs with minus without adapters. Of the same adapters it differs between the sides by arithmetic alone, as
+much as the log-probs of the base differ, which are measured on the same tokens. A larger difference is a fault: adapters that
+are not applied, or not all of them, or with another factor, in another order, or of another version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from llamarl.algo.batch import document_of
+from llamarl.errors import JobFailed
+from llamarl.families.adapters import adapter_parameters
+from llamarl.model.adapter_digest import HashedPart, hash_parts, hash_text
+from llamarl.train.policy import Policy
+from llamarl.train.shards import trained_shards
+from llamarl.types import Completion, CompletionGroup, Group, RolloutGroup, bytes_to_floats, completions_of
+
+_OF_FLOOR = 4.0  # times the difference of the base's log-probs; measured in several precisions: 0.8 to 1.9
+_LEAST = 1e-5  # what fp32 may always differ by
+
+
+class AdaptersDiffer(JobFailed):
+    """A generator samples with other adapters than the trainer trains."""
+
+
+class EffectGap(Struct, frozen=True):
+    """The effect of the adapters, and how much the sides differ in it and in the base; means over tokens, absolute."""
+
+    effect: float
+    gap: float
+    floor: float
+
+    def agrees(self, rounding: float = 0.0) -> bool:
+        """Arithmetic differs more, the more the adapters change. `rounding`: share of the effect that may be lost besides."""
+        return self.gap <= _OF_FLOOR * self.floor * (1 + self.effect) + rounding * self.effect + _LEAST
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"adapter_effect": self.effect, "adapter_effect_gap": self.gap, "adapter_base_gap": self.floor}
+
+
+def check_effect(policy: Policy, groups: Sequence[Group], version: int, *, rounding: float = 0.0) -> dict[str, float]:
+    """Metrics of the answers that a generator has measured with this version; none if there are no such answers. Raises
+    AdaptersDiffer. Every rank computes all of them (a collective). `rounding`: see `EffectGap.agrees`."""
+    if policy.model.adapters is None:
+        return {}
+    found = list(_measured(groups, version))
+    if not found:
+        return {}
+    on = _logprobs(policy, found, version)
+    with policy.model.adapters.off():
+        off = _logprobs(policy, found, version)
+    effect = torch.cat([_column(one.adapter_effect) for _, one in found])
+    base = torch.cat([_column(one.base_logprobs) for _, one in found])
+    gap = EffectGap(_mean(on - off), _mean(on - off - effect), _mean(off - base))
+    if not gap.agrees(rounding):
+        raise AdaptersDiffer(
+            f"model.lora: with version {version}, the adapters change the trainer's log-probs by {gap.effect:.2g} on average "
+            f"and the generator's differ from that by {gap.gap:.2g} (the base's: {gap.floor:.2g}); the generator does not "
+            "compute with the adapters that are trained"
+        )
+    return gap.metrics
+
+
+def _measured(groups: Sequence[Group], version: int) -> Iterator[tuple[CompletionGroup | RolloutGroup, Completion]]:
+    for group in groups:
+        for one in completions_of(group):
+            fresh = all(run.version == version for run in one.versions)
+            if one.base_logprobs and fresh and isinstance(group, CompletionGroup | RolloutGroup):
+                yield group, one
+
+
+def _logprobs(
+    policy: Policy, found: Sequence[tuple[CompletionGroup | RolloutGroup, Completion]], version: int
+) -> Tensor:
+    """Log-probs of all sampled tokens, in the order of the completions."""
+    documents = [document_of(group.prompt, one, version=version) for group, one in found]
+    rows: dict[int, list[Tensor]] = {}
+    for pack in policy.packs(documents, same_everywhere=True):
+        for number, value in zip(pack.sequence_N.tolist(), policy.logprobs(pack).cpu(), strict=True):
+            rows.setdefault(number, []).append(value)
+    return torch.stack([value for number in sorted(rows) for value in rows[number]])
+
+
+def _column(data: bytes) -> Tensor:
+    return torch.from_numpy(np.array(bytes_to_floats(data)))
+
+
+def _mean(values: Tensor) -> float:
+    return values.abs().double().mean().item()
+
+
+def adapter_digest(policy: Policy, types: Sequence[torch.dtype], counts_here: Sequence[str]) -> str:
+    """Hash of the adapters as the generators hold them, after these changes of type (a collective). Each rank counts the
+    shards of the named adapters."""
+    assert policy.model.adapters is not None
+    lora, how = policy.model.adapters.lora, policy.computing
+    specs, shards = adapter_parameters(policy.model.shape, lora), trained_shards(policy.model)
+    parts = []
+    for name in counts_here:
+        tensor = shards[name].tensor
+        for dtype in types:
+            tensor = tensor.to(dtype)
+        parts.append(HashedPart(name, tensor, shards[name].box, specs[name].shape[1], lora.scale))
+    total = hash_parts(parts, how.device)
+    return hash_text(how.mesh.sum_over_shards(total) if how.mesh.size > 1 else total)

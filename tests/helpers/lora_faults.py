@@ -1,0 +1,100 @@
+"""The faults by which adapters have silently not reached the rollouts elsewhere, planted into a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from llamarl.builders.context import BuildContext
+from llamarl.builders.generator import build_generator
+from llamarl.executors.executor import Executor
+from llamarl.model.lora import AdaptedProduct, Adapters
+from llamarl.model.transformer import MLP
+
+Fault = Callable[[Any], None]  # changes a built generator
+
+
+def _adapters(generator: Any) -> Adapters:
+    found: Adapters = generator._decoder.model.adapters
+    return found
+
+
+def _mlp_product(generator: Any) -> AdaptedProduct:
+    """Of gate and up."""
+    mlp = next(module for module in generator._decoder.model.modules() if isinstance(module, MLP))
+    assert isinstance(mlp.fused, AdaptedProduct)
+    return mlp.fused
+
+
+def not_applied(generator: Any) -> None:
+    """They arrive, and no product reads them."""
+    for module in generator._decoder.model.modules():
+        if isinstance(getattr(module, "fused", None), AdaptedProduct):
+            module.fused = module.fused._base
+        if getattr(module, "beside", None) is not None:
+            module.beside = None
+
+
+def one_matrix_missing(generator: Any) -> None:
+    """One of them never arrives where it is read."""
+    product = _adapters(generator).products[0]
+    product._parts = [product._parts[0]._replace(b=torch.zeros_like(product._parts[0].b)), *product._parts[1:]]
+
+
+def wrong_scale(generator: Any) -> None:
+    for product in _adapters(generator).products:
+        product._scale /= 2
+
+
+def wrong_order(generator: Any) -> None:
+    """Gate's adapters are added to up, and the other way around."""
+    product = _mlp_product(generator)
+    gate, up = product._parts
+    product._parts = [gate._replace(rows=up.rows), up._replace(rows=gate.rows)]
+
+
+def aliased(generator: Any) -> None:
+    """Two matrices share one buffer."""
+    product = _mlp_product(generator)
+    gate, up = product._parts
+    product._parts = [gate, up._replace(b=gate.b)]
+
+
+def stale(generator: Any) -> None:
+    """Products read what arrived one version ago."""
+    held = [shard.tensor for shard in generator._weights._plan.shards.values()]
+    before, load = [tensor.clone() for tensor in held], generator._weights.load
+
+    def late(version: int) -> int:
+        num_bytes: int = load(version)
+        for tensor, old in zip(held, before, strict=True):
+            new = tensor.clone()
+            tensor.copy_(old)
+            old.copy_(new)
+        return num_bytes
+
+    generator._weights.load = late
+
+
+FAULTS: dict[str, Fault] = {
+    fault.__name__: fault for fault in (not_applied, one_matrix_missing, wrong_scale, wrong_order, aliased, stale)
+}
+SEEN_BY_HASH = {"one_matrix_missing", "wrong_scale", "aliased", "stale"}  # the others read the right numbers
+
+
+class Planted:
+    """A builder whose generator has a fault; `hashed=False`: and tells no hash, so that only the probe can notice."""
+
+    def __init__(self, fault: Fault | None, *, hashed: bool) -> None:
+        self._fault, self._hashed = fault, hashed
+
+    def __call__(self, context: BuildContext) -> Executor:
+        generator: Any = build_generator(context)
+        if self._fault is not None:
+            self._fault(generator)
+        if not self._hashed:
+            generator._adapters.digest = lambda: ""
+        found: Executor = generator
+        return found
