@@ -53,6 +53,9 @@ def plan_command(
             help="of the generators: bf16 or fp8; may be given twice; without it: bf16, or fp8 where bf16 does not fit",
         ),
     ] = None,
+    lora: Annotated[
+        int, typer.Option(metavar="RANK", min=0, help="train LoRA adapters of this rank on all layers; 0: all weights")
+    ] = 0,
     base: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="a job whose other settings are kept")
     ] = None,
@@ -63,6 +66,7 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Split GPUs between trainer and generators: the best synchronous and the best asynchronous plan, side by side."""
+    from llamarl.config import LoraConfig
     from llamarl.model.hf_config import find_shape
     from llamarl.plan.advice import why_nothing_fits
     from llamarl.plan.fallback import async_plan, sync_plan, widened
@@ -73,6 +77,8 @@ def plan_command(
     from llamarl.simulate.rehearse import rehearse
 
     settled = gpu_named(gpu)
+    if build and lora:
+        raise InputError("--build: ranks with adapters cannot be rehearsed; leave out --build or --lora")
     if unknown := [name for name in precision or [] if name not in settled.precisions]:
         raise InputError(f"--precision {unknown[0]}: {settled.name} has {', '.join(settled.precisions)}")
     question = Question(
@@ -82,6 +88,7 @@ def plan_command(
         work=Workload(groups=groups, samples=samples, prompt=prompt, answers=Lengths(answer), skipped=skipped),
         max_staleness=max_staleness,
         precisions=tuple(precision or ["fp32" if settled.is_cpu else "bf16"]),
+        lora=LoraConfig(rank=lora),
         fallbacks=() if precision or "fp8" not in settled.precisions else ("fp8",),
     )
     plans = sync_plan(question), async_plan(question)

@@ -32,9 +32,10 @@ from llamarl.plan.terms import (
     WORKSPACE_BYTES,
     held_bytes,
     kv_bytes_per_token,
+    num_trained,
     pass_bytes,
+    published_bytes,
     training_state_bytes,
-    weight_bytes,
 )
 from llamarl.weights.cuda_driver import CudaRefused, total_memory
 from llamarl.weights.slot_file import NUM_SLOTS
@@ -125,7 +126,7 @@ def _generator_parts(config: Config, shape: ModelSpec, device: torch.device, lim
     yield MemoryItem(
         "weights of the generator",
         place,
-        held_bytes(shape, precision) / settings.tensor,
+        held_bytes(shape, precision, config.model.lora, merged=settings.lora == "merged") / settings.tensor,
         "set generator.dtype=bfloat16 or lower generator.replicas",
     )
     yield MemoryItem(
@@ -141,19 +142,21 @@ def _trainer_parts(
     config: Config, shape: ModelSpec, device: torch.device, *, first_replica: bool
 ) -> Iterator[MemoryItem]:
     settings, place, on_gpu = config.trainer, _place(device), device.type == "cuda"
-    state = training_state_bytes(shape, settings.tensor, settings.data, settings.replicate) * (
-        _LEAST if on_gpu else 1.0
-    )
-    away = _OFFLOADED * state if settings.offload and on_gpu else 0.0
+    state = _training_state(config, shape, on_gpu)
+    away = 0.0 if config.model.lora else _OFFLOADED * state if settings.offload and on_gpu else 0.0
     more = "set trainer.offload=true, or share it over GPUs with trainer.data" if on_gpu else "take a smaller model"
-    yield MemoryItem("optimizer state and gradients", place, state - away, more)
+    what = "frozen weights and adapters" if config.model.lora else "optimizer state and gradients"
+    yield MemoryItem(what, place, state - away, more)
     if away:
         yield MemoryItem("optimizer state in host memory", HOST, away, "take a smaller model")
     schedule, longest = config.schedule, config.generator.max_prompt_tokens + config.generator.max_new_tokens
     answers = schedule.groups_per_update * schedule.samples_per_group
     tokens = max(longest, min(settings.tokens_per_pack, answers * longest / settings.batch_ranks))
     width = WIDTH["bf16" if on_gpu else "fp32"]
-    passing = sum(pass_bytes(shape, tokens, settings.recompute, settings.tensor, settings.batch_ranks, width).values())
+    lora = config.model.lora
+    passing = sum(
+        pass_bytes(shape, tokens, settings.recompute, settings.tensor, settings.batch_ranks, width, lora).values()
+    )
     yield MemoryItem(
         "activations", place, passing, "lower trainer.tokens_per_pack or set trainer.recompute=full", sure=False
     )
@@ -162,11 +165,20 @@ def _trainer_parts(
     yield _process(device)
 
 
+def _training_state(config: Config, shape: ModelSpec, on_gpu: bool) -> float:
+    """Bytes per rank that are surely taken. Frozen weights have the type of the passes."""
+    settings, lora = config.trainer, config.model.lora
+    state = training_state_bytes(shape, settings.tensor, settings.data, settings.replicate, lora)
+    if not lora:
+        return state * (_LEAST if on_gpu else 1.0)
+    return state if on_gpu else state + 2 * num_parameters(shape) / settings.shard_ranks
+
+
 def _copies_of_policy(config: Config, shape: ModelSpec, place: str) -> Iterator[MemoryItem]:
     """What a rank of the first replica holds besides: weights for the generators, and the state that is being saved."""
     ranks = config.trainer.shard_ranks
     on_device = weight_transport(config, _first_gpus(config), can_reach=lambda reader, writer: True) == "cuda"
-    published = NUM_SLOTS * weight_bytes(shape, wire_precision(config)) / ranks
+    published = NUM_SLOTS * published_bytes(shape, wire_precision(config), config.model.lora) / ranks
     yield MemoryItem(
         "published weights",
         place if on_device else HOST,
@@ -174,7 +186,7 @@ def _copies_of_policy(config: Config, shape: ModelSpec, place: str) -> Iterator[
         "set weights.transport=memfd" if on_device else "set generator.dtype=bfloat16",
     )
     if _saves_whole(config):
-        copied = 12 * num_parameters(shape) / ranks
+        copied = 12 * num_trained(shape, config.model.lora) / ranks
         yield MemoryItem("copy for snapshots", HOST, copied, "set snapshots.every=0 and snapshots.at_end=policy")
 
 
@@ -186,6 +198,8 @@ def _saves_whole(config: Config) -> bool:
 def _reference_parts(config: Config) -> Iterator[MemoryItem]:
     """Weights of the reference: on ranks of its own, or in host memory until the trainer's ranks use them."""
     shape, settings, advice = read_shape(config.reference_folder), config.reference, "take a smaller reference.model"
+    if config.base_is_reference:
+        return
     if not config.reference_alone:
         device = device_of("trainer.device", config.trainer.device)
         held = config.trainer.replicate * num_parameters(shape) * _width(config, device)

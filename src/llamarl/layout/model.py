@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from llamarl.config.lora import NO_LORA, LoraConfig
+from llamarl.families.adapters import trained_parameters
 from llamarl.families.family import COLUMNS, ParameterSpec
-from llamarl.families.parameters import parameters
 from llamarl.layout.boxes import Box, chunk
 from llamarl.layout.flat import DTYPE_BYTES
 from llamarl.layout.mesh import PRECISIONS, Cut, Placement, Side, box_on
@@ -50,11 +51,12 @@ def scale_box(box: Box, width: int) -> Box:
     return rows, (first // width, max(first // width, -(-end // width)))
 
 
-def model_plan(shape: ModelSpec, trainer: Side, generator: Side) -> TransferPlan:
-    """The transfer of a whole model. Parameters that lie alike are planned once, so 405B on 1,024 GPUs takes seconds."""
+def model_plan(shape: ModelSpec, trainer: Side, generator: Side, lora: LoraConfig = NO_LORA) -> TransferPlan:
+    """The transfer of a whole model, or of its adapters. Parameters that lie alike are planned once, so 405B on 1,024 GPUs
+    takes seconds."""
     alike: dict[tuple[int, tuple[Box, ...], tuple[Box, ...]], list[str]] = defaultdict(list)
     cache: dict[tuple[Placement, tuple[int, ...]], Boxes] = {}
-    for parameter in parameters(shape).values():
+    for parameter in trained_parameters(shape, lora).values():
         key = placement_of(parameter), parameter.shape
         if key not in cache:
             cache[key] = _boxes(*key, trainer), _boxes(*key, generator)

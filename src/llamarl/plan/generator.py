@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from llamarl.config.lora import NO_LORA, LoraConfig
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
@@ -44,6 +45,8 @@ class Replica(Struct, frozen=True, dict=True):
     slots: int
     prompt: int
     length: int  # capacity of a slot in tokens, prompt and answer
+    lora: LoraConfig = NO_LORA
+    merged: bool = False  # whether adapters are merged into a copy of the weights
 
     def cached_tokens(self, samples: int, answers: Lengths) -> float:
         """Tokens in the cache on average, with all slots busy: answers of all ages, and a prompt for each group."""
@@ -52,7 +55,7 @@ class Replica(Struct, frozen=True, dict=True):
     def memory_kinds(self, cached_tokens: float) -> dict[str, float]:
         """Bytes of one rank's tensors, by kind."""
         return {
-            "weights": held_bytes(self.shape, self.precision) / self.tp,
+            "weights": held_bytes(self.shape, self.precision, self.lora, merged=self.merged) / self.tp,
             "KV cache": cached_tokens * kv_bytes_per_token(self.shape, self.precision, self.tp),
             "activations": passing_bytes(self.shape, self.tp, self.slots, self.prompt),
         }
@@ -106,7 +109,8 @@ class Replica(Struct, frozen=True, dict=True):
     def _row_step_s(self, rows: int) -> float:
         """Time of a step without the part that depends on the cache."""
         cached = cached_on_cpu(self.slots, self.length) if self.gpu.is_cpu else 0
-        terms = decode_terms(self.shape, self.gpu, self.precision, rows, cached, self.tp)
+        lora = NO_LORA if self.merged else self.lora
+        terms = decode_terms(self.shape, self.gpu, self.precision, rows, cached, self.tp, lora)
         return total_s(self.gpu.decode, terms) + decode_exchange_s(self.shape, self.gpu, rows, self.tp)
 
     def prefill_s(self, groups: int) -> float:

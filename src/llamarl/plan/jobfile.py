@@ -15,7 +15,9 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
     """The settings that the plan decides; all others are the user's."""
     work, trainer, replica = question.work, plan.trainers.ranks, plan.generators.replica
+    adapters = {"model": {"lora": {"rank": question.lora.rank}}} if question.lora else {}
     return {
+        **adapters,
         "placement": "colocated" if plan.colocated else "split",
         "generator": {
             "replicas": int(plan.generators.replicas),

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from llamarl.controller.default_line import GENERATOR_AHEAD
 from llamarl.plan.generator import Replica
-from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, sync_s, weight_bytes, wire
+from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, published_bytes, sync_s, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.workload import Question
 
@@ -114,7 +114,9 @@ class Space:
         for tp in question.tensor_sizes():
             for recompute in RECOMPUTE if gpus % tp == 0 else ():
                 for pack in self._packs:
-                    yield TrainerRanks(question.shape, question.gpu, precision, gpus // tp, tp, recompute, pack)
+                    yield TrainerRanks(
+                        question.shape, question.gpu, precision, gpus // tp, tp, recompute, pack, lora=question.lora
+                    )
 
     def least_trainer_bytes(self, gpus: int) -> float:
         return min(ranks.memory_bytes for ranks in self._trainer_ranks(gpus))
@@ -142,7 +144,9 @@ class Space:
 
     def _generators(self, tp: int, replicas: float, precision: str, slots: int) -> Generators:
         question, work = self.question, self.question.work
-        replica = Replica(question.shape, question.gpu, precision, tp, slots, work.prompt, work.longest_document)
+        replica = Replica(
+            question.shape, question.gpu, precision, tp, slots, work.prompt, work.longest_document, question.lora
+        )
         return Generators(replica, replicas, replica.memory_bytes(replica.cached_tokens(work.samples, work.answers)))
 
     def least_generator_bytes(self, gpus: int) -> float:
@@ -172,9 +176,9 @@ class Space:
         work, gpu = self.question.work, self.question.gpu
         count = work.answers_per_update / generators.replicas
         generate_s = generators.replica.drain_s(count, work.answers_per_update, work.samples, work.answers)
-        weights_s = 2 * copy_s(
-            gpu, weight_bytes(self.question.shape, wire(generators.replica.precision)) / generators.replica.tp
-        )
+        replica = generators.replica
+        published = published_bytes(self.question.shape, wire(replica.precision), self.question.lora)
+        weights_s = 2 * copy_s(gpu, published / replica.tp)
         step_s = generate_s + trainers.update_s + weights_s + self._overhead_s()
         return Plan(trainers, generators, True, 0, step_s, "training and generation in turn")
 
@@ -236,7 +240,13 @@ class Space:
         replica = generators.replica
         targets = max(1, round(generators.replicas * replica.tp))
         return sync_s(
-            self.question.shape, self.question.gpu, wire(replica.precision), trainers.ranks.ranks, targets, replica.tp
+            self.question.shape,
+            self.question.gpu,
+            wire(replica.precision),
+            trainers.ranks.ranks,
+            targets,
+            replica.tp,
+            self.question.lora,
         )
 
     def _overhead_s(self) -> float:

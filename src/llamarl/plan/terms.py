@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import log2
 
+from llamarl.config.lora import NO_LORA, LoraConfig
+from llamarl.families.adapters import num_adapter_parameters
 from llamarl.families.family import COLUMNS, ROWS
 from llamarl.families.parameters import block_parameters, embedding_of, family_of, head_of, num_parameters
 from llamarl.model_spec import ModelSpec
@@ -78,11 +80,19 @@ def kv_bytes_per_token(shape: ModelSpec, precision: str, tp: int = 1, cache: str
 
 
 def decode_terms(
-    shape: ModelSpec, gpu: Gpu, precision: str, rows: float, cached_tokens: float, tp: int = 1
+    shape: ModelSpec,
+    gpu: Gpu,
+    precision: str,
+    rows: float,
+    cached_tokens: float,
+    tp: int = 1,
+    lora: LoraConfig = NO_LORA,
 ) -> dict[str, float]:
-    """Terms of a decode step of `rows` sequences with `cached_tokens` cached tokens in total."""
+    """Terms of a decode step of `rows` sequences with `cached_tokens` cached tokens in total. Adapters stand beside the
+    products."""
+    products = block_products_s(shape, gpu, precision, rows, tp) + head_s(shape, gpu, precision, rows, tp)
     return {
-        "products": block_products_s(shape, gpu, precision, rows, tp) + head_s(shape, gpu, precision, rows, tp),
+        "products": products + adapter_products_s(shape, gpu, precision, rows, tp, lora),
         "cache": cached_tokens * kv_bytes_per_token(shape, precision, tp) / gpu.bytes_per_s,
         "traffic": rows * forward_traffic(shape, precision, tp) / gpu.bytes_per_s,
         "scores": rows * shape.vocab_size / tp * 4 / gpu.bytes_per_s,
@@ -90,6 +100,13 @@ def decode_terms(
         "step_s": 1.0,
         "row_s": rows,
     }
+
+
+def adapter_products_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int, lora: LoraConfig) -> float:
+    """Time of the products with all adapters, forward; they are bf16 where the weights are narrower."""
+    each = num_adapter_parameters(shape, lora) / tp
+    rate, width = gpu.flops(_products_in(precision)), activation_width(precision)
+    return max(2 * rows * each / rate, each * width / gpu.bytes_per_s)
 
 
 def forward_traffic(shape: ModelSpec, precision: str, tp: int) -> float:
@@ -148,19 +165,22 @@ def train_terms(
     tp: int = 1,
     data: int = 1,
     replicate: int = 1,
+    lora: LoraConfig = NO_LORA,
 ) -> dict[str, float]:
     """Terms of an update on one of replicate * data * tp ranks. `tokens`, `answer_tokens` and `squares` (the sum of the
     documents' squared lengths) are of the whole update; `passes` is the number of passes of one rank."""
     ranks, rate = tp * data * replicate, gpu.flops(precision)
-    blocks = (6 * block_parameters(shape) + 2 * recomputed_parameters(shape, recompute)) * tokens
-    head = 6 * head_of(shape).size * answer_tokens
+    each = 4 if lora else 6  # products per weight and token: a frozen one has no gradient
+    blocks = (each * block_parameters(shape) + 2 * recomputed_parameters(shape, recompute)) * tokens
+    blocks += 6 * num_adapter_parameters(shape, lora) * tokens
+    head = each * head_of(shape).size * answer_tokens
     attention = 6 * shape.num_layers * shape.q_size * squares * (1 + (recompute == "full") / 3)
     traffic = activation_traffic(shape, precision) * tokens + 3 * 4 * shape.vocab_size * answer_tokens
     return {
         "products": (blocks + head) / ranks / rate,
         "attention": attention / ranks / rate,
         "traffic": traffic / ranks / gpu.bytes_per_s,
-        "optimizer": 26 * num_parameters(shape) / (tp * data) / gpu.bytes_per_s,
+        "optimizer": 26 * num_trained(shape, lora) / (tp * data) / gpu.bytes_per_s,
         "layer_s": shape.num_layers * passes,
         "update_s": 1.0,
     }
@@ -172,20 +192,30 @@ def activation_traffic(shape: ModelSpec, precision: str) -> float:
     return shape.num_layers * each * activation_width(precision)
 
 
-def shard_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, passes: float) -> float:
+def num_trained(shape: ModelSpec, lora: LoraConfig) -> int:
+    """Number of weights that are trained: all, or those of the adapters."""
+    return num_adapter_parameters(shape, lora) if lora else num_parameters(shape)
+
+
+def shard_exchange_s(
+    shape: ModelSpec, gpu: Gpu, tp: int, data: int, passes: float, lora: LoraConfig = NO_LORA
+) -> float:
     """FSDP's communication: each pass gathers the weights twice in bf16 (forward, backward) and reduces the gradients once in
     fp32."""
     if data == 1:
         return 0.0
-    each_bytes = (2 + 2 + 4) * num_parameters(shape) / tp * (data - 1) / data
+    held = num_parameters(shape) + num_adapter_parameters(shape, lora)
+    each_bytes = ((2 + 2) * held + 4 * num_trained(shape, lora)) / tp * (data - 1) / data
     return passes * each_bytes / (link_gb_s(gpu, tp * data) * 1e9)
 
 
-def replica_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, data: int, replicate: int) -> float:
+def replica_exchange_s(
+    shape: ModelSpec, gpu: Gpu, tp: int, data: int, replicate: int, lora: LoraConfig = NO_LORA
+) -> float:
     """HSDP's communication: an all-reduce of a rank's gradients over the replicas, once per update, in fp32."""
     if replicate == 1:
         return 0.0
-    each = num_parameters(shape) / (tp * data) * 4 * 2 * (replicate - 1) / replicate
+    each = num_trained(shape, lora) / (tp * data) * 4 * 2 * (replicate - 1) / replicate
     return each / (link_gb_s(gpu, tp * data * replicate) * 1e9)
 
 
@@ -220,10 +250,12 @@ def all_reduce_s(gpu: Gpu, num_bytes: float, ranks: int) -> float:
     return COLLECTIVE_S + inside_s + between_s + hops_s if ranks > 1 else 0.0
 
 
-def sync_s(shape: ModelSpec, gpu: Gpu, precision: str, sources: int, targets: int, tp: int) -> float:
+def sync_s(
+    shape: ModelSpec, gpu: Gpu, precision: str, sources: int, targets: int, tp: int, lora: LoraConfig = NO_LORA
+) -> float:
     """Time to send the weights from `sources` ranks to `targets` ranks, each of which takes 1/tp of them, over the slower
     end's links. A TransferPlan gives it more exactly."""
-    wanted = weight_bytes(shape, precision) / tp
+    wanted = published_bytes(shape, precision, lora) / tp
     return max(wanted, wanted * targets / sources) / (gpu.nic_gb_s * 1e9)
 
 
@@ -245,31 +277,56 @@ def weight_bytes(shape: ModelSpec, precision: str) -> float:
     return blocks * WIDTH[precision] + (num_parameters(shape) - blocks) * activation_width(precision)
 
 
-def training_state(shape: ModelSpec, tp: int, data: int, replicate: int = 1) -> dict[str, float]:
+def published_bytes(shape: ModelSpec, precision: str, lora: LoraConfig = NO_LORA) -> float:
+    """Bytes of a version on its way to a generator: all weights, or the adapters, which are never narrower than bf16."""
+    if lora:
+        return num_adapter_parameters(shape, lora) * activation_width(precision)
+    return weight_bytes(shape, precision)
+
+
+def training_state(
+    shape: ModelSpec, tp: int, data: int, replicate: int = 1, lora: LoraConfig = NO_LORA
+) -> dict[str, float]:
     """Bytes per rank by kind, 16 per parameter, sharded over the ranks of a replica. Without FSDP the weights are half of
-    their masters. Gradients are summed in fp32."""
+    their masters. Gradients are summed in fp32. With adapters, the frozen weights take 2 bytes and nothing else."""
+    if lora:
+        adapters = num_adapter_parameters(shape, lora) / (tp * data)
+        frozen = 2 * num_parameters(shape) / (tp * data)
+        return {"weights": frozen + 4 * adapters, "optimizer state": 8 * adapters, "gradients": 4 * adapters}
     each = num_parameters(shape) / (tp * data)
     weights = 2 if data * replicate == 1 else 4
     return {"weights": weights * each, "optimizer state": (12 - weights) * each, "gradients": 4 * each}
 
 
-def training_state_bytes(shape: ModelSpec, tp: int, data: int, replicate: int = 1) -> float:
-    """Bytes per rank of masters, moments and gradients."""
-    return sum(training_state(shape, tp, data, replicate).values())
+def training_state_bytes(shape: ModelSpec, tp: int, data: int, replicate: int = 1, lora: LoraConfig = NO_LORA) -> float:
+    """Bytes per rank of masters, moments and gradients, and of frozen weights."""
+    return sum(training_state(shape, tp, data, replicate, lora).values())
 
 
 def pass_bytes(
-    shape: ModelSpec, tokens: float, recompute: str, tp: int, batch_ranks: int, width: int = 2
+    shape: ModelSpec,
+    tokens: float,
+    recompute: str,
+    tp: int,
+    batch_ranks: int,
+    width: int = 2,
+    lora: LoraConfig = NO_LORA,
 ) -> dict[str, float]:
     """Most bytes per rank that a pass of `tokens` tokens takes, with `width` bytes per number, by kind: what FSDP gathers and
     reduces, if several ranks share a batch, and activations. It is the fullest of four moments: in the head, in the backward
-    pass of the last layer, when the embedding's gradient is there, and when FSDP reduces it with the head's."""
+    pass of the last layer, when the embedding's gradient is there, and when FSDP reduces it with the head's. With adapters,
+    head, embedding and layers have no gradients."""
     ends, layer = (
         (num_parameters(shape) - block_parameters(shape)) / tp,
         block_parameters(shape) / shape.num_layers / tp,
     )
     embedding, head = embedding_of(shape).size, head_of(shape).size / tp
     kept = tokens * shape.num_layers * _kept_bytes(shape, recompute, tp, width)
+    if lora:
+        in_head = kept + _frozen_head_bytes(shape, tokens, tp)
+        in_layer = kept + _layer_bytes(shape, tokens, recompute, tp, width)
+        gathered = width * ends + 2 * width * layer if batch_ranks > 1 else 0.0
+        return {"gathered": gathered, "activations": max(in_head, in_layer)}
     moments = {
         "head": (0.0, kept + _head_bytes(shape, tokens, tp, width)),
         "layer": (
@@ -290,6 +347,12 @@ def _head_bytes(shape: ModelSpec, tokens: float, tp: int, width: int) -> float:
     four tensors of a chunk's size are alive at once; otherwise the scores and their narrow gradient."""
     head, scores = head_of(shape).size / tp, min(SCORE_BYTES, 4 * tokens * shape.vocab_size / tp)
     return 4 * head + max(scores * (1.5 if tp == 1 else 4), scores + width * head) + tokens * 10 * shape.hidden_size
+
+
+def _frozen_head_bytes(shape: ModelSpec, tokens: float, tp: int) -> float:
+    """As `_head_bytes`, without the gradient of the head."""
+    scores = min(SCORE_BYTES, 4 * tokens * shape.vocab_size / tp)
+    return scores * (1.5 if tp == 1 else 4) + tokens * 10 * shape.hidden_size
 
 
 def _layer_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int) -> float:
@@ -313,8 +376,12 @@ def wire(precision: str) -> str:
     return "bf16" if precision == "int8" else precision
 
 
-def held_bytes(shape: ModelSpec, precision: str) -> float:
-    """Bytes of a generator's weights, with the copies quantized on arrival beside the originals (model/quantize.py)."""
+def held_bytes(shape: ModelSpec, precision: str, lora: LoraConfig = NO_LORA, *, merged: bool = False) -> float:
+    """Bytes of a generator's weights, with the copies quantized on arrival beside the originals (model/quantize.py). A frozen
+    base is quantized once, so only the copies stay; beside it are the adapters, or a copy that they are merged into."""
+    if lora:
+        copy = block_parameters(shape) * WIDTH[precision] if merged else 0
+        return weight_bytes(shape, precision) + num_adapter_parameters(shape, lora) * activation_width(precision) + copy
     narrow = block_parameters(shape) * WIDTH[precision] if wire(precision) != precision else 0
     return weight_bytes(shape, wire(precision)) + narrow
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from llamarl.families.parameters import num_parameters
+from llamarl.config.lora import NO_LORA, LoraConfig
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.terms import (
     WORKSPACE_BYTES,
+    num_trained,
     pass_bytes,
     replica_exchange_s,
     shard_exchange_s,
@@ -54,6 +55,7 @@ class TrainerRanks(Struct, frozen=True):
     recompute: str
     tokens_per_pack: int
     replicate: int = 1
+    lora: LoraConfig = NO_LORA
 
     @property
     def ranks(self) -> int:
@@ -72,13 +74,13 @@ class TrainerRanks(Struct, frozen=True):
         """Time of an update. FSDP's communication overlaps with the passes; that of tensor parallelism does not. Replicas sum
         their gradients during the last backward pass, which is two thirds of that pass."""
         passes, computing_s = self.passes(batch.tokens), self.computing_s(batch)
-        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, passes)
-        replicas_s = replica_exchange_s(self.shape, self.gpu, self.tp, self.data, self.replicate)
+        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, passes, self.lora)
+        replicas_s = replica_exchange_s(self.shape, self.gpu, self.tp, self.data, self.replicate, self.lora)
         return max(computing_s, sharding_s) + max(0.0, replicas_s - computing_s / passes * 2 / 3)
 
     def waits_for_shards(self, batch: UpdateLoad) -> bool:
         """Whether FSDP's communication takes longer than everything that it overlaps with."""
-        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, self.passes(batch.tokens))
+        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, self.passes(batch.tokens), self.lora)
         return sharding_s > self.computing_s(batch)
 
     def computing_s(self, batch: UpdateLoad) -> float:
@@ -96,6 +98,7 @@ class TrainerRanks(Struct, frozen=True):
             tp=self.tp,
             data=self.data,
             replicate=self.replicate,
+            lora=self.lora,
         )
         tensor_s = tensor_exchange_s(self.shape, self.gpu, self.tp, batch.tokens / self.batch_ranks, passes)
         return total_s(self.gpu.train, terms) + self._accumulate_s(passes) + tensor_s
@@ -103,7 +106,13 @@ class TrainerRanks(Struct, frozen=True):
     def _accumulate_s(self, passes: float) -> float:
         if passes == 1:
             return 0.0
-        return passes * ACCUMULATE_BYTES * num_parameters(self.shape) / (self.data * self.tp) / self.gpu.bytes_per_s
+        return (
+            passes
+            * ACCUMULATE_BYTES
+            * num_trained(self.shape, self.lora)
+            / (self.data * self.tp)
+            / self.gpu.bytes_per_s
+        )
 
     @property
     def memory_bytes(self) -> float:
@@ -113,5 +122,7 @@ class TrainerRanks(Struct, frozen=True):
     @property
     def memory_kinds(self) -> dict[str, float]:
         """Bytes of one rank's tensors, by kind."""
-        passing = pass_bytes(self.shape, self.tokens_per_pack, self.recompute, self.tp, self.batch_ranks)
-        return {**training_state(self.shape, self.tp, self.data, self.replicate), **passing}
+        passing = pass_bytes(
+            self.shape, self.tokens_per_pack, self.recompute, self.tp, self.batch_ranks, lora=self.lora
+        )
+        return {**training_state(self.shape, self.tp, self.data, self.replicate, self.lora), **passing}

@@ -7,6 +7,7 @@ from math import gcd
 
 from msgspec.structs import replace
 
+from llamarl.config.lora import LoraConfig
 from llamarl.layout.cost import Links, predict
 from llamarl.layout.mesh import Mesh, Side
 from llamarl.layout.model import model_plan
@@ -22,7 +23,8 @@ def transfer_s(trainer: TrainerRanks, replica: Replica, replicas: int) -> float:
     total = trainer.ranks + replica.tp * replicas
     links = _links(trainer.gpu, total)
     copies, data = trainer.replicate, trainer.data
-    return _transfer_s(trainer.shape, copies, data, trainer.tp, replica.tp, replicas, wire(replica.precision), links)
+    precision, lora = wire(replica.precision), trainer.lora
+    return _transfer_s(trainer.shape, copies, data, trainer.tp, replica.tp, replicas, precision, links, lora)
 
 
 def _links(gpu: Gpu, total: int) -> Links:
@@ -40,10 +42,11 @@ def _transfer_s(
     replicas: int,
     precision: str,
     links: Links,
+    lora: LoraConfig,
 ) -> float:
     """Computed on a cluster smaller by a common divisor, where every rank sends and receives the same number of bytes."""
     fewer = gcd(copies, replicas)
     smaller = gcd(data, replicas // fewer)
     trainer = Side(Mesh((("replicas", copies // fewer), ("fsdp", data // smaller), ("tp", trainer_tp))), "bf16")
     generator = Side(Mesh((("replicas", replicas // fewer // smaller), ("tp", generator_tp))), precision)
-    return predict(model_plan(shape, trainer, generator), links).predicted_s
+    return predict(model_plan(shape, trainer, generator, lora), links).predicted_s

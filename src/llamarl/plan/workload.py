@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from llamarl.config.lora import NO_LORA, LoraConfig
 from llamarl.errors import InputError
 from llamarl.families.family import COLUMNS, FP8_TILE, ROWS
 from llamarl.families.parameters import family_of
@@ -59,6 +60,7 @@ class Question(Struct, frozen=True, kw_only=True):
     precisions: tuple[str, ...] = ("bf16",)  # allowed precisions of the generators' weights
     fallbacks: tuple[str, ...] = ()  # precisions that are allowed too where those do not fit (fallback.py)
     hosts: int = 1  # most hosts that one replica of the generator may span
+    lora: LoraConfig = NO_LORA
     copied_heads: bool = False
     """Whether ranks of a replica may hold copies of a key-value head. No builder does that: such a plan is a baseline."""
 

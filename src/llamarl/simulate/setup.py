@@ -13,14 +13,13 @@ from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import Record
 from llamarl.controller.line import Line, executor_names
 from llamarl.errors import InputError
-from llamarl.families.parameters import num_parameters
 from llamarl.model.hf_config import find_shape, read_shape
 from llamarl.model_spec import SHAPES, ModelSpec
 from llamarl.observe.timeline import Timeline
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GIB, Gpu
 from llamarl.plan.lengths import Lengths
-from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, weight_bytes, wire
+from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, num_trained, published_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.transfer import transfer_s
 from llamarl.simulate.answers import Answers
@@ -67,6 +66,8 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
             settings.slots,
             self.prompt,
             settings.max_prompt_tokens + settings.max_new_tokens,
+            self.config.model.lora,
+            settings.lora == "merged",
         )
 
     @property
@@ -81,6 +82,7 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
             settings.recompute,
             settings.tokens_per_pack,
             settings.replicate,
+            self.config.model.lora,
         )
 
     @property
@@ -103,12 +105,15 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
         return {role: num_bytes / GIB for role, num_bytes in found.items()}
 
     @property
+    def published_bytes(self) -> float:
+        """Bytes of a version: all weights, or the adapters."""
+        return published_bytes(self.shape, wire(self.generator_precision), self.config.model.lora)
+
+    @property
     def load_s(self) -> float:
         """Seconds that a replica loses when it loads weights: a copy within a device, or a transfer over the network."""
         if self.takes_turns or self.gpu.is_cpu:
-            return copy_s(
-                self.gpu, weight_bytes(self.shape, wire(self.generator_precision)) / self.config.generator.tensor
-            )
+            return copy_s(self.gpu, self.published_bytes / self.config.generator.tensor)
         return transfer_s(self.trainer, self.replica, self.config.generator.replicas)
 
 
@@ -134,7 +139,8 @@ def _saved_bytes(scene: SimulationSetup, command: ev.AnyCommand) -> float:
     config = scene.config
     last = isinstance(command, ev.Save) and command.version == config.schedule.updates
     policy_only = last and config.snapshots.at_end == "policy"
-    return (POLICY_BYTES if policy_only else STATE_BYTES) * num_parameters(scene.shape) / scene.trainer.ranks
+    trained = num_trained(scene.shape, config.model.lora)
+    return (POLICY_BYTES if policy_only else STATE_BYTES) * trained / scene.trainer.ranks
 
 
 def _answers(scene: SimulationSetup) -> Answers:
@@ -200,8 +206,8 @@ def _threads(scene: SimulationSetup, setting: int, section: str) -> int:
 
 def _trainer_plan(scene: SimulationSetup, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
     engine, trainer = scene.gpu.engine, scene.trainer
-    publish_s = copy_s(scene.gpu, weight_bytes(scene.shape, wire(scene.generator_precision)) / trainer.ranks)
-    save_s = copy_s(scene.gpu, STATE_BYTES * num_parameters(scene.shape) / trainer.ranks)
+    publish_s = copy_s(scene.gpu, scene.published_bytes / trainer.ranks)
+    save_s = copy_s(scene.gpu, STATE_BYTES * num_trained(scene.shape, scene.config.model.lora) / trainer.ranks)
 
     def plan(command: ev.ExecutorCommand) -> WorkItem:
         match command:
