@@ -119,3 +119,12 @@ def test_a_job_of_processes_publishes_adapters_only(lora: str, tmp_path: Path) -
     )
     gaps = [row["logprob_gap"] for row in rows(run) if "logprob_gap" in row]
     assert len(gaps) == UPDATES and max(gaps) < 1e-5
+
+
+def test_deterministic_runs_are_the_same_on_every_engine(tmp_path: Path) -> None:
+    """Asynchronous, with probes: the same bytes in one process and in several."""
+    exact = ["schedule.deterministic=true", "schedule.max_staleness=1", "schedule.probe_every=2"]
+    runs = [run_job(tmp_path / engine, *exact, f"engine={engine}") for engine in ("inline", "local")]
+    one, other = (fingerprint(run, UPDATES) for run in runs)
+    assert one == other
+    assert any("adapter_effect" in row for row in rows(runs[0]))

@@ -42,10 +42,10 @@ def test_arithmetic_trains_from_its_yaml(tmp_path: Path) -> None:
     assert llamarl("audit", tmp_path / "run").code == 0
 
 
-@pytest.mark.parametrize("engine", ["inline", "local"])
-def test_gsm8k_trains_from_its_yaml(tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize(("name", "engine"), [("", "inline"), ("", "local"), ("_lora", "local")])
+def test_gsm8k_trains_from_its_yaml(tmp_path: Path, name: str, engine: str) -> None:
     settings = [*BRIEF, *TINY, f"engine={engine}", f"task.path={DATA / 'gsm8k'}", "task.held_out=0.2"]
-    code, _, err = llamarl("train", "examples/gsm8k_qwen.yaml", *settings, "--run", tmp_path / "run")
+    code, _, err = llamarl("train", f"examples/gsm8k_qwen{name}.yaml", *settings, "--run", tmp_path / "run")
     assert (code, err) == (0, "")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["outcome"], summary["groups_trained"], summary["groups_dropped"]) == ("finished", 8, 0)
