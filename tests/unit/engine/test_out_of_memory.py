@@ -121,7 +121,7 @@ def test_an_inline_job_that_runs_out_of_memory_says_so(tmp_path: Path) -> None:
 
 
 def test_a_command_that_runs_out_of_memory_says_so_in_one_line() -> None:
-    with patch("llamarl.generate.llm.load_model", side_effect=torch.OutOfMemoryError("CUDA out of memory.\nTried")):
+    with patch("llamarl.generate.llm.load_merged", side_effect=torch.OutOfMemoryError("CUDA out of memory.\nTried")):
         code, out, err = llamarl("generate", "tiny", "--prompt", "1+1=")
     assert (code, out) == (3, "")
     assert err.splitlines()[-1] == "llamarl: out of memory: CUDA out of memory. Tried"
@@ -129,7 +129,7 @@ def test_a_command_that_runs_out_of_memory_says_so_in_one_line() -> None:
 
 def test_another_error_keeps_its_traceback() -> None:
     with (
-        patch("llamarl.generate.llm.load_model", side_effect=RuntimeError("a bug")),
+        patch("llamarl.generate.llm.load_merged", side_effect=RuntimeError("a bug")),
         pytest.raises(RuntimeError, match="a bug"),
     ):
         llamarl("generate", "tiny", "--prompt", "1+1=")
