@@ -128,7 +128,7 @@ def test_what_may_not_fit_is_said_and_what_fits_is_not() -> None:
     config = load_config(None, ["generator.device=cpu", "trainer.device=cpu"])
     with patch("llamarl.jobs.memory_check.host_memory", return_value=room(16 * GIB, 1 * GIB)):
         (note,) = check_memory(config)
-    assert note.startswith("memory is tight: this machine has 1.0 GiB free, and this may take 1.3 GiB: ")
+    assert note.startswith("memory is tight: this machine has 1.0 GiB free, and this may take 1.5 GiB: ")
     assert "trainer.tokens_per_pack" in note
     with patch("llamarl.jobs.memory_check.host_memory", return_value=room(16 * GIB)):
         assert check_memory(config) == []
