@@ -195,7 +195,7 @@ class ContinuousDecoder:
         """Say that the weights are now those of `version`. To be set between two steps."""
         changed, self._version = version != self._version, version
         self._device.set_version(version)
-        for narrow in self._narrow_weights if changed else ():
+        for narrow in self._narrow_weights:  # a version may be published again with other bytes
             narrow.refresh()
         if changed and self._recompute:
             self._read_again()
