@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import time
 from pathlib import Path
 
@@ -36,15 +37,21 @@ def main() -> None:
         split = async_plan(question)
         plan = split or sync_plan(question)
         assert plan is not None, model
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), cpu_s()
         roles = rehearse_plan(plan, question)
-        took_s = time.perf_counter() - start_s
+        took = f"{cpu_s() - start_cpu_s:.0f} s of CPU in {time.perf_counter() - start_s:.0f} s"
         for role in roles:
-            name = f"{model} on {gpus}, {'co-located' if plan.colocated else 'split'}, {took_s:.0f} s"
+            name = f"{model} on {gpus}, {'co-located' if plan.colocated else 'split'}, {took}"
             lines += rows(name, role)
         problems += [f"{model}: {line}" for line in too_large(roles, GPU, colocated=plan.colocated)]
         print("\n".join(lines[-6:]), flush=True)
     TARGET.write_text(text(lines, problems), encoding="utf-8")
+
+
+def cpu_s() -> float:
+    """CPU time of all rehearsals so far, which run in processes of their own."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
 
 
 def rows(name: str, role: RoleMemory) -> list[str]:
@@ -60,12 +67,12 @@ def rows(name: str, role: RoleMemory) -> list[str]:
 
 ABOUT = """# Ranks of large worlds: built, and by formula
 
-`python benchmarks/large_worlds.py`: the plan of `llamarl plan --model M --gpus N --gpu h100`, whose first and last rank of
-trainer and generator are built on fake tensors from the code that trains and generates, as `--build` does. A trainer rank
-makes one update of two passes, a generator rank reads prompts and decodes with all slots busy. GiB at the fullest moment,
-without the 3 GiB that a plan leaves to CUDA. A last rank of a generator with shards as large as the first one's is left
-out. The last column is the formula relative to the fuller rank. The seconds are those of all ranks of a case together, on
-{cores} cores ({machine}) shared with other work, torch {torch}.
+`python benchmarks/large_worlds.py`: the plan of `llamarl plan --model M --gpus N --gpu h100`, whose first and last rank
+of trainer and generator are built on fake tensors from the code that trains and generates, as `--build` does. A trainer
+rank makes one update of two passes, a generator rank reads prompts and decodes with all slots busy. GiB at the fullest
+moment, without the 3 GiB that a plan leaves to CUDA. A last rank of a generator with shards as large as the first one's
+is left out. The last column is the formula relative to the fuller rank. The seconds are those of all ranks of a case
+together, on {cores} cores ({machine}) that other work kept busy too, torch {torch}.
 """
 
 

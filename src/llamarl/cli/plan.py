@@ -118,6 +118,7 @@ def rehearsed_ranks(found: Rehearsed, question: Question) -> list[RoleMemory]:
 
     if question.gpu.is_cpu:
         raise InputError("--build: rehearses GPUs only, and the plan is for a CPU")
+    print("building ranks of the plan on fake tensors: one or two minutes", file=sys.stderr, flush=True)
     roles = rehearse_plan(found.plan, question)
     if lines := list(too_large(roles, question.gpu, colocated=found.plan.colocated)):
         print("\n".join(table_of(roles)))

@@ -163,11 +163,21 @@ def test_the_paper_s_own_case_works_as_typed() -> None:
     done = llamarl("plan", "--model", "llama-3.1-405b", "--gpus", "1024", "--gpu", "h100")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    assert any(line.startswith("asynchronous: generators in fp8: bf16 inside a host would need") for line in lines)
-    assert any(line.startswith("synchronous, co-located: generators in fp8") for line in lines)
+    for plan in ("asynchronous", "synchronous, co-located"):
+        assert any(line.startswith(f"{plan}: generators in fp8: bf16 inside a host would need") for line in lines)
     (gain,) = [line for line in lines if line.startswith("gain")]
     assert float(gain.split()[1].rstrip("x")) > 1.2
     assert "quantize: fp8" in done.out
+
+
+def test_ranks_of_a_plan_are_built_and_set_beside_the_formula() -> None:
+    done = llamarl("plan", "--model", "qwen2.5-0.5b", "--gpus", "2", "--groups", "8", "--answer", "fixed:64", "--build")
+    assert done.code == 0, done.err
+    for kind in ("weights", "optimizer state", "gradients", "activations", "KV cache"):
+        assert f"    {kind} " in done.out
+    off = [line.split()[-1] for line in done.out.splitlines() if line.startswith("    together")]
+    assert len(off) == 2
+    assert all(abs(float(share.rstrip("%"))) < 10 for share in off), done.out
 
 
 def test_a_model_may_be_a_folder_or_a_config_json(tmp_path: Path) -> None:
