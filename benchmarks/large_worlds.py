@@ -72,7 +72,7 @@ of trainer and generator are built on fake tensors from the code that trains and
 rank makes one update of two passes, a generator rank reads prompts and decodes with all slots busy. GiB at the fullest
 moment, without the 3 GiB that a plan leaves to CUDA. A last rank of a generator with shards as large as the first one's
 is left out. The last column is the formula relative to the fuller rank. The seconds are those of all ranks of a case
-together, on {cores} cores ({machine}) that other work kept busy too, torch {torch}.
+together, on {cores} cores ({machine}), torch {torch}.
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from helpers.cluster_job import run
 from helpers.loopback import loopback_cluster
 from helpers.outside import RunningJob
 from helpers.pace import PACE
+from helpers.probes import logprob_gaps
 from helpers.processes import wait_until
 
 from llamarl.config.file import load_config
@@ -73,8 +73,7 @@ def settings(found: Cluster, num_hosts: int) -> list[str]:
 def check(folder: Path) -> None:
     found = audit(read_ledger(folder / "ledger"))
     assert found.clean and (found.updates, found.trained, found.dropped) == (UPDATES, UPDATES * 8, {}), found
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    gaps = [row["logprob_gap"] for row in rows if "logprob_gap" in row]
+    gaps = logprob_gaps(folder)
     assert len(gaps) >= UPDATES // 5 and max(gaps) < 1e-4, gaps
 
 

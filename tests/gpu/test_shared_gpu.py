@@ -13,6 +13,7 @@ import torch
 from helpers.faulty_ranks import SKIPPED_ONCE, generator_with_a_wrong_slice, skipping_generator
 from helpers.meshes import assert_goes_on, assert_noticed, chain
 from helpers.models import SHAPE, lively_model
+from helpers.probes import logprob_gaps
 from helpers.ranks import run_ranks
 from helpers.tensor_rank import check_same_tokens
 from helpers.trainer_rank import DOCUMENTS, make_learner, train, whole_masters
@@ -111,12 +112,7 @@ def run(folder: Path, *settings: str) -> list[float]:
     """The gaps between generator and trainer that probes found."""
     assert Job(load_config(None, [*SMALL, *settings])).run(folder).outcome == "finished"
     assert audit(read_ledger(folder / "ledger")).clean
-    return gaps_of(folder)
-
-
-def gaps_of(folder: Path) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["logprob_gap"] for row in rows if "logprob_gap" in row]
+    return logprob_gaps(folder)
 
 
 @pytest.mark.parametrize("transport", ["cuda", "memfd"])
@@ -142,7 +138,7 @@ def test_a_rank_that_skips_an_all_reduce_is_ended_and_replaced(tmp_path: Path, m
 def test_a_wrong_slice_of_the_weights_shows_in_the_probes(tmp_path: Path) -> None:
     job = Job(load_config(None, [*SMALL, *EXACT]), builders={"generator": generator_with_a_wrong_slice})
     job.run(tmp_path / "run")
-    assert max(gaps_of(tmp_path / "run")) > 0.01
+    assert max(logprob_gaps(tmp_path / "run")) > 0.01
 
 
 def test_ranks_that_may_not_share_a_gpu_are_refused_with_the_way_out() -> None:

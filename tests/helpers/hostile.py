@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from llamarl.messages import LoadWeights, Message, Report, WorkOnBatch, WorkOnGr
 
 PLAN_FOLDER = "LLAMARL_TEST_PLAN_FOLDER"
 LONG_S = 60.0  # far longer than any test: a process that sleeps this long waits to be killed
+PAUSE_S = 36.0  # longer than Monarch waits for word of a process before it takes it for dead, unless told otherwise
 HONEST_FRAME = encode_frame(encode(Envelope((), ())))
 
 
@@ -86,6 +88,12 @@ def fail() -> None:
     raise ValueError("two lines\nmade one")
 
 
+def pause() -> None:
+    """Do nothing at all for `PAUSE_S`, as in the grip of a debugger or of swapped memory, then go on."""
+    subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"])
+    signal.raise_signal(signal.SIGSTOP)
+
+
 DEEDS: dict[str, Callable[[], object]] = {
     "garbage": lambda: say(b"this is not a frame at all"),
     "truncated": say_half_a_frame_and_exit,
@@ -98,6 +106,7 @@ DEEDS: dict[str, Callable[[], object]] = {
     "exits": lambda: os._exit(3),
     "killed": lambda: signal.raise_signal(signal.SIGKILL),
     "stopped": lambda: signal.raise_signal(signal.SIGSTOP),
+    "paused": pause,
 }
 
 

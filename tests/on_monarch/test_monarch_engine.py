@@ -118,6 +118,14 @@ def test_a_reader_that_keeps_its_lease_is_killed(tmp_path: Path) -> None:
     assert deaths(tmp_path / "run", "generator/0") == ["kept a weight slot for over 1 s"]
 
 
+def test_a_rank_that_pauses_within_its_limit_is_not_replaced(tmp_path: Path) -> None:
+    """Also not by Monarch, which has limits of its own: `engine.silence_s` alone decides."""
+    config = load_config(None, [*SMALL, "engine.silence_s=100"])
+    summary, _ = run(tmp_path, config, {"trainer": hostile.misbehaving_trainer}, {"trainer/0": ["paused"]})
+    assert summary.outcome == "finished" and summary.wall_s > hostile.PAUSE_S
+    assert deaths(tmp_path / "run", "trainer/0") == [] and summary.restarts == 0
+
+
 @pytest.mark.parametrize("victim", ["worker", "fork_server"])
 def test_the_worker_or_its_fork_server_is_killed_and_replaced(victim: str, tmp_path: Path) -> None:
     """With all that it runs."""

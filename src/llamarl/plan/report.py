@@ -84,11 +84,10 @@ def table(question: Question, plans: Sequence[tuple[str, Rehearsed | None]]) -> 
 def _column(found: Rehearsed) -> dict[str, str]:
     plan = found.plan
     trainer, replica = plan.trainers.ranks, plan.generators.replica
-    replicas = f"{trainer.replicate} replicas x " if trainer.replicate > 1 else ""
     packs = f"{trainer.tokens_per_pack} tokens a pass, recompute {trainer.recompute}"
     return {
         "step": f"{found.step_s:.2f} s",
-        "trainer": f"{trainer.ranks} GPUs: {replicas}FSDP {trainer.data} x TP {trainer.tp}",
+        "trainer": f"{trainer.ranks} GPUs: {trainer.layout}",
         "": packs,
         "generators": f"{int(plan.generators.replicas)} x TP {replica.tp}, {replica.precision}",
         "slots": f"{replica.slots} of each replica",

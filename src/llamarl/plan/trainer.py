@@ -66,6 +66,12 @@ class TrainerRanks(Struct, frozen=True):
         """Ranks that share an update's documents."""
         return self.replicate * self.data
 
+    @property
+    def layout(self) -> str:
+        """The mesh in words."""
+        replicas = f"{self.replicate} replicas x " if self.replicate > 1 else ""
+        return f"{replicas}FSDP {self.data} x TP {self.tp}"
+
     def passes(self, tokens: float) -> float:
         """Forward and backward passes of each rank for this many tokens in all."""
         return max(1.0, -(-tokens // (self.tokens_per_pack * self.batch_ranks)))

@@ -22,8 +22,7 @@ def rehearse_plan(plan: Plan, question: Question) -> list[RoleMemory]:
     ranks, replica, work = plan.trainers.ranks, plan.generators.replica, question.work
     training, generating = trainer_rehearsals(ranks, work), generator_rehearsals(replica, work)
     built = run_in_forks([*training, *generating])
-    copies = f"{ranks.replicate} replicas of " if ranks.replicate > 1 else ""
-    trainer = f"{copies}FSDP {ranks.data} x TP {ranks.tp}, {ranks.tokens_per_pack} tokens, recompute {ranks.recompute}"
+    trainer = f"{ranks.layout}, {ranks.tokens_per_pack} tokens, recompute {ranks.recompute}"
     generator = f"TP {replica.tp}, {replica.precision}, {replica.slots} slots"
     cached_tokens = replica.cached_tokens(work.samples, work.answers)
     return [

@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from llamarl.errors import ConfigError
 from llamarl.model_spec import ModelSpec
 
-_BATCH = "batch"  # name of the mesh of all ranks that share an update's documents
-
 
 @dataclass(frozen=True)
 class TrainerMesh:
@@ -26,6 +24,7 @@ class TrainerMesh:
     rank: int = 0
     devices: DeviceMesh | None = None
     replicate: int = 1
+    batch: DeviceMesh | None = None  # all ranks that share an update's documents
 
     @property
     def size(self) -> int:
@@ -67,8 +66,8 @@ class TrainerMesh:
 
     @property
     def _batch_group(self) -> dist.ProcessGroup:
-        assert self.devices is not None
-        return self.devices[_BATCH if self.replicate > 1 else "data"].get_group()
+        assert self.batch is not None
+        return self.batch.get_group()
 
     def sum_over_batch(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks that share an update's documents."""
@@ -114,11 +113,12 @@ def make_mesh(data: int, tensor: int, rank: int, device: torch.device, replicate
         torch.cuda.set_device(device)  # otherwise torch takes the GPU with this rank's number, as does FSDP then
     if replicate == 1:
         devices = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
+        batch = devices["data"]
     else:
         names = ("replicate", "data", "tensor")
         devices = init_device_mesh(device.type, (replicate, data, tensor), mesh_dim_names=names)
-        devices["replicate", "data"]._flatten(_BATCH)
-    return TrainerMesh(data, tensor, rank, devices, replicate)
+        batch = devices["replicate", "data"]._flatten("batch")
+    return TrainerMesh(data, tensor, rank, devices, replicate, batch)
 
 
 def check_tensor_parallel(shape: ModelSpec, tensor: int, key: str) -> None:

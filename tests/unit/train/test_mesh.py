@@ -17,8 +17,8 @@ def test_a_rank_selects_its_own_gpu_before_its_mesh_is_made(monkeypatch: pytest.
         def __getitem__(self, names: object) -> Devices:
             return self
 
-        def _flatten(self, name: str) -> None:
-            pass
+        def _flatten(self, name: str) -> Devices:
+            return self
 
     def made(*args: object, **settings: object) -> Devices:
         done.append("mesh")

@@ -19,6 +19,11 @@ _ENVIRONMENT = {
     # A message that is not delivered for so long (30 s by default) closes the way to its address for good: a worker that is
     # started there again could never be reached.
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "365d",
+    # Monarch takes a process for dead whose answer is late (after 30 s by default) or was lost. Whether one lives is told by
+    # the agent of its host, and how long it may be silent by `engine.silence_s`.
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "365d",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "365d",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "1095d",  # must be longer than both together
     "MONARCH_FILE_LOG": "error",  # level of its log in the shared temporary folder; info by default
 }
 
