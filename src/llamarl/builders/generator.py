@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
+import torch
+from torch import Tensor
+
+from llamarl.builders.base import generator_has_base, load_base
 from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, dtype_of, gpu_for
 from llamarl.builders.weights import make_weight_reader, wire_precision
@@ -31,16 +36,12 @@ def build_generator(context: BuildContext) -> Executor:
     config, settings = context.config, context.config.generator
     part = TensorRank(context.rank, context.num_ranks)
     device = device_of("generator.device", settings.device, gpu_for(context))
-    precision = Precision.of(settings, keep_wide=not config.model.lora and wire_precision(config) != "fp8")
-    checkpoint = open_checkpoint(config.model_folder)
-    model = load_rank(
-        checkpoint.shape,
-        part,
-        precision,
-        dtype=dtype_of(settings.dtype, device),
-        device=device,
-        fill=lambda memory: checkpoint.fill(memory, part.box),
+    precision = Precision(
+        weights=config.generator_quantize,
+        kv_cache=settings.kv_cache,
+        keep_wide=not config.model.lora and wire_precision(config) != "fp8",
     )
+    model = load_weights(context, part, precision, device)
     tokenizer = Tokenizer.load(config.model_folder)
     decoder = ContinuousDecoder(
         model,
@@ -62,6 +63,19 @@ def build_generator(context: BuildContext) -> Executor:
         log=context.log,
         adapters=AdapterCheck(decoder, part, partial(is_measured, config.schedule)) if config.model.lora else None,
     )
+
+
+def load_weights(context: BuildContext, part: TensorRank, precision: Precision, device: torch.device) -> Transformer:
+    """This rank's part of the model; with adapters, the base that it shares with the trainer if it can."""
+    config, dtype = context.config, dtype_of(context.config.generator.dtype, device)
+    if generator_has_base(config):
+        return load_base(context, config.model_folder, device, dtype).model()
+    checkpoint = open_checkpoint(config.model_folder)
+
+    def fill(memory: Mapping[str, Tensor]) -> None:
+        checkpoint.fill(memory, part.box)
+
+    return load_rank(checkpoint.shape, part, precision, dtype=dtype, device=device, fill=fill)
 
 
 def add_adapters(model: Transformer, config: Config, part: TensorRank) -> Adapters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from llamarl.builders.base import load_base
 from llamarl.builders.compute import compute_settings
 from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, gpu_for
@@ -19,4 +20,7 @@ def build_reference(context: BuildContext) -> Executor:
     device = device_of("reference.device", config.reference.device, gpu_for(context))
     mesh = make_mesh(config.reference.data, config.reference.tensor, context.rank, device)
     computing = replace(compute_settings(config, device, mesh), lora=NO_LORA)
-    return Reference(load_policy(config.reference_folder, computing))
+    folder = config.reference_folder
+    shared = config.model.lora and mesh.size == 1 and folder == config.model_folder
+    base = load_base(context, folder, device, computing.weight_dtype) if shared else None
+    return Reference(load_policy(folder, computing, base=base))

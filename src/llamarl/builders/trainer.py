@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from llamarl.builders.base import load_base, trainer_has_base
 from llamarl.builders.compute import compute_settings
 from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, gpu_for
@@ -33,7 +34,8 @@ def build_trainer(context: BuildContext) -> Executor:
     mesh = make_mesh(settings.data, settings.tensor, context.rank, device, settings.replicate)
     computing = compute_settings(config, device, mesh)
     folder, adapter = _start_of(context)
-    policy = load_policy(folder, computing, adapter=adapter, seed=config.seed)
+    base = load_base(context, folder, device, computing.weight_dtype) if trainer_has_base(config) else None
+    policy = load_policy(folder, computing, adapter=adapter, seed=config.seed, base=base)
     learner = Learner(
         policy,
         make_loss(config),

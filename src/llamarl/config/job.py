@@ -68,6 +68,8 @@ class Config(Section, frozen=True):
             _check_inline(self)
         if self.generator.lora == "merged":
             _check_merged(self)
+        if self.model.base != "auto":
+            _check_base(self)
         _check_joining(self)
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
@@ -101,6 +103,11 @@ class Config(Section, frozen=True):
     def adapter_folder(self) -> Path | None:
         """Folder of the adapters that training starts from; None: new ones."""
         return Path(self.model.adapter).expanduser() if self.model.adapter else None
+
+    @property
+    def generator_quantize(self) -> Literal["none", "fp8", "int8"]:
+        """Precision of the generators' weights: that of a narrow base, where there is one."""
+        return "fp8" if self.model.base == "fp8" else self.generator.quantize
 
     @property
     def base_is_reference(self) -> bool:
@@ -145,6 +152,29 @@ def _check_merged(config: Config) -> None:
             f"generator.lora: adapters cannot be merged into weights with generator.quantize={config.generator.quantize}; "
             "leave it at beside"
         )
+
+
+def _check_base(config: Config) -> None:
+    kind, generator = config.model.base, config.generator
+    for key, dtype in (("trainer", config.trainer.dtype), ("generator", generator.dtype)):
+        if kind == "bf16" and dtype not in ("auto", "bfloat16"):
+            raise ConfigError(
+                f"model.base: bf16 cannot take effect with {key}.dtype={dtype}; leave one of them at auto"
+            )
+    if kind != "fp8":
+        return
+    if generator.lora == "merged":
+        raise ConfigError("model.base: adapters cannot be merged into fp8; set generator.lora to beside")
+    if generator.quantize == "int8":
+        raise ConfigError("model.base: fp8 is for trainer and generator alike; set generator.quantize to none")
+    if config.trainer.dtype == "float16":
+        raise ConfigError("model.base: fp8 products are computed in bfloat16; set trainer.dtype to auto")
+    for key, ranks in (
+        ("trainer.data, tensor and replicate", config.trainer.ranks),
+        ("generator.tensor", generator.tensor),
+    ):
+        if ranks > 1:
+            raise ConfigError(f"model.base: fp8 is not split over ranks; set {key} to 1")
 
 
 def _check_joining(config: Config) -> None:

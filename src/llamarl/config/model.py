@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -24,9 +24,18 @@ class ModelConfig(Section, frozen=True):
         ),
     ] = ""
     lora: LoraConfig = LoraConfig()
+    base: Annotated[
+        Literal["auto", "bf16", "fp8"],
+        Meta(
+            description="with model.lora, precision of the frozen weights, in trainer and generator alike: fp8 halves their "
+            "memory; auto: that of trainer.dtype and generator.dtype"
+        ),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         if self.adapter and not self.lora:
             raise ConfigError(
                 "model.adapter: adapters are trained with model.lora; set model.lora.rank to the folder's rank"
             )
+        if self.base != "auto" and not self.lora:
+            raise ConfigError(f"model.base: {self.base} cannot take effect without adapters; set model.lora.rank")

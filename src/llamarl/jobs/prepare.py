@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llamarl.builders.base import check_base, describe_base
 from llamarl.builders.compute import check_training
 from llamarl.builders.context import Builder
 from llamarl.builders.devices import check_gpus, describe_devices, device_of
@@ -61,6 +62,7 @@ def prepare_job(
     device, tensor = device_of("generator.device", config.generator.device), config.generator.tensor
     check_gpus(f"generator.tensor: {tensor}", tensor, device, config)
     check_training(config)
+    check_base(config)
     if config.reward_model.path:
         check_reward_model(config)
     gpus = first_gpus(line, config.placement)
@@ -70,7 +72,13 @@ def prepare_job(
     check_loss(config)
     prompts = prepare_prompts(config, tokenizer, given, task)
     check_tool(config, tokenizer, prompts.group(0).problem)
-    notes = [*describe_devices(config, gpus), *model_notes, *memory_notes, *advice_before(config)]
+    notes = [
+        *describe_devices(config, gpus),
+        *describe_base(config, gpus),
+        *model_notes,
+        *memory_notes,
+        *advice_before(config),
+    ]
     notes += check_lengths(prompts, config)
     return PreparedJob(config, line, builders, given, prompts, tuple(notes))
 

@@ -5,13 +5,30 @@ Quantized weights, sums over tensor ranks and fused projections are applied so, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 Product = Callable[[Any], Tensor]  # x @ weight.t() + bias, in any way and for any form of x
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """All rows of these tensors as one tensor: where they are, if they lie one behind another, otherwise copied."""
+    first = tensors[0]
+    if all(_follows(one, other) for one, other in pairwise(tensors)):
+        rows = sum(map(len, tensors))
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    return torch.cat(list(tensors))
+
+
+def _follows(one: Tensor, other: Tensor) -> bool:
+    same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and one.dtype == other.dtype
+    packed = one.is_contiguous() and other.is_contiguous() and one.shape[1:] == other.shape[1:]
+    return same and packed and one.data_ptr() + one.nbytes == other.data_ptr()
 
 
 class JoinedLinear:

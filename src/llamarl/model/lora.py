@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from llamarl.config.lora import LoraConfig
 from llamarl.families.adapters import LORA_A, LORA_B, adapted_layers, adapter_names, adapter_parameters
 from llamarl.families.family import ParameterSpec
-from llamarl.model.linear import Product, ReplacedLinear
+from llamarl.model.linear import JoinedLinear, Product, ReplacedLinear
 from llamarl.model.ops import fused
 from llamarl.model.transformer import MLP, Attention, Transformer, layers_of
 
@@ -53,8 +53,8 @@ class Applied(NamedTuple):
 class Adapters:
     """All adapters of one model. They can be switched off, which leaves the base."""
 
-    def __init__(self, lora: LoraConfig) -> None:
-        self.lora, self.on = lora, True
+    def __init__(self, lora: LoraConfig, dtype: torch.dtype) -> None:
+        self.lora, self.dtype, self.on = lora, dtype, True
         self.products: list[AdaptedProduct] = []  # of the generator
         self.merged: list[MergedWeight] = []
 
@@ -104,8 +104,11 @@ class WithAdapter(nn.Linear):
 
 
 def delta_of(layer: Any, x: Tensor) -> Tensor:
-    """The adapters' product of a trainer's layer. They are rounded as the generator receives them."""
-    a, b = (one.weight.to(layer.weight.dtype).to(x.dtype) for one in (layer.lora_A, layer.lora_B))
+    """The adapters' product of a trainer's layer. They are rounded as the generator receives them, and so is their input,
+    where the layer says how (`adapter_input`)."""
+    if (seen := getattr(layer, "adapter_input", None)) is not None:
+        x = seen(x)
+    a, b = (one.weight.to(layer.adapters.dtype).to(x.dtype) for one in (layer.lora_A, layer.lora_B))
     return low_rank(x, a, b, layer.adapters.lora.scale)
 
 
@@ -129,12 +132,12 @@ def add_adapters(
 ) -> Adapters:
     """Freezes the model and gives its layers adapters, which `make` makes."""
     model.requires_grad_(False)
-    adapters = model.adapters = Adapters(lora)
+    adapters = model.adapters = Adapters(lora, model.lm_head.weight.dtype)
     for weight in adapted_layers(model.shape, lora):
         layer = _layer_of(model, weight)
         _put(layer, model, weight, lora, make)
         layer.adapters = adapters  # type: ignore[assignment]
-        if mixin is WithAdapter and type(layer) is nn.Linear and weight.kind in OUTPUTS:
+        if mixin is WithAdapter and weight.kind in OUTPUTS:
             layer.beside = partial(add_delta, layer)  # type: ignore[assignment]
         else:
             layer.__class__ = adapted_class(type(layer), mixin)
@@ -209,7 +212,7 @@ BoxShape = Callable[[ParameterSpec], tuple[int, ...]]  # the shape of a rank's p
 def serve_adapters(model: Transformer, lora: LoraConfig, shape_of: BoxShape) -> Adapters:
     """Puts zeroed adapters around the products of a generator's model, which is joined, and quantized and split over ranks if
     it is to be so. The parameters are views of what the products read."""
-    adapters = model.adapters = Adapters(lora)
+    adapters = model.adapters = Adapters(lora, model.lm_head.weight.dtype)
     weights = {weight.module: weight for weight in adapted_layers(model.shape, lora)}
     for prefix, module in list(model.named_modules()):
         if not isinstance(module, Attention | MLP):
@@ -277,12 +280,11 @@ def _adapt_output(
 
 
 class MergedWeight:
-    """A weight of the generator with its adapters merged into it, and the base's own copy of it."""
+    """A weight of the generator with its adapters merged into it, in memory of its own, beside that of the base."""
 
-    def __init__(self, name: str, layer: nn.Linear, scale: float) -> None:
+    def __init__(self, name: str, base: Tensor, layer: nn.Linear, scale: float) -> None:
         self.name, self.scale = name, scale
-        self._target = layer.weight.detach()
-        self._base = self._target.clone()
+        self._base, self._target = base, layer.weight.detach()
         self.a, self.b = (cast(AdapterWeight, getattr(layer, one)).weight.detach() for one in (LORA_A, LORA_B))
 
     @torch.no_grad()
@@ -298,14 +300,32 @@ class MergedWeight:
 
 def merge_adapters(model: Transformer, lora: LoraConfig, shape_of: BoxShape) -> Adapters:
     """Gives the layers of a generator's model zeroed adapters, which `refresh` merges into the weights."""
-    adapters = model.adapters = Adapters(lora)
-    like = model.lm_head.weight
+    adapters = model.adapters = Adapters(lora, model.lm_head.weight.dtype)
+    like, layers = model.lm_head.weight, adapted_layers(model.shape, lora)
 
     def make(spec: ParameterSpec) -> nn.Parameter:
         return _frozen(torch.zeros(shape_of(spec), dtype=like.dtype, device=like.device))
 
-    for weight in adapted_layers(model.shape, lora):
+    base = {weight.name: _layer_of(model, weight).weight.detach() for weight in layers}
+    for part in list(model.modules()):
+        if isinstance(part, Attention | MLP):
+            _own_weights(part)
+    for weight in layers:
         layer = _layer_of(model, weight)
         _put(layer, model, weight, lora, make)
-        adapters.merged.append(MergedWeight(weight.name, layer, lora.scale))
+        adapters.merged.append(MergedWeight(weight.name, base[weight.name], layer, lora.scale))
     return adapters
+
+
+def _own_weights(part: Attention | MLP) -> None:
+    """Gives the products of a fused part copies of their weights, which may be written."""
+    assert isinstance(part.fused, JoinedLinear), "fuse the model first"
+    part.fused = JoinedLinear(part.fused.weight.clone(), part.fused.bias)
+    inputs, output = layers_of(part)
+    sizes = [len(getattr(part, name).weight) for name in inputs]
+    for name, rows in zip(inputs, torch.split(part.fused.weight, sizes), strict=True):
+        getattr(part, name).weight = _frozen(rows)
+    layer = getattr(part, output)
+    layer.weight = _frozen(layer.weight.detach().clone())
+    if isinstance(layer, ReplacedLinear):
+        layer.product = JoinedLinear(layer.weight, None)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from llamarl.errors import ConfigError
 from llamarl.families.family import FP8_TILE
-from llamarl.model.linear import JoinedLinear, ReplacedLinear
+from llamarl.model.linear import JoinedLinear, ReplacedLinear, joined
 from llamarl.model.ops import Residual, Stream, fused, silu_times
 from llamarl.model.transformer import MLP, Attention, Block, RMSNorm, Transformer, layers_of
 
@@ -73,15 +73,23 @@ def int8_product(x_MK: Tensor, weight: Rows, bias: Tensor | None) -> Tensor:
 class QuantizedWeight:
     """A narrow copy of a weight, and products with it."""
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, kind: Quantization) -> None:
-        self._dtype, self._out_dtype = FP8 if kind == "fp8" else torch.int8, weight_NK.dtype
-        _check(weight_NK, kind)
-        self._wide_NK: Tensor | None = weight_NK
-        self._bias_N = bias_N
-        self._values_NK = torch.empty_like(weight_NK, dtype=self._dtype)
-        self._scales_N = torch.empty(len(weight_NK), dtype=torch.float32, device=weight_NK.device)
-        self._one = torch.ones((), dtype=torch.float32, device=weight_NK.device)
-        self.refresh()
+    def __init__(
+        self, weight: Tensor | Rows, bias_N: Tensor | None, kind: Quantization, out_dtype: torch.dtype | None = None
+    ) -> None:
+        """A wide weight is quantized; a narrow one, whose products are to be of `out_dtype`, stays where it is."""
+        self._dtype, self._bias_N = FP8 if kind == "fp8" else torch.int8, bias_N
+        self._wide_NK: Tensor | None = None
+        if isinstance(weight, Tensor):
+            self._wide_NK, self._out_dtype = weight, weight.dtype
+            self._values_NK = torch.empty_like(weight, dtype=self._dtype)
+            self._scales_N = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+        else:
+            assert out_dtype is not None
+            (self._values_NK, self._scales_N), self._out_dtype = weight, out_dtype
+        _check(self._values_NK, self._out_dtype, kind)
+        self._one = torch.ones((), dtype=torch.float32, device=self._values_NK.device)
+        if self._wide_NK is not None:
+            self.refresh()
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -137,10 +145,10 @@ def _flat_rows(x: Tensor | Rows) -> Rows:
     return values.flatten(0, -2), scales.flatten()
 
 
-def _check(weight_NK: Tensor, kind: Quantization) -> None:
+def _check(weight_NK: Tensor, out_dtype: torch.dtype, kind: Quantization) -> None:
     if not weight_NK.is_cuda:
         return
-    if weight_NK.dtype != torch.bfloat16:
+    if out_dtype != torch.bfloat16:
         raise ConfigError(f"generator.quantize: {kind} on a GPU needs generator.dtype bfloat16")
     if kind == "fp8" and any(size % FP8_TILE for size in weight_NK.shape):
         raise ConfigError(
@@ -193,23 +201,33 @@ def quantize_block(block: Block, kind: Quantization, *, keep_wide: bool) -> list
     if kind == "fp8":
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             norm.__class__ = NarrowNorm
-    return [narrow for part in (block.self_attn, block.mlp) for narrow in _quantize_part(part, kind, keep_wide)]
+    dtype = block.input_layernorm.weight.dtype
+    return [narrow for part in (block.self_attn, block.mlp) for narrow in _quantize_part(part, kind, keep_wide, dtype)]
 
 
-def _quantize_part(part: Attention | MLP, kind: Quantization, keep_wide: bool) -> Iterator[QuantizedWeight]:
+def _quantize_part(
+    part: Attention | MLP, kind: Quantization, keep_wide: bool, dtype: torch.dtype
+) -> Iterator[QuantizedWeight]:
     inputs, output = layers_of(part)
+    layers, layer = [getattr(part, name) for name in inputs], getattr(part, output)
     assert isinstance(part.fused, JoinedLinear), "fuse the model first"
-    part.fused = joined = QuantizedWeight(part.fused.weight, part.fused.bias, kind)
+    is_narrow = layer.weight.dtype == FP8  # as it was read: see `base.py`
+    joined_NK, out_NK = part.fused.weight, layer.weight
+    whole = QuantizedWeight(_rows_of(joined_NK, layers) if is_narrow else joined_NK, part.fused.bias, kind, dtype)
+    narrow = QuantizedWeight(_rows_of(out_NK, [layer]) if is_narrow else out_NK, None, kind, dtype)
+    part.fused = whole
     if isinstance(part, MLP) and kind == "fp8":
-        part.fused, part.activate = joined.unscaled, narrow_silu_times
-    layer = getattr(part, output)
-    narrow = QuantizedWeight(layer.weight, None, kind)
+        part.fused, part.activate = whole.unscaled, narrow_silu_times
     if isinstance(layer, ReplacedLinear):  # it is split over ranks and sums over them
         layer.product = narrow
     else:
         setattr(part, output, QuantizedLinear(layer, narrow))
-    if not keep_wide:
-        joined.replace([getattr(part, name) for name in inputs])
+    if not keep_wide and not is_narrow:
+        whole.replace(layers)
         narrow.replace([getattr(part, output)])
-    yield joined
+    yield whole
     yield narrow
+
+
+def _rows_of(values_NK: Tensor, layers: Sequence[Any]) -> Rows:
+    return values_NK.detach(), joined([layer.weight_scale for layer in layers])[:, 0]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from llamarl.model.linear import JoinedLinear, Product
+from llamarl.model.linear import JoinedLinear, Product, joined
 from llamarl.model.ops import Rope, Stream, add_projection, gated, rms_norm, rotate, scores, silu_times
 from llamarl.model_spec import ModelSpec
 
@@ -141,7 +141,8 @@ class Transformer(nn.Module):
 def fuse(model: nn.Module) -> None:
     """Joins q, k, v and gate, up of every block that is not fused yet, in memory and in the product.
 
-    The parameters keep their names, as views of the joined matrix: writing them changes what is computed.
+    The parameters keep their names, as views of the joined matrix: writing them changes what is computed. Those that lie one
+    behind another in memory stay there.
     """
     for module in model.modules():
         if isinstance(module, Attention | MLP) and module.fused is None:
@@ -160,7 +161,7 @@ def _join(layers: list[nn.Linear]) -> JoinedLinear:
 
 
 def _join_named(name: str, layers: list[nn.Linear]) -> Tensor:
-    whole, start = torch.cat([getattr(layer, name).detach() for layer in layers]), 0
+    whole, start = joined([getattr(layer, name).detach() for layer in layers]), 0
     for layer in layers:
         end = start + layer.weight.shape[0]
         setattr(layer, name, nn.Parameter(whole[start:end], requires_grad=False))

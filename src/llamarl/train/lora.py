@@ -24,6 +24,7 @@ from llamarl.model.adapter_folder import check_same, open_adapter
 from llamarl.model.lora import WithAdapter, add_adapters, low_rank
 from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import TrainerMesh
+from llamarl.train.narrow_base import adapters_see_rounded
 from llamarl.train.shards import trained_shards
 
 
@@ -37,7 +38,7 @@ class SharedAdapter(WithAdapter):
             x_local, out = input_.to_local(), Partial()
         else:
             x_local, out = input_.to_local(grad_placements=[Partial()]), Shard(x.dim() - 1)
-        a, b = (_local(one.weight).to(weight.dtype).to(x.dtype) for one in (self.lora_A, self.lora_B))
+        a, b = (_local(one.weight).to(self.adapters.dtype).to(x.dtype) for one in (self.lora_A, self.lora_B))
         product = low_rank(x_local, a, b, self.adapters.lora.scale)
         return DTensor.from_local(product, weight.device_mesh, [out], run_check=False)
 
@@ -58,6 +59,7 @@ def add_trained_adapters(model: Transformer, lora: LoraConfig, mesh: TrainerMesh
         )
 
     add_adapters(model, lora, make, SharedAdapter if mesh.tensor > 1 else WithAdapter)
+    adapters_see_rounded(model)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from llamarl.algo.batch import Document
 from llamarl.config.lora import NO_LORA, LoraConfig
 from llamarl.families.parameters import parameters
+from llamarl.model.base import Base
 from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, random_model
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
@@ -22,6 +23,7 @@ from llamarl.train.fp16 import take_half_operands
 from llamarl.train.lm_head import Head, Vocabulary, chunked_logprobs
 from llamarl.train.lora import load_adapters, start_adapters
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
+from llamarl.train.narrow_base import take_narrow_base
 from llamarl.train.packing import TILE, Pack, make_packs
 from llamarl.train.parallel import parallelize, tie_head
 from llamarl.train.shards import owned_shards
@@ -107,17 +109,30 @@ def _vocabulary_of(model: Transformer, mesh: TrainerMesh) -> Vocabulary:
     return Vocabulary(rows * mesh.tensor_rank, mesh.tensor_group)
 
 
-def load_policy(folder: Path, computing: ComputeSettings, *, adapter: Path | None = None, seed: int = 0) -> Policy:
+def load_policy(
+    folder: Path,
+    computing: ComputeSettings,
+    *,
+    adapter: Path | None = None,
+    seed: int = 0,
+    base: Base | None = None,
+) -> Policy:
     """The folder's model. With several ranks, each reads only its own shards. With `computing.lora`, the model is frozen, and
-    its adapters are those of the folder `adapter`, or new ones that depend on the seed."""
-    if computing.mesh.size == 1:
+    its adapters are those of the folder `adapter`, or new ones that depend on the seed. A model whose `base` is in memory
+    already is not read again; it cannot be shared by ranks."""
+    if base is not None:
+        assert computing.mesh.size == 1
+        model = base.model()
+        take_narrow_base(model)
+        parallelize_for(model, computing)
+    elif computing.mesh.size == 1:
         model = load_model(folder, dtype=computing.weight_dtype, device=computing.device)
         parallelize_for(model, computing)
     else:
         checkpoint = open_checkpoint(folder)
         model = sharded_model(checkpoint.shape, computing)
-        base = parameters(model.shape)
-        shards = {name: one for name, one in owned_shards(model).items() if name in base and one.tensor.numel()}
+        frozen = parameters(model.shape)
+        shards = {name: one for name, one in owned_shards(model).items() if name in frozen and one.tensor.numel()}
         checkpoint.fill({name: one.tensor for name, one in shards.items()}, lambda spec: shards[spec.name].box)
     if computing.lora and adapter is not None:
         load_adapters(model, computing.lora, adapter)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from llamarl.errors import LlamaRLError
 
-_PINNED, _POSIX_FD, _DEVICE, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 3, 1
+_PINNED, _POSIX_FD, _DEVICE, _READ, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 1, 3, 1
+_SLOTS = "two slots; weights.transport=memfd would take host memory"
 
 
 class CudaRefused(LlamaRLError):
@@ -79,15 +80,15 @@ def _properties(device: int) -> _Properties:
     return _Properties(_PINNED, _POSIX_FD, _Location(_DEVICE, device), None, _Flags())
 
 
-def allocate(device: int, num_bytes: int) -> int:
-    """New memory on a device, as a descriptor. It is freed when that is closed and no process maps it."""
+def allocate(device: int, num_bytes: int, what: str = _SLOTS) -> int:
+    """New memory on a device, as a descriptor. It is freed when that is closed and no process maps it. `what` it is for is
+    told where there is too little."""
     _wake(device)
     properties, handle, fd = _properties(device), c_uint64(), c_int(-1)
     try:
         _call("cuMemCreate", byref(handle), c_size_t(_rounded(device, num_bytes)), byref(properties), c_uint64(0))
     except CudaRefused as error:
-        hint = f"{num_bytes / 1e9:.1f} GB for two slots; weights.transport=memfd would take host memory"
-        raise CudaRefused(f"{error}: {hint}") from None
+        raise CudaRefused(f"{error}: {num_bytes / 1e9:.1f} GB for {what}") from None
     try:
         _call("cuMemExportToShareableHandle", byref(fd), handle, c_int(_POSIX_FD), c_uint64(0))
     finally:
@@ -102,9 +103,9 @@ def _rounded(device: int, num_bytes: int) -> int:
 
 
 class Mapping:
-    """Memory of a descriptor, mapped into this process. `users` are the devices that may access it."""
+    """Memory of a descriptor, mapped into this process. `users` are the devices that may access it, or only read it."""
 
-    def __init__(self, fd: int, device: int, num_bytes: int, users: Sequence[int]) -> None:
+    def __init__(self, fd: int, device: int, num_bytes: int, users: Sequence[int], *, read_only: bool = False) -> None:
         _wake(device)
         self._size, self.num_bytes = _rounded(device, num_bytes), num_bytes
         handle, address = c_uint64(), c_uint64()
@@ -115,7 +116,8 @@ class Mapping:
             _call("cuMemMap", address, size, c_size_t(0), handle, none)
         finally:
             _call("cuMemRelease", handle)
-        access = (_Access * len(users))(*(_Access(_Location(_DEVICE, user), _READ_WRITE) for user in users))
+        rights = _READ if read_only else _READ_WRITE
+        access = (_Access * len(users))(*(_Access(_Location(_DEVICE, user), rights) for user in users))
         _call("cuMemSetAccess", address, c_size_t(self._size), access, c_size_t(len(users)))
         self.address = address.value
 

@@ -21,13 +21,14 @@ from llamarl.errors import StaleWeights
 from llamarl.weights.slot_file import MAILBOX_LOCK, MAX_RANKS, SlotFile
 
 _MAX_MESSAGE = 1 << 16
+_MAX_MEMORIES = 2 * MAX_RANKS  # one of each rank, and what is shared besides
 
 
 class DescriptorList(Struct, frozen=True):
     """The message. Its descriptors come in the order of `memories`."""
 
     number: int = 0  # nanoseconds of the clock that all processes share: the newest message has the largest
-    memories: dict[int, int] = {}  # rank -> the number of its memory
+    memories: dict[int, int] = {}  # rank, or another number of its owner -> the number of its memory
 
 
 _decode = msgspec.msgpack.Decoder(DescriptorList).decode
@@ -68,7 +69,7 @@ def _peek(receiver: socket.socket) -> Iterator[tuple[DescriptorList, list[int]]]
     fds = array.array("i")
     flags = socket.MSG_PEEK | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     try:
-        data, ancillary, _, _ = receiver.recvmsg(_MAX_MESSAGE, socket.CMSG_LEN(MAX_RANKS * fds.itemsize), flags)
+        data, ancillary, _, _ = receiver.recvmsg(_MAX_MESSAGE, socket.CMSG_LEN(_MAX_MEMORIES * fds.itemsize), flags)
     except BlockingIOError:
         data, ancillary = msgspec.msgpack.encode(DescriptorList()), []
     for level, kind, rights in ancillary:

@@ -32,6 +32,7 @@ _HEADER = struct.Struct("<qqq32s")  # version + 1, bytes, edition, checksum
 _FIRST_REGION = MAX_RANKS * _RECORD
 REGION_LOCK = NUM_SLOTS * MAX_RANKS
 MAILBOX_LOCK = REGION_LOCK + 1
+ONCE_LOCK = MAILBOX_LOCK + 1
 _POLL_S = 0.001
 
 
@@ -158,7 +159,7 @@ class SlotFile:
 
     @contextmanager
     def locked(self, byte: int) -> Iterator[None]:
-        """Lock for changes of regions or of the mailbox; never held for long."""
+        """Lock for changes of regions or of the mailbox, never held for long; or for what is made once."""
         fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, byte)
         try:
             yield
