@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from llamarl.builders.context import BuildContext
 from llamarl.builders.generator import build_generator
 from llamarl.executors.executor import Executor
@@ -40,7 +38,15 @@ def not_applied(generator: Any) -> None:
 def one_matrix_missing(generator: Any) -> None:
     """One of them never arrives where it is read."""
     product = _adapters(generator).products[0]
-    product._parts = [product._parts[0]._replace(b=torch.zeros_like(product._parts[0].b)), *product._parts[1:]]
+    missing = product._parts[0].size
+    load = generator._weights.load
+
+    def without_one(version: int) -> int:
+        num_bytes: int = load(version)
+        product._b[:missing].zero_()
+        return num_bytes
+
+    generator._weights.load = without_one
 
 
 def wrong_scale(generator: Any) -> None:
@@ -53,13 +59,21 @@ def wrong_order(generator: Any) -> None:
     product = _mlp_product(generator)
     gate, up = product._parts
     product._parts = [gate._replace(rows=up.rows), up._replace(rows=gate.rows)]
+    if product._tiles is not None:
+        product._tiles = product._make_tiles()
 
 
 def aliased(generator: Any) -> None:
     """Two matrices share one buffer."""
-    product = _mlp_product(generator)
-    gate, up = product._parts
-    product._parts = [gate, up._replace(b=gate.b)]
+    product, load = _mlp_product(generator), generator._weights.load
+    size = product._parts[0].size
+
+    def over_the_first(version: int) -> int:
+        num_bytes: int = load(version)
+        product._b[size:].copy_(product._b[:size])
+        return num_bytes
+
+    generator._weights.load = over_the_first
 
 
 def stale(generator: Any) -> None:

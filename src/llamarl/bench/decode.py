@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 import time
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,8 +20,11 @@ from llamarl.bench.machine import (
     peak_memory_bytes,
     process_age_s,
 )
+from llamarl.config import LoraConfig
+from llamarl.families.adapters import num_adapter_parameters
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.model.checkpoint import random_model
+from llamarl.model.lora import Adapters, serve_adapters
 from llamarl.model.quantize import FP8, Quantization
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
@@ -54,6 +58,7 @@ class DecodeCase(Struct, frozen=True):
     kv_cache: Literal["auto", "fp8"] = "auto"
     burst: int = 0
     page_tokens: int = 16
+    lora: int = 0  # rank of adapters beside all layers; 0: none
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,7 +68,7 @@ class DecodeCase(Struct, frozen=True):
     @property
     def narrow(self) -> Precision:
         weights: Quantization = "fp8" if self.precision == "fp8" else "int8" if self.precision == "int8" else "none"
-        return Precision(weights=weights, kv_cache=self.kv_cache)
+        return Precision(weights=weights, kv_cache=self.kv_cache, keep_wide=not self.lora)
 
     @property
     def median(self) -> int:
@@ -109,9 +114,26 @@ def _decoder_of(shape: ModelSpec, case: DecodeCase, longest: int) -> ContinuousD
         burst=case.burst,
         page_tokens=case.page_tokens,
     )
-    decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=0, precision=case.narrow)
+    decoder = ContinuousDecoder(
+        model,
+        limits,
+        eos_ids=(),
+        seed=0,
+        precision=case.narrow,
+        add_adapters=partial(random_adapters, rank=case.lora) if case.lora else None,
+    )
     decoder.version = 0
     return decoder
+
+
+def random_adapters(model: Transformer, rank: int) -> Adapters:
+    """Adapters beside all layers, of which neither A nor B is zero."""
+    adapters = serve_adapters(model, LoraConfig(rank=rank), lambda parameter: parameter.shape)
+    with torch.no_grad():
+        for one in adapters.applied():
+            one.a.normal_(0.0, 0.02)
+            one.b.normal_(0.0, 0.02)
+    return adapters
 
 
 def bench_decode(shape: ModelSpec, case: DecodeCase) -> DecodeResult:
@@ -194,7 +216,7 @@ class DecodeBench:
 
     @torch.no_grad()
     def _change(self, weights: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(list(self.decoder.model.parameters()), weights)
+        torch._foreach_copy_(_changing(self.decoder.model), weights)
         self.decoder.version += 1
 
     def heavy_tailed(self) -> float:
@@ -227,8 +249,15 @@ class DecodeBench:
             self.decoder.step()
 
 
+def _changing(model: Transformer) -> list[torch.Tensor]:
+    """What arrives with a new version: all parameters, or the adapters."""
+    if model.adapters is not None:
+        return [tensor for one in model.adapters.applied() for tensor in (one.a, one.b)]
+    return list(model.parameters())
+
+
 def _clone(model: Transformer) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return [parameter.detach().clone() for parameter in _changing(model)]
 
 
 def floor_s(shape: ModelSpec, case: DecodeCase, ceilings: Ceilings) -> float:
@@ -241,6 +270,7 @@ def floor_s(shape: ModelSpec, case: DecodeCase, ceilings: Ceilings) -> float:
         return max(2 * case.batch * outputs * inputs / ceilings.flops, moved / ceilings.bytes)
 
     layer_s = sum(product_s(outputs, inputs) for outputs, inputs in layer_products(shape, tp=1))
+    layer_s += num_adapter_parameters(shape, LoraConfig(rank=case.lora)) * plain / shape.num_layers / ceilings.bytes
     context, kv_width = case.prompt + case.new / 2, 1 if case.kv_cache == "fp8" else plain
     cache_bytes = case.batch * context * 2 * shape.num_layers * shape.kv_size * kv_width
     return shape.num_layers * layer_s + _head_s(shape, case, ceilings) + cache_bytes / ceilings.bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Literal
 
@@ -20,12 +20,14 @@ from torch import Tensor
 
 from llamarl.bench.actors import Actor, Actors
 from llamarl.bench.machine import best_s
+from llamarl.config.lora import NO_LORA, LoraConfig
 from llamarl.errors import InputError, JobFailed
+from llamarl.families.adapters import trained_parameters
 from llamarl.families.family import ParameterSpec
-from llamarl.families.parameters import parameter_shapes, parameters
 from llamarl.layout.boxes import Box, shape_of
 from llamarl.layout.mesh import PRECISIONS, Side, box_on
 from llamarl.layout.model import FP8, SCALE, placement_of, scale_box, wire_dtype
+from llamarl.model.adapter_digest import AdapterHash, HashedPart, hash_text
 from llamarl.model.shards import Parameters, Shard
 from llamarl.model_spec import ModelSpec
 from llamarl.weights.group import Group
@@ -51,6 +53,7 @@ class SyncCase(Struct, frozen=True):
     generator: str
     rounds: int = 50
     transport: Transport | Literal["auto"] = "auto"
+    lora: int = 0  # rank of adapters, which are then all that travels; 0: all weights do
 
 
 class SyncResult(Struct, frozen=True):
@@ -71,9 +74,10 @@ class SyncResult(Struct, frozen=True):
 class BenchRank:
     """One rank of either end, with its own shards of random parameters."""
 
-    def __init__(self, shape: ModelSpec, side: Side, rank: int, device: str) -> None:
+    def __init__(self, shape: ModelSpec, lora: LoraConfig, side: Side, rank: int, device: str) -> None:
         self.device, self.shards = torch.device(device), dict[str, Shard]()
-        for parameter in parameters(shape).values():
+        self._specs, self._lora = trained_parameters(shape, lora), lora
+        for parameter in self._specs.values():
             box = box_on(rank, parameter.shape, placement_of(parameter), side.mesh)
             self.add(parameter.name, box, self.dtype_of(parameter))
 
@@ -94,6 +98,16 @@ class BenchRank:
             return None
         return float(tensor[tuple(inside)].item())
 
+    def digest(self, hashed: AdapterHash) -> str:
+        """Hash of the adapters; empty without any."""
+        if not self._lora:
+            return ""
+        parts = [
+            HashedPart(name, one.tensor, one.box, self._specs[name].shape[1], self._lora.scale)
+            for name, one in self.shards.items()
+        ]
+        return hash_text(hashed.total(parts))
+
     def copy_s(self, num_bytes: int) -> float:
         source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=self.device)
         target = torch.zeros_like(source)
@@ -103,9 +117,12 @@ class BenchRank:
 class TrainerRank(BenchRank):
     """A rank that publishes weights."""
 
-    def __init__(self, shape: ModelSpec, side: Side, rank: int, device: str) -> None:
+    def __init__(
+        self, shape: ModelSpec, lora: LoraConfig, side: Side, rank: int, device: str, wire: torch.dtype
+    ) -> None:
         self._dtype: torch.dtype = getattr(torch, PRECISIONS[side.precision])
-        super().__init__(shape, side, rank, device)
+        super().__init__(shape, lora, side, rank, device)
+        self._hash = AdapterHash(self.device, (wire, wire))
         numbers = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(rank)).to(self.device, self._dtype)
         for tensor, _ in self.shards.values():
             _fill(tensor.view(-1), numbers)
@@ -124,16 +141,23 @@ class TrainerRank(BenchRank):
 
     def publish(self, version: int) -> tuple[float, float]:
         self._edition, start_s = version + 2, time.monotonic()
+        self.digest(self._hash)
         self._writer.publish(version)
         return start_s, time.monotonic()
+
+    def hashed(self) -> str:
+        return self.digest(self._hash)
 
 
 class GeneratorRank(BenchRank):
     """A rank that loads weights."""
 
-    def __init__(self, shape: ModelSpec, side: Side, rank: int, device: str, wire: WireFormat) -> None:
+    def __init__(
+        self, shape: ModelSpec, lora: LoraConfig, side: Side, rank: int, device: str, wire: WireFormat
+    ) -> None:
         self._precision = side.precision
-        super().__init__(shape, side, rank, device)
+        super().__init__(shape, lora, side, rank, device)
+        self._hash = AdapterHash(self.device)
         for name, segments in wire.segments.items():
             self.add(name + SCALE, scale_box(self.shards[name].box, segments.width), torch.float32)
 
@@ -148,7 +172,11 @@ class GeneratorRank(BenchRank):
     def load(self, version: int) -> tuple[float, float, int]:
         start_s = time.monotonic()
         num_bytes = self._reader.load(version)
+        self.digest(self._hash)
         return start_s, time.monotonic(), num_bytes
+
+    def hashed(self) -> str:
+        return self.digest(self._hash)
 
 
 def _fill(flat: Tensor, numbers: Tensor) -> None:
@@ -161,10 +189,18 @@ class Ends:
     """All ranks of both ends, each in its own process, connected by one transport."""
 
     def __init__(
-        self, shape: ModelSpec, trainer: Side, generator: Side, transport: Transport | Literal["auto"]
+        self,
+        shape: ModelSpec,
+        trainer: Side,
+        generator: Side,
+        transport: Transport | Literal["auto"],
+        lora: LoraConfig = NO_LORA,
     ) -> None:
-        self._shape, self._sides = shape, (trainer, generator)
-        self._wire = WireFormat.for_generator(generator.precision, shape, generator.mesh.size("tp"))
+        self._shape, self._sides, self._lora = shape, (trainer, generator), lora
+        tp = generator.mesh.size("tp")
+        wire = "bf16" if generator.precision == "fp8" else generator.precision  # of adapters
+        self._wire = WireFormat(wire) if lora else WireFormat.for_generator(generator.precision, shape, tp)
+        self._wire_dtype: torch.dtype = getattr(torch, PRECISIONS[wire])
         sizes = (trainer.mesh.num_ranks, generator.mesh.num_ranks)
         self._sizes = sizes
         self.devices = [[_device(rank) for rank in range(size)] for size in sizes]
@@ -178,7 +214,7 @@ class Ends:
 
     def _trainer(self, rank: int) -> Callable[[], TrainerRank]:
         def make() -> TrainerRank:
-            made = TrainerRank(self._shape, self._sides[0], rank, self.devices[0][rank])
+            made = TrainerRank(self._shape, self._lora, self._sides[0], rank, self.devices[0][rank], self._wire_dtype)
             return made.connect(lambda held: self._writer(held, rank, made))
 
         return make
@@ -201,7 +237,7 @@ class Ends:
 
     def _generator(self, rank: int) -> Callable[[], GeneratorRank]:
         def make() -> GeneratorRank:
-            made = GeneratorRank(self._shape, self._sides[1], rank, self.devices[1][rank], self._wire)
+            made = GeneratorRank(self._shape, self._lora, self._sides[1], rank, self.devices[1][rank], self._wire)
             return made.connect(lambda held: self._reader(held, rank, made))
 
         return make
@@ -246,11 +282,13 @@ def bench_sync(shape: ModelSpec, trainer: Side, generator: Side, case: SyncCase)
     """Measure the transfer of weights between two meshes."""
     if PRECISIONS[trainer.precision] == FP8:
         raise InputError("--trainer: a trainer holds fp32, bf16 or fp16; fp8 is what a generator may hold")
-    ends = Ends(shape, trainer, generator, case.transport)
+    lora = LoraConfig(rank=case.lora)
+    ends = Ends(shape, trainer, generator, case.transport, lora)
     try:
         rounds = [_round(ends, version) for version in range(_WARM_UP + case.rounds)][_WARM_UP:]
         if PRECISIONS[generator.precision] != FP8:
-            _compare(ends, shape, getattr(torch, PRECISIONS[generator.precision]))
+            _compare(ends, trained_parameters(shape, lora), getattr(torch, PRECISIONS[generator.precision]))
+        _compare_hashes(ends)
         num_bytes = rounds[-1].num_bytes
         copy_s = ends.trainers[0].call("copy_s", num_bytes)
     finally:
@@ -292,11 +330,18 @@ def _round(ends: Ends, version: int) -> SyncRound:
     )
 
 
-def _compare(ends: Ends, shape: ModelSpec, dtype: torch.dtype) -> None:
+def _compare_hashes(ends: Ends) -> None:
+    """Raise JobFailed unless both ends hash the same adapters, where each end is one rank."""
+    sent, received = ends.trainers.call_all("hashed"), ends.generators.call_all("hashed")
+    if len(sent) == len(received) == 1 and sent != received:
+        raise JobFailed(f"bench sync: the generator hashes its adapters to {received[0]}, the trainer to {sent[0]}")
+
+
+def _compare(ends: Ends, specs: Mapping[str, ParameterSpec], dtype: torch.dtype) -> None:
     """Raise JobFailed unless both ends have the same numbers at some random places of the parameters."""
     random = Random(0)
-    names = random.choices(list(parameter_shapes(shape).items()), k=_PROBES)
-    places = [(name, [random.randrange(extent) for extent in size]) for name, size in names]
+    names = random.choices(list(specs.items()), k=_PROBES)
+    places = [(name, [random.randrange(extent) for extent in one.shape]) for name, one in names]
     sent = list(zip(*ends.trainers.call_all("probe", places), strict=True))  # by place, then by rank
     for found in ends.generators.call_all("probe", places):
         for (name, at), there, here in zip(places, sent, found, strict=True):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import aipo_loss
 from llamarl.bench.machine import kernel_times
-from llamarl.config import AlgoConfig, TrainerConfig
+from llamarl.config import AlgoConfig, LoraConfig, TrainerConfig
 from llamarl.errors import InputError
 from llamarl.model_spec import ModelSpec, shape_named
 from llamarl.train.learner import Learner
@@ -47,6 +47,7 @@ class TrainBench(Struct, frozen=True, kw_only=True):
     updates: int = 10
     device: str = "cuda"
     dtype: Literal["bfloat16", "float16"] = "bfloat16"  # precision of the passes on a GPU
+    lora: int = 0  # rank of adapters on a frozen model; 0: all weights are trained
 
 
 class TrainFigures(Struct, frozen=True, kw_only=True):
@@ -84,6 +85,7 @@ def prepare(bench: TrainBench, shape: ModelSpec | None = None) -> tuple[Learner,
         recompute=bench.recompute,
         compiled=bench.compile,
         tokens_per_pack=bench.tokens_per_pack or sum(len(document.tokens) for document in documents),
+        lora=LoraConfig(rank=bench.lora),
     )
     settings = TrainerConfig(offload=bench.offload, lr=1e-6)
     learner = Learner(random_policy(shape, computing), aipo_loss, settings=settings, algo=AlgoConfig(), updates=1000)
@@ -147,7 +149,7 @@ def _figures(
     how, shape = learner.policy.computing, learner.policy.model.shape
     real = [document.num_answer_tokens + 1 for document in documents]
     typical = median(times)
-    tflops = training_flops(shape, real) / typical / 1e12
+    tflops = training_flops(shape, real, how.lora) / typical / 1e12
     peak, datasheet = measured_tflops(how.device, how.dtype), datasheet_tflops(how.device)
     on_gpu = how.device.type == "cuda"
     return TrainFigures(

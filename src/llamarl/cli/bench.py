@@ -111,6 +111,9 @@ def bench_train_command(
     dtype: Annotated[Passes, typer.Option(help="precision of the passes on a GPU")] = Passes.bfloat16,
     eager: Annotated[bool, typer.Option("--eager", help="do not compile")] = False,
     updates: Annotated[int, typer.Option(min=1, help="updates that are timed")] = 10,
+    lora: Annotated[
+        int, typer.Option(metavar="RANK", min=0, help="train adapters of this rank on a frozen model; 0: none")
+    ] = 0,
     device: DeviceOption = "auto",
     profile: Annotated[bool, typer.Option("--profile", help="also show the longest kernels of one update")] = False,
     json: Annotated[bool, typer.Option("--json", help="figures as JSON")] = False,
@@ -132,6 +135,7 @@ def bench_train_command(
         updates=updates,
         device=settled,
         dtype=dtype.value,
+        lora=lora,
     )
     run(bench, as_json=json, profiled=profile)
 
@@ -152,6 +156,9 @@ def bench_decode_command(
     burst: Annotated[
         int, typer.Option(min=0, help="decode steps between two checks of the results; 0: as in a job")
     ] = 0,
+    lora: Annotated[
+        int, typer.Option(metavar="RANK", min=0, help="adapters of this rank beside all layers; 0: none")
+    ] = 0,
     device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     profile: Annotated[bool, typer.Option(help="instead of figures: where the time of a few bursts goes")] = False,
@@ -164,9 +171,8 @@ def bench_decode_command(
         raise InputError(f"--new: {prompt} + {new} tokens exceed the {shape.max_positions} positions of {model}")
     from llamarl.bench.decode import DecodeCase, bench_decode, describe_decode, profile_decode
 
-    case = DecodeCase(
-        model, batch, prompt, new, samples, precision.value, device_or_refuse(device), kv_cache.value, burst
-    )
+    where = device_or_refuse(device)
+    case = DecodeCase(model, batch, prompt, new, samples, precision.value, where, kv_cache.value, burst, lora=lora)
     if profile:
         print(profile_decode(shape, case))
         return
@@ -179,6 +185,12 @@ def bench_sync_command(
     model: ModelOption = "",
     trainer: TrainerOption = "",
     generator: GeneratorOption = "",
+    lora: Annotated[
+        int,
+        typer.Option(
+            metavar="RANK", min=0, help="send adapters of this rank, with their hash, not all weights; 0: none"
+        ),
+    ] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="rounds, of which the median is printed")] = 50,
     transport: Annotated[
         TransportChoice, typer.Option(help="auto: as a job would choose on this machine")
@@ -189,12 +201,12 @@ def bench_sync_command(
     from llamarl.layout.mesh import parse_side
     from llamarl.model_spec import shape_named
 
-    sides = parse_side("--trainer", trainer, "bf16"), parse_side("--generator", generator, "bf16")
+    sides = parse_side("--trainer", trainer, "fp32" if lora else "bf16"), parse_side("--generator", generator, "bf16")
     named = shape_named(model) if model else None
 
     from llamarl.bench.sync import SyncCase, bench_sync, default_model, describe_sync
 
     model = model or default_model()
-    case = SyncCase(model, trainer, generator, rounds, transport.value)
+    case = SyncCase(model, trainer, generator, rounds, transport.value, lora)
     result = bench_sync(named or shape_named(model), *sides, case)
     print(msgspec.json.encode(result).decode() if as_json else describe_sync(result))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,6 +57,14 @@ def plan_command(
     lora: Annotated[
         int, typer.Option(metavar="RANK", min=0, help="train LoRA adapters of this rank on all layers; 0: all weights")
     ] = 0,
+    lora_base: Annotated[
+        str,
+        typer.Option(
+            "--base",
+            metavar="NAME",
+            help="with --lora, precision of the frozen weights; without it: bf16, or fp8 where bf16 does not fit",
+        ),
+    ] = "",
     base: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="a job whose other settings are kept")
     ] = None,
@@ -81,15 +90,17 @@ def plan_command(
         raise InputError("--build: ranks with adapters cannot be rehearsed; leave out --build or --lora")
     if unknown := [name for name in precision or [] if name not in settled.precisions]:
         raise InputError(f"--precision {unknown[0]}: {settled.name} has {', '.join(settled.precisions)}")
+    _check_base(lora_base, lora, settled.precisions)
     question = Question(
         shape=find_shape(model),
         gpu=settled,
         gpus=gpus,
         work=Workload(groups=groups, samples=samples, prompt=prompt, answers=Lengths(answer), skipped=skipped),
         max_staleness=max_staleness,
-        precisions=tuple(precision or ["fp32" if settled.is_cpu else "bf16"]),
+        precisions=tuple(precision or [lora_base or ("fp32" if settled.is_cpu else "bf16")]),
         lora=LoraConfig(rank=lora),
-        fallbacks=() if precision or "fp8" not in settled.precisions else ("fp8",),
+        base=lora_base or ("fp32" if settled.is_cpu else "bf16"),
+        fallbacks=() if precision or lora_base or "fp8" not in settled.precisions else ("fp8",),
     )
     plans = sync_plan(question), async_plan(question)
     if not any(plan and plan.can_be_built for plan in plans):
@@ -109,6 +120,13 @@ def plan_command(
     print(f"gain               {gain:.2f}x" if gain else f"no gain: {_missing(sync is None)}")
     _print_built(built)
     print(f"job written to {out}: llamarl train {out}" if out else f"\n{text}", end="\n" if out else "")
+
+
+def _check_base(base: str, lora: int, known: Sequence[str]) -> None:
+    if base and not lora:
+        raise InputError("--base: cannot take effect without --lora")
+    if base and (base not in ("bf16", "fp8") or base not in known):
+        raise InputError(f"--base {base}: expected {' or '.join(name for name in ('bf16', 'fp8') if name in known)}")
 
 
 def rehearsed_ranks(found: Rehearsed, question: Question) -> list[RoleMemory]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ class Trainer:
         reference: HostedReference | BaseReference | None = None,
         tell: Callable[[Report], None] | None = None,
         policy_only_at: int | None = None,
-        adapter_types: Sequence[torch.dtype] = (),
+        adapter_types: tuple[torch.dtype, ...] = (),
     ) -> None:
         self.learner, self._weights, self._reference = learner, weights, reference
         self._tell = tell or (lambda report: None)
@@ -63,7 +63,7 @@ class Trainer:
         mesh = learner.policy.computing.mesh
         self._state = TrainingState(self.model, self.optimizer, carry_from, mesh)
         self._policy_only_at = policy_only_at
-        self._adapter_types = adapter_types
+        self._adapter_hash = learner.adapter_hash(adapter_types) if adapter_types else None
         self._exchange = Exchange(mesh)
         self._pool = ThreadPoolExecutor(1)
         self._saving: tuple[int, Future[dict[str, str]]] | None = None
@@ -92,7 +92,7 @@ class Trainer:
 
     def _digest(self) -> str:
         """Hash of the adapters that are about to be published."""
-        return self.learner.adapter_digest(self._adapter_types) if self._adapter_types else ""
+        return self._adapter_hash.digest() if self._adapter_hash else ""
 
     def _published(self, digest: str, made: Publication) -> None:
         self._tell(_report(made, digest))

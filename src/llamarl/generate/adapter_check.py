@@ -17,7 +17,7 @@ from llamarl.families.adapters import adapter_names, adapter_parameters
 from llamarl.families.parameters import parameters
 from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.parallel import TensorRank
-from llamarl.model.adapter_digest import HashedPart, hash_parts, hash_text
+from llamarl.model.adapter_digest import AdapterHash, HashedPart, hash_text
 from llamarl.model.lora import Adapters
 from llamarl.model.quantize import FP8, quantize_rows
 from llamarl.model.transformer import Attend, causal_attention
@@ -44,6 +44,7 @@ class AdapterCheck:
         assert decoder.model.adapters is not None
         self._decoder, self._model, self._part, self._measures = decoder, decoder.model, part, measures
         self._adapters: Adapters = decoder.model.adapters
+        self._hash = AdapterHash(decoder.model.lm_head.weight.device)
         self._attend = _narrow_attention if decoder.narrow_cache else causal_attention
 
     def digest(self) -> str:
@@ -55,7 +56,7 @@ class AdapterCheck:
                 if self._part.rank == 0 or specs[name].split is not None:
                     spec = specs[name]
                     parts.append(HashedPart(name, tensor, self._part.box(spec), spec.shape[1], one.scale))
-        total = hash_parts(parts, self._model.lm_head.weight.device).cpu()
+        total = self._hash.total(parts).cpu()
         if self._part.count > 1:
             dist.all_reduce(total)
         return hash_text(total)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from msgspec import Struct
 
+from llamarl.builders.base import why_two_bases
 from llamarl.builders.devices import device_of, dtype_of, generator_devices, trainer_devices
 from llamarl.builders.reward_model import reward_model_folder
 from llamarl.builders.weights import weight_transport, wire_precision
@@ -36,6 +37,7 @@ from llamarl.plan.terms import (
     pass_bytes,
     published_bytes,
     training_state_bytes,
+    weight_bytes,
 )
 from llamarl.weights.cuda_driver import CudaRefused, total_memory
 from llamarl.weights.slot_file import NUM_SLOTS
@@ -106,6 +108,8 @@ def room_at(place: str) -> FreeMemory:
 
 def job_parts(config: Config) -> Iterator[MemoryItem]:
     shape = read_shape(config.model_folder)
+    if shares_base(config):
+        yield from _shared_base(config, shape)
     for device in generator_devices(config, _first_gpus(config)):
         yield from _generator_parts(config, shape, device, Limits.of(config))
     for rank, device in enumerate(trainer_devices(config, _first_gpus(config))):
@@ -119,14 +123,15 @@ def job_parts(config: Config) -> Iterator[MemoryItem]:
 def _generator_parts(config: Config, shape: ModelSpec, device: torch.device, limits: Limits) -> Iterator[MemoryItem]:
     settings, place = config.generator, _place(device)
     wide = _NARROW[dtype_of(settings.dtype, device)]
-    precision = wide if settings.quantize == "none" else settings.quantize
+    precision = wide if config.generator_quantize == "none" else config.generator_quantize
     # Without `kv_pages`, a GPU's cache takes what is left: only the smallest cache is sure.
     pages = limits.num_pages or (limits.least_pages if device.type == "cuda" else limits.enough_pages)
     each = kv_bytes_per_token(shape, wide, settings.tensor, settings.kv_cache)
+    held = held_bytes(shape, precision, config.model.lora, merged=settings.lora == "merged") / settings.tensor
     yield MemoryItem(
         "weights of the generator",
         place,
-        held_bytes(shape, precision, config.model.lora, merged=settings.lora == "merged") / settings.tensor,
+        held - (weight_bytes(shape, precision) if shares_base(config) else 0.0),
         "set generator.dtype=bfloat16 or lower generator.replicas",
     )
     yield MemoryItem(
@@ -146,6 +151,8 @@ def _trainer_parts(
     away = 0.0 if config.model.lora else _OFFLOADED * state if settings.offload and on_gpu else 0.0
     more = "set trainer.offload=true, or share it over GPUs with trainer.data" if on_gpu else "take a smaller model"
     what = "frozen weights and adapters" if config.model.lora else "optimizer state and gradients"
+    if shares_base(config):
+        what = "adapters and their optimizer state"
     yield MemoryItem(what, place, state - away, more)
     if away:
         yield MemoryItem("optimizer state in host memory", HOST, away, "take a smaller model")
@@ -168,10 +175,26 @@ def _trainer_parts(
 def _training_state(config: Config, shape: ModelSpec, on_gpu: bool) -> float:
     """Bytes per rank that are surely taken. Frozen weights have the type of the passes."""
     settings, lora = config.trainer, config.model.lora
-    state = training_state_bytes(shape, settings.tensor, settings.data, settings.replicate, lora)
+    base = "fp8" if config.model.base == "fp8" else "bf16" if on_gpu else "fp32"
+    state = training_state_bytes(shape, settings.tensor, settings.data, settings.replicate, lora, base)
     if not lora:
         return state * (_LEAST if on_gpu else 1.0)
-    return state if on_gpu else state + 2 * num_parameters(shape) / settings.shard_ranks
+    return state - (weight_bytes(shape, base) if shares_base(config) else 0.0)
+
+
+def shares_base(config: Config) -> bool:
+    """Whether trainer and generators hold one frozen base together."""
+    return bool(config.model.lora) and not why_two_bases(config, _first_gpus(config))
+
+
+def _shared_base(config: Config, shape: ModelSpec) -> Iterator[MemoryItem]:
+    """The base, once on each device on which somebody computes with it."""
+    gpus = _first_gpus(config)
+    devices = [*trainer_devices(config, gpus), *generator_devices(config, gpus)]
+    dtype = dtype_of(config.trainer.dtype, devices[0])
+    precision = "fp8" if config.model.base == "fp8" else _NARROW[dtype]
+    for place in dict.fromkeys(map(_place, devices)):
+        yield MemoryItem("the frozen base", place, weight_bytes(shape, precision), "set model.base=fp8")
 
 
 def _copies_of_policy(config: Config, shape: ModelSpec, place: str) -> Iterator[MemoryItem]:
@@ -208,6 +231,8 @@ def _reference_parts(config: Config) -> Iterator[MemoryItem]:
     for rank in range(settings.ranks):
         device = device_of("reference.device", settings.device, _first_gpus(config)["reference"] + rank)
         each = num_parameters(shape) * _width(config, device) / settings.ranks
+        if config.model.lora and settings.ranks == 1 and config.reference_folder == config.model_folder:
+            each = 0.0  # the base is there already, or is counted with the trainer
         yield MemoryItem("weights of the reference", _place(device), each, advice)
         yield _process(device)
 

@@ -7,7 +7,7 @@ hashes mean the same matrices, in the same layers and places, with the same fact
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,25 +30,61 @@ class HashedPart(NamedTuple):
     columns: int
     scale: float
 
+    @property
+    def place(self) -> int:
+        """Number of the part's first place in the whole matrix."""
+        (row, _), (column, _) = self.box
+        return row * self.columns + column
 
-@torch.no_grad()
-def hash_parts(parts: Iterable[HashedPart], device: torch.device | str) -> Tensor:
-    """Sum of the hashes of these parts, one number of 64 bits; those of all ranks are to be added up."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for part in parts:
-        numbers = part.tensor.contiguous().view(_BITS[part.tensor.dtype.itemsize]).long()
-        total += (numbers * _places(part.box, part.columns, part.tensor.device)).sum() * _factor(part.name, part.scale)
-    return total
+
+class AdapterHash:
+    """Hashes the parts of one rank, after the changes of type that `types` names: those on the way to a generator. On a GPU
+    in one launch, whose table is kept while the parts stay where they are."""
+
+    def __init__(self, device: torch.device, types: tuple[torch.dtype, ...] = ()) -> None:
+        self._device, self._types = device, types
+        self._known: tuple[tuple[int, float], ...] = ()
+        self._table: Tensor | None = None
+
+    @torch.no_grad()
+    def total(self, parts: Sequence[HashedPart]) -> Tensor:
+        """Sum of the hashes of these parts, one number of 64 bits; those of all ranks are to be added up."""
+        total = torch.zeros((), dtype=torch.int64, device=self._device)
+        if self._device.type == "cuda":
+            self._add_on_gpu(total, parts)
+            return total
+        for part in parts:
+            tensor = part.tensor.contiguous()
+            for dtype in self._types:
+                tensor = tensor.to(dtype)
+            numbers = tensor.view(_BITS[tensor.dtype.itemsize]).long()
+            total += (numbers * _places(part.box, part.columns)).sum() * _factor(part.name, part.scale)
+        return total
+
+    def _add_on_gpu(self, total: Tensor, parts: Sequence[HashedPart]) -> None:
+        from llamarl.model.lora_kernels import hash_table, hash_tiles
+
+        if not parts:
+            return
+        assert all(part.tensor.is_contiguous() for part in parts)
+        known = tuple((part.tensor.data_ptr(), part.scale) for part in parts)
+        if self._table is None or known != self._known:
+            rows = [(one.tensor, one.place, one.columns, _factor(one.name, one.scale)) for one in parts]
+            self._known, self._table = known, hash_table(rows, self._device)
+        held = parts[0].tensor.dtype
+        wire, applied = self._types or (held, held)
+        hash_tiles(total, self._table, _MIX, held, wire, applied)
 
 
 @lru_cache(maxsize=64)
-def _places(box: Box, columns: int, device: torch.device) -> Tensor:
+def _places(box: Box, columns: int) -> Tensor:
     """An odd number for every place of a matrix, in the box."""
     (first_row, end_row), (first, end) = box
-    rows = torch.arange(first_row, end_row, device=device)[:, None]
-    return ((rows * columns + torch.arange(first, end, device=device)) * _MIX) * 2 + 1
+    rows = torch.arange(first_row, end_row)[:, None]
+    return ((rows * columns + torch.arange(first, end)) * _MIX) * 2 + 1
 
 
+@lru_cache(maxsize=4096)
 def _factor(name: str, scale: float) -> int:
     digest = hashlib.blake2b(f"{name}/{scale!r}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, signed=True) | 1

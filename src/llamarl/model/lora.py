@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from llamarl.families.family import ParameterSpec
 from llamarl.model.linear import JoinedLinear, Product, ReplacedLinear
 from llamarl.model.ops import fused
 from llamarl.model.transformer import MLP, Attention, Transformer, layers_of
+
+if TYPE_CHECKING:
+    from llamarl.model.lora_kernels import AdapterTiles
 
 OUTPUTS = ("attention_out", "mlp_out")  # layers whose product is added to the residual stream
 MakeParameter = Callable[[ParameterSpec], nn.Parameter]
@@ -159,19 +162,29 @@ def _put(layer: nn.Linear, model: Transformer, weight: ParameterSpec, lora: Lora
 
 
 class Part(NamedTuple):
-    """One layer of a joined product: the name of its weight, its rows of the output, and its B."""
+    """One layer of a joined product: the name of its weight, and its rows of the joined weight."""
 
     name: str
     rows: slice
-    b: Tensor
+
+    @property
+    def size(self) -> int:
+        return int(self.rows.stop - self.rows.start)
 
 
 class AdaptedProduct:
-    """The product of one layer, or of several that read the same input, with adapters beside it. All A are one matrix."""
+    """The product of one layer, or of several that read the same input, with adapters beside it. All A are one matrix, one
+    behind another, and so are all B. On a GPU they take two launches (`lora_kernels.py`)."""
 
-    def __init__(self, base: Product, a: Tensor, parts: Sequence[Part], adapters: Adapters) -> None:
-        self._base, self._a, self._parts, self._adapters = base, a, parts, adapters
+    def __init__(self, base: Product, a: Tensor, b: Tensor, parts: Sequence[Part], adapters: Adapters) -> None:
+        self._base, self._a, self._b, self._parts, self._adapters = base, a, b, parts, adapters
         self._rank, self._scale = adapters.lora.rank, adapters.lora.scale
+        self._tiles = self._make_tiles() if a.is_cuda else None
+
+    def _make_tiles(self) -> AdapterTiles:
+        from llamarl.model.lora_kernels import tiles_of
+
+        return tiles_of([part.rows for part in self._parts], self._rank, self._a.device)
 
     def __call__(self, x: Any) -> Tensor:
         out = self._base(x)
@@ -179,23 +192,36 @@ class AdaptedProduct:
 
     def add(self, out: Tensor, x: Any) -> Tensor:
         """Adds the adapters' product to `out`, in place."""
-        for part, h in zip(self._parts, self._inner(x), strict=True):
-            out[..., part.rows] += F.linear(h, part.b)
+        if self._add_fused(out, x):
+            return out
+        for part, h, b in zip(self._parts, self._inner(x), self._all_b(), strict=True):
+            out[..., part.rows] += F.linear(h, b)
         return out
 
     def beside(self, total: Tensor, x: Any) -> Tensor:
         """Adds the adapters' product of a single layer to the residual stream; `ops.add_projection` adds the base's."""
-        if not self._adapters.on:
+        if not self._adapters.on or self._add_fused(total, x):
             return total
-        delta = F.linear(self._inner(x)[0], self._parts[0].b)
-        return total.add_(delta) if fused(total) else total + delta
+        return total + F.linear(self._inner(x)[0], self._b)
+
+    def _add_fused(self, out: Tensor, x: Any) -> bool:
+        """Adds in place by kernels, where there are any; False if not."""
+        if self._tiles is None or not fused(out):
+            return False
+        from llamarl.model.lora_kernels import expand_add, shrink
+
+        expand_add(out, shrink(x, self._a), self._b, self._tiles, self._scale)
+        return True
 
     def _inner(self, x: Any) -> Sequence[Tensor]:
         return torch.split(F.linear(_plain_input(x, self._a.dtype), self._a) * self._scale, self._rank, dim=-1)
 
+    def _all_b(self) -> Sequence[Tensor]:
+        return torch.split(self._b, [part.size for part in self._parts])
+
     def applied(self) -> Iterator[Applied]:
-        for number, (name, _, b) in enumerate(self._parts):
-            yield Applied(name, self._a[number * self._rank : (number + 1) * self._rank], b, self._scale)
+        for part, a, b in zip(self._parts, torch.split(self._a, self._rank), self._all_b(), strict=True):
+            yield Applied(part.name, a, b, self._scale)
 
 
 def _plain_input(x: Any, dtype: torch.dtype) -> Tensor:
@@ -250,13 +276,14 @@ def _adapt(
     names = [adapter_names(layer) for layer in layers]
     rank, inputs = shape_of(specs[names[0][0]])
     a = torch.zeros(rank * len(layers), inputs, dtype=like.dtype, device=like.device)
-    for number, (weight, (_, name_b)) in enumerate(zip(layers, names, strict=True)):
-        b = torch.zeros(shape_of(specs[name_b]), dtype=like.dtype, device=like.device)
-        layer = _layer_of(model, weight)
+    sizes = [shape_of(specs[name_b])[0] for _, name_b in names]
+    whole_b = torch.zeros(sum(sizes), rank, dtype=like.dtype, device=like.device)
+    for number, (weight, b) in enumerate(zip(layers, torch.split(whole_b, sizes), strict=True)):
+        layer, start = _layer_of(model, weight), rows[weight.module].start
         setattr(layer, LORA_A, AdapterWeight(_frozen(a[number * rank : (number + 1) * rank])))
         setattr(layer, LORA_B, AdapterWeight(_frozen(b)))
-        parts.append(Part(weight.name, rows[weight.module], b))
-    product = AdaptedProduct(base, a, parts, adapters)
+        parts.append(Part(weight.name, slice(start, start + len(b))))
+    product = AdaptedProduct(base, a, whole_b, parts, adapters)
     adapters.products.append(product)
     return product
 
@@ -269,7 +296,7 @@ def _adapt_output(
     model: Transformer, module: Attention | MLP, weight: ParameterSpec, shape_of: BoxShape, adapters: Adapters
 ) -> None:
     layer = getattr(module, layers_of(module)[1])
-    rows = {weight.module: slice(None)}
+    rows = {weight.module: slice(0, None)}
     if isinstance(layer, ReplacedLinear) and not hasattr(layer, "terms"):  # it sums over ranks, adapters and all
         layer.product = _adapt(model, layer.product, [weight], rows, shape_of, adapters)
     else:

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from llamarl.plan.gpus import GIB
 from llamarl.plan.search import Plan, Space, best_async, best_sync
+from llamarl.plan.terms import weight_bytes
 from llamarl.plan.workload import Question
 
 _HOSTS = 2  # hosts that a replica may span where a model does not fit otherwise
@@ -33,9 +34,30 @@ def async_plan(question: Question) -> Plan | None:
     """The best asynchronous plan: as asked, else widened."""
     if plan := best_async(question):
         return plan
+    if question.gpus == 1:
+        return _narrow_base_plan(question)
     least_bytes = Space(question).least_async_bytes()
     plan = best_async(widened(question)) if least_bytes > question.memory_bytes else None
     return replace(plan, note=_why(plan, question, least_bytes)) if plan else None
+
+
+def _narrow_base_plan(question: Question) -> Plan | None:
+    """The plan of one GPU with adapters on a base in fp8, where a wide base does not fit."""
+    if (
+        not question.lora
+        or question.has_narrow_base
+        or "fp8" not in question.fallbacks
+        or not question.can_hold("fp8", 1)
+    ):
+        return None
+    plan = best_async(narrow_base(question))
+    wide, room = weight_bytes(question.shape, "bf16") / GIB, question.memory_bytes / GIB
+    why = f"a base in fp8: in bf16 it takes {wide:.0f} GiB of {room:.0f}"
+    return replace(plan, note=why) if plan else None
+
+
+def narrow_base(question: Question) -> Question:
+    return replace(question, base="fp8", precisions=("fp8",), fallbacks=())
 
 
 def _why(plan: Plan, question: Question, least_bytes: float) -> str:

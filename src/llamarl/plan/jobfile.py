@@ -15,15 +15,16 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
     """The settings that the plan decides; all others are the user's."""
     work, trainer, replica = question.work, plan.trainers.ranks, plan.generators.replica
-    adapters = {"model": {"lora": {"rank": question.lora.rank}}} if question.lora else {}
+    narrow = bool(question.lora) and trainer.base == "fp8"
+    adapters = {"lora": {"rank": question.lora.rank}, **({"base": "fp8"} if narrow else {})}
     return {
-        **adapters,
+        **({"model": adapters} if question.lora else {}),
         "placement": "colocated" if plan.colocated else "split",
         "generator": {
             "replicas": int(plan.generators.replicas),
             "tensor": replica.tp,
             "dtype": DTYPES.get(replica.precision, "bfloat16"),
-            "quantize": "fp8" if replica.precision == "fp8" else "none",
+            "quantize": "fp8" if replica.precision == "fp8" and not narrow else "none",
             "slots": replica.slots,
             "max_prompt_tokens": work.prompt,
             "max_new_tokens": work.answers.longest,

@@ -18,7 +18,8 @@ from msgspec.structs import replace
 
 from llamarl.controller.default_line import GENERATOR_AHEAD
 from llamarl.plan.generator import Replica
-from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, published_bytes, sync_s, wire
+from llamarl.plan.shared_base import shared_base_bytes
+from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, published_bytes, sync_s, weight_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.workload import Question
 
@@ -58,6 +59,8 @@ class Plan(Struct, frozen=True):
     limit: Limit
     note: str = ""
     """Why the generators are not of the kind that was asked for; empty if they are."""
+    shares_gpu: bool = False
+    """Whether both roles work at the same time on the one GPU that there is."""
 
     @property
     def can_be_built(self) -> bool:
@@ -72,9 +75,18 @@ class Plan(Struct, frozen=True):
     @property
     def memory_bytes(self) -> float:
         """Memory of the fullest GPU."""
+        together = both_bytes(self.trainers, self.generators)
         if self.colocated:
-            return self.trainers.memory_bytes + self.generators.memory_bytes - WORKSPACE_BYTES
+            return together - WORKSPACE_BYTES
+        if self.shares_gpu:
+            return together
         return max(self.trainers.memory_bytes, self.generators.memory_bytes)
+
+
+def both_bytes(trainers: Trainers, generators: Generators) -> float:
+    """Memory of a GPU on which both roles have a rank; a frozen base counts once."""
+    shared = shared_base_bytes(trainers.ranks, generators.replica)
+    return trainers.memory_bytes + generators.memory_bytes - shared
 
 
 class Space:
@@ -111,15 +123,16 @@ class Space:
     def _trainer_ranks(self, gpus: int) -> Iterator[TrainerRanks]:
         question = self.question
         precision = "fp32" if question.gpu.is_cpu else "bf16"
-        for tp in question.tensor_sizes():
+        base = question.base if question.has_narrow_base else precision
+        for tp in question.tensor_sizes() if gpus == 1 or not question.has_narrow_base else ():
             for recompute in RECOMPUTE if gpus % tp == 0 else ():
                 for pack in self._packs:
                     yield TrainerRanks(
-                        question.shape, question.gpu, precision, gpus // tp, tp, recompute, pack, lora=question.lora
+                        question.shape, question.gpu, precision, gpus // tp, tp, recompute, pack, 1, question.lora, base
                     )
 
     def least_trainer_bytes(self, gpus: int) -> float:
-        return min(ranks.memory_bytes for ranks in self._trainer_ranks(gpus))
+        return min((ranks.memory_bytes for ranks in self._trainer_ranks(gpus)), default=inf)
 
     @cached_property
     def _packs(self) -> Sequence[int]:
@@ -158,7 +171,11 @@ class Space:
     def least_sync_bytes(self) -> float:
         """Least memory of a GPU that a trainer and a generator share."""
         gpus = self.question.gpus
-        return self.least_trainer_bytes(gpus) + self.least_generator_bytes(gpus) - WORKSPACE_BYTES
+        least = self.least_trainer_bytes(gpus) + self.least_generator_bytes(gpus) - WORKSPACE_BYTES
+        shared = self.question.base if self.question.base in self.question.precisions else ""
+        return least - (
+            weight_bytes(self.question.shape, shared) if self.question.lora and gpus == 1 and shared else 0.0
+        )
 
     def least_async_bytes(self) -> float:
         """Least memory of the fullest GPU over all splits."""
@@ -195,6 +212,14 @@ class Space:
         }
         limit = max(terms, key=lambda name: terms[name])
         return Plan(trainers, generators, False, max_staleness, terms[limit], limit)
+
+    def shared_plan(self, trainers: Trainers, generators: Generators, max_staleness: int) -> Plan:
+        """Both roles at the same time on one GPU, which they take turns on: the step takes as long as both together, or as
+        the longest answers."""
+        alone = self.async_plan(trainers, generators, max_staleness)
+        busy_s = trainers.update_s + self._overhead_s() + self.full_s(generators, max_staleness)
+        limit: Limit = "training and generation in turn" if busy_s >= alone.step_s else alone.limit
+        return replace(alone, step_s=max(busy_s, alone.step_s), limit=limit, shares_gpu=True)
 
     def full_s(self, generators: Generators, max_staleness: int) -> float:
         """Time to generate an update's answers with as many running as slots and places allow. A group holds its place
@@ -277,16 +302,17 @@ def best_sync(question: Question) -> Plan | None:
         for one in trainers:
             if found is not None and one.update_s >= found.step_s:
                 break
-            together = one.memory_bytes + generators.memory_bytes - WORKSPACE_BYTES
-            if space.fits(together):
+            if space.fits(both_bytes(one, generators) - WORKSPACE_BYTES):
                 found = best([*([found] if found else []), space.sync_plan(one, generators)])
                 break
     return found
 
 
 def best_async(question: Question) -> Plan | None:
-    """The best asynchronous plan over all splits of the GPUs."""
+    """The best asynchronous plan over all splits of the GPUs; of one GPU, which cannot be split, both roles take a part."""
     space, found = Space(question), None
+    if question.gpus == 1:
+        return _best_shared(space)
     for trainer_gpus in space.splits:
         fitting = [one for one in space.trainers(trainer_gpus) if space.fits(one.memory_bytes)]
         trainers = min(fitting, key=lambda one: (one.update_s, one.memory_bytes), default=None)
@@ -302,8 +328,23 @@ def best_async(question: Question) -> Plan | None:
     return found
 
 
+def _best_shared(space: Space) -> Plan | None:
+    trainers = list(space.trainers(1))
+    plans = (
+        space.shared_plan(one, generators, max_staleness)
+        for max_staleness in range(1, space.question.max_staleness + 1)
+        for generators in space.generators(1, max_staleness)
+        for one in trainers
+        if space.fits(both_bytes(one, generators))
+    )
+    return best(plans)
+
+
 def with_one_more(question: Question, plan: Plan) -> float:
     """Seconds by which one more GPU would shorten a step, given to the role that gains most."""
+    if plan.shares_gpu:
+        more = best_async(replace(question, gpus=2))
+        return max(0.0, plan.step_s - more.step_s) if more else 0.0
     space, ranks, generators = Space(question), plan.trainers.ranks, plan.generators
     more_t = Trainers(ranks, plan.trainers.update_s * ranks.ranks / (ranks.ranks + 1), plan.trainers.memory_bytes)
     more_g = Generators(generators.replica, generators.replicas + 1 / generators.replica.tp, generators.memory_bytes)

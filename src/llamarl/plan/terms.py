@@ -285,22 +285,25 @@ def published_bytes(shape: ModelSpec, precision: str, lora: LoraConfig = NO_LORA
 
 
 def training_state(
-    shape: ModelSpec, tp: int, data: int, replicate: int = 1, lora: LoraConfig = NO_LORA
+    shape: ModelSpec, tp: int, data: int, replicate: int = 1, lora: LoraConfig = NO_LORA, base: str = "bf16"
 ) -> dict[str, float]:
     """Bytes per rank by kind, 16 per parameter, sharded over the ranks of a replica. Without FSDP the weights are half of
-    their masters. Gradients are summed in fp32. With adapters, the frozen weights take 2 bytes and nothing else."""
+    their masters. Gradients are summed in fp32. With adapters, the frozen weights take what their precision `base` takes,
+    and nothing else."""
     if lora:
         adapters = num_adapter_parameters(shape, lora) / (tp * data)
-        frozen = 2 * num_parameters(shape) / (tp * data)
+        frozen = weight_bytes(shape, base) / (tp * data)
         return {"weights": frozen + 4 * adapters, "optimizer state": 8 * adapters, "gradients": 4 * adapters}
     each = num_parameters(shape) / (tp * data)
     weights = 2 if data * replicate == 1 else 4
     return {"weights": weights * each, "optimizer state": (12 - weights) * each, "gradients": 4 * each}
 
 
-def training_state_bytes(shape: ModelSpec, tp: int, data: int, replicate: int = 1, lora: LoraConfig = NO_LORA) -> float:
+def training_state_bytes(
+    shape: ModelSpec, tp: int, data: int, replicate: int = 1, lora: LoraConfig = NO_LORA, base: str = "bf16"
+) -> float:
     """Bytes per rank of masters, moments and gradients, and of frozen weights."""
-    return sum(training_state(shape, tp, data, replicate, lora).values())
+    return sum(training_state(shape, tp, data, replicate, lora, base).values())
 
 
 def pass_bytes(

@@ -56,6 +56,7 @@ class TrainerRanks(Struct, frozen=True):
     tokens_per_pack: int
     replicate: int = 1
     lora: LoraConfig = NO_LORA
+    base: str = "bf16"  # precision of the frozen weights, with adapters
 
     @property
     def ranks(self) -> int:
@@ -131,4 +132,4 @@ class TrainerRanks(Struct, frozen=True):
         passing = pass_bytes(
             self.shape, self.tokens_per_pack, self.recompute, self.tp, self.batch_ranks, lora=self.lora
         )
-        return {**training_state(self.shape, self.tp, self.data, self.replicate, self.lora), **passing}
+        return {**training_state(self.shape, self.tp, self.data, self.replicate, self.lora, self.base), **passing}

@@ -61,6 +61,7 @@ class Question(Struct, frozen=True, kw_only=True):
     fallbacks: tuple[str, ...] = ()  # precisions that are allowed too where those do not fit (fallback.py)
     hosts: int = 1  # most hosts that one replica of the generator may span
     lora: LoraConfig = NO_LORA
+    base: str = "bf16"  # precision of the frozen weights, with adapters; fp8 is not split over ranks
     copied_heads: bool = False
     """Whether ranks of a replica may hold copies of a key-value head. No builder does that: such a plan is a baseline."""
 
@@ -70,6 +71,8 @@ class Question(Struct, frozen=True, kw_only=True):
                 f"--answer: prompt and answer may take {self.work.longest_document} tokens, but the model has "
                 f"{self.shape.max_positions} positions"
             )
+        if self.has_narrow_base and self.precisions != ("fp8",):
+            raise InputError("--base fp8: generators compute with the base's own weights; leave out --precision")
         if not all(self.can_hold(name, 1) for name in self.precisions):
             raise InputError(f"--precision fp8: the model has matrices whose sizes are no multiples of {FP8_TILE}")
 
@@ -80,11 +83,16 @@ class Question(Struct, frozen=True, kw_only=True):
 
     def tensor_sizes(self) -> Sequence[int]:
         """Tensor-parallel sizes that divide the model evenly and fit in a host."""
-        return [size for size in TENSOR_SIZES if size <= self.gpu.gpus_per_host and self.shape.splits_over(size)]
+        most = 1 if self.has_narrow_base else self.gpu.gpus_per_host
+        return [size for size in TENSOR_SIZES if size <= most and self.shape.splits_over(size)]
+
+    @property
+    def has_narrow_base(self) -> bool:
+        return bool(self.lora) and self.base == "fp8"
 
     def generator_sizes(self) -> Sequence[int]:
         """Tensor-parallel sizes of a generator, which may span several hosts."""
-        shape, most = self.shape, self.hosts * self.gpu.gpus_per_host
+        shape, most = self.shape, 1 if self.has_narrow_base else self.hosts * self.gpu.gpus_per_host
         whole = replace(shape, num_kv_heads=shape.num_heads) if self.copied_heads else shape
         return [size for size in TENSOR_SIZES if size <= most and whole.splits_over(size)]
 

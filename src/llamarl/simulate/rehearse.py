@@ -33,6 +33,7 @@ def scene_of(plan: Plan, question: Question) -> SimulationSetup:
         prompt=work.prompt,
         precision=plan.generators.replica.precision,
         skipped=work.skipped,
+        gpus=question.gpus if plan.shares_gpu else 0,
     )
 
 

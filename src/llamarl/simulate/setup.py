@@ -19,6 +19,7 @@ from llamarl.observe.timeline import Timeline
 from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GIB, Gpu
 from llamarl.plan.lengths import Lengths
+from llamarl.plan.shared_base import shared_base_bytes
 from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, num_trained, published_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.transfer import transfer_s
@@ -52,7 +53,7 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
     @property
     def generator_precision(self) -> str:
         settings, named = self.config.generator, {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
-        quantized = settings.quantize if settings.quantize != "none" else ""
+        quantized = self.config.generator_quantize if self.config.generator_quantize != "none" else ""
         return self.precision or quantized or named.get(settings.dtype, "fp32" if self.gpu.is_cpu else "bf16")
 
     @property
@@ -83,6 +84,7 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
             settings.tokens_per_pack,
             settings.replicate,
             self.config.model.lora,
+            "fp8" if self.config.model.base == "fp8" else precision,
         )
 
     @property
@@ -101,7 +103,7 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
         generator = replica.memory_bytes(replica.cached_tokens(samples, self.answers))
         found = {"trainer": self.trainer.memory_bytes, "generator": generator}
         if self.takes_turns:
-            found["both"] = sum(found.values()) - WORKSPACE_BYTES
+            found["both"] = sum(found.values()) - WORKSPACE_BYTES - shared_base_bytes(self.trainer, replica)
         return {role: num_bytes / GIB for role, num_bytes in found.items()}
 
     @property

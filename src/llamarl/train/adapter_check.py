@@ -17,7 +17,7 @@ from torch import Tensor
 from llamarl.algo.batch import document_of
 from llamarl.errors import JobFailed
 from llamarl.families.adapters import adapter_parameters
-from llamarl.model.adapter_digest import HashedPart, hash_parts, hash_text
+from llamarl.model.adapter_digest import AdapterHash, HashedPart, hash_text
 from llamarl.train.policy import Policy
 from llamarl.train.shards import trained_shards
 from llamarl.types import Completion, CompletionGroup, Group, RolloutGroup, bytes_to_floats, completions_of
@@ -97,17 +97,24 @@ def _mean(values: Tensor) -> float:
     return values.abs().double().mean().item()
 
 
-def adapter_digest(policy: Policy, types: Sequence[torch.dtype], counts_here: Sequence[str]) -> str:
-    """Hash of the adapters as the generators hold them, after these changes of type (a collective). Each rank counts the
-    shards of the named adapters."""
-    assert policy.model.adapters is not None
-    lora, how = policy.model.adapters.lora, policy.computing
-    specs, shards = adapter_parameters(policy.model.shape, lora), trained_shards(policy.model)
-    parts = []
-    for name in counts_here:
-        tensor = shards[name].tensor
-        for dtype in types:
-            tensor = tensor.to(dtype)
-        parts.append(HashedPart(name, tensor, shards[name].box, specs[name].shape[1], lora.scale))
-    total = hash_parts(parts, how.device)
-    return hash_text(how.mesh.sum_over_shards(total) if how.mesh.size > 1 else total)
+class TrainedHash:
+    """Hash of the trainer's adapters as the generators hold them, after these changes of type. Each rank counts the shards of
+    the named adapters."""
+
+    def __init__(self, policy: Policy, types: tuple[torch.dtype, ...], counts_here: Sequence[str]) -> None:
+        self._policy, self._names = policy, counts_here
+        self._hash = AdapterHash(policy.computing.device, types)
+
+    def digest(self) -> str:
+        """To be called by all ranks together (a collective)."""
+        model, mesh = self._policy.model, self._policy.computing.mesh
+        assert model.adapters is not None
+        lora, shards = model.adapters.lora, trained_shards(model)
+        specs = adapter_parameters(model.shape, lora)
+        total = self._hash.total(
+            [
+                HashedPart(name, shards[name].tensor, shards[name].box, specs[name].shape[1], lora.scale)
+                for name in self._names
+            ]
+        )
+        return hash_text(mesh.sum_over_shards(total) if mesh.size > 1 else total)

@@ -16,7 +16,7 @@ from llamarl.algo.batch import Document, document_of, make_documents
 from llamarl.algo.losses import Loss, is_tokenwise, objective
 from llamarl.algo.metrics import TokenMeasures, describe_groups, token_metrics, token_totals
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.train.adapter_check import adapter_digest, check_effect
+from llamarl.train.adapter_check import TrainedHash, check_effect
 from llamarl.train.lm_head import chunked_logprobs, fused_loss
 from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import Pack
@@ -126,11 +126,9 @@ class Learner:
         self.optimizer.zero_grad()
         return {"loss": value.item(), "grad_norm": norm.item(), "lr": lr, "skipped": float(not made)}
 
-    def adapter_digest(self, types: Sequence[torch.dtype]) -> str:
-        """Hash of the adapters as generators hold them, after these changes of type (a collective)."""
-        return adapter_digest(
-            self.policy, types, [name for name in trained(self.policy.model) if self._counts_here(name)]
-        )
+    def adapter_hash(self, types: tuple[torch.dtype, ...]) -> TrainedHash:
+        """What hashes the adapters as generators hold them, after these changes of type."""
+        return TrainedHash(self.policy, types, [name for name in trained(self.policy.model) if self._counts_here(name)])
 
     def _counts_here(self, name: str) -> bool:
         return self.policy.computing.mesh.tensor_rank == 0 or name not in self._shared

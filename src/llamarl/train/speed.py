@@ -8,6 +8,8 @@ from functools import cache
 
 import torch
 
+from llamarl.config.lora import NO_LORA, LoraConfig
+from llamarl.families.adapters import num_adapter_parameters
 from llamarl.families.parameters import matrix_parameters
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import peaks_of
@@ -15,14 +17,16 @@ from llamarl.plan.gpus import peaks_of
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
 
 
-def training_flops(shape: ModelSpec, lengths: Iterable[int]) -> float:
-    """Floating-point operations of an update: 6 per matrix weight and token (forward 2, backward 4), and 6 per layer, query
-    feature and pair of tokens in causal attention (12 without the causal half). Recomputed work does not count."""
+def training_flops(shape: ModelSpec, lengths: Iterable[int], lora: LoraConfig = NO_LORA) -> float:
+    """Floating-point operations of an update: 6 per matrix weight and token (forward 2, backward 4, or 2 for a frozen one),
+    and 6 per layer, query feature and pair of tokens in causal attention (12 without the causal half). Recomputed work does
+    not count."""
     tokens = pairs = 0
     for length in lengths:
         tokens += length
         pairs += length * length
-    return 6.0 * matrix_parameters(shape) * tokens + 6.0 * shape.num_layers * shape.q_size * pairs
+    products = (4.0 if lora else 6.0) * matrix_parameters(shape) + 6.0 * num_adapter_parameters(shape, lora)
+    return products * tokens + 6.0 * shape.num_layers * shape.q_size * pairs
 
 
 def datasheet_tflops(device: torch.device) -> float | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from helpers.cli import llamarl
 
@@ -14,8 +17,16 @@ from llamarl.jobs.memory_check import job_parts
 from llamarl.layout.mesh import Mesh, Side
 from llamarl.layout.model import model_plan
 from llamarl.model_spec import SHAPES
-from llamarl.plan.gpus import gpu_named
-from llamarl.plan.terms import decode_terms, held_bytes, pass_bytes, published_bytes, train_terms, training_state
+from llamarl.plan.gpus import GIB, gpu_named
+from llamarl.plan.terms import (
+    decode_terms,
+    held_bytes,
+    pass_bytes,
+    published_bytes,
+    train_terms,
+    training_state,
+    weight_bytes,
+)
 
 SHAPE, LORA = SHAPES["qwen3-8b"], LoraConfig(rank=32)
 ADAPTERS, WEIGHTS = num_adapter_parameters(SHAPE, LORA), num_parameters(SHAPE)
@@ -69,9 +80,47 @@ def test_a_job_with_adapters_counts_less_memory_and_no_second_reference() -> Non
 
     whole, frozen = held(), held("model.lora.rank=4")
     assert "weights of the reference" in whole and "weights of the reference" not in frozen
-    assert frozen["frozen weights and adapters"] < 0.6 * whole["optimizer state and gradients"]
+    assert (
+        frozen["the frozen base"] + frozen["adapters and their optimizer state"]
+        < 0.6 * whole["optimizer state and gradients"]
+    )
+    assert frozen["weights of the generator"] < 0.1 * whole["weights of the generator"], "the base is counted once"
+    apart = held("model.lora.rank=4", "generator.quantize=fp8")
+    assert apart["frozen weights and adapters"] > 0.99 * frozen["the frozen base"]
+    assert apart["weights of the generator"] > 0.2 * whole["weights of the generator"]
+    assert held("model.lora.rank=4", "model.base=fp8")["the frozen base"] < 0.6 * frozen["the frozen base"]
     for what in ("published weights", "copy for snapshots"):
         assert frozen[what] < 0.3 * whole[what]
+
+
+ONE = ["plan", "--gpus", "1", "--gpu", "h200", "--samples", "8", "--json"]
+
+
+def planned(*asked: str) -> dict[str, Any]:
+    found = llamarl(*ONE, *asked)
+    assert found.code == 0, found.err
+    plan: dict[str, Any] = msgspec.json.decode(found.out)["async"]
+    return plan
+
+
+def test_one_gpu_holds_the_base_once() -> None:
+    asked = ["--model", "qwen3-32b", "--lora", "32", "--groups", "16", "--answer", "fixed:1024"]
+    plan = planned(*asked)
+    base = weight_bytes(SHAPES["qwen3-32b"], "bf16") / GIB
+    parts = plan["layout"]["trainer"]["memory_gib"] + plan["layout"]["generator"]["memory_gib"]
+    assert plan["memory_gib"] == pytest.approx(parts - base) and base > 60
+    assert planned(*asked, "--base", "fp8")["memory_gib"] < plan["memory_gib"]
+
+
+def test_what_does_not_fit_in_bf16_is_planned_on_a_base_in_fp8() -> None:
+    asked = ["--model", "llama-3.1-70b", "--lora", "32", "--groups", "8", "--answer", "fixed:512"]
+    plan = planned(*asked)
+    assert "a base in fp8" in plan["note"] and plan["memory_gib"] < 125
+    text = llamarl(*ONE[:-1], *asked).out
+    assert "base: fp8" in text and "quantize: none" in text and "cannot be run" not in text
+    assert "--base: cannot take effect without --lora" in llamarl(*ONE, *asked[:2], "--base", "fp8").err
+    assert "expected bf16 or fp8" in llamarl(*ONE, *asked, "--base", "int4").err
+    assert "leave out --precision" in llamarl(*ONE, *asked, "--base", "fp8", "--precision", "bf16").err
 
 
 def test_a_job_with_adapters_is_simulated() -> None:

@@ -58,6 +58,8 @@ def every_sync(asked: Question) -> Iterator[Plan]:
 
 def every_async(asked: Question) -> Iterator[Plan]:
     space = Space(asked)
+    if asked.gpus == 1:
+        yield from every_shared(asked)
     for trainer_gpus in range(1, asked.gpus):
         for trainers in space.trainers(trainer_gpus):
             for staleness in range(1, asked.max_staleness + 1):
@@ -65,6 +67,16 @@ def every_async(asked: Question) -> Iterator[Plan]:
                     plan = space.async_plan(trainers, generators, staleness)
                     if space.fits(plan.memory_bytes):
                         yield plan
+
+
+def every_shared(asked: Question) -> Iterator[Plan]:
+    space = Space(asked)
+    for trainers in space.trainers(1):
+        for staleness in range(1, asked.max_staleness + 1):
+            for generators in space.generators(1, staleness):
+                plan = space.shared_plan(trainers, generators, staleness)
+                if space.fits(plan.memory_bytes):
+                    yield plan
 
 
 @pytest.mark.parametrize("first", range(0, 200, 25))

@@ -1,0 +1,236 @@
+"""Triton kernels of adapters: for a product, or several joined ones, two launches. Imported only on a GPU.
+
+The first multiplies the input with all A: so few columns that one program for each tile would leave most of a GPU idle, so
+the long sum is cut into parts. The second sums the parts, multiplies them with B, each layer's with its own, and adds to the
+output in place. Sums are made in a fixed order, so results do not depend on what runs beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS, _COLUMNS, _DEPTH = 64, 128, 64
+_LEAST = 16  # smallest size of a tile's side
+_PROGRAMS = 132  # as many as a GPU has multiprocessors, about
+_MAX_PARTS = 8
+_LARGE = 1024  # rows from which torch's product keeps a GPU busy
+
+
+class AdapterTiles(NamedTuple):
+    """Tiles of the output of a joined product, none of which belongs to two layers."""
+
+    table: (
+        Tensor  # [tiles, 4]: first column of the output, number of columns, first column of A's result, first row of B
+    )
+    num_tiles: int
+
+
+def tiles_of(columns: Sequence[slice], rank: int, device: torch.device) -> AdapterTiles:
+    """Tiles of layers with these columns of the output; their B lie one behind another."""
+    found, row = list[tuple[int, int, int, int]](), 0
+    for number, one in enumerate(columns):
+        for first in range(one.start, one.stop, _COLUMNS):
+            size = min(_COLUMNS, one.stop - first)
+            found.append((first, size, number * rank, row))
+            row += size
+    return AdapterTiles(torch.tensor(found, dtype=torch.int32, device=device), len(found))
+
+
+@triton.jit
+def _shrink(
+    x_ptr,
+    scales_ptr,
+    a_ptr,
+    out_ptr,
+    rows,
+    width,
+    inner,
+    chunk,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    part = tl.program_id(2)
+    row_inside, column_inside = row < rows, column < width
+    total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for start in range(part * chunk, min(inner, (part + 1) * chunk), DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        inside = k < inner
+        x = tl.load(
+            x_ptr + row.to(tl.int64)[:, None] * inner + k[None, :],
+            mask=row_inside[:, None] & inside[None, :],
+            other=0.0,
+        )
+        a = tl.load(
+            a_ptr + column[:, None] * inner + k[None, :], mask=column_inside[:, None] & inside[None, :], other=0.0
+        )
+        total += tl.dot(x.to(a.dtype), tl.trans(a), input_precision="ieee")
+    if SCALED:
+        total *= tl.load(scales_ptr + row, mask=row_inside, other=0.0)[:, None]
+    at = out_ptr + (part * rows + row.to(tl.int64))[:, None] * width + column[None, :]
+    tl.store(at, total, mask=row_inside[:, None] & column_inside[None, :])
+
+
+@triton.jit
+def _expand_add(
+    h_ptr,
+    b_ptr,
+    tiles_ptr,
+    out_ptr,
+    rows,
+    width,
+    out_width,
+    scale,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tiles_ptr + tl.program_id(1) * 4
+    first, count, at_h, at_b = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    k, column = tl.arange(0, DEPTH), tl.arange(0, COLUMNS)
+    row_inside, k_inside, column_inside = row < rows, k < RANK, column < count
+    inside = row_inside[:, None] & k_inside[None, :]
+    at = h_ptr + row.to(tl.int64)[:, None] * width + at_h + k[None, :]
+    h = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        h += tl.load(at + part * rows.to(tl.int64) * width, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(
+        b_ptr + (at_b + column)[:, None] * RANK + k[None, :], mask=column_inside[:, None] & k_inside[None, :], other=0.0
+    )
+    delta = tl.dot((h * scale).to(b.dtype), tl.trans(b), input_precision="ieee")
+    to = out_ptr + row.to(tl.int64)[:, None] * out_width + first + column[None, :]
+    inside = row_inside[:, None] & column_inside[None, :]
+    total = tl.load(to, mask=inside, other=0.0).to(tl.float32) + delta
+    tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def shrink(x: Tensor | tuple[Tensor, Tensor], a_RK: Tensor) -> Tensor:
+    """x @ A.t() as parts [P, M, R] to be summed. Quantized rows come with their scales."""
+    x, scales = x if isinstance(x, tuple) else (x, None)
+    x_MK, width = x.flatten(0, -2).contiguous(), len(a_RK)
+    rows, inner = x_MK.shape
+    if scales is None and rows >= _LARGE:
+        return torch.mm(x_MK, a_RK.t())[None]
+    tile_rows = min(_ROWS, max(_LEAST, triton.next_power_of_2(rows)))
+    tile_width = min(_COLUMNS, max(_LEAST, triton.next_power_of_2(width)))
+    grid = triton.cdiv(rows, tile_rows), triton.cdiv(width, tile_width)
+    wanted = min(_MAX_PARTS, max(1, _PROGRAMS // (grid[0] * grid[1])), triton.cdiv(inner, _DEPTH))
+    chunk = triton.cdiv(triton.cdiv(inner, wanted), _DEPTH) * _DEPTH
+    parts = triton.cdiv(inner, chunk)
+    out_PMR = torch.empty(parts, rows, width, dtype=torch.float32, device=x_MK.device)
+    _shrink[(*grid, parts)](
+        x_MK,
+        x_MK if scales is None else scales.flatten(),
+        a_RK,
+        out_PMR,
+        rows,
+        width,
+        inner,
+        chunk,
+        SCALED=scales is not None,
+        ROWS=tile_rows,
+        WIDTH=tile_width,
+        DEPTH=_DEPTH,
+        num_warps=4,
+        num_stages=4,
+    )
+    return out_PMR
+
+
+def expand_add(out: Tensor, h_PMR: Tensor, b_NR: Tensor, tiles: AdapterTiles, scale: float) -> None:
+    """Adds scale * h @ B.t() of each layer to its columns of the output, which is contiguous."""
+    parts, rows, width = h_PMR.shape
+    rank, tile_rows = b_NR.shape[1], min(_ROWS, max(_LEAST, triton.next_power_of_2(rows)))
+    assert out.is_contiguous()
+    _expand_add[(triton.cdiv(rows, tile_rows), tiles.num_tiles)](
+        h_PMR,
+        b_NR,
+        tiles.table,
+        out,
+        rows,
+        width,
+        out.shape[-1],
+        scale,
+        PARTS=parts,
+        RANK=rank,
+        DEPTH=max(_LEAST, triton.next_power_of_2(rank)),
+        ROWS=tile_rows,
+        COLUMNS=_COLUMNS,
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+_HASHED = 1 << 14  # numbers of a tile
+_HASH_STEP = 1 << 10
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def as_bfloat16(x):
+    """fp32 numbers rounded to those of bf16, to nearest even as torch does; still fp32."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, rounded).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _hash(
+    tiles_ptr,
+    total_ptr,
+    mix,
+    HELD: tl.constexpr,
+    WIRE: tl.constexpr,
+    APPLIED: tl.constexpr,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    row = tiles_ptr + tl.program_id(0) * 7
+    numbers, count, start = tl.load(row).to(tl.pointer_type(HELD)), tl.load(row + 1), tl.load(row + 2)
+    width, first, columns, factor = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
+    total = tl.zeros((STEP,), dtype=tl.int64)
+    for begin in range(0, TILE, STEP):
+        at = begin + tl.arange(0, STEP).to(tl.int64)
+        inside = start + at
+        x = tl.load(numbers + inside, mask=at < count, other=0.0)
+        if HELD == tl.float32 and WIRE == tl.bfloat16:
+            x = as_bfloat16(x)
+        x = x.to(APPLIED)
+        place = first + (inside // width) * columns + inside % width
+        total += x.to(BITS, bitcast=True).to(tl.int64) * ((place * mix) * 2 + 1)
+    tl.atomic_add(total_ptr, tl.sum(total, axis=0) * factor)
+
+
+def hash_tiles(
+    total: Tensor, tiles: Tensor, mix: int, held: torch.dtype, wire: torch.dtype, applied: torch.dtype
+) -> None:
+    """Adds the hash of numbers at their places to `total`. Rows of the table, [tiles, 7]: address of a matrix, number of
+    numbers in the tile, the first one, columns of the matrix; place of the first number of the matrix in the whole one,
+    columns of that; factor. Whole numbers are added up, so their order does not matter."""
+    bits = tl.int32 if applied == torch.float32 else tl.int16
+    if len(tiles):
+        types = {"HELD": _TYPES[held], "WIRE": _TYPES[wire], "APPLIED": _TYPES[applied], "BITS": bits}
+        _hash[(len(tiles),)](tiles, total, mix, **types, TILE=_HASHED, STEP=_HASH_STEP, num_warps=4)
+
+
+def hash_table(parts: Sequence[tuple[Tensor, int, int, int]], device: torch.device) -> Tensor:
+    """The table of `hash_tiles` for matrices, each with its place, the columns of the whole one, and its factor."""
+    rows = [
+        (tensor.data_ptr(), min(_HASHED, tensor.numel() - start), start, tensor.shape[1], place, columns, factor)
+        for tensor, place, columns, factor in parts
+        for start in range(0, tensor.numel(), _HASHED)
+    ]
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 7).to(device)
