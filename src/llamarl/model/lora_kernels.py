@@ -206,7 +206,7 @@ def _hash(
         at = begin + tl.arange(0, STEP).to(tl.int64)
         inside = start + at
         x = tl.load(numbers + inside, mask=at < count, other=0.0)
-        if HELD == tl.float32 and WIRE == tl.bfloat16:
+        if tl.float32 == HELD and tl.bfloat16 == WIRE:
             x = as_bfloat16(x)
         x = x.to(APPLIED)
         place = first + (inside // width) * columns + inside % width
