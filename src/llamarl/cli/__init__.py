@@ -20,6 +20,7 @@ from llamarl.cli.train import train_command
 from llamarl.cli.transfer import plan_transfer_command
 from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
+from llamarl.observe.loggers import leave_loggers_behind
 
 app = typer.Typer(
     name="llamarl",
@@ -64,21 +65,28 @@ app.command("certs")(certs_command)
 
 
 def main() -> None:
+    """Run a command, and end the process with its exit code."""
+    code = run_command()
+    leave_loggers_behind(code)
+    sys.exit(code)
+
+
+def run_command() -> int:
     """Turn every failure that a user can cause into one line on stderr and an exit code for its kind."""
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="llamarl", standalone_mode=False)
     except LlamaRLError as error:
         print(f"llamarl: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except USAGE_ERROR as error:
         print(f"llamarl: {describe_usage_error(error)}", file=sys.stderr)
-        sys.exit(InputError.exit_code)
+        return InputError.exit_code
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(f"{type(error).__name__}: {error}"):
             raise
         print(f"llamarl: out of memory: {' '.join(str(error).split())[:300]}", file=sys.stderr)
-        sys.exit(JobFailed.exit_code)
+        return JobFailed.exit_code
     except (typer.Abort, KeyboardInterrupt):
         print("llamarl: interrupted", file=sys.stderr)
-        sys.exit(Interrupted.exit_code)
-    sys.exit(code or 0)
+        return Interrupted.exit_code
+    return code or 0

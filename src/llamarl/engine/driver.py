@@ -205,6 +205,8 @@ class Driver:
     def _run_batch(self, command: ev.RunBatch) -> None:
         rollouts = self._store.rollouts(command.ordinals)
         probe = None if command.probe is None else self._store.completion(command.probe)
+        if role_of(command.executor) == self._controller.line.batch_roles[-1].name:
+            self._watcher.training(command.update, rollouts)
         self._engine.send(command.executor, msg.WorkOnBatch(command.update, rollouts, probe))
 
     def _save(self, command: ev.Save) -> None:
@@ -257,8 +259,9 @@ class Driver:
             self._store.drop(ordinal)
 
     def _evaluated(self, command: ev.Evaluated) -> None:
-        rewards = [reward for group in self._store.rollouts(command.ordinals) for reward in group.rewards]
-        self._watcher.evaluated(command.version, sum(rewards) / len(command.ordinals))
+        groups = self._store.rollouts(command.ordinals)
+        rewards = [reward for group in groups for reward in group.rewards]
+        self._watcher.evaluated(command.version, sum(rewards) / len(command.ordinals), groups)
 
     def _finish(self, command: ev.Finish) -> None:
         self._ended = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from llamarl.config import Config
@@ -30,6 +32,10 @@ class Prompts:
             problem = self._task.problem(probed_version(ordinal) if kind == "probe" else ordinal)
         sampling = self._greedy if kind == "evaluation" else self._training
         return PromptGroup(ordinal, problem, tokens_to_bytes(prompt_tokens(self._tokenizer, problem)), sampling, kind)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of an answer's tokens."""
+        return self._tokenizer.decode(tokens)
 
 
 _MAX_LOOKED_AT = 1000  # takes some tenths of a second

@@ -18,6 +18,7 @@ from llamarl.jobs.prepare import prepare_job
 from llamarl.jobs.resume import resume_job
 from llamarl.jobs.run import run_job
 from llamarl.observe.display import Display, Quiet
+from llamarl.observe.metric_logger import MetricLogger
 from llamarl.observe.run_folder import CONFIG, dated_run_folder
 from llamarl.observe.summary import Summary
 from llamarl.plugins import refuse_while_importing
@@ -30,6 +31,7 @@ class Job:
 
     To add a role, give a line of your own and a builder for it: `Job(config, line=..., builders={"critic": build})`.
     A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/tasks.md.
+    Loggers too, besides those of the config: `Job(config, loggers=[MyLogger()])`; see docs/loggers.md.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Job:
         builders: Mapping[str, Builder] | None = None,
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
+        loggers: Sequence[MetricLogger] = (),
     ) -> None:
         refuse_while_importing()
         config, given = check_config(config), dict[str, Callable[..., Any]]()
@@ -49,7 +52,7 @@ class Job:
             config = with_task(config, task)
         self.config, self.line = config, line or default_line(config)
         self.builders = {**BUILDERS, **(builders or {})}
-        self._prepared = prepare_job(config, self.line, self.builders, given, task)
+        self._prepared = prepare_job(config, self.line, self.builders, given, task, loggers)
 
     @classmethod
     def load(
@@ -59,8 +62,9 @@ class Job:
         *,
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
+        loggers: Sequence[MetricLogger] = (),
     ) -> Job:
-        return cls(load_config(Path(path) if path else None, overrides), scorer=scorer, task=task)
+        return cls(load_config(Path(path) if path else None, overrides), scorer=scorer, task=task, loggers=loggers)
 
     def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
         """Train to the end. The run folder records everything the job did, also when it fails."""
@@ -78,6 +82,7 @@ class Job:
         builders: Mapping[str, Builder] | None = None,
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
+        loggers: Sequence[MetricLogger] = (),
         display: Display | None = None,
     ) -> Summary:
         """Continue a run from its newest whole snapshot, with the settings it had, or equivalent ones. A finished run is left
@@ -86,5 +91,5 @@ class Job:
         if not (path / CONFIG).is_file():
             raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
         asked = config or load_config(path / CONFIG, overrides)
-        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task)
+        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers)
         return resume_job(job._prepared, path, display or Quiet())

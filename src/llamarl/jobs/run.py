@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 from llamarl.controller.controller import Controller
+from llamarl.controller.events import Resumed
 from llamarl.controller.ledger import FINISHED
 from llamarl.engine.driver import INTERRUPTED, STOPPED, Driver
 from llamarl.engine.snapshot_store import SnapshotStore
@@ -15,6 +16,7 @@ from llamarl.jobs.prepare import PreparedJob
 from llamarl.jobs.signals import signals_stop
 from llamarl.model.training_state import POLICY
 from llamarl.observe.display import Display
+from llamarl.observe.loggers import Loggers
 from llamarl.observe.run_folder import SNAPSHOTS
 from llamarl.observe.summary import Summary
 from llamarl.observe.watcher import Watcher
@@ -73,6 +75,15 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display) -> Summary:
 
 def _make_watcher(job: PreparedJob, opened: OpenRun, display: Display) -> Watcher:
     line = job.line
+    last_role = line.batch_roles[-1].name
+    loggers = Loggers.start(
+        job.config,
+        opened.folder,
+        job.loggers,
+        decode=job.prompts.decode,
+        role=last_role,
+        first_update=opened.begin.version if isinstance(opened.begin, Resumed) else 0,
+    )
     return Watcher(
         job.config,
         opened.folder,
@@ -80,5 +91,6 @@ def _make_watcher(job: PreparedJob, opened: OpenRun, display: Display) -> Watche
         tally=opened.tally,
         first_role=line.group_roles[0].name,
         last_group_role=line.group_roles[-1].name,
-        last_role=line.batch_roles[-1].name,
+        last_role=last_role,
+        loggers=loggers,
     )
