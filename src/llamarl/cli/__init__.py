@@ -9,6 +9,7 @@ import typer
 
 from llamarl import __version__
 from llamarl.cli.bench import bench
+from llamarl.cli.check import check_command
 from llamarl.cli.cluster import certs_command, worker_command
 from llamarl.cli.help_format import SETTINGS, USAGE_ERROR, WholeSentenceHelp, describe_usage_error
 from llamarl.cli.models import eval_command, generate_command, import_gguf_command
@@ -50,6 +51,7 @@ def llamarl(
 
 
 app.command("train")(train_command)
+app.command("check")(check_command)
 app.command("generate")(generate_command)
 app.command("import-gguf")(import_gguf_command)
 app.command("eval")(eval_command)

@@ -33,6 +33,12 @@ class Prompts:
         sampling = self._greedy if kind == "evaluation" else self._training
         return PromptGroup(ordinal, problem, tokens_to_bytes(prompt_tokens(self._tokenizer, problem)), sampling, kind)
 
+    def typical_lengths(self, count: int = 100) -> tuple[float, float]:
+        """Mean number of tokens of the first prompts, and of the answers that the task itself gives to them."""
+        groups = [self.group(ordinal) for ordinal in range(count)]
+        answers = [len(self._tokenizer.encode(group.problem.answer)) for group in groups]
+        return sum(len(group.prompt_tokens) // 4 for group in groups) / count, sum(answers) / count
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of an answer's tokens."""
         return self._tokenizer.decode(tokens)

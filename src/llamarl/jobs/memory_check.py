@@ -81,12 +81,12 @@ def settle(parts: Sequence[MemoryItem]) -> list[str]:
         if sure > room.total_bytes:
             raise ConfigError(
                 f"memory: {name} has {_gib(room.total_bytes)}, and this takes at least {_gib(sure)}: "
-                f"{_largest([part for part in here if part.sure])}"
+                f"{describe_largest([part for part in here if part.sure])}"
             )
         if whole > room.available_bytes:
             notes.append(
                 f"{'memory is tight' if whole < 2 * room.total_bytes else 'MEMORY WILL VERY LIKELY NOT DO'}: {name} has "
-                f"{_gib(room.available_bytes)} free, and this may take {_gib(whole)}: {_largest(here)}"
+                f"{_gib(room.available_bytes)} free, and this may take {_gib(whole)}: {describe_largest(here)}"
             )
     return notes
 
@@ -221,7 +221,7 @@ def _place(device: torch.device) -> str:
     return f"cuda:{device.index or 0}" if device.type == "cuda" else HOST
 
 
-def _largest(parts: Sequence[MemoryItem]) -> str:
+def describe_largest(parts: Sequence[MemoryItem]) -> str:
     """The largest items, each named once, and the settings that make the first ones smaller."""
     sizes: dict[str, float] = {}
     for part in parts:

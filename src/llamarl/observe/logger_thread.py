@@ -135,12 +135,20 @@ class LoggerThread:
 
     def _missing(self) -> Iterator[LogReport]:
         """Yield metrics and evaluations of earlier starts that the logger lacks, such as all if it is new to the run."""
-        folder = self._run.folder
-        for row in Rows(folder / METRICS, Row) if self._next("metrics") < self._first_update else ():
-            update, role = row.pop("update", -1), row.pop("role", "")
-            if role == self._role and self._next("metrics") <= update < self._first_update:
-                yield LogReport("metrics", update, row)
-        for row in Rows(folder / EVALUATIONS, Row) if self._first_update else ():
+        if not self._first_update:
+            return
+        both = [*self._missing_evaluations(), *self._missing_metrics()]
+        yield from sorted(both, key=lambda report: report.step)  # at the same step, the evaluation is first
+
+    def _missing_metrics(self) -> Iterator[LogReport]:
+        if self._next("metrics") < self._first_update:
+            for row in Rows(self._run.folder / METRICS, Row):
+                update, role = row.pop("update", -1), row.pop("role", "")
+                if role == self._role and self._next("metrics") <= update < self._first_update:
+                    yield LogReport("metrics", update, row)
+
+    def _missing_evaluations(self) -> Iterator[LogReport]:
+        for row in Rows(self._run.folder / EVALUATIONS, Row):
             if self._next("evaluations") <= row.get("version", -1) <= self._first_update and "accuracy" in row:
                 yield LogReport("evaluations", row["version"], {ACCURACY: row["accuracy"]})
 

@@ -45,7 +45,7 @@ class WandB(MetricLogger):
         self._run.define_metric("version")
         self._run.define_metric("held_out_accuracy", step_metric="version")
         found = _written_offline(folder, run.id) if self._run.offline else _written_online(self._run)
-        self._step = max(0, found.get("metrics", 0) - 1)
+        self._step = found["metrics"]
         return found
 
     def log_metrics(self, update: int, values: Mapping[str, float]) -> None:
