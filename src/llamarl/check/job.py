@@ -14,13 +14,14 @@ from llamarl.controller.line import executor_names
 from llamarl.engine.prompts import Prompts
 from llamarl.errors import LlamaRLError
 from llamarl.families.parameters import num_parameters
-from llamarl.jobs.memory_check import HOST, MemoryItem, describe_largest, job_parts
+from llamarl.jobs.memory_check import HOST, PROCESSES, MemoryItem, describe_largest, job_parts
 from llamarl.jobs.prepare import prepare_job
 from llamarl.machine import FreeMemory
 from llamarl.model.hf_config import read_shape
 
 _BASE_BYTES = {"local": 400 << 20, "inline": 250 << 20, "monarch": 400 << 20}
 """Host memory of the main process and its fork server, beside what the executors take; by engine."""
+_CONTEXT_BYTES = 512 << 20  # of CUDA itself, in every process on a GPU
 _STATE_BYTES, _POLICY_BYTES = 12, 4  # on disk, per parameter: a whole snapshot, and one of the policy alone
 _FILES, _FILES_PER_RANK = 40, 8  # open files of the main process
 
@@ -67,8 +68,9 @@ def check_places(config: Config, parts: Sequence[MemoryItem], facts: MachineFact
     for place in dict.fromkeys([HOST, *(part.place for part in parts)]):
         here, room = [part for part in parts if part.place == place], room_at(place, facts)
         base = _BASE_BYTES[config.engine.kind] if place == HOST else 0.0
-        least = base + sum(part.num_bytes for part in here if part.sure)
-        most = base + sum(part.num_bytes for part in here)
+        contexts = 0 if place == HOST else _CONTEXT_BYTES * sum(part.what == PROCESSES for part in here)
+        least = base + contexts + sum(part.num_bytes for part in here if part.sure)
+        most = base + sum(part.num_bytes for part in here)  # with the contexts: they are a part of the processes
         yield _judge_place(place, least, most, room, here)
 
 

@@ -39,6 +39,7 @@ from llamarl.weights.cuda_driver import CudaRefused, total_memory
 from llamarl.weights.slot_file import NUM_SLOTS
 
 HOST = "cpu"
+PROCESSES = "the processes themselves"
 _PROCESS_BYTES = 300 << 20  # of a process that has only imported torch
 _MINOR_SHARE = 0.1  # of the whole; smaller items are not named
 _NARROW = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
@@ -214,7 +215,7 @@ def _reward_model_part(config: Config) -> MemoryItem:
 
 def _process(device: torch.device) -> MemoryItem:
     taken = WORKSPACE_BYTES if device.type == "cuda" else _PROCESS_BYTES
-    return MemoryItem("the processes themselves", _place(device), taken, "lower generator.replicas", sure=False)
+    return MemoryItem(PROCESSES, _place(device), taken, "lower generator.replicas", sure=False)
 
 
 def _place(device: torch.device) -> str:
