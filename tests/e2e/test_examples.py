@@ -57,6 +57,20 @@ def test_generate_prints_every_sample_with_its_worth() -> None:
     assert all(line.endswith((", stop", ", length")) for line in lines)
 
 
+def test_an_own_logger_writes_each_update_once_also_after_a_resume(tmp_path: Path) -> None:
+    run, settings = tmp_path / "run", [*BRIEF, *TINY, "engine=inline", "evaluate.every=1"]
+    logger = load_function("example", "examples/own_logger.py:CsvLogger")
+    job = Job.load(None, [*settings, "schedule.updates=3"], loggers=[logger()])
+    job.run(run)
+    Job.resume(run, overrides=["schedule.updates=5"], loggers=[logger()])
+    rows = [line.split(",") for line in (run / "rewards.csv").read_text().splitlines()]
+    assert [int(step) for kind, step, _ in rows if kind == "reward"] == [0, 1, 2, 3, 4]
+    assert [float(value) for kind, _, value in rows if kind == "reward"] == [row["reward"] for row in metrics_of(run)]
+    assert [kind for kind, *_ in rows].count("held_out_accuracy") == len(
+        (run / "evaluations.jsonl").read_text().splitlines()
+    )
+
+
 def test_the_custom_loss_trains_a_job_from_the_command_line(tmp_path: Path) -> None:
     code, out, err = llamarl("train", "examples/custom_loss.yaml", *BRIEF, "--run", tmp_path / "run")
     assert (code, err) == (0, "")

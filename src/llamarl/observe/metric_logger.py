@@ -58,12 +58,16 @@ class MetricLogger(Protocol):
 
     def log_metrics(self, update: int, values: Mapping[str, float]) -> None:
         """Log the metrics of an update. Updates come in order, each once, also after a resume or a rewind."""
+        return
 
     def log_evaluation(self, version: int, values: Mapping[str, float]) -> None:
         """Log an evaluation of a version of the policy."""
+        return
 
     def log_samples(self, kind: Kind, step: int, rows: Sequence[SampleRow]) -> None:
         """Log a table of rollouts: those of an evaluated version, or those that an update trained on."""
+        return
 
     def finish(self, outcome: str) -> None:
         """Close the log; `outcome` is "finished", or the reason why the job stopped."""
+        return
