@@ -99,7 +99,15 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoggedRuns]:
     job.communicate()
     killed_at = len((folder / "metrics.jsonl").read_text().splitlines())
     updates = max(killed_at, *marks(folder).values()) + 10
-    again = train(folder, named, "observe.samples_every=5", f"schedule.updates={updates}", "--resume", env=env)
+    again = train(
+        folder,
+        named,
+        "observe.samples_every=5",
+        "observe.wait_s=120",
+        f"schedule.updates={updates}",
+        "--resume",
+        env=env,
+    )
     output, _ = again.communicate(timeout=DEADLINE_S)
     assert again.returncode == 0, output
     yield LoggedRuns(folder, home, killed_at, updates, output)

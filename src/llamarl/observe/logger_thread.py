@@ -25,10 +25,10 @@ from msgspec import Struct
 from llamarl.observe.metric_logger import ACCURACY, Kind, LoggedRun, MetricLogger
 from llamarl.observe.rows import Row, Rows
 from llamarl.observe.run_folder import EVALUATIONS, METRICS
-from llamarl.observe.samples import Decode, SampledGroup, sample_row
+from llamarl.observe.samples import Decode, SampledRollout, sample_row
 from llamarl.plugins import describe_error
 
-MAX_WAITING = 1000  # reports
+MAX_WAITING = 10_000  # reports; a few KB each. Samples are larger: a tenth of the queue is theirs
 LOGGERS = "loggers"  # folder in the run folder
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
@@ -41,7 +41,7 @@ class LogReport(Struct, frozen=True):
     kind: Kind
     step: int  # an update, or the version that was evaluated
     values: Mapping[str, float] = {}
-    samples: tuple[SampledGroup, ...] = ()
+    samples: tuple[SampledRollout, ...] = ()
 
 
 Marks = dict[Kind, int]  # first step that was not sent, by kind of report
@@ -77,6 +77,8 @@ class LoggerThread:
         if not self._thread.is_alive():
             return
         try:
+            if report.samples and self._queue.qsize() > self._queue.maxsize // 10:
+                raise queue.Full
             self._queue.put_nowait(report)
         except queue.Full:
             self._num_dropped += 1

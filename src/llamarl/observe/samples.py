@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from llamarl.observe.metric_logger import SampleRow
-from llamarl.types import Rollout, RolloutGroup, bytes_to_tokens
+from llamarl.types import PromptGroup, Rollout, RolloutGroup, bytes_to_tokens
 
 MAX_CHARS = 4000  # of a prompt or an answer
 _MAX_TOKENS = 4 * MAX_CHARS  # decoded at most; tokens without text are rare
@@ -16,24 +16,24 @@ _KEPT = "\n\t"
 Decode = Callable[[Sequence[int]], str]
 
 
-class SampledGroup(Struct, frozen=True):
-    """A rollout and the group that it is from. Text is made of it later, in a logger's thread."""
+class SampledRollout(Struct, frozen=True):
+    """A rollout and its prompt. Text is made of it later, in a logger's thread."""
 
-    group: RolloutGroup
+    prompt: PromptGroup
     rollout: Rollout
 
 
-def choose(groups: Sequence[RolloutGroup], count: int) -> tuple[SampledGroup, ...]:
+def choose(groups: Sequence[RolloutGroup], count: int) -> tuple[SampledRollout, ...]:
     """The first rollout of each of the first groups: for evaluations, always the same problems."""
-    return tuple(SampledGroup(group, group.rollouts[0]) for group in groups if group.rollouts)[:count]
+    return tuple(SampledRollout(group.prompt, group.rollouts[0]) for group in groups[:count] if group.rollouts)
 
 
-def sample_row(chosen: SampledGroup, decode: Decode) -> SampleRow:
-    problem, completion = chosen.group.prompt.problem, chosen.rollout.completion
+def sample_row(chosen: SampledRollout, decode: Decode) -> SampleRow:
+    problem, completion = chosen.prompt.problem, chosen.rollout.completion
     tokens = bytes_to_tokens(completion.tokens)[:_MAX_TOKENS]
     asked = problem.turns[-1].content if problem.turns else problem.prompt
     return SampleRow(
-        ordinal=chosen.group.ordinal,
+        ordinal=chosen.prompt.ordinal,
         prompt=printable(asked),
         answer=printable(decode(tokens.tolist())),
         expected=printable(problem.answer),

@@ -15,7 +15,7 @@ from llamarl.config import Config, ObserveConfig
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
 from llamarl.observe import loggers as registry
-from llamarl.observe.logger_thread import LoggerThread, LogReport, read_marks, run_id, without_secrets
+from llamarl.observe.logger_thread import MAX_WAITING, LoggerThread, LogReport, read_marks, run_id, without_secrets
 from llamarl.observe.loggers import KNOWN, Loggers, check_loggers, flat_settings, own_names
 from llamarl.observe.metric_logger import Kind, LoggedRun, MetricLogger, SampleRow
 from llamarl.observe.run_folder import RunFolder
@@ -230,7 +230,7 @@ def test_a_hanging_logger_holds_nobody_up(tmp_path: Path, method: str, monkeypat
     assert hanging.reached.wait(DEADLINE_S)
     started_s = time.monotonic()
     if method != "finish":
-        for update in range(1, 2000):  # more than may wait
+        for update in range(1, MAX_WAITING + 10):
             loggers.metrics(update, {"reward": 0.0})
         loggers.finish("finished", 0.2)
     assert time.monotonic() - started_s < DEADLINE_S / 2  # it would hang for all of it
@@ -265,6 +265,17 @@ def test_a_slow_logger_drops_reports_counts_them_and_still_ends(tmp_path: Path) 
         "logger slow is too slow: it drops reports; the job goes on",
         "logger slow: 7 of 10 reports were not sent (7 dropped, 0 failed)",
     ]
+
+
+def test_samples_are_dropped_before_metrics(tmp_path: Path) -> None:
+    slow = Hanging("start")
+    loggers = start(RunFolder.create(tmp_path / "run"), slow, config=Config(observe=ObserveConfig(samples_every=1)))
+    for update in range(MAX_WAITING // 10 + 1):
+        loggers.metrics(update, {"reward": 0.0})
+    loggers.trained(MAX_WAITING, rollouts([0]))
+    slow.let_go.set()
+    assert ended(loggers)[-1].endswith("(1 dropped, 0 failed)")
+    assert len(slow.metrics) == MAX_WAITING // 10 + 1 and not slow.tables
 
 
 def test_a_logger_left_behind_does_not_hold_up_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
