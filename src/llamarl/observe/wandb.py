@@ -36,7 +36,7 @@ class WandB(MetricLogger):
                 project=run.project,
                 name=run.name,
                 id=run.id,
-                resume="allow",
+                resume=None if _is_offline() else "allow",
                 dir=str(folder),
                 config=dict(run.settings),
                 allow_val_change=True,
@@ -65,9 +65,13 @@ class WandB(MetricLogger):
         self._run.finish(exit_code=0 if outcome == "finished" else 1)
 
 
+def _is_offline() -> bool:
+    return os.environ.get("WANDB_MODE", "").lower() in _OFFLINE
+
+
 def describe_missing_key() -> str:
     """A line if wandb would ask for a key, which a job cannot answer; else empty."""
-    if os.environ.get("WANDB_MODE", "").lower() in _OFFLINE:
+    if _is_offline():
         return ""
     if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return ""
