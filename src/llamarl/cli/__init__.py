@@ -11,10 +11,11 @@ from llamarl import __version__
 from llamarl.cli.bench import bench
 from llamarl.cli.check import check_command
 from llamarl.cli.cluster import certs_command, worker_command
-from llamarl.cli.help_format import SETTINGS, USAGE_ERROR, WholeSentenceHelp, describe_usage_error
+from llamarl.cli.help_format import EXIT_CODES, USAGE_ERROR, Commands, describe_usage_error
 from llamarl.cli.models import eval_command, generate_command, import_gguf_command
 from llamarl.cli.plan import plan_command, simulate_command
 from llamarl.cli.records import audit_command, replay_command
+from llamarl.cli.runs import rollouts_command, runs_command
 from llamarl.cli.score import score_command
 from llamarl.cli.settings import config_command
 from llamarl.cli.train import train_command
@@ -23,14 +24,11 @@ from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
 from llamarl.observe.loggers import leave_loggers_behind
 
-app = typer.Typer(
+app = Commands(
     name="llamarl",
     help="Asynchronous reinforcement learning for language models.",
-    cls=WholeSentenceHelp,
-    context_settings=SETTINGS,
-    add_completion=False,
+    epilog=EXIT_CODES,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
 
@@ -56,6 +54,8 @@ app.command("generate")(generate_command)
 app.command("import-gguf")(import_gguf_command)
 app.command("eval")(eval_command)
 app.command("score")(score_command)
+app.command("runs")(runs_command)
+app.command("rollouts")(rollouts_command)
 app.command("audit")(audit_command)
 app.command("replay")(replay_command)
 app.command("config")(config_command)

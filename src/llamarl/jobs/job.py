@@ -17,6 +17,7 @@ from llamarl.jobs.folder import open_new_run
 from llamarl.jobs.prepare import prepare_job
 from llamarl.jobs.resume import resume_job
 from llamarl.jobs.run import run_job
+from llamarl.observe.callbacks import AnyCallback, checked_callbacks
 from llamarl.observe.display import Display, Quiet
 from llamarl.observe.metric_logger import MetricLogger
 from llamarl.observe.run_folder import CONFIG, dated_run_folder
@@ -30,8 +31,9 @@ class Job:
     """`Job.load("job.yaml", ["trainer.lr=1e-4"]).run()` does what `llamarl train` does.
 
     To add a role, give a line of your own and a builder for it: `Job(config, line=..., builders={"critic": build})`.
-    A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/tasks.md.
-    Loggers too, besides those of the config: `Job(config, loggers=[MyLogger()])`; see docs/loggers.md.
+    A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/tasks.md. `callbacks`
+    are called while the job runs: `Callback` objects, or functions of an `UpdateDone`; see docs/reading.md.
+    `loggers` come beside those of the config: `Job(config, loggers=[MyLogger()])`; see docs/loggers.md.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class Job:
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
         loggers: Sequence[MetricLogger] = (),
+        callbacks: Sequence[AnyCallback] = (),
     ) -> None:
         refuse_while_importing()
+        self.callbacks = checked_callbacks(callbacks)
         config, given = check_config(config), dict[str, Callable[..., Any]]()
         if scorer is not None:
             config, given = with_scorer(config, scorer)
@@ -63,13 +67,16 @@ class Job:
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
         loggers: Sequence[MetricLogger] = (),
+        callbacks: Sequence[AnyCallback] = (),
     ) -> Job:
-        return cls(load_config(Path(path) if path else None, overrides), scorer=scorer, task=task, loggers=loggers)
+        """A job from a YAML file, or the default job, with settings such as `trainer.lr=1e-4` that replace the file's."""
+        config = load_config(Path(path) if path else None, overrides)
+        return cls(config, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
 
     def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
         """Train to the end. The run folder records everything the job did, also when it fails."""
         opened = open_new_run(self._prepared, Path(folder) if folder else dated_run_folder())
-        return run_job(self._prepared, opened, display or Quiet())
+        return run_job(self._prepared, opened, display or Quiet(), self.callbacks)
 
     @classmethod
     def resume(
@@ -83,6 +90,7 @@ class Job:
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
         loggers: Sequence[MetricLogger] = (),
+        callbacks: Sequence[AnyCallback] = (),
         display: Display | None = None,
     ) -> Summary:
         """Continue a run from its newest whole snapshot, with the settings it had, or equivalent ones. A finished run is left
@@ -91,5 +99,5 @@ class Job:
         if not (path / CONFIG).is_file():
             raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
         asked = config or load_config(path / CONFIG, overrides)
-        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers)
-        return resume_job(job._prepared, path, display or Quiet())
+        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
+        return resume_job(job._prepared, path, display or Quiet(), job.callbacks)
