@@ -134,7 +134,10 @@ def eval_command(
     config = task_config(task, [*(overrides or []), f"model.path={json.dumps(model)}", "schedule.samples_per_group=2"])
     config = with_hub_files(config)
     _say_ignored_keys(config.model_folder)
-    chosen = choose_problems(open_task(config), split, problems)
+    opened = open_task(config)
+    for note in getattr(opened, "notes", ()):
+        print(note, file=sys.stderr, flush=True)
+    chosen = choose_problems(opened, split, problems)
     settled = device_or_refuse(device)
 
     from llamarl.generate.evaluate import describe_evaluation, evaluate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from llamarl.config.section import Section
 from llamarl.errors import ConfigError
@@ -74,6 +74,10 @@ class TaskConfig(DatasetConfig, frozen=True):
 
     chat: Annotated[bool, Meta(description="send prompts as user messages in the model's chat template")] = False
     system: Annotated[str, Meta(description="chat: the system message; empty: none")] = ""
+    chat_options: Annotated[
+        dict[str, bool | int | float | str],
+        Meta(description="chat: options of the model's chat template, such as {enable_thinking: false}"),
+    ] = field(default_factory=dict)
     parts: Annotated[
         tuple[MixturePart, ...], Meta(description="mixture: its datasets, each with kind, weight, path and so on")
     ] = ()
