@@ -114,6 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer()
 
+    def do_DELETE(self) -> None:
+        self._answer()
+
     def do_PUT(self) -> None:
         self._answer()
 
@@ -138,6 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._lfs_batch()
         if self._path == "/api/repos/create":
             return self._create()
+        if self._path == "/api/repos/delete":
+            return self._delete()
         if self._path == "/api/whoami-v2":
             return self._whoami()
         if self._path == "/api/validate-yaml":
@@ -189,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         if repo is None:
             return
         if verb in ("preupload", "commit") and self.command == "POST":
-            return self._preupload() if verb == "preupload" else self._commit(repo, revision or "main")
+            return self._preupload() if verb == "preupload" else self._commit(repo, name, revision or "main")
         sha = repo.find(revision or "main")
         if sha is None:
             return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
@@ -270,6 +275,11 @@ class _Handler(BaseHTTPRequestHandler):
         where[name].commit({".gitattributes": b""})
         return self._json({"url": f"{hub.url}/{name}", "name": name})
 
+    def _delete(self) -> None:
+        asked = json.loads(self._body)
+        self.state.models.pop(f"{asked.get('organization') or 'ann'}/{asked['name']}")
+        self._json({})
+
     def _preupload(self) -> None:
         files = json.loads(self._body)["files"]
         found = [
@@ -278,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         self._json({"files": found})
 
-    def _commit(self, repo: StubRepo, revision: str) -> None:
+    def _commit(self, repo: StubRepo, name: str, revision: str) -> None:
         sha = repo.find(revision)
         files = dict(repo.commits[sha]) if sha else {}
         for line in self._body.splitlines():
@@ -291,7 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif entry["key"] == "deletedFile":
                 files.pop(value["path"], None)
         made = repo.commit(files, revision)
-        self._json({"commitUrl": f"{self.state.url}/commit/{made}", "commitOid": made, "success": True})
+        self._json({"commitUrl": f"{self.state.url}/{name}/commit/{made}", "commitOid": made, "success": True})
 
 
 def _entry(path: str, data: bytes) -> dict[str, Any]:

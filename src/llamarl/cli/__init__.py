@@ -13,6 +13,7 @@ from llamarl.cli.cluster import certs_command, worker_command
 from llamarl.cli.help_format import SETTINGS, USAGE_ERROR, WholeSentenceHelp, describe_usage_error
 from llamarl.cli.models import eval_command, generate_command, import_gguf_command
 from llamarl.cli.plan import plan_command, simulate_command
+from llamarl.cli.push import push_command
 from llamarl.cli.records import audit_command, replay_command
 from llamarl.cli.score import score_command
 from llamarl.cli.settings import config_command
@@ -55,6 +56,7 @@ app.command("eval")(eval_command)
 app.command("score")(score_command)
 app.command("audit")(audit_command)
 app.command("replay")(replay_command)
+app.command("push")(push_command)
 app.command("config")(config_command)
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)

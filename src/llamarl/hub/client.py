@@ -73,17 +73,32 @@ def tell(line: str) -> None:
 
 
 @contextmanager
-def one_line_errors(setting: str, name: HubName, what: str) -> Iterator[None]:
-    """Turn every error of the client, the network and the disk into one line. `what`: model, dataset, or the like."""
+def bars_on_terminals_only(client: ModuleType) -> Iterator[None]:
+    """The client's progress bars are for people: a log gets lines of ours instead."""
+    utils = client.utils
+    if (sys.stderr.isatty() and shows_progress()) or utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
+
+
+@contextmanager
+def one_line_errors(setting: str, name: HubName, what: str, done: str = "fetched") -> Iterator[None]:
+    """Turn every error of the client, the network and the disk into one line. `what`: model or dataset; `done`: what was to
+    be done with it."""
     try:
         yield
     except (InputError, KeyboardInterrupt):
         raise
     except Exception as error:  # foreign code: the client raises errors of its own, of its HTTP library and of the disk
-        raise _explained(error, setting, name, what) from None
+        raise _explained(error, setting, name, what, done) from None
 
 
-def _explained(error: Exception, setting: str, name: HubName, what: str) -> InputError:
+def _explained(error: Exception, setting: str, name: HubName, what: str, done: str) -> InputError:
     from huggingface_hub import errors
 
     causes = [error, *filter(None, [error.__cause__, error.__context__])]
@@ -103,7 +118,7 @@ def _explained(error: Exception, setting: str, name: HubName, what: str) -> Inpu
             )
         if isinstance(cause, errors.RevisionNotFoundError):
             return InputError(f"{setting}: {name.repo} has no branch, tag or commit '{name.revision or 'main'}'")
-        if isinstance(cause, errors.RepositoryNotFoundError):
+        if isinstance(cause, errors.RepositoryNotFoundError) and done == "fetched":
             return InputError(
                 f"{setting}: no file or folder {name} here, and the hub has no {what} {name.repo}; if it is private, set "
                 "HF_TOKEN or run `hf auth login`"
@@ -113,13 +128,13 @@ def _explained(error: Exception, setting: str, name: HubName, what: str) -> Inpu
         if status in (401, 403):
             return InputError(f"{setting}: the hub refuses {name} ({status}); check HF_TOKEN or run `hf auth login`")
         if isinstance(status, int) and status >= _LAST_STATUS:
-            return Unreachable(f"{setting}: {name} cannot be fetched: {endpoint()} answers with error {status}")
+            return Unreachable(f"{setting}: {name} cannot be {done}: {endpoint()} answers with error {status}")
     told = _brief(error)
     if "Consistency check failed" in told or any(type(cause).__name__ in _CUT_SHORT for cause in causes):
         return InputError(f"{setting}: the download of {name} broke off; try it again, whole files are kept")
     if any(type(cause).__module__.partition(".")[0] in _NETWORK for cause in causes):
-        return Unreachable(f"{setting}: {name} cannot be fetched: {endpoint()} cannot be reached ({told})")
-    return InputError(f"{setting}: {name} cannot be fetched: {told}")
+        return Unreachable(f"{setting}: {name} cannot be {done}: {endpoint()} cannot be reached ({told})")
+    return InputError(f"{setting}: {name} cannot be {done}: {told}")
 
 
 def _page(name: HubName, what: str) -> str:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +20,15 @@ from msgspec.structs import replace
 
 from llamarl.config.hub_names import HubKind, HubName, hub_cache, repo_folder
 from llamarl.errors import InputError
-from llamarl.hub.client import Unreachable, endpoint, is_offline, load_client, one_line_errors, shows_progress, tell
+from llamarl.hub.client import (
+    Unreachable,
+    bars_on_terminals_only,
+    endpoint,
+    is_offline,
+    load_client,
+    one_line_errors,
+    tell,
+)
 
 _MAIN = "main"
 _MARGIN_BYTES = 64 << 20  # left free on the disk
@@ -62,7 +69,7 @@ class RepoSnapshot(Struct, frozen=True):
         shown = f"{self.name.repo}@{self.name.commit[:8]}"
         tell(f"fetching {shown} from {endpoint()}: {_counted(len(files))}, {_size(total)}")
         done = 0
-        with _bars_on_terminals_only(client):
+        with bars_on_terminals_only(client):
             for number, file in enumerate(files, start=1):
                 client.hf_hub_download(
                     self.name.repo,
@@ -178,20 +185,6 @@ def _replace_file(path: Path, content: bytes) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def _bars_on_terminals_only(client: ModuleType) -> Iterator[None]:
-    """The client's progress bars are for people: a log gets a line for each file instead."""
-    utils = client.utils
-    if (sys.stderr.isatty() and shows_progress()) or utils.are_progress_bars_disabled():
-        yield
-        return
-    utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        utils.enable_progress_bars()
 
 
 def _counted(files: int) -> str:
