@@ -327,7 +327,7 @@ def test_audit_of_what_cannot_be_read_exits_with_2(run_copy: Path, tmp_path: Pat
         (["train", "."], ".: cannot be read: Is a directory"),
         (
             ["train", "task.path=mine.jsonl"],
-            "task.path: arithmetic makes its own problems; to read a file, set the kind",
+            "task.path: arithmetic makes its own problems; to read data, set the kind",
         ),
         (["train", "model=tiny"], "model: is a section with keys of its own, got 'tiny'; write model.path and so on"),
         (["train", "generator.kv_pages=1"], "generator.kv_pages: 1 pages of 16 tokens cannot hold one sequence"),

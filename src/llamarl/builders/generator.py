@@ -33,7 +33,7 @@ def build_generator(context: BuildContext) -> Executor:
         device=device,
         fill=lambda memory: checkpoint.fill(memory, part.box),
     )
-    tokenizer = Tokenizer.load(config.model_folder)
+    tokenizer = Tokenizer.load(config.model_folder, config.task.chat_options)
     decoder = ContinuousDecoder(
         model,
         Limits.of(config),

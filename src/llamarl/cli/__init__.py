@@ -14,6 +14,7 @@ from llamarl.cli.cluster import certs_command, worker_command
 from llamarl.cli.help_format import EXIT_CODES, USAGE_ERROR, Commands, describe_usage_error
 from llamarl.cli.models import eval_command, generate_command, import_gguf_command
 from llamarl.cli.plan import plan_command, simulate_command
+from llamarl.cli.push import push_command
 from llamarl.cli.records import audit_command, replay_command
 from llamarl.cli.runs import rollouts_command, runs_command
 from llamarl.cli.score import score_command
@@ -58,6 +59,7 @@ app.command("runs")(runs_command)
 app.command("rollouts")(rollouts_command)
 app.command("audit")(audit_command)
 app.command("replay")(replay_command)
+app.command("push")(push_command)
 app.command("config")(config_command)
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)

@@ -14,7 +14,7 @@ from llamarl.cli.models import task_config
 
 def score_command(
     task: Annotated[
-        str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
+        str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, dataset, code, or a YAML file")
     ],
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
 ) -> None:

@@ -14,6 +14,7 @@ from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.engine.local.fork_server import fork_server_ahead
 from llamarl.errors import InputError, Interrupted, JobFailed
+from llamarl.hub.client import without_progress
 from llamarl.observe.final_report import resume_command
 from llamarl.observe.loggers import check_loggers
 from llamarl.observe.run_folder import CONFIG, dated_run_folder
@@ -44,7 +45,8 @@ def train_command(
             path = run / CONFIG
     settled = load_config(path, settings)  # before torch is imported, so that mistakes show at once
     check_loggers(settled.observe)
-    with fork_server_ahead() if settled.engine.kind == "local" else nullcontext():
+    ahead = fork_server_ahead() if settled.engine.kind == "local" else nullcontext()
+    with ahead, without_progress() if quiet else nullcontext():
         _train(settled, run or dated_run_folder(), resume=resume, quiet=quiet)
 
 

@@ -20,6 +20,7 @@ class Prompts:
 
     def __init__(self, task: Prompter, tokenizer: Tokenizer, config: Config) -> None:
         self._task, self._tokenizer = task, tokenizer
+        self.notes: tuple[str, ...] = tuple(getattr(task, "notes", ()))  # of the task, for the user
         self._training, self._greedy = config.training_sampling, config.greedy_sampling
         self._evaluation = task.evaluation(config.evaluate.prompts, config.evaluate.split)
         # A small task may hold out fewer problems than evaluate.prompts asks for; then each is asked once.

@@ -18,7 +18,9 @@ from llamarl.errors import ArgumentError, InputError, ModelError
 from llamarl.families.parameters import num_parameters
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.kv_cache import page_bytes
+from llamarl.hub.models import fetch_model
 from llamarl.machine import host_memory
+from llamarl.model.chat_template import ChatOptions
 from llamarl.model.checkpoint import check_headers, load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer
@@ -56,7 +58,7 @@ class LLM:
 
         from llamarl import LLM, Sampling
 
-        llm = LLM("models/qwen3-0.6b")
+        llm = LLM("Qwen/Qwen3-0.6B")  # or a folder
         for answers in llm.generate(["The capital of France is"], Sampling(samples=2, max_new_tokens=16)):
             print([answer.text for answer in answers])
 
@@ -64,18 +66,24 @@ class LLM:
     """
 
     def __init__(
-        self, folder: str | Path, *, device: str = "auto", dtype: str = "auto", slots: int = _DEFAULT_SLOTS
+        self,
+        folder: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        slots: int = _DEFAULT_SLOTS,
+        chat_options: ChatOptions | None = None,
     ) -> None:
-        """`folder`: a Hugging Face folder; "tiny" is the shipped model. `device`: auto (a GPU if there is one), cpu, cuda or
-        cuda:N. `dtype` of weights and cache: auto (bfloat16 on a GPU, else float32), float32, bfloat16 or float16.
-        `slots`: completions decoded at once."""
+        """`folder`: a Hugging Face folder, or a name on the hub; "tiny" is the shipped model. `device`: auto (a GPU if there
+        is one), cpu, cuda or cuda:N. `dtype` of weights and cache: auto (bfloat16 on a GPU, else float32), float32, bfloat16
+        or float16. `slots`: completions decoded at once. `chat_options`: values for the model's chat template."""
         if dtype not in DTYPES:
             raise ArgumentError("dtype", f"expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, is {dtype}")
         if slots < 1:
             raise ArgumentError("slots", f"must be at least 1, is {slots}")
-        self.folder = model_folder(str(folder))
+        self.folder = model_folder(fetch_model(str(folder)))
         self.shape = check_headers(self.folder)
-        self.tokenizer = Tokenizer.load(self.folder)
+        self.tokenizer = Tokenizer.load(self.folder, chat_options)
         if not self.tokenizer.eos_ids:
             raise ModelError(f"{self.folder}: names no end token")
         self.device = choose_device(device)

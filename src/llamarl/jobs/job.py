@@ -13,6 +13,7 @@ from llamarl.config.file import check_config, load_config
 from llamarl.controller.default_line import default_line
 from llamarl.controller.line import Line
 from llamarl.errors import InputError
+from llamarl.hub.resolve import with_commits_of, with_hub_files
 from llamarl.jobs.folder import open_new_run
 from llamarl.jobs.prepare import prepare_job
 from llamarl.jobs.resume import resume_job
@@ -49,7 +50,7 @@ class Job:
     ) -> None:
         refuse_while_importing()
         self.callbacks = checked_callbacks(callbacks)
-        config, given = check_config(config), dict[str, Callable[..., Any]]()
+        config, given = with_hub_files(check_config(config)), dict[str, Callable[..., Any]]()
         if scorer is not None:
             config, given = with_scorer(config, scorer)
         if task is not None:
@@ -98,6 +99,6 @@ class Job:
         path = Path(folder)
         if not (path / CONFIG).is_file():
             raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
-        asked = config or load_config(path / CONFIG, overrides)
+        asked = with_commits_of(load_config(path / CONFIG), config or load_config(path / CONFIG, overrides))
         job = cls(asked, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
         return resume_job(job._prepared, path, display or Quiet(), job.callbacks)

@@ -74,7 +74,7 @@ def prepare_job(
     prompts = prepare_prompts(config, tokenizer, given, task)
     check_tool(config, tokenizer, prompts.group(0).problem)
     notes = [*describe_devices(config, gpus), *model_notes, *memory_notes, *advice_before(config)]
-    notes += check_lengths(prompts, config)
+    notes += [*prompts.notes, *check_lengths(prompts, config)]
     return PreparedJob(config, line, builders, given, prompts, tuple(notes), tuple(loggers))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from llamarl.errors import ModelError
-from llamarl.model.chat_template import ChatTemplate, NoChatTemplate, Template
+from llamarl.model.chat_template import ChatOptions, ChatTemplate, NoChatTemplate, Template
 from llamarl.model.hf_config import read_json_object
 
 _HERE = "(what the model said)"
@@ -27,13 +27,16 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
+    def load(cls, folder: Path, chat_options: ChatOptions | None = None) -> Tokenizer:
+        """The tokenizer of a folder. `chat_options` are values for its chat template."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder}: no tokenizer.json; only folders with a fast tokenizer are supported")
         backend = _backend(path)
         settings = read_json_object(folder / "tokenizer_config.json") if _has(folder, "tokenizer_config.json") else {}
-        tokenizer = cls(backend, eos_ids=_eos_ids(folder, settings, backend), template=_template(folder, settings))
+        tokenizer = cls(
+            backend, eos_ids=_eos_ids(folder, settings, backend), template=_template(folder, settings, chat_options)
+        )
         _check_fits(tokenizer, folder)
         return tokenizer
 
@@ -91,13 +94,13 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{path}: not a tokenizer ({' '.join(str(error).split())})") from None
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> Template:
+def _template(folder: Path, settings: Mapping[str, Any], options: ChatOptions | None) -> Template:
     source = _template_source(folder, settings)
     if source is None:
         return NoChatTemplate(folder)
     named = {name: _token_text(settings.get(name)) for name in settings if name.endswith("_token")}
     special_tokens = {name: text for name, text in named.items() if text is not None}
-    return ChatTemplate(source, special_tokens=special_tokens, folder=folder)
+    return ChatTemplate(source, special_tokens=special_tokens, folder=folder, options=options)
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -24,6 +24,7 @@ class Mixture:
 
     def __init__(self, parts: Sequence[tuple[Task, float]], *, seed: int) -> None:
         self._tasks = [task for task, _ in parts]
+        self.notes = tuple(note for task in self._tasks for note in task.notes)
         self._counts = shares([weight for _, weight in parts])
         self._seed = seed
         self._number = -1

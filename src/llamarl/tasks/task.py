@@ -46,11 +46,18 @@ class Task:
     """Problems by ordinal; each pass over them has a new order."""
 
     def __init__(
-        self, train: Sequence[Problem], held_out: Sequence[Problem], *, seed: int, test: Sequence[Problem] = ()
+        self,
+        train: Sequence[Problem],
+        held_out: Sequence[Problem],
+        *,
+        seed: int,
+        test: Sequence[Problem] = (),
+        notes: tuple[str, ...] = (),
     ) -> None:
+        """`notes` are shown to the user when the job begins."""
         if not train and not test:
             raise InputError("task: no problems are left to train on; lower task.held_out")
-        self.train, self.held_out, self.test = train, held_out, test
+        self.train, self.held_out, self.test, self.notes = train, held_out, test, notes
         self._seed = seed
         self._pass = -1
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
