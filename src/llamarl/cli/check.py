@@ -53,7 +53,9 @@ def check_command(
     if settled is not None:
         from llamarl.check.forecast import forecast
         from llamarl.check.job import check_job, prepared
+        from llamarl.hub.resolve import with_hub_files
 
+        settled = with_hub_files(settled)
         prompts, refusal = prepared(settled)
         found = list(check_job(settled, facts, run, refusal))
         found += forecast(settled, facts, prompts, named, answer) if prompts and not has_problem(found) else []
