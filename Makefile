@@ -4,7 +4,7 @@ BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before.
 FORKING := $(wildcard tests/dist/test_transfer_*.py) tests/unit/weights
 
-.PHONY: train test test-monarch test-cluster soak venv format bench clean
+.PHONY: train test test-monarch test-cluster test-wheel soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -30,6 +30,10 @@ test-monarch: .venv-monarch/dev
 # Three hosts on this machine: network namespaces, which need root.
 test-cluster: .venv-monarch/dev
 	$(MONARCH)/pytest tests/cluster
+
+# The wheel in an environment with nothing but pip: names on a hub on loopback and an own reward train without a checkout.
+test-wheel: .venv/dev
+	LLAMARL_TEST_WHEEL=1 $(BIN)/pytest tests/wheel
 
 # A hundred thousand hostile answers (`HOSTILE=5000` for fewer), hostile programs in every sandbox, ten thousand simulated
 # disasters, a kill and a stop at every failpoint, run folders with second owners, full disks, live copies and torn files
