@@ -4,7 +4,7 @@ BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before.
 FORKING := $(wildcard tests/dist/test_transfer_*.py) tests/unit/weights
 
-.PHONY: train test test-monarch test-cluster test-loggers soak venv format bench clean
+.PHONY: train test test-monarch test-cluster test-loggers test-wheel soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -35,6 +35,10 @@ test-cluster: .venv-monarch/dev
 LOGGERS := .venv-loggers/bin
 test-loggers: .venv-loggers/dev
 	$(LOGGERS)/pytest tests/loggers
+
+# The wheel in an environment with nothing but pip: names on a hub on loopback and an own reward train without a checkout.
+test-wheel: .venv/dev
+	LLAMARL_TEST_WHEEL=1 $(BIN)/pytest tests/wheel
 
 # A hundred thousand hostile answers (`HOSTILE=5000` for fewer), hostile programs in every sandbox, ten thousand simulated
 # disasters, a kill and a stop at every failpoint, run folders with second owners, full disks, live copies and torn files

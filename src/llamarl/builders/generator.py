@@ -12,6 +12,7 @@ from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.loading import load_rank
 from llamarl.generate.parallel import TensorRank
+from llamarl.generate.stop_strings import StopStrings
 from llamarl.layout.model import SCALE
 from llamarl.model.checkpoint import open_checkpoint
 from llamarl.model.shards import Shard
@@ -43,6 +44,7 @@ def build_generator(context: BuildContext) -> Executor:
         tensor_ranks=part.count,
         precision=precision,
         max_turns=config.conversation.max_turns if config.conversation.tool else 1,
+        stop=StopStrings(tokenizer, settings.stop),
     )
     return Generator(
         decoder,

@@ -120,6 +120,10 @@ def _check_schedule(config: Config) -> None:
             f"generator.slots: {generator.slots} slots cannot hold one group of "
             f"schedule.samples_per_group={schedule.samples_per_group}"
         )
+    if generator.stop and config.conversation.tool:
+        raise ConfigError(
+            "generator.stop: cannot take effect in conversations, whose turns end with the model's end token"
+        )
     if schedule.deterministic and config.conversation.tool and generator.kv_pages:
         raise ConfigError(
             f"generator.kv_pages: with {generator.kv_pages} pages, timing decides which conversations are read again, "

@@ -191,7 +191,11 @@ def evaluate(
     starting(llm)
     sampling = replace(settings.sampling, samples=samples, temperature=temperature)
     decoder = llm.decoder(
-        limits, seed=config.seed, precision=Precision.of(settings), max_turns=talk.max_turns if talk.tool else 1
+        limits,
+        seed=config.seed,
+        precision=Precision.of(settings),
+        max_turns=talk.max_turns if talk.tool else 1,
+        stop=settings.stop,
     )
     conversations = make_conversations(config, decoder, llm.tokenizer) if talk.tool else None
     try:

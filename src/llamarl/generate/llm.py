@@ -18,6 +18,7 @@ from llamarl.errors import ArgumentError, InputError, ModelError
 from llamarl.families.parameters import num_parameters
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.kv_cache import page_bytes
+from llamarl.generate.stop_strings import StopStrings
 from llamarl.hub.models import fetch_model
 from llamarl.machine import host_memory
 from llamarl.model.chat_template import ChatOptions
@@ -134,7 +135,13 @@ class LLM:
         return asked
 
     def decoder(
-        self, limits: Limits, *, seed: int, precision: Precision = AS_THE_MODEL, max_turns: int = 1
+        self,
+        limits: Limits,
+        *,
+        seed: int,
+        precision: Precision = AS_THE_MODEL,
+        max_turns: int = 1,
+        stop: Sequence[str] = (),
     ) -> ContinuousDecoder:
         """A new decoder of this model, for callers that add prompts while others are being answered."""
         return ContinuousDecoder(
@@ -144,6 +151,7 @@ class LLM:
             seed=seed,
             precision=precision,
             max_turns=max_turns,
+            stop=StopStrings(self.tokenizer, stop),
         )
 
     def _tokens_of(self, prompt: Prompt, name: str) -> list[int]:
