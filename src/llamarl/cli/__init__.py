@@ -18,6 +18,7 @@ from llamarl.cli.score import score_command
 from llamarl.cli.settings import config_command
 from llamarl.cli.train import train_command
 from llamarl.cli.transfer import plan_transfer_command
+from llamarl.cli.view import view_command
 from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
 
@@ -53,6 +54,7 @@ app.command("generate")(generate_command)
 app.command("import-gguf")(import_gguf_command)
 app.command("eval")(eval_command)
 app.command("score")(score_command)
+app.command("view")(view_command)
 app.command("audit")(audit_command)
 app.command("replay")(replay_command)
 app.command("config")(config_command)

@@ -20,3 +20,10 @@ class ObserveConfig(Section, frozen=True):
             description="size limit of the controller's event log (about 25 bytes per group); 0: no event log",
         ),
     ] = 1024
+    spans_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="size limit of spans.jsonl, the timeline that `llamarl view` shows of a live or crashed run; 0: none",
+        ),
+    ] = 128

@@ -24,6 +24,7 @@ METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 TIMINGS = "timings.jsonl"
 TIMELINE = "timeline.json"
+SPANS = "spans.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 GROUPS = "groups"
@@ -50,6 +51,7 @@ class RunFolder:
         self.metrics = MetricsFile(path / METRICS, roles, version)
         self.evaluations = AppendFile(path / EVALUATIONS)
         self.timings = AppendFile(path / TIMINGS)
+        self.spans = AppendFile(path / SPANS)
         self.run = 1 + max([last_run, *event_files(path)])  # number of this start of the job
         self.events = EventLog(event_file(path, self.run), events_mb)
 
@@ -80,7 +82,8 @@ class RunFolder:
         """Continue from the snapshot of `version`. Rows of later updates are removed, since those updates are repeated.
         `last_run` is the last start in the ledger; event logs may have been deleted."""
         _keep_rows(path / EVALUATIONS, lambda row: row.get("version", version + 1) <= version)
-        cut_rows(path / TIMINGS, lambda row: True)  # removes an incomplete last line
+        for name in (TIMINGS, SPANS):
+            cut_rows(path / name, lambda row: True)  # removes an incomplete last line
         return cls(path, lock, roles, events_mb, version, last_run)
 
     def write_config(self, text: str) -> None:
@@ -108,7 +111,7 @@ class RunFolder:
         """Close all files, even if writing to one fails, and release the folder."""
         with ExitStack() as stack:
             stack.callback(self.lock.release)
-            for file in (self.timings, self.evaluations, self.metrics, self.events, self.ledger):
+            for file in (self.spans, self.timings, self.evaluations, self.metrics, self.events, self.ledger):
                 stack.callback(file.close)
 
 
