@@ -12,7 +12,7 @@ from llamarl.observe.run_folder import GROUPS, LEDGER
 from llamarl.view.compare import curves, settings_that_differ, shared_problems, totals
 from llamarl.view.ledger_reader import LedgerReader
 from llamarl.view.overview import overview, series
-from llamarl.view.predicted import Prediction
+from llamarl.view.predicted import PredictedRun
 from llamarl.view.rollout_index import RolloutIndex
 from llamarl.view.rollouts import RolloutBook, task_numbers
 from llamarl.view.run_reader import RunReader
@@ -35,7 +35,7 @@ class ViewedRun:
         self.ledger = LedgerReader(path / LEDGER)
         self.index = RolloutIndex(path, path / GROUPS, task_numbers(self.reader.config))
         self.book = RolloutBook(self.reader, self.index, self.ledger)
-        self.prediction = Prediction(self.reader, gpu)
+        self.prediction = PredictedRun(self.reader, gpu)
         self._answers: dict[str, Callable[[Query], Any]] = {
             "overview": lambda query: overview(self.reader),
             "series": self._series,

@@ -19,7 +19,7 @@ _MAX_MARKS = 400
 _SMOOTH_SHARE = 20  # a smoothed curve averages over this part of the updates
 
 
-class Answer(Struct, frozen=True):
+class PageAnswer(Struct, frozen=True):
     """The answer to one question about a run, with the facts it rests on."""
 
     question: str
@@ -112,7 +112,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 # Answers
 
 
-def _learning(run: RunReader) -> Answer:
+def _learning(run: RunReader) -> PageAnswer:
     question, reward = "Is it learning?", run.metrics.get("reward")
     known = reward[~np.isnan(reward)]
     facts = []
@@ -121,7 +121,7 @@ def _learning(run: RunReader) -> Answer:
         first, last = scored[0], scored[-1]
         facts.append(f"held-out {run.config.score_name} {first['value']:.3f} -> {last['value']:.3f}")
     if len(known) < 4:
-        return Answer(question, "too early to say", "unknown", [*facts, f"{len(known)} updates so far"])
+        return PageAnswer(question, "too early to say", "unknown", [*facts, f"{len(known)} updates so far"])
     part = max(2, len(known) // 10)
     first_part, last_part = known[:part], known[-part:]
     gain = float(last_part.mean() - first_part.mean())
@@ -130,16 +130,16 @@ def _learning(run: RunReader) -> Answer:
         f"mean reward {first_part.mean():.3f} -> {last_part.mean():.3f} (first and last {part} updates, +-{error:.3f})"
     )
     if gain > error:
-        return Answer(question, "yes", "good", facts)
+        return PageAnswer(question, "yes", "good", facts)
     if gain < -error:
-        return Answer(question, "it gets worse", "bad", facts)
-    return Answer(question, "no change yet", "fair", facts)
+        return PageAnswer(question, "it gets worse", "bad", facts)
+    return PageAnswer(question, "no change yet", "fair", facts)
 
 
-def _healthy(run: RunReader, advice: list[Advised]) -> Answer:
+def _healthy(run: RunReader, advice: list[Advised]) -> PageAnswer:
     question, means = "Is it healthy?", recent_means(run)
     if not means:
-        return Answer(question, "too early to say", "unknown", [])
+        return PageAnswer(question, "too early to say", "unknown", [])
     deaths = sum(mark.kind == "death" for mark in run.marks)
     facts = [
         f"staleness {means.get('staleness_mean', 0.0):.2f}, at most {run.config.schedule.max_staleness} allowed in order",
@@ -153,22 +153,22 @@ def _healthy(run: RunReader, advice: list[Advised]) -> Answer:
     bad = [one for one in advice if one.tone == "bad"]
     fair = [one for one in advice if one.tone == "fair"]
     if bad:
-        return Answer(question, "no", "bad", [bad[0].short, *facts])
+        return PageAnswer(question, "no", "bad", [bad[0].short, *facts])
     if fair:
-        return Answer(question, "mostly", "fair", [fair[0].short, *facts])
-    return Answer(question, "yes", "good", facts)
+        return PageAnswer(question, "mostly", "fair", [fair[0].short, *facts])
+    return PageAnswer(question, "yes", "good", facts)
 
 
-def _limits(run: RunReader) -> Answer:
+def _limits(run: RunReader) -> PageAnswer:
     question, idle = "What limits it?", waiting_shares(run)
     if not idle:
-        return Answer(question, "not recorded", "unknown", ["who waits is not recorded in this run"])
+        return PageAnswer(question, "not recorded", "unknown", ["who waits is not recorded in this run"])
     busiest = min(idle, key=lambda role: idle[role])
     facts = [f"{role} waits {share:.0%}" for role, share in sorted(idle.items(), key=lambda item: item[1])]
     speed = run.timings.get("update_s")
     if len(known := speed[~np.isnan(speed)]):
         facts.append(f"{float(np.median(known[-50:])):.2f} s an update (median of the last {min(50, len(known))})")
-    return Answer(question, f"the {busiest}", "good" if idle[busiest] < 0.2 else "fair", facts)
+    return PageAnswer(question, f"the {busiest}", "good" if idle[busiest] < 0.2 else "fair", facts)
 
 
 def waiting_shares(run: RunReader) -> dict[str, float]:

@@ -20,7 +20,7 @@ _UPDATES = 24  # simulated updates, without evaluations, snapshots and probes
 _HOW = "give --gpu NAME, or --gpu FILE with what `llamarl bench --calibrate --json FILE` measured on its machine"
 
 
-class Prediction:
+class PredictedRun:
     """The simulated run, made once when it is first asked for."""
 
     def __init__(self, run: RunReader, gpu: str) -> None:

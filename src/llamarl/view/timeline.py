@@ -10,7 +10,7 @@ import numpy as np
 from llamarl.controller.default_line import default_line
 from llamarl.errors import LlamaRLError
 from llamarl.view.overview import waiting_shares
-from llamarl.view.predicted import Prediction
+from llamarl.view.predicted import PredictedRun
 from llamarl.view.run_reader import RunReader, fitted
 
 _MAX_BINS = 1200
@@ -54,7 +54,7 @@ def timeline(run: RunReader, window: tuple[int, float, float, int]) -> dict[str,
 
 
 def predicted_lanes(
-    prediction: Prediction, prompt_tokens: float, from_s: float, to_s: float, bins: int
+    prediction: PredictedRun, prompt_tokens: float, from_s: float, to_s: float, bins: int
 ) -> dict[str, Any]:
     """The simulated lanes in a window of the same length, from the time when the line is full."""
     figures = prediction.figures(prompt_tokens)
