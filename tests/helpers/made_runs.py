@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from shutil import copy
 
 import msgspec
 import numpy as np
@@ -17,14 +18,26 @@ from tokenizers.models import WordLevel
 from llamarl.config import Config
 from llamarl.config.file import parse_config
 from llamarl.controller.ledger import Closed, Dropped, Issued, Opened, Passed, Trained, Visible
+from llamarl.observe.rollout_log import ROLLOUTS, SavedGroup
 from llamarl.observe.run_folder import RunFolder
 from llamarl.observe.run_lock import LOCK, Owner
 from llamarl.observe.span_rows import SpanRows
 from llamarl.observe.starts import Starts
 from llamarl.observe.summary import Summary
 from llamarl.observe.timeline import Span
-from llamarl.types import Completion, Given, Problem, PromptGroup, Rollout, RolloutGroup, VersionRun, tokens_to_bytes
+from llamarl.types import (
+    Completion,
+    Given,
+    Problem,
+    PromptGroup,
+    Rollout,
+    RolloutGroup,
+    VersionRun,
+    bytes_to_floats,
+    tokens_to_bytes,
+)
 
+REASON = "scorer timed out after 5 s"
 FOLD_EVERY = 200  # updates; a real job folds its ledger with every snapshot
 Texts = Callable[[int, int], Sequence[int]]  # ordinal and sample -> tokens of the answer
 
@@ -45,12 +58,15 @@ class Shape(Struct, frozen=True, kw_only=True):
     settings: dict[str, dict[str, object]] = {}
 
 
-def make_run(path: Path, shape: Shape, *, model: Path | None = None, texts: Texts | None = None, prompt: str = "") -> Path:
+def make_run(
+    path: Path, shape: Shape, *, model: Path | None = None, texts: Texts | None = None, prompt: str = ""
+) -> Path:
     """Write a run folder. `texts` gives the tokens of answers, for a `model` folder with a tokenizer of its own."""
     config = _config(shape, model)
-    folder = RunFolder.create(path)
+    folder = RunFolder.create(path, settings=config.observe, updates=config.schedule.updates)
     folder.write_config(yaml.safe_dump(msgspec.to_builtins(config)))
     Starts(path).add(config, run=0, version=0, at="2026-11-16T09:00:00+00:00")
+    copy(config.model_folder / "tokenizer.json", path / ROLLOUTS)
     _Writer(folder, config, shape, texts, prompt).write()
     folder.close()
     if not shape.finished:
@@ -112,7 +128,7 @@ class _Writer:
         for group in groups:
             self._record(group, update, group.ordinal in dropped)
         kept = [group for group in groups if group.ordinal not in dropped]
-        self._keep(update, kept)
+        self._keep(update, groups, dict.fromkeys(dropped, REASON))
         folder.metrics.add(update, "trainer", self._metrics(update, kept))
         timing = {"update": update, "at_s": at_s, "update_s": shape.update_s, "compute_s": 0.8 * shape.update_s}
         folder.timings.append_json(timing)
@@ -124,7 +140,9 @@ class _Writer:
             folder.timings.append_json(row)
             folder.timings.append_json({"executor": "generator/0", "at_s": at_s - 0.1, "restarted": True})
         if (update + 1) % max(1, shape.updates // 5) == 0:
-            folder.evaluations.append_json({"version": update + 1, "accuracy": 0.25 + 0.6 * (update + 1) / shape.updates})
+            folder.evaluations.append_json(
+                {"version": update + 1, "accuracy": 0.25 + 0.6 * (update + 1) / shape.updates}
+            )
             folder.timings.append_json({"snapshot": update + 1, "at_s": at_s})
         if (update + 1) % FOLD_EVERY == 0:
             folder.ledger.fold(update + 1 - FOLD_EVERY)
@@ -163,12 +181,20 @@ class _Writer:
         mean = sum(group.rewards) / len(group.rewards)
         ledger.append(Passed(ordinal, "generated", tokens, first, update, 0.0))
         if dropped:
-            ledger.append(Dropped(ordinal, "scorer timed out after 5 s"))
+            ledger.append(Dropped(ordinal, REASON))
         else:
             ledger.append(Passed(ordinal, "scored", tokens, first, update, mean))
 
-    def _keep(self, update: int, groups: Sequence[RolloutGroup]) -> None:
-        raise NotImplementedError
+    def _keep(self, update: int, groups: Sequence[RolloutGroup], dropped: Mapping[int, str]) -> None:
+        rows = []
+        for group in groups:
+            logprobs = []
+            for rollout in group.rollouts:
+                behavior = bytes_to_floats(rollout.completion.behavior_logprobs)
+                moved = behavior + self._random.normal(0, 0.1, len(behavior)).astype("<f4")
+                logprobs.append(np.minimum(moved, 0.0).astype("<f4").tobytes())
+            rows.append(SavedGroup(update, group, tuple(logprobs), dropped.get(group.ordinal, "")))
+        self._folder.rollouts.add(update, len(groups), rows)
 
     def _metrics(self, update: int, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -200,9 +226,12 @@ class _Writer:
         start = at_s - length
         pieces = 20
         slices = [
-            Span("work", "slice", start + length * n / pieces, start + length * (n + 0.7) / pieces) for n in range(pieces)
+            Span("work", "slice", start + length * n / pieces, start + length * (n + 0.7) / pieces)
+            for n in range(pieces)
         ]
-        self._spans.add("generator/0", [*slices[:-1], Span("weights", "LoadWeights", at_s - length / 25, at_s - length / 40)])
+        self._spans.add(
+            "generator/0", [*slices[:-1], Span("weights", "LoadWeights", at_s - length / 25, at_s - length / 40)]
+        )
         self._spans.add("reward/0", [Span("work", "WorkOnGroup", start + length / 2, start + length * 0.52)])
         busy = Span("work", "WorkOnBatch", start + length * 0.05, start + length * 0.85)
         self._spans.add("trainer/0", [busy, Span("weights", "PublishWeights", busy.end_s, busy.end_s + length / 50)])

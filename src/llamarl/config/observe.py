@@ -20,6 +20,14 @@ class ObserveConfig(Section, frozen=True):
             description="size limit of the controller's event log (about 25 bytes per group); 0: no event log",
         ),
     ] = 1024
+    rollouts_mb: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            description="size limit of the trained rollouts that stay readable, shared by all updates: whole groups, "
+            "at least one of each update; -1: all rollouts, 0: none",
+        ),
+    ] = 1024
     spans_mb: Annotated[
         int,
         Meta(

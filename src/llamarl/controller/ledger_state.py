@@ -119,6 +119,11 @@ class LedgerState:
         return set(self._dropped)
 
     @property
+    def drop_reasons(self) -> dict[int, str]:
+        """Why each dropped group that is not folded was dropped."""
+        return {ordinal: reasons[-1] for ordinal, reasons in self._dropped.items() if reasons}
+
+    @property
     def num_dropped(self) -> int:
         return sum(self.folded.dropped.values()) + len(self._dropped)
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from llamarl import messages as msg
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
-from llamarl.controller.ledger import FINISHED, Dropped, Rewound
+from llamarl.controller.ledger import FINISHED, Dropped, Rewound, Trained
 from llamarl.controller.line import role_of
 from llamarl.controller.replay import setting_of
 from llamarl.engine.engine import Arrival, Death, Engine, EngineEvent, ExecutorJoined, ExecutorLeft
 from llamarl.engine.group_store import GroupStore
+from llamarl.engine.kept_rollouts import KeptRollouts
 from llamarl.engine.prompts import Prompts
 from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import JobFailed
@@ -37,10 +38,12 @@ class Driver:
         snapshots: SnapshotStore,
         run_folder: RunFolder,
         watcher: Watcher,
+        drop_reasons: Mapping[int, str],
     ) -> None:
         self._controller, self._engine, self._prompts = controller, engine, prompts
         self._folder, self._watcher = run_folder, watcher
         self._store, self._snapshots = store, snapshots
+        self._rollouts = KeptRollouts(run_folder.rollouts, store, prompts, reasons=drop_reasons, note=watcher.note)
         self._events: deque[ev.AnyEvent] = deque()
         self._stop_requested = ""  # the outcome to record; empty: no stop was requested
         self.outcome = FINISHED
@@ -176,6 +179,7 @@ class Driver:
     def _batch_result(self, arrival: Arrival, report: msg.BatchResult) -> ev.AnyEvent:
         skipped = bool(report.metrics.get("skipped"))
         self._store.amend(report.groups)
+        self._rollouts.add_logprobs(report.update, report.logprobs)
         self._watcher.batch_done(arrival.executor, report.update, report.metrics, report.timings)
         if skipped:
             self._watcher.skipped(arrival.executor, report.update, self._controller.training.batches[report.update])
@@ -205,7 +209,8 @@ class Driver:
     def _run_batch(self, command: ev.RunBatch) -> None:
         rollouts = self._store.rollouts(command.ordinals)
         probe = None if command.probe is None else self._store.completion(command.probe)
-        self._engine.send(command.executor, msg.WorkOnBatch(command.update, rollouts, probe))
+        wanted = self._rollouts.wanted(command.ordinals)
+        self._engine.send(command.executor, msg.WorkOnBatch(command.update, rollouts, probe, wanted))
 
     def _save(self, command: ev.Save) -> None:
         try:
@@ -221,6 +226,7 @@ class Driver:
             self._folder.sync()
             self._folder.metrics.sync()
             self._folder.evaluations.sync()
+            self._folder.rollouts.sync()
             self._snapshots.commit(command.version)
         except OSError as error:
             self._events.append(self._save_failed(command.version, str(error)))
@@ -246,14 +252,19 @@ class Driver:
 
     def _write(self, command: ev.Write) -> None:
         if isinstance(command.record, Dropped):
+            self._rollouts.drop(command.record.ordinal, command.record.reason)
             self._store.drop(command.record.ordinal)
             self._watcher.dropped(command.record.ordinal, command.record.reason)
         elif isinstance(command.record, Rewound):
             self._snapshots.rewind(command.record.to_update)
             self._folder.metrics.rewind(command.record.to_update, role_of(command.record.executor))
+            self._rollouts.rewind(command.record.to_update)
+        elif isinstance(command.record, Trained):
+            self._rollouts.write(command.record)
         self._folder.ledger.append(command.record)
 
     def _forget(self, command: ev.Forget) -> None:
+        self._rollouts.forget(command.ordinals)
         for ordinal in command.ordinals:
             self._store.drop(ordinal)
 

@@ -91,8 +91,8 @@ class Trainer:
         groups = message.groups
         if self._reference is not None:
             groups = self._reference.add_column(groups)
-        outcome = self.learner.update(message.update, groups, message.probe)
-        return BatchResult(message.update, outcome.metrics, timings=outcome.timings)
+        outcome = self.learner.update(message.update, groups, message.probe, message.wanted)
+        return BatchResult(message.update, outcome.metrics, timings=outcome.timings, logprobs=outcome.logprobs)
 
     @property
     def idle(self) -> bool:

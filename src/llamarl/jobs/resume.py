@@ -55,7 +55,8 @@ def _reopen(job: PreparedJob, path: Path, before: Config, changed: Iterable[str]
             recovered.version,
             job.training_roles,
             last_run=recovered.last_run,
-            events_mb=now.observe.events_mb,
+            settings=now.observe,
+            updates=now.schedule.updates,
         )
         for note in (*recovered.notes, *changed, *Starts(path).changed_files(now)):
             display.note(note)
@@ -65,7 +66,7 @@ def _reopen(job: PreparedJob, path: Path, before: Config, changed: Iterable[str]
     begin = recovered.begin
     if isinstance(begin, Resumed):
         begin = replace(begin, run=folder.run)
-    return OpenRun(folder, recovered.store, begin, recovered.tally)
+    return OpenRun(folder, recovered.store, begin, recovered.tally, recovered.drop_reasons)
 
 
 def _refuse_ended(folder: Path) -> None:

@@ -40,6 +40,7 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display) -> Summary:
         snapshots=snapshots,
         run_folder=run_folder,
         watcher=watcher,
+        drop_reasons=opened.drop_reasons,
     )
     outcome = INTERRUPTED
     try:

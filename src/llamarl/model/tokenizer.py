@@ -20,7 +20,7 @@ class Tokenizer:
     """Encodes prompts and decodes completions. A model's output is never tokenized again."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...], template: Template) -> None:
-        self._backend = backend
+        self.backend = backend
         self._template = template
         self.eos_ids = eos_ids
         # One more than the largest id, so that every id indexes a table of this size.
@@ -38,12 +38,12 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the tokens. Ids beyond the vocabulary (models may have padded rows) give no text."""
-        text: str = self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
@@ -67,7 +67,7 @@ class Tokenizer:
 
     @property
     def _stops(self) -> list[str]:
-        return [text for text in map(self._backend.id_to_token, self.eos_ids) if text]
+        return [text for text in map(self.backend.id_to_token, self.eos_ids) if text]
 
 
 def _has(folder: Path, name: str) -> bool:

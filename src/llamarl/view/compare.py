@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from llamarl.types import RolloutGroup
 from llamarl.view.overview import column, evaluations
 from llamarl.view.rollouts import RolloutBook
 from llamarl.view.run_reader import RunReader, flat
@@ -76,19 +77,19 @@ def shared_problems(books: Sequence[RolloutBook]) -> list[dict[str, Any]]:
     """Problems that every run was asked, with the newest answers of each."""
     if len(books) < 2:
         return []
-    asked = [list(dict.fromkeys(book.index.problems(_LOOKED_AT))) for book in books]
+    asked = [list(dict.fromkeys(book.kept.newest_problems(_LOOKED_AT))) for book in books]
     common = set(asked[0]).intersection(*asked[1:])
     found = []
     for problem in [one for one in asked[0] if one in common][:_SHARED]:
         answers = []
         for book in books:
-            group = book.index.group(book.index.asked(problem)[0])
-            if group is not None:
-                rewards = group.rewards
+            saved = book.kept.group(book.kept.groups_of_problem(problem)[0])
+            if saved is not None and isinstance(saved.group, RolloutGroup):
+                group, rewards = saved.group, saved.group.rewards
                 answers.append(
                     {
                         "ordinal": group.ordinal,
-                        "update": book.update_of(group.ordinal),
+                        "update": saved.update,
                         "reward": sum(rewards) / len(rewards),
                     }
                 )

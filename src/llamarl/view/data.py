@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import InputError
-from llamarl.observe.run_folder import GROUPS, LEDGER
+from llamarl.observe.rollout_log import ROLLOUTS
+from llamarl.observe.run_folder import LEDGER
 from llamarl.view.compare import curves, settings_that_differ, shared_problems, totals
 from llamarl.view.ledger_reader import LedgerReader
 from llamarl.view.overview import overview, series
 from llamarl.view.predicted import PredictedRun
-from llamarl.view.rollout_index import RolloutIndex
+from llamarl.view.rollout_table import RolloutTable
 from llamarl.view.rollouts import RolloutBook, task_numbers
 from llamarl.view.run_reader import RunReader
 from llamarl.view.timeline import predicted_lanes, timeline
@@ -33,8 +34,9 @@ class ViewedRun:
     def __init__(self, path: Path, gpu: str) -> None:
         self.reader = RunReader(path)
         self.ledger = LedgerReader(path / LEDGER)
-        self.index = RolloutIndex(path, path / GROUPS, task_numbers(self.reader.config))
-        self.book = RolloutBook(self.reader, self.index, self.ledger)
+        config = self.reader.config
+        self.kept = RolloutTable(path, path / ROLLOUTS, config, task_numbers(config))
+        self.book = RolloutBook(self.reader, self.kept, self.ledger)
         self.prediction = PredictedRun(self.reader, gpu)
         self._answers: dict[str, Callable[[Query], Any]] = {
             "overview": lambda query: overview(self.reader),
@@ -90,11 +92,11 @@ class ViewedRun:
         return found
 
     def _not_kept(self, ordinal: int) -> str:
-        return f"group {ordinal} is not in the run folder: it was never scored, or its rollouts were not kept"
+        return f"group {ordinal} is not in the run folder: it is not trained yet, or was not kept (observe.rollouts_mb)"
 
 
 class ViewData:
-    """All runs of the page. `follow` keeps the indexes up to date in a thread of its own."""
+    """All runs of the page. `follow` keeps the tables of rollouts up to date in a thread of its own."""
 
     def __init__(self, paths: Sequence[Path], gpu: str = "") -> None:
         if len({path.resolve() for path in paths}) < len(paths):
@@ -124,8 +126,8 @@ class ViewData:
                 "state": run.reader.state[0],
                 "updates": run.reader.num_updates,
                 "updates_of": run.reader.config.schedule.updates,
-                "stamp": f"{run.reader.stamp}.{run.index.progress:.3f}",
-                "indexed": round(run.index.progress, 4),
+                "stamp": f"{run.reader.stamp}.{run.kept.progress:.3f}",
+                "indexed": round(run.kept.progress, 4),
                 "tasks": run.book.tasks,
             }
             for run in self.runs
@@ -145,12 +147,12 @@ class ViewData:
         raise NotThere(f"no comparison called {name}")
 
     def index(self) -> None:
-        """Index everything now."""
+        """Take in all rollouts now."""
         for run in self.runs:
-            run.index.grow()
+            run.kept.grow()
 
     def follow(self) -> None:
-        """Keep the indexes up to date while somebody looks at the page."""
+        """Keep the tables of rollouts up to date while somebody looks at the page."""
         self._thread = threading.Thread(target=self._grow, name="view-index", daemon=True)
         self._thread.start()
 
@@ -159,7 +161,7 @@ class ViewData:
             if self._asked.wait(1.0):
                 self._asked.clear()
                 for run in self.runs:
-                    run.index.grow(self._stop)
+                    run.kept.grow(self._stop)
                 self._stop.wait(_INDEX_EVERY_S)
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ def _stored(run: ViewedRun) -> dict[str, Any]:
 
 def _sample(run: ViewedRun) -> list[int]:
     """Groups spread over what is kept: the newest, and others at even distances."""
-    every = [row[0] for row in run.index.select("sample = 0", [], "ordinal DESC", 1_000_000)]
+    every = [row[0] for row in run.kept.select("sample = 0", [], "ordinal DESC", 1_000_000)]
     newest, older = every[: MAX_GROUPS // 3], every[MAX_GROUPS // 3 :]
     step = max(1, -(-len(older) // (MAX_GROUPS - len(newest) or 1)))
     return newest + older[::step]
@@ -133,7 +133,7 @@ def _compared(data: ViewData) -> dict[str, Any]:
 
 
 def _left_out(run: ViewedRun, kept: dict[str, Any]) -> str:
-    total, shown = run.index.count(), len(kept["group"])
+    total, shown = run.kept.count()[0], len(kept["group"])
     lives = len(kept["groups"]["groups"])
     listed = kept["audit"]["listed"]
     return (

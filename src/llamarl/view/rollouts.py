@@ -8,21 +8,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llamarl.algo.advantages import TOKEN_ADVANTAGES, advantages_for
+from llamarl.algo.advantages import TOKEN_ADVANTAGES, estimate_advantages, why_left_out
 from llamarl.config import Config
-from llamarl.tasks.extract import final_answer, gold_answer
+from llamarl.observe.rollout_log import SavedGroup
+from llamarl.tasks.extract import gold_answer
+from llamarl.tasks.given_answer import given_answer
+from llamarl.tasks.judge import FALLBACK
 from llamarl.tasks.mixture import PartOrder
-from llamarl.tasks.scorers import make_safe_scorer
 from llamarl.types import (
     Completion,
+    PromptGroup,
     Rollout,
     RolloutGroup,
     bytes_to_floats,
     bytes_to_tokens,
+    completions_of,
     sampled_places,
 )
 from llamarl.view.ledger_reader import LedgerReader
-from llamarl.view.rollout_index import SORTS, RolloutIndex, problem_id
+from llamarl.view.rollout_table import SORTS, STATUSES, RolloutTable, Row, problem_id
 from llamarl.view.run_reader import RunReader
 from llamarl.view.token_text import TokenText
 
@@ -33,8 +37,7 @@ MAX_CHARS = 20_000  # of a prompt or another text in one reply
 _PREVIEW_CHARS = 160
 _SEARCH_S = 0.35  # time for one step of a search
 _SEARCH_GROUPS = 20_000
-POLICY_COLUMN = "policy_logprobs"  # the column with the trainer's log-probs, in runs that record it
-_NAMES = ("ordinal", "sample", "reward", "tokens", "version", "last_version", "cut", "turns", "flat", "problem", "task")
+_NAMES = ("ordinal", "sample", "update", "reward", "tokens", "version", "last_version", "status", "cut", "turns")
 Query = Mapping[str, str]
 
 
@@ -56,8 +59,8 @@ def task_numbers(config: Config) -> Callable[[int], int]:
 class RolloutBook:
     """Answers questions about the rollouts of one run."""
 
-    def __init__(self, run: RunReader, index: RolloutIndex, ledger: LedgerReader) -> None:
-        self.run, self.index, self.ledger = run, index, ledger
+    def __init__(self, run: RunReader, kept: RolloutTable, ledger: LedgerReader) -> None:
+        self.run, self.kept, self.ledger = run, kept, ledger
         self.text, self.tasks = TokenText(run), task_names(run.config)
 
     # Tables
@@ -69,9 +72,9 @@ class RolloutBook:
             return self._search(query, where, values)
         order = self._order(query)
         limit, offset = _number(query, "limit", 50, MAX_ROWS), _number(query, "offset", 0, 1 << 40)
-        rows = self.index.select(where, values, order, limit, offset)
+        rows = self.kept.select(where, values, order, limit, offset)
         return {
-            "total": self.index.count_up_to(where, values, MAX_COUNTED),
+            "total": self.kept.count_up_to(where, values, MAX_COUNTED),
             "max_counted": MAX_COUNTED,
             "offset": offset,
             "rows": self._shown(rows),
@@ -81,11 +84,17 @@ class RolloutBook:
     def state(self) -> dict[str, Any]:
         """How far the index is, and what cannot be shown."""
         notes = [self.text.missing] if self.text.missing else []
-        return {"indexed": round(self.index.progress, 4), "groups": self.index.count(), "notes": notes}
+        kept, all_groups = self.kept.count()
+        if kept < all_groups:
+            notes.append(
+                f"{kept:,} of {all_groups:,} groups are kept (observe.rollouts_mb={self.run.config.observe.rollouts_mb}); "
+                "all were trained on"
+            )
+        return {"indexed": round(self.kept.progress, 4), "groups": kept, "notes": notes}
 
     def histograms(self, query: Query) -> dict[str, Any]:
         where, values = self._where(query)
-        return {name: self.index.histogram(where, values, name, 24) for name in ("reward", "tokens")}
+        return {name: self.kept.histogram(where, values, name, 24) for name in ("reward", "tokens")}
 
     def _order(self, query: Query) -> str:
         column = SORTS.get(query.get("sort", "ordinal"), "ordinal")
@@ -103,45 +112,25 @@ class RolloutBook:
         for name, sql in _FLAGS.items():
             if query.get(name) in ("0", "1"):
                 parts.append(f"{sql} = {query[name]}")
-        if (update := _float(query.get("update"))) is not None:
-            sql, found = self._of_update(int(update))
-            parts.append(sql)
-            values += found
         if (task := _float(query.get("task"))) is not None and self.run.config.task.parts:
             parts.append("task = ?")
             values.append(int(task))
         return " AND ".join(parts), values
 
-    def _of_update(self, update: int) -> tuple[str, list[Any]]:
-        schedule = self.run.config.schedule
-        if schedule.window <= 1:
-            size = schedule.groups_per_update
-            return "ordinal >= ? AND ordinal < ?", [update * size, (update + 1) * size]
-        self.ledger.refresh()
-        batch = self.ledger.batch(update)
-        return f"ordinal IN ({','.join('?' * len(batch))})", list(batch)
-
-    def update_of(self, ordinal: int) -> int | None:
-        """The update of a group: in order it follows from the ordinal, with a window from the ledger."""
-        schedule = self.run.config.schedule
-        if schedule.window <= 1:
-            return ordinal // schedule.groups_per_update
-        return self.ledger.update_of(ordinal)
-
-    def _shown(self, rows: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
-        found, groups = [], dict[int, RolloutGroup | None]()
+    def _shown(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        found, groups = [], dict[int, SavedGroup | None]()
         for row in rows:
-            shown = dict(zip(_NAMES, row, strict=True))
+            shown = dict(zip(_NAMES, row[: len(_NAMES)], strict=True))
             ordinal = shown["ordinal"]
             if ordinal not in groups:
-                groups[ordinal] = self.index.group(ordinal)
-            group = groups[ordinal]
-            shown["problem"] = str(shown["problem"])
-            shown["task"] = self.tasks[shown["task"]]
-            shown["update"] = self.update_of(ordinal)
-            if group is not None and shown["sample"] < len(group.rollouts):
-                shown["prompt"] = _short(group.prompt.problem.prompt, tail=True)
-                tokens = bytes_to_tokens(group.rollouts[shown["sample"]].completion.tokens)[:_PREVIEW_CHARS]
+                groups[ordinal] = self.kept.group(ordinal)
+            saved = groups[ordinal]
+            shown["status"] = STATUSES[shown["status"]]
+            shown["flat"], shown["problem"], shown["task"] = row[-3], str(row[-2]), self.tasks[row[-1]]
+            if saved is not None:
+                completions = completions_of(saved.group)
+                shown["prompt"] = _short(_prompt(saved).problem.prompt, tail=True)
+                tokens = bytes_to_tokens(completions[shown["sample"]].tokens)[:_PREVIEW_CHARS]
                 shown["text"] = _short(self.text.text(tokens.tolist()))
             found.append(shown)
         return found
@@ -154,16 +143,16 @@ class RolloutBook:
         before = _float(query.get("before"))
         if before is not None:
             where, values = " AND ".join(filter(None, [where, "ordinal < ?"])), [*values, int(before)]
-        began, found, searched, last = time.monotonic(), list[tuple[Any, ...]](), 0, None
-        group: RolloutGroup | None = None
-        for row in self.index.select(where, values, "ordinal DESC, sample ASC", _SEARCH_GROUPS * 8):
+        began, found, searched, last = time.monotonic(), list[Row](), 0, None
+        saved: SavedGroup | None = None
+        for row in self.kept.select(where, values, "ordinal DESC, sample ASC", _SEARCH_GROUPS * 8):
             if row[0] != last:
                 if len(found) >= limit or time.monotonic() - began > _SEARCH_S:
                     break
-                last, group, searched = row[0], self.index.group(row[0]), searched + 1
-            if group is not None and row[1] < len(group.rollouts):
-                answer = self.text.text(bytes_to_tokens(group.rollouts[row[1]].completion.tokens).tolist())
-                if wanted in answer.casefold() or wanted in group.prompt.problem.prompt.casefold():
+                last, saved, searched = row[0], self.kept.group(row[0]), searched + 1
+            if saved is not None:
+                answer = self.text.text(bytes_to_tokens(completions_of(saved.group)[row[1]].tokens).tolist())
+                if wanted in answer.casefold() or wanted in _prompt(saved).problem.prompt.casefold():
                     found.append(row)
         else:
             last = None
@@ -173,150 +162,176 @@ class RolloutBook:
 
     def group(self, ordinal: int) -> dict[str, Any] | None:
         """A group side by side: its problem, and every answer with its reward."""
-        group = self.index.group(ordinal)
-        if group is None:
+        saved = self.kept.group(ordinal)
+        if saved is None:
             return None
-        advantages = self._advantages(group)
-        problem = group.prompt.problem
+        prompt, problem = _prompt(saved), _prompt(saved).problem
         return {
             "ordinal": ordinal,
-            "update": self.update_of(ordinal),
-            "problem_id": str(problem_id(group)),
+            "update": saved.update,
+            "dropped": saved.dropped,
+            "problem_id": str(problem_id(prompt)),
             "prompt": _cut(problem.prompt),
-            "prompt_tokens": len(group.prompt.prompt_tokens) // 4,
+            "prompt_tokens": len(prompt.prompt_tokens) // 4,
             "turns": [{"role": turn.role, "content": _cut(turn.content)} for turn in problem.turns],
             "answer": _cut(problem.answer),
-            "scorer": self._scorer(group),
-            "sampling": {
-                "temperature": group.prompt.sampling.temperature,
-                "max_new_tokens": group.prompt.sampling.max_new_tokens,
-            },
-            "rollouts": [
-                self._brief(group, sample, rollout, advantages[sample]) for sample, rollout in enumerate(group.rollouts)
-            ],
+            "scorer": self._scorers(prompt),
+            "sampling": {"temperature": prompt.sampling.temperature, "max_new_tokens": prompt.sampling.max_new_tokens},
+            "rollouts": [self._brief(saved, sample) for sample in range(len(completions_of(saved.group)))],
             "life": self.ledger.life(ordinal),
             **self.state(),
         }
 
-    def _brief(self, group: RolloutGroup, sample: int, rollout: Rollout, advantage: float) -> dict[str, Any]:
-        completion = rollout.completion
-        tokens = bytes_to_tokens(completion.tokens)[:MAX_TOKENS].tolist()
-        text = self.text.text(tokens)
+    def _brief(self, saved: SavedGroup, sample: int) -> dict[str, Any]:
+        """What is known of one answer, without its tokens one by one."""
+        completion = completions_of(saved.group)[sample]
+        rollout, advantage, reason = self._fate(saved, sample)
+        text = self.text.text(bytes_to_tokens(completion.tokens)[:MAX_TOKENS].tolist())
         return {
             "sample": sample,
-            "reward": rollout.reward,
+            "reward": rollout.reward if rollout else None,
             "advantage": advantage,
+            "status": "dropped" if saved.dropped else "left out" if reason else "trained",
+            "reason": saved.dropped or reason,
             "tokens": completion.num_tokens,
             "all_tokens": len(completion.tokens) // 4,
             "cut": completion.truncated,
             "turns": len(completion.given) + 1,
             "versions": [(run.version, run.count) for run in completion.versions],
             "text": _cut(text),
-            "judged": self._judged(group, completion),
+            "judged": self._judged(_prompt(saved), completion, rollout),
         }
 
-    def _advantages(self, group: RolloutGroup) -> list[float]:
-        algo = self.run.config.algo
-        try:
-            return advantages_for(algo.advantage, algo.loss)(group.rewards)
-        except ZeroDivisionError:  # a group of one answer has no others to compare with
-            return [math.nan] * len(group.rewards)
+    def _fate(self, saved: SavedGroup, sample: int) -> tuple[Rollout | None, float | None, str]:
+        """The scored answer, its advantage, and why the update did not learn from it; none of them if it was not scored."""
+        if not isinstance(saved.group, RolloutGroup):
+            return None, None, ""
+        algo, rollout = self.run.config.algo, saved.group.rollouts[sample]
+        advantages = estimate_advantages(saved.group, algo)
+        flat = not any(advantages) and TOKEN_ADVANTAGES not in rollout.columns
+        return rollout, _finite(advantages[sample]), why_left_out(rollout, flat=flat, algo=algo)
 
     # Judging
 
-    def _scorer(self, group: RolloutGroup) -> dict[str, float]:
-        """Names and weights of the scorers that made the reward."""
+    def _scorers(self, prompt: PromptGroup) -> dict[str, float]:
+        """Names and weights of the scorers that make up the reward."""
         reward = self.run.config.reward
         if reward.combine:
             return dict(reward.combine)
-        return {(group.prompt.problem.scorer or "exact") if reward.scorer == "auto" else reward.scorer: 1.0}
+        return {(prompt.problem.scorer or FALLBACK) if reward.scorer == "auto" else reward.scorer: 1.0}
 
-    def _judged(self, group: RolloutGroup, completion: Completion) -> dict[str, Any]:
-        """What a scorer reads in the answer, worked out again from its text; parts by scorers that are not pure are not
-        recorded, and said so."""
+    def _judged(self, prompt: PromptGroup, completion: Completion, rollout: Rollout | None) -> dict[str, Any]:
+        """The reward by part as it was recorded, and what the scorer's rule reads in the text."""
+        if rollout is None:
+            return {"note": "it was dropped before it was judged"}
+        settings, problem, scorers = self.run.config.reward, prompt.problem, self._scorers(prompt)
+        single = rollout.reward if len(scorers) == 1 and not settings.combine else None
+        found: dict[str, Any] = {
+            "parts": [
+                {"scorer": name, "weight": weight, "value": rollout.parts.get(name, single)}
+                for name, weight in scorers.items()
+            ]
+        }
         if self.text.missing:
-            return {"note": "not worked out: without a tokenizer there is no text"}
-        settings, problem = self.run.config.reward, group.prompt.problem
-        tokens = (
-            completion.last_turn if self.run.config.conversation.judge == "last" else bytes_to_tokens(completion.tokens)
-        )
-        text = self.text.text(tokens.tolist())
-        parts = []
-        for name, weight in self._scorer(group).items():
-            scorer = make_safe_scorer(name, settings)
-            value = scorer(text, problem.answer, problem.prompt) if scorer else None
-            parts.append({"scorer": name, "weight": weight, "value": value})
-        found: dict[str, Any] = {"parts": parts}
-        if any(part["scorer"] in ("numeric", "math") for part in parts):
-            formulas = any(part["scorer"] == "math" for part in parts)
-            found["extracted"] = _short(final_answer(text, settings.answer_from, formulas=formulas) or "", 400)
-            found["expected"] = _short(gold_answer(problem.answer), 400)
-            found["rule"] = f"reward.answer_from={settings.answer_from}"
-        elif any(part["scorer"] in ("exact", "choice") for part in parts):
-            found["extracted"], found["expected"] = _short(text.strip(), 400), _short(problem.answer, 400)
-            found["rule"] = "the whole answer, without white space around it"
+            return found
+        whole = self.run.config.conversation.judge != "last"
+        text = self.text.text((bytes_to_tokens(completion.tokens) if whole else completion.last_turn).tolist())
+        if not _COMPARING.isdisjoint(scorers):
+            given = given_answer(text, problem, settings)
+            worked = not {"numeric", "math"}.isdisjoint(scorers)
+            found["extracted"] = None if given is None else _short(given, _MAX_EXTRACT)
+            found["expected"] = _short(gold_answer(problem.answer) if worked else problem.answer, _MAX_EXTRACT)
+            found["rule"] = f"reward.answer_from={settings.answer_from}" if worked else "the scorer's own rule"
         return found
 
     # One rollout
 
     def rollout(self, ordinal: int, sample: int, start: int = 0) -> dict[str, Any] | None:
         """The tokens of one answer from `start` on, with everything that is known of each."""
-        group = self.index.group(ordinal)
-        if group is None or not 0 <= sample < len(group.rollouts):
+        saved = self.kept.group(ordinal)
+        if saved is None or not 0 <= sample < len(completions_of(saved.group)):
             return None
-        rollout = group.rollouts[sample]
-        completion = rollout.completion
+        completion = completions_of(saved.group)[sample]
         tokens = bytes_to_tokens(completion.tokens).tolist()
         start = max(0, min(start, len(tokens)))
         end = min(len(tokens), start + MAX_TOKENS)
-        places = sampled_places(len(tokens), completion.given).tolist()
-        place_of = {place: number for number, place in enumerate(places) if start <= place < end}
-        logprobs = bytes_to_floats(completion.behavior_logprobs)
-        versions = [run.version for run in completion.versions for _ in range(run.count)]
-        advantage = self._advantages(group)[sample]
-        own = bytes_to_floats(rollout.columns[TOKEN_ADVANTAGES]) if TOKEN_ADVANTAGES in rollout.columns else None
-        policy = bytes_to_floats(rollout.columns[POLICY_COLUMN]) if POLICY_COLUMN in rollout.columns else None
-        shown: list[dict[str, Any]] = []
-        for at, piece in zip(range(start, end), self.text.pieces(tokens[start:end]), strict=True):
-            token: dict[str, Any] = {"t": piece, "id": tokens[at]}
-            number = place_of.get(at)
-            if number is None:
-                token["given"] = 1
-            else:
-                token["lp"] = _rounded(logprobs, number)
-                token["v"] = versions[number] if number < len(versions) else None
-                token["a"] = _rounded(own, number) if own is not None else _finite(advantage)
-                if policy is not None:
-                    token["pl"] = _rounded(policy, number)
-            shown.append(token)
+        known = _Known(saved, sample, self._fate(saved, sample)[1])
+        pieces = self.text.pieces(tokens[start:end])
         return {
             "ordinal": ordinal,
             "sample": sample,
             "start": start,
             "end": end,
             "all_tokens": len(tokens),
-            "tokens": shown,
-            "prompt": self._prompt_text(group),
-            "update": self.update_of(ordinal),
-            "has_policy": policy is not None,
-            "advantage_by_token": own is not None,
-            "brief": self._brief(group, sample, rollout, advantage),
+            "tokens": [
+                {"t": piece, "id": tokens[at], **known.of(at)}
+                for at, piece in zip(range(start, end), pieces, strict=True)
+            ],
+            "prompt": self._prompt_text(_prompt(saved)),
+            "update": saved.update,
+            "has_policy": known.has_policy,
+            "advantage_by_token": known.own_advantages,
+            "brief": self._brief(saved, sample),
             **self.state(),
         }
 
-    def _prompt_text(self, group: RolloutGroup) -> dict[str, Any]:
+    def _prompt_text(self, prompt: PromptGroup) -> dict[str, Any]:
         """The prompt as the model read it, special tokens included."""
-        tokens = bytes_to_tokens(group.prompt.prompt_tokens).tolist()
+        tokens = bytes_to_tokens(prompt.prompt_tokens).tolist()
         return _cut("".join(self.text.pieces(tokens[-MAX_TOKENS:])))
 
     def mean_prompt_tokens(self) -> float:
-        """Over a few groups of the store; 0 if there are none."""
-        rows = self.index.select("sample = 0", [], "ordinal DESC", 32)
-        lengths = [len(group.prompt.prompt_tokens) // 4 for group in self.index.groups([row[0] for row in rows])]
+        """Over a few groups; 0 if none is kept."""
+        rows = self.kept.select("sample = 0", [], "ordinal DESC", 32)
+        groups = [saved for row in rows if (saved := self.kept.group(row[0])) is not None]
+        lengths = [len(_prompt(saved).prompt_tokens) // 4 for saved in groups]
         return sum(lengths) / len(lengths) if lengths else 0.0
 
 
+class _Known:
+    """What is known of each token of an answer."""
+
+    def __init__(self, saved: SavedGroup, sample: int, advantage: float | None) -> None:
+        completion = completions_of(saved.group)[sample]
+        num_tokens = len(completion.tokens) // 4
+        self._number_of = {at: n for n, at in enumerate(sampled_places(num_tokens, completion.given).tolist())}
+        self._behavior = bytes_to_floats(completion.behavior_logprobs)
+        self._versions = [run.version for run in completion.versions for _ in range(run.count)]
+        columns = saved.group.rollouts[sample].columns if isinstance(saved.group, RolloutGroup) else {}
+        self._own = bytes_to_floats(columns[TOKEN_ADVANTAGES]) if TOKEN_ADVANTAGES in columns else None
+        self._policy = bytes_to_floats(saved.policy_logprobs[sample] if sample < len(saved.policy_logprobs) else b"")
+        self._advantage = advantage
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether the trainer's log-probs are recorded."""
+        return bool(len(self._policy))
+
+    @property
+    def own_advantages(self) -> bool:
+        """Whether each token has an advantage of its own."""
+        return self._own is not None
+
+    def of(self, at: int) -> dict[str, Any]:
+        number = self._number_of.get(at)
+        if number is None:
+            return {"given": 1}
+        found = {
+            "lp": _at(self._behavior, number),
+            "v": self._versions[number] if number < len(self._versions) else None,
+            "a": self._advantage if self._own is None else _at(self._own, number),
+        }
+        return {**found, "pl": _at(self._policy, number)} if self.has_policy else found
+
+
+def _prompt(saved: SavedGroup) -> PromptGroup:
+    return saved.group if isinstance(saved.group, PromptGroup) else saved.group.prompt
+
+
+_MAX_EXTRACT = 400
+_COMPARING = {"exact", "numeric", "math", "choice"}  # scorers that compare an answer with the expected one
 _FILTERS = {
+    "update": "number = ?",
     "ordinal": "ordinal = ?",
     "reward_from": "reward >= ?",
     "reward_to": "reward <= ?",
@@ -324,7 +339,7 @@ _FILTERS = {
     "tokens_to": "tokens <= ?",
     "version": "? BETWEEN version AND last_version",
     "problem": "problem = ?",
-    "turns_from": "turns >= ?",
+    "status": "status = ?",
 }
 _FLAGS = {"cut": "cut", "flat": "flat"}
 
@@ -346,7 +361,7 @@ def _finite(value: float) -> float | None:
     return round(value, 5) if math.isfinite(value) else None
 
 
-def _rounded(values: Any, number: int) -> float | None:
+def _at(values: Any, number: int) -> float | None:
     return _finite(float(values[number])) if number < len(values) else None
 
 

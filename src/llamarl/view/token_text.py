@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from tokenizers.decoders import DecodeStream
+
 from llamarl.errors import LlamaRLError
 from llamarl.model.tokenizer import Tokenizer
+from llamarl.observe.rollout_log import ROLLOUTS, TOKENIZER
 from llamarl.observe.run_folder import SNAPSHOTS
 from llamarl.view.run_reader import RunReader
 
-_BROKEN = "\ufffd"  # what a decoder puts for bytes that are not a whole character
-_MAX_PENDING = 8  # tokens that one character may be spread over
-_CONTEXT = 4  # tokens before a piece that decide about its white space
-
 
 class TokenText:
-    """Decodes the tokens of one run with its model's tokenizer: that of model.path, or of a snapshot."""
+    """Decodes the tokens of one run with its model's tokenizer: the copy in the run folder, or that of a model folder."""
 
     def __init__(self, run: RunReader) -> None:
         self._run = run
@@ -25,7 +24,7 @@ class TokenText:
     def _tokenizer(self) -> Tokenizer | None:
         snapshots = self._run.path / SNAPSHOTS
         policies = sorted(snapshots.glob("*/policy")) if snapshots.is_dir() else []
-        for folder in (*policies[-1:], self._run.config.model_folder):
+        for folder in (self._run.path / ROLLOUTS, *policies[-1:], self._run.config.model_folder):
             try:
                 return Tokenizer.load(folder)
             except (LlamaRLError, OSError):
@@ -37,7 +36,8 @@ class TokenText:
         """Why only token numbers can be shown; empty if there is text."""
         if self._tokenizer is not None:
             return ""
-        return f"no tokenizer: neither {self._run.config.model.path} nor a snapshot is here, so tokens are shown as numbers"
+        gone = f"rollouts/{TOKENIZER} is gone, and so is {self._run.config.model.path}"
+        return f"no tokenizer: {gone}; tokens are shown as numbers"
 
     def text(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:
@@ -48,19 +48,5 @@ class TokenText:
         """The text that each token adds. A character of several tokens is put at the last of them."""
         if self._tokenizer is None:
             return [f"{token} " for token in tokens]
-        found: list[str] = []
-        done = 0  # tokens whose text is complete
-        for end in range(1, len(tokens) + 1):
-            context = max(0, done - _CONTEXT)
-            before = self._decode(tokens[context:done])
-            whole = self._decode(tokens[context:end])
-            if whole.endswith(_BROKEN) and end < len(tokens) and end - done < _MAX_PENDING:
-                found.append("")
-                continue
-            found.append(whole[len(before) :])
-            done = end
-        return found
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        assert self._tokenizer is not None
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        stream, backend = DecodeStream(skip_special_tokens=False), self._tokenizer.backend
+        return [stream.step(backend, int(token)) or "" for token in tokens]

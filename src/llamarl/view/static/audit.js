@@ -4,7 +4,7 @@ import { css, el, facts, fill, table } from "./dom.js";
 import { count, percent, short } from "./format.js";
 import { linkTo, parseRoute, setParams } from "./route.js";
 
-const PAGE = 50;
+const AUDIT_PAGE = 50;
 
 export async function showAudit(root, context) {
   const run = context.run;
@@ -37,7 +37,7 @@ export async function showAudit(root, context) {
 
   async function drawGroups(audited) {
     const { state = "", offset = 0, around = "" } = parseRoute().params;
-    const found = await get(`run/${run}/groups`, { state, offset, around, limit: PAGE });
+    const found = await get(`run/${run}/groups`, { state, offset, around, limit: AUDIT_PAGE });
     const at = Number(offset);
     const go = (changes) => { setParams(changes); drawGroups(audited); };
     fill(groups,
@@ -48,7 +48,7 @@ export async function showAudit(root, context) {
         { name: "group", n: true, show: (g) => el("a", { href: linkTo(run, "group", {}, g.ordinal) }, g.ordinal) },
         { name: "life", show: lifeOf },
       ], found.groups) : el("div", { class: "empty" }, audited.listed ? "No group is in this state." : "All groups are folded into totals."),
-      el("div", { class: "pager" }, `${count(found.total)} groups`, el("button", { disabled: !at, onclick: () => go({ offset: Math.max(0, at - PAGE) }) }, "newer"), el("button", { disabled: at + found.groups.length >= found.total, onclick: () => go({ offset: at + PAGE }) }, "older")));
+      el("div", { class: "pager" }, `${count(found.total)} groups`, el("button", { disabled: !at, onclick: () => go({ offset: Math.max(0, at - AUDIT_PAGE) }) }, "newer"), el("button", { disabled: at + found.groups.length >= found.total, onclick: () => go({ offset: at + AUDIT_PAGE }) }, "older")));
   }
 
   await refresh();

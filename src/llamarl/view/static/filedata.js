@@ -13,6 +13,7 @@ function matches(row, query) {
     within(row.reward, query.reward_from, query.reward_to) && within(row.tokens, query.tokens_from, query.tokens_to) &&
     (query.version === undefined || (row.version <= FLOAT(query.version) && row.last_version >= FLOAT(query.version))) &&
     (query.cut === undefined || row.cut === FLOAT(query.cut)) && (query.flat === undefined || row.flat === FLOAT(query.flat)) &&
+    (query.status === undefined || row.status === ["trained", "left out", "dropped"][query.status]) &&
     (query.problem === undefined || row.problem === query.problem) &&
     (!text || `${row.prompt}\n${row.text}`.toLowerCase().includes(text));
 }

@@ -16,7 +16,7 @@ const MODES = {
   gap: {
     name: "difference to the trainer",
     needs: "has_policy",
-    missing: "The trainer's log-probs of each token are not recorded in this run, so the difference cannot be shown. Over whole updates it is the metric logprob_gap, measured by probes.",
+    missing: "The trainer's log-probs are not recorded for this answer: it was not trained on, or the run is of an earlier release. Over whole updates the difference is the metric logprob_gap.",
     amount: (token) => Math.max(-1, Math.min(1, token.pl - token.lp)),
     ramp: [["trainer: less likely", -1], ["the same", 0], ["more likely", 1]],
     color: (part) => (part < 0 ? mix("--red", 0.8 * -part) : mix("--blue", 0.8 * part)),
@@ -115,8 +115,8 @@ export async function showRollout(root, context) {
         el("section", { class: "card" }, el("h3", {}, "Prompt"), cutText(found.prompt, "low")),
         el("section", { class: "card section" }, el("div", { class: "head", style: { marginBottom: "0" } }, el("h3", {}, "Answer"), el("span", { class: "right" }, el("span", { class: "soft" }, "color by"), modes)), scale, text, more)),
       el("div", {},
-        el("section", { class: "card" }, el("div", { class: "soft" }, "Reward"), el("div", { class: "big" }, reward(brief.reward)), facts([["advantage", found.advantage_by_token ? "by token" : short(brief.advantage)], ["tokens", `${count(brief.tokens)} sampled of ${count(found.all_tokens)}`], ["status", brief.cut ? "cut off at the limit" : "ended by itself"], ["turns", brief.turns], ["versions", brief.versions.map(([v, n]) => `${v} (${n} tokens)`).join(", ")]])),
-        el("section", { class: "card section" }, el("h3", {}, "Why this reward"), judgedOf(brief.judged), el("div", { class: "faint", style: { marginTop: "8px", fontSize: "12px" } }, "Worked out again from the text by the scorer's own rules. Of scorers that run in workers only the sum is recorded.")))));
+        el("section", { class: "card" }, el("div", { class: "soft" }, "Reward"), el("div", { class: "big" }, reward(brief.reward)), facts([["advantage", found.advantage_by_token ? "by token" : short(brief.advantage)], ["tokens", `${count(brief.tokens)} sampled of ${count(found.all_tokens)}`], ["status", brief.reason ? `${brief.status}: ${brief.reason}` : brief.status], ["end", brief.cut ? "cut off at the limit" : "by itself"], ["turns", brief.turns], ["versions", brief.versions.map(([v, n]) => `${v} (${n} tokens)`).join(", ")]])),
+        el("section", { class: "card section" }, el("h3", {}, "Why this reward"), judgedOf(brief.judged), el("div", { class: "faint", style: { marginTop: "8px", fontSize: "12px" } }, "Rewards are as recorded. What was read in the answer is found again by the scorer's own rule.")))));
   write(0);
   return { refresh() {}, key(name) {
     const names = Object.keys(MODES);
