@@ -31,6 +31,7 @@ TRAINED, LEFT_OUT, DROPPED = range(3)  # what became of a rollout
 STATUSES = ("trained", "left out", "dropped")
 SORTS = {"ordinal": "ordinal", "reward": "reward", "tokens": "tokens", "version": "version"}
 _FORMAT = "2"
+_COMMIT_S = 0.5  # time between commits
 _PAUSE_S = 0.001  # after each update, so that requests are answered meanwhile
 _decode_group = msgspec.msgpack.Decoder(SavedGroup).decode
 _decode_row = msgspec.msgpack.Decoder(SavedUpdate | SavedRewind).decode
@@ -57,6 +58,7 @@ class RolloutTable:
         self._identity = f"{_FORMAT} {_first_start(run)}"
         self._path = _table_path(run)
         self._write_lock, self._local = threading.Lock(), threading.local()
+        self._committed_s = 0.0
         self._num_bytes = self._done_bytes = 0  # size of the log of updates, and how much of it is in the table
         self._open()
 
@@ -104,11 +106,11 @@ class RolloutTable:
                 with suppress(msgspec.MsgspecError):
                     self._take(_decode_row(data))
                 found = True
-                self._measure()
+                if time.monotonic() - self._committed_s > _COMMIT_S:
+                    self._commit()
                 if stop is not None and stop.wait(_PAUSE_S):
                     break
-            self._save_place()
-            self._measure()
+            self._commit()
             return found
 
     def _take(self, row: SavedUpdate | SavedRewind) -> None:
@@ -126,12 +128,13 @@ class RolloutTable:
             saved = self._read(place.segment, place.offset)
             if saved is not None:
                 db.executemany(f"INSERT OR REPLACE INTO rollouts VALUES({','.join('?' * 13)})", self._rows(saved))
-        if row.update % 50 == 0:
-            self._save_place()
 
-    def _save_place(self) -> None:
+    def _commit(self) -> None:
+        """Let other threads see what was taken in, and count it as done."""
         self._set_facts(place=f"{self._tail.place[0]} {self._tail.place[1]}")
         self._db.commit()
+        self._committed_s = time.monotonic()
+        self._measure()
 
     def _measure(self) -> None:
         number, byte = self._tail.place

@@ -147,7 +147,7 @@ class RolloutBook:
         saved: SavedGroup | None = None
         for row in self.kept.select(where, values, "ordinal DESC, sample ASC", _SEARCH_GROUPS * 8):
             if row[0] != last:
-                if len(found) >= limit or time.monotonic() - began > _SEARCH_S:
+                if searched and (len(found) >= limit or time.monotonic() - began > _SEARCH_S):
                     break
                 last, saved, searched = row[0], self.kept.group(row[0]), searched + 1
             if saved is not None:

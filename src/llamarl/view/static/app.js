@@ -67,10 +67,10 @@ async function show() {
   try {
     const made = await VIEWS[route.view](place, { run: route.run, tasks: runs[route.run].tasks });
     if (mine === turn) current = made; else if (made.leave) made.leave();
-    root.dataset.ready = location.hash || "#/";
   } catch (error) {
     if (mine === turn) fill(place, el("div", { class: "note bad" }, String(error.message || error)));
   }
+  if (mine === turn) root.dataset.ready = location.hash || "#/";
 }
 
 async function poll() {
@@ -112,8 +112,8 @@ document.addEventListener("keydown", (event) => {
 fill(help, el("h2", {}, "Keys"), el("dl", { class: "facts" }, KEYS.map(([key, what]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)])), el("p", { class: "soft" }, "Drag on a curve or a timeline to zoom, double click for all, click for the rollouts of that update. The address always leads back to what you see."), el("form", { method: "dialog" }, el("button", {}, "close")));
 theme(savedTheme());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (!savedTheme()) { theme(null); show(); } });
-addEventListener("hashchange", show);
 runs = await get("live");
+addEventListener("hashchange", show);
 if (runs.length > 1 && !location.hash) history.replaceState(null, "", linkTo(0, "compare"));
 await show();
 if (!isFile) follow();
