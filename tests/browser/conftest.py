@@ -12,22 +12,24 @@ import pytest
 from llamarl.view.data import ViewData
 from llamarl.view.server import ViewServer
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-view")
+pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-view")
+from playwright.sync_api import Browser, Page, sync_playwright
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[sync_api.Browser]:
+def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("needs Chromium: make test-view")
-    with sync_api.sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found
         found.close()
 
 
 @pytest.fixture
-def page(browser: sync_api.Browser) -> Iterator[sync_api.Page]:
+def page(browser: Browser) -> Iterator[Page]:
     """A page on a laptop's screen. The test fails if it writes any error into the console."""
     context = browser.new_context(viewport={"width": 1366, "height": 768}, color_scheme="light")
     context.set_default_timeout(30_000)

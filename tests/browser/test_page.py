@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from helpers.made_runs import Shape, make_live, make_run, make_tokenizer
@@ -47,8 +48,8 @@ def go(page: Page, address: str) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_view_opens(page: Page, serve: Serve, run: Path, other: Path, theme: str) -> None:
-    page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
+def test_every_view_opens(page: Page, serve: Serve, run: Path, other: Path, theme: Literal["light", "dark"]) -> None:
+    page.emulate_media(color_scheme=theme)
     page.goto(serve(run, other, gpu="h100"))
     expect(page.locator("html")).to_have_attribute("data-theme", theme)
     for address, text in VIEWS.items():

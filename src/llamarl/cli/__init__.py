@@ -14,6 +14,7 @@ from llamarl.cli.help_format import SETTINGS, USAGE_ERROR, WholeSentenceHelp, de
 from llamarl.cli.models import eval_command, generate_command, import_gguf_command
 from llamarl.cli.plan import plan_command, simulate_command
 from llamarl.cli.records import audit_command, replay_command
+from llamarl.cli.runs import rollouts_command, runs_command
 from llamarl.cli.score import score_command
 from llamarl.cli.settings import config_command
 from llamarl.cli.train import train_command
@@ -55,6 +56,8 @@ app.command("import-gguf")(import_gguf_command)
 app.command("eval")(eval_command)
 app.command("score")(score_command)
 app.command("view")(view_command)
+app.command("runs")(runs_command)
+app.command("rollouts")(rollouts_command)
 app.command("audit")(audit_command)
 app.command("replay")(replay_command)
 app.command("config")(config_command)

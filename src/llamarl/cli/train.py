@@ -50,10 +50,10 @@ def train_command(
 
 
 def _train(config: Config, folder: Path, *, resume: bool, quiet: bool) -> None:
-    from llamarl.engine.driver import INTERRUPTED
     from llamarl.jobs.job import Job
     from llamarl.observe.display import make_display
     from llamarl.observe.final_report import print_report
+    from llamarl.observe.summary import INTERRUPTED
 
     console = Console()
     job = None if resume else Job(config)

@@ -21,10 +21,9 @@ from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import JobFailed
 from llamarl.failpoints import failpoint
 from llamarl.observe.run_folder import RunFolder, log_file
+from llamarl.observe.summary import STOPPED
 from llamarl.observe.watcher import Watcher
 from llamarl.types import facts_of
-
-STOPPED, INTERRUPTED = "stopped on request", "interrupted"
 
 
 class Driver:

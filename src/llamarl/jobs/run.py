@@ -6,7 +6,7 @@ from contextlib import closing
 
 from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import FINISHED
-from llamarl.engine.driver import INTERRUPTED, STOPPED, Driver
+from llamarl.engine.driver import Driver
 from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import JobFailed, LlamaRLError, OwnCodeFailed
 from llamarl.jobs.engines import make_engine
@@ -16,7 +16,7 @@ from llamarl.jobs.signals import signals_stop
 from llamarl.model.training_state import POLICY
 from llamarl.observe.display import Display
 from llamarl.observe.run_folder import SNAPSHOTS
-from llamarl.observe.summary import Summary
+from llamarl.observe.summary import INTERRUPTED, STOPPED, Summary
 from llamarl.observe.watcher import Watcher
 from llamarl.plugins import format_traceback
 from llamarl.weights.slot_file import SlotFile

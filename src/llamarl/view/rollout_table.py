@@ -36,16 +36,16 @@ _PAUSE_S = 0.001  # after each update, so that requests are answered meanwhile
 _decode_group = msgspec.msgpack.Decoder(SavedGroup).decode
 _decode_row = msgspec.msgpack.Decoder(SavedUpdate | SavedRewind).decode
 _TABLES = """
-CREATE TABLE IF NOT EXISTS facts(name TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE IF NOT EXISTS updates(number INTEGER PRIMARY KEY, num_groups INTEGER, kept INTEGER);
-CREATE TABLE IF NOT EXISTS groups(ordinal INTEGER PRIMARY KEY, number INTEGER, segment INTEGER, offset INTEGER);
-CREATE TABLE IF NOT EXISTS rollouts(
+CREATE TABLE facts(name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE updates(number INTEGER PRIMARY KEY, num_groups INTEGER, kept INTEGER);
+CREATE TABLE groups(ordinal INTEGER PRIMARY KEY, number INTEGER, segment INTEGER, offset INTEGER);
+CREATE TABLE rollouts(
     ordinal INTEGER, sample INTEGER, number INTEGER, reward REAL, tokens INTEGER, version INTEGER, last_version INTEGER,
     status INTEGER, cut INTEGER, turns INTEGER, flat INTEGER, problem INTEGER, task INTEGER,
     PRIMARY KEY(ordinal, sample)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_number ON rollouts(number);
-CREATE INDEX IF NOT EXISTS by_problem ON rollouts(problem);
-CREATE INDEX IF NOT EXISTS groups_by_number ON groups(number);
+CREATE INDEX by_number ON rollouts(number);
+CREATE INDEX by_problem ON rollouts(problem);
+CREATE INDEX groups_by_number ON groups(number);
 """
 Row = tuple[Any, ...]
 
@@ -63,12 +63,15 @@ class RolloutTable:
         self._open()
 
     def _open(self) -> None:
-        db = self._db
-        db.executescript(_TABLES)
-        if self._fact("identity") != self._identity:
-            db.executescript("DELETE FROM facts; DELETE FROM updates; DELETE FROM groups; DELETE FROM rollouts;")
+        try:
+            known = self._fact("identity") == self._identity
+        except sqlite3.DatabaseError:  # new, or of another format
+            known = False
+        if not known:
+            names = ("facts", "updates", "groups", "rollouts")
+            self._db.executescript("".join(f"DROP TABLE IF EXISTS {name};" for name in names) + _TABLES)
             self._set_facts(identity=self._identity)
-            db.commit()
+            self._db.commit()
         place = (self._fact("place") or "-1 0").split()
         self._tail = SegmentTail(self._folder / "index", (int(place[0]), int(place[1])))
         self._measure()

@@ -14,14 +14,7 @@ from llamarl.config.file import load_config
 from llamarl.errors import InputError
 from llamarl.runs.rollouts import KeptGroup, RolloutReader
 
-SETTINGS = [*TINY, "engine=inline", "schedule.updates=3", "evaluate.prompts=0", "snapshots.every=1"]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kept") / "run"
-    Job(load_config(None, SETTINGS)).run(folder)
-    return folder
+SETTINGS = (*TINY, "engine=inline", "schedule.updates=3", "evaluate.prompts=0", "snapshots.every=1")
 
 
 @pytest.fixture(scope="module")

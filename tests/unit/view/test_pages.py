@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_rollouts_are_filtered_by_everything_that_is_known(made: Path) -> None:
 
     everything = rows()
     assert len(everything) == UPDATES * GROUPS * SAMPLES
-    tests = {
+    tests: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], bool]]] = {
         "update=2": (rows(update=2), lambda row: row["update"] == 2),
         "reward": (rows(reward_from=0.5), lambda row: row["reward"] >= 0.5),
         "length": (rows(tokens_to=9), lambda row: row["tokens"] <= 9),
@@ -222,6 +223,23 @@ def test_another_run_in_the_same_place_is_not_taken_for_the_first(tmp_path: Path
     shutil.rmtree(tmp_path / "run")
     make_run(tmp_path / "run", Shape(updates=2))
     assert ask(view_of(tmp_path / "run"), "run/0/rollouts")["total"] == 2 * 16
+
+
+@pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\x00" + bytes(4000)])
+def test_a_damaged_table_is_made_anew(made: Path, tmp_path: Path, content: bytes) -> None:
+    shutil.copytree(made, tmp_path / "run")
+    (tmp_path / ".run.llamarl-view.db").write_bytes(content)
+    assert ask(view_of(tmp_path / "run"), "run/0/rollouts")["total"] == UPDATES * GROUPS * SAMPLES
+
+
+def test_a_table_of_another_format_is_made_anew(made: Path, tmp_path: Path) -> None:
+    import sqlite3
+
+    shutil.copytree(made, tmp_path / "run")
+    with sqlite3.connect(tmp_path / ".run.llamarl-view.db") as db:
+        db.execute("CREATE TABLE rollouts(one INTEGER)")
+    db.close()
+    assert ask(view_of(tmp_path / "run"), "run/0/rollouts")["total"] == UPDATES * GROUPS * SAMPLES
 
 
 def test_a_live_run_grows(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import pytest
 from helpers.made_runs import Shape, make_run, make_tokenizer
 
 from llamarl.view.data import ViewData
-from llamarl.view.export import STATIC, bundled, inert_json, written_page
-from llamarl.view.server import ViewServer
+from llamarl.view.export import bundled, inert_json, written_page
+from llamarl.view.server import STATIC, ViewServer
 
 Reply = tuple[int, dict[str, str], bytes]
 
