@@ -188,8 +188,7 @@ def waiting_shares(run: RunReader) -> dict[str, float]:
 def derived_names(run: RunReader) -> list[str]:
     """Names of the series that are made from timings and spans."""
     names = ["generated_per_s", "trained_per_s", "update_s"] if run.timings.num_updates else []
-    roles = {executor.partition("/")[0] for store in run.spans().values() for executor in store.lanes}
-    return [*names, *(f"waiting.{role}" for role in sorted(roles))]
+    return [*names, *(f"waiting.{role}" for role in run.span_roles)]
 
 
 def column(run: RunReader, name: str) -> Floats:

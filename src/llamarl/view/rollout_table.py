@@ -29,8 +29,8 @@ from llamarl.view.tails import SegmentTail
 
 TRAINED, LEFT_OUT, DROPPED = range(3)  # what became of a rollout
 STATUSES = ("trained", "left out", "dropped")
-SORTS = {"ordinal": "ordinal", "reward": "reward", "tokens": "tokens", "version": "version"}
-_FORMAT = "2"
+SORTS = {"ordinal": "ordinal", "reward": "reward", "tokens": "tokens"}
+_FORMAT = "3"
 _COMMIT_S = 0.5  # time between commits
 _PAUSE_S = 0.001  # after each update, so that requests are answered meanwhile
 _decode_group = msgspec.msgpack.Decoder(SavedGroup).decode
@@ -44,6 +44,8 @@ CREATE TABLE rollouts(
     status INTEGER, cut INTEGER, turns INTEGER, flat INTEGER, problem INTEGER, task INTEGER,
     PRIMARY KEY(ordinal, sample)) WITHOUT ROWID;
 CREATE INDEX by_number ON rollouts(number);
+CREATE INDEX by_reward ON rollouts(reward);
+CREATE INDEX by_tokens ON rollouts(tokens);
 CREATE INDEX by_problem ON rollouts(problem);
 CREATE INDEX groups_by_number ON groups(number);
 """
@@ -190,10 +192,10 @@ class RolloutTable:
         row = self._db.execute("SELECT kept, num_groups FROM updates WHERE number = ?", (update,)).fetchone()
         return (row[0], row[1]) if row else (0, 0)
 
-    def select(self, where: str, values: Sequence[Any], order: str, limit: int, offset: int = 0) -> list[Row]:
-        """Rows of the table. `where` and `order` are made by our own code; what users typed is in `values`."""
+    def select(self, where: str, values: Sequence[Any], order: str, limit: int, offset: int = 0) -> Iterator[Row]:
+        """Rows of the table, one by one. `where` and `order` are made by our own code; what users typed is in `values`."""
         text = f"SELECT * FROM rollouts WHERE {where or '1'} ORDER BY {order} LIMIT ? OFFSET ?"
-        return self._db.execute(text, (*values, limit, offset)).fetchall()
+        return iter(self._db.execute(text, (*values, limit, offset)))
 
     def count_up_to(self, where: str, values: Sequence[Any], limit: int) -> int:
         """Number of rows that match, or `limit` if there are more."""

@@ -72,7 +72,7 @@ class RolloutBook:
             return self._search(query, where, values)
         order = self._order(query)
         limit, offset = _number(query, "limit", 50, MAX_ROWS), _number(query, "offset", 0, 1 << 40)
-        rows = self.kept.select(where, values, order, limit, offset)
+        rows = list(self.kept.select(where, values, order, limit, offset))
         return {
             "total": self.kept.count_up_to(where, values, MAX_COUNTED),
             "max_counted": MAX_COUNTED,
@@ -99,7 +99,7 @@ class RolloutBook:
     def _order(self, query: Query) -> str:
         column = SORTS.get(query.get("sort", "ordinal"), "ordinal")
         way = "ASC" if query.get("way") == "up" else "DESC"
-        return f"ordinal {way}, sample ASC" if column == "ordinal" else f"{column} {way}, ordinal DESC, sample ASC"
+        return f"ordinal {way}, sample ASC" if column == "ordinal" else f"{column} {way}, ordinal {way}, sample {way}"
 
     def _where(self, query: Query) -> tuple[str, list[Any]]:
         """Our own SQL, and the values that it compares with."""

@@ -208,6 +208,12 @@ class RunReader:
             return self._spans.by_start
 
     @property
+    def span_roles(self) -> list[str]:
+        """Roles whose waiting is recorded."""
+        with self.lock:
+            return self._spans.roles(self.last_start)
+
+    @property
     def spans_full(self) -> bool:
         return self._spans.full
 

@@ -67,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "llamarl", ""
     timeout = _TIMEOUT_S
+    wbufsize = 1 << 16  # an answer leaves in one piece, without waiting for acknowledgments
+    disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
         if len(self.path) > _MAX_PATH:

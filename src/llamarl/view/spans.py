@@ -24,16 +24,19 @@ class Lane:
 
     def __init__(self) -> None:
         self._labels: dict[tuple[str, str], int] = {}
-        self._label_of, self._times_s = array("H"), array("d")
-        self._in_order: tuple[Floats, Floats, NDArray[np.uint16]] | None = None
+        self._label_of, self._times_s = array("L"), array("d")
+        self._in_order: tuple[Floats, Floats, NDArray[np.uint64]] | None = None
 
     def __len__(self) -> int:
         return len(self._label_of)
 
-    def add(self, kind: str, name: str, start_s: float, end_s: float) -> None:
-        label = self._labels.setdefault((kind, name), len(self._labels))
-        self._label_of.append(min(label, 65535))
-        self._times_s.extend((start_s, end_s))
+    def extend(self, spans: Iterable[Any]) -> None:
+        """Add spans: kind, name, start and end of each."""
+        labels, label, time = self._labels, self._label_of.append, self._times_s.append
+        for kind, name, start_s, end_s in spans:
+            label(labels.setdefault((kind, name), len(labels)))
+            time(start_s)
+            time(end_s)
         self._in_order = None
 
     def busy_until(self, times_s: Floats, kind: str = "") -> Floats:
@@ -64,10 +67,10 @@ class Lane:
     def end_s(self) -> float:
         return max(self._times_s[1::2], default=0.0)
 
-    def _sorted(self) -> tuple[Floats, Floats, NDArray[np.uint16]]:
+    def _sorted(self) -> tuple[Floats, Floats, NDArray[np.uint64]]:
         """Starts, ends and labels, ordered by start."""
         if self._in_order is None:
-            times, labels = np.array(self._times_s, dtype=np.float64), np.array(self._label_of, dtype=np.uint16)
+            times, labels = np.array(self._times_s, dtype=np.float64), np.array(self._label_of, dtype=np.uint64)
             starts, ends = times[::2], times[1::2]
             order = np.argsort(starts, kind="stable")
             self._in_order = starts[order], ends[order], labels[order]
@@ -81,9 +84,7 @@ class SpanStore:
         self.lanes: dict[str, Lane] = {}
 
     def add(self, executor: str, spans: Iterable[Any]) -> None:
-        lane = self.lanes.setdefault(executor, Lane())
-        for kind, name, start_s, end_s in spans:
-            lane.add(kind, name, start_s, end_s)
+        self.lanes.setdefault(executor, Lane()).extend(spans)
 
     @property
     def end_s(self) -> float:
@@ -118,10 +119,19 @@ class SpanReader:
     """Follows spans.jsonl; of a run that has none, reads timeline.json, which covers its last start only."""
 
     def __init__(self, rows: Path, trace: Path) -> None:
-        self._tail, self._trace = LineTail(rows), trace
+        self._rows, self._tail, self._trace = rows, LineTail(rows), trace
         self.by_start: dict[int, SpanStore] = {}
         self.full = False  # whether the file reached its size limit, so that later spans are missing
         self.from_trace = False
+
+    def roles(self, last_start: int) -> list[str]:
+        """Roles that have spans; found without reading all of them, if possible."""
+        first = next((row for _, row in LineTail(self._rows).read() if row.get("spans")), None)
+        if first is None:
+            self.refresh(last_start)
+        executors = {str(name) for name in (first or {}).get("spans", ())}
+        executors |= {name for store in self.by_start.values() for name in store.lanes}
+        return sorted({name.partition("/")[0] for name in executors})
 
     def refresh(self, last_start: int) -> None:
         for _, row in self._tail.read():

@@ -33,7 +33,7 @@ export async function showCompare(root, context) {
   function draw(data, axis) {
     const joined = together(data.runs.map((run) => [run.axes[axis], run.smooth]));
     plots[0].set(joined.xs, joined.columns.map((values, n) => ({ label: data.runs[n].name, color: COLORS[n % COLORS.length], values })));
-    const atVersion = (run, version) => (version <= 0 ? 0 : run.axes[axis][Math.min(run.axes[axis].length - 1, Math.round((version / Math.max(1, run.axes.update.at(-1) + 1)) * run.axes[axis].length) - 1)] ?? null);
+    const atVersion = (run, version) => (version <= 0 || axis === "update" ? version : run.axes[axis][Math.min(run.axes[axis].length - 1, Math.round((version / Math.max(1, run.axes.update.at(-1) + 1)) * run.axes[axis].length) - 1)] ?? null);
     const scored = together(data.runs.map((run) => [run.evaluations.map((e) => atVersion(run, e.version)), run.evaluations.map((e) => e.value)]));
     plots[1].set(scored.xs, scored.columns.map((values, n) => ({ label: data.runs[n].name, color: COLORS[n % COLORS.length], values, dots: true })));
     fill(legend, data.runs.map((run, n) => keyOf(COLORS[n % COLORS.length], run.name)));

@@ -19,7 +19,7 @@ function matches(row, query) {
 }
 
 function rolloutsOf(run, query) {
-  const column = { reward: "reward", tokens: "tokens", version: "version" }[query.sort] || "ordinal";
+  const column = { reward: "reward", tokens: "tokens" }[query.sort] || "ordinal";
   const way = query.way === "up" ? 1 : -1;
   const found = run.rollouts.rows.filter((row) => matches(row, query)).sort((a, b) => way * (a[column] - b[column]) || a.sample - b.sample);
   const offset = Number(query.offset || 0);

@@ -98,10 +98,14 @@ export async function showOverview(root, context) {
     }
     drawTop(found);
     const { first: from, last: to } = zoom();
-    const data = await get(`run/${run}/series`, { names: names(found.metrics).all.join(","), first: from, last: to, points: 500 });
+    const { all, waiting } = names(found.metrics);
+    const ask = (wanted) => get(`run/${run}/series`, { names: wanted.join(","), first: from, last: to, points: 500 });
+    const data = await ask(all.filter((name) => !waiting.includes(name)));
     fill(rangeNote, `updates ${data.first} to ${Math.max(data.first, data.last - 1)} of ${data.num_updates}`, data.num_updates > 500 ? ` (bins of ${Math.max(1, Math.ceil((data.last - data.first) / data.updates.length))}; the band is the range inside a bin)` : "", from ? [" ", el("button", { onclick: () => { setParams({ first: "", last: "" }); refresh(); } }, "whole run")] : el("span", { class: "faint" }, " · drag to zoom, click for its rollouts"));
-    for (const card of plots) draw(card, data, found);
+    for (const card of plots) if (!card.spec.waiting) draw(card, data, found);
     drawBelow(found);
+    const waits = await ask(waiting); // these take longer: they are made from all spans
+    for (const card of plots) if (card.spec.waiting) draw(card, waits, found);
   }
 
   function drawTop(found) {

@@ -71,7 +71,7 @@ export async function showRollouts(root, context) {
       { name: "answer", show: (r) => el("div", { class: "clip mono", dir: "auto" }, said(r.text || "")) },
       { name: `reward${arrow("reward")}`, n: true, sort: sorter("reward"), show: (r) => reward(r.reward) },
       { name: `tokens${arrow("tokens")}`, n: true, sort: sorter("tokens"), show: (r) => count(r.tokens) },
-      { name: `version${arrow("version")}`, n: true, sort: sorter("version"), show: (r) => (r.version === r.last_version ? r.version : `${r.version}-${r.last_version}`) },
+      { name: "version", n: true, show: (r) => (r.version === r.last_version ? r.version : `${r.version}-${r.last_version}`) },
       { name: "status", show: (r) => [el("span", { class: `badge ${STATUS_TONE[r.status]}` }, r.status), r.cut ? [" ", el("span", { class: "badge fair" }, "cut off")] : "", r.turns > 1 ? ` ${r.turns} turns` : ""] },
     ].filter(Boolean);
     const searching = found.total === undefined;

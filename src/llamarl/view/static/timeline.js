@@ -40,10 +40,11 @@ export async function showTimeline(root, context) {
     if (data.missing) return fill(body, el("div", { class: "note" }, data.missing));
     measured.draw(data, data.from_s, data.to_s, data.ranks);
     fill(legend, keyOf("--blue", "work"), keyOf("--orange", "weights change"), keyOf("--purple", "snapshot"), keyOf("--wait", "waiting"), keyOf("--red", "death"), el("span", { class: "faint" }, "drag to zoom · double click for all · click for the rollouts of that update"));
-    await prediction();
+    prediction().catch((error) => fill(lower, el("div", { class: "note bad" }, String(error.message || error))));
   }
 
   async function prediction() {
+    if (!lower.firstChild) fill(lower, el("h2", {}, "Predicted"), el("div", { class: "faint" }, "simulating ..."));
     const found = await get(`run/${run}/predicted`, { from: data.from_s, to: data.to_s, bins: 600 });
     if (found.missing) {
       fill(lower, el("h2", {}, "Predicted"), el("div", { class: "soft" }, found.missing));
@@ -89,10 +90,9 @@ function lanesCanvas({ onzoom, onclick }) {
       const y = at * (LANE + GAP);
       ctx.fillStyle = css("--wait");
       ctx.fillRect(0, y, width, LANE);
-      if (lane.spans) for (const [kind, , a, b] of lane.spans) {
-        ctx.fillStyle = css(KIND[kind] || "--faint");
-        const x = xOf(a);
-        ctx.fillRect(x, y, Math.max(kind === "work" ? 0.6 : 1.5, xOf(b) - x), LANE);
+      if (lane.spans) for (const [kind, color] of Object.entries(KIND)) { // short ones, such as weight changes, on top
+        ctx.fillStyle = css(color);
+        for (const [of, , a, b] of lane.spans) if (of === kind) ctx.fillRect(xOf(a), y, Math.max(kind === "work" ? 0.6 : 2, xOf(b) - xOf(a)), LANE);
       }
       else {
         const step = width / shown.data.bins;
