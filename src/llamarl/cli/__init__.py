@@ -10,7 +10,7 @@ import typer
 from llamarl import __version__
 from llamarl.cli.bench import bench
 from llamarl.cli.cluster import certs_command, worker_command
-from llamarl.cli.help_format import SETTINGS, USAGE_ERROR, WholeSentenceHelp, describe_usage_error
+from llamarl.cli.help_format import EXIT_CODES, USAGE_ERROR, Commands, describe_usage_error
 from llamarl.cli.models import eval_command, generate_command, import_gguf_command
 from llamarl.cli.plan import plan_command, simulate_command
 from llamarl.cli.records import audit_command, replay_command
@@ -23,14 +23,11 @@ from llamarl.cli.view import view_command
 from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
 
-app = typer.Typer(
+app = Commands(
     name="llamarl",
     help="Asynchronous reinforcement learning for language models.",
-    cls=WholeSentenceHelp,
-    context_settings=SETTINGS,
-    add_completion=False,
+    epilog=EXIT_CODES,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
 

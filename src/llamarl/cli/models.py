@@ -15,6 +15,7 @@ import msgspec
 import typer
 
 from llamarl.cli.devices import DeviceOption, device_or_refuse, say_device
+from llamarl.cli.help_format import OVERRIDES
 from llamarl.config import Config, model_folder
 from llamarl.config.file import load_config
 from llamarl.errors import ArgumentError, InputError
@@ -55,7 +56,7 @@ def generate_command(
     top_k: Annotated[int, typer.Option(min=0, help="only the k likeliest tokens; 0: all")] = 0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="only the likeliest that make up this share")] = 1.0,
     min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="none below this share of the likeliest")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the sampling")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="of weights and cache; auto: as in eval and train")] = Dtype.auto,
     device: DeviceOption = "auto",
 ) -> None:
@@ -107,9 +108,7 @@ def eval_command(
     task: Annotated[
         str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings, such as task.path=data/gsm8k")
-    ] = None,
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
     samples: Annotated[int, typer.Option(min=1, help="answers to each problem; more than 1 gives pass@k")] = 1,
     problems: Annotated[int, typer.Option(min=0, help="how many problems; 0: all")] = 0,
     split: Annotated[Split, typer.Option(help="test: the fixed test problems where there are any")] = Split.auto,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from llamarl.cli.help_format import CONFIG_FILE, OVERRIDES
 from llamarl.errors import ConfigError, InputError
 from llamarl.model_spec import SHAPES
 
@@ -164,10 +165,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def simulate_command(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file; without it, the default job")] = "",
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that replace the file's")
-    ] = None,
+    config: Annotated[str, CONFIG_FILE] = "",
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
     gpu: GpuOption = "h100",
     gpus: Annotated[int, typer.Option(min=0, help="number of devices; 0: one per rank, or all cores")] = 0,
     model: Annotated[

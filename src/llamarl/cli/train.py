@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from llamarl.cli.help_format import CONFIG_FILE, OVERRIDES
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.engine.local.fork_server import fork_server_ahead
@@ -18,12 +19,8 @@ from llamarl.observe.run_folder import CONFIG, dated_run_folder
 
 
 def train_command(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="a YAML file; without it, the default job", show_default=False)
-    ] = "",
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that replace the file's")
-    ] = None,
+    config: Annotated[str, CONFIG_FILE] = "",
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="where the record goes; default: a dated folder under runs/")
     ] = None,

@@ -20,6 +20,7 @@ from llamarl.engine.prompts import Prompts
 from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import JobFailed
 from llamarl.failpoints import failpoint
+from llamarl.observe.callbacks import CallbackRunner
 from llamarl.observe.run_folder import RunFolder, log_file
 from llamarl.observe.summary import STOPPED
 from llamarl.observe.watcher import Watcher
@@ -38,11 +39,13 @@ class Driver:
         run_folder: RunFolder,
         watcher: Watcher,
         drop_reasons: Mapping[int, str],
+        callbacks: CallbackRunner,
     ) -> None:
         self._controller, self._engine, self._prompts = controller, engine, prompts
         self._folder, self._watcher = run_folder, watcher
         self._store, self._snapshots = store, snapshots
         self._rollouts = KeptRollouts(run_folder.rollouts, store, prompts, reasons=drop_reasons, note=watcher.note)
+        self._callbacks = callbacks
         self._events: deque[ev.AnyEvent] = deque()
         self._stop_requested = ""  # the outcome to record; empty: no stop was requested
         self.outcome = FINISHED
@@ -69,6 +72,7 @@ class Driver:
     def run(self, begin: ev.Began | ev.Resumed) -> None:
         """Run the job until the controller finishes it; JobFailed if it aborts."""
         self._folder.events.append_json(setting_of(self._controller))
+        self._callbacks.start()
         self._tell(begin)
         self._note_if_nobody_generates()
         while not self._ended:
@@ -78,6 +82,9 @@ class Driver:
                     self._note_if_nobody_generates()
             if self._interrupted:
                 raise KeyboardInterrupt
+            if self._callbacks.stop_requested:
+                self._callbacks.stop_requested = False
+                self.request_stop()
             if self._stop_requested:
                 self.outcome, self._stop_requested = self._stop_requested, ""
                 self._watcher.note(f"{self.outcome}: the update under way is finished, then a snapshot is made")
@@ -179,6 +186,8 @@ class Driver:
         skipped = bool(report.metrics.get("skipped"))
         self._store.amend(report.groups)
         self._rollouts.add_logprobs(report.update, report.logprobs)
+        if role_of(arrival.executor) == self._controller.line.batch_roles[-1].name:
+            self._callbacks.hear(report.update, report.metrics, report.timings)
         self._watcher.batch_done(arrival.executor, report.update, report.metrics, report.timings)
         if skipped:
             self._watcher.skipped(arrival.executor, report.update, self._controller.training.batches[report.update])
@@ -248,6 +257,7 @@ class Driver:
     def _sync(self, command: ev.Sync) -> None:
         self._store.sync()
         self._folder.sync()
+        self._callbacks.deliver()
 
     def _write(self, command: ev.Write) -> None:
         if isinstance(command.record, Dropped):
@@ -260,6 +270,7 @@ class Driver:
             self._rollouts.rewind(command.record.to_update)
         elif isinstance(command.record, Trained):
             self._rollouts.write(command.record)
+            self._callbacks.count(command.record.update)
         self._folder.ledger.append(command.record)
 
     def _forget(self, command: ev.Forget) -> None:
@@ -269,7 +280,9 @@ class Driver:
 
     def _evaluated(self, command: ev.Evaluated) -> None:
         rewards = [reward for group in self._store.rollouts(command.ordinals) for reward in group.rewards]
-        self._watcher.evaluated(command.version, sum(rewards) / len(command.ordinals))
+        score = sum(rewards) / len(command.ordinals)
+        self._watcher.evaluated(command.version, score)
+        self._callbacks.evaluated(command.version, score)
 
     def _finish(self, command: ev.Finish) -> None:
         self._ended = True

@@ -17,6 +17,7 @@ from llamarl.jobs.folder import open_new_run
 from llamarl.jobs.prepare import prepare_job
 from llamarl.jobs.resume import resume_job
 from llamarl.jobs.run import run_job
+from llamarl.observe.callbacks import AnyCallback, checked_callbacks
 from llamarl.observe.display import Display, Quiet
 from llamarl.observe.run_folder import CONFIG, dated_run_folder
 from llamarl.observe.summary import Summary
@@ -29,7 +30,8 @@ class Job:
     """`Job.load("job.yaml", ["trainer.lr=1e-4"]).run()` does what `llamarl train` does.
 
     To add a role, give a line of your own and a builder for it: `Job(config, line=..., builders={"critic": build})`.
-    A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/tasks.md.
+    A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/tasks.md. `callbacks`
+    are called while the job runs: `Callback` objects, or functions of an `UpdateDone`; see docs/reading.md.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class Job:
         builders: Mapping[str, Builder] | None = None,
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
+        callbacks: Sequence[AnyCallback] = (),
     ) -> None:
         refuse_while_importing()
+        self.callbacks = checked_callbacks(callbacks)
         config, given = check_config(config), dict[str, Callable[..., Any]]()
         if scorer is not None:
             config, given = with_scorer(config, scorer)
@@ -59,13 +63,16 @@ class Job:
         *,
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
+        callbacks: Sequence[AnyCallback] = (),
     ) -> Job:
-        return cls(load_config(Path(path) if path else None, overrides), scorer=scorer, task=task)
+        """A job from a YAML file, or the default job, with settings such as `trainer.lr=1e-4` that replace the file's."""
+        config = load_config(Path(path) if path else None, overrides)
+        return cls(config, scorer=scorer, task=task, callbacks=callbacks)
 
     def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
         """Train to the end. The run folder records everything the job did, also when it fails."""
         opened = open_new_run(self._prepared, Path(folder) if folder else dated_run_folder())
-        return run_job(self._prepared, opened, display or Quiet())
+        return run_job(self._prepared, opened, display or Quiet(), self.callbacks)
 
     @classmethod
     def resume(
@@ -78,6 +85,7 @@ class Job:
         builders: Mapping[str, Builder] | None = None,
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
+        callbacks: Sequence[AnyCallback] = (),
         display: Display | None = None,
     ) -> Summary:
         """Continue a run from its newest whole snapshot, with the settings it had, or equivalent ones. A finished run is left
@@ -86,5 +94,5 @@ class Job:
         if not (path / CONFIG).is_file():
             raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
         asked = config or load_config(path / CONFIG, overrides)
-        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task)
-        return resume_job(job._prepared, path, display or Quiet())
+        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task, callbacks=callbacks)
+        return resume_job(job._prepared, path, display or Quiet(), job.callbacks)

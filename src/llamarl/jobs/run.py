@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 
 from llamarl.controller.controller import Controller
@@ -14,6 +15,7 @@ from llamarl.jobs.folder import OpenRun
 from llamarl.jobs.prepare import PreparedJob
 from llamarl.jobs.signals import signals_stop
 from llamarl.model.training_state import POLICY
+from llamarl.observe.callbacks import Callback, CallbackRunner
 from llamarl.observe.display import Display
 from llamarl.observe.run_folder import SNAPSHOTS
 from llamarl.observe.summary import INTERRUPTED, STOPPED, Summary
@@ -24,11 +26,19 @@ from llamarl.weights.slot_file import SlotFile
 _UNWRITABLE = "the record of the run cannot be written"
 
 
-def run_job(job: PreparedJob, opened: OpenRun, display: Display) -> Summary:
+def run_job(job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequence[Callback] = ()) -> Summary:
     run_folder, config = opened.folder, job.config
     for note in (*filter(None, [run_folder.lock.warning]), *job.notes):
         display.note(note)
     watcher = _make_watcher(job, opened, display)
+    called = CallbackRunner(
+        callbacks,
+        run_folder.path,
+        updates=config.schedule.updates,
+        score_name=config.score_name,
+        note=display.note,
+        log=run_folder.log,
+    )
     slots = {role: SlotFile() for role in job.line.publishers}
     engine = make_engine(job, slots, run_folder)
     snapshots = SnapshotStore(run_folder.snapshots, config.snapshots.keep)
@@ -41,6 +51,7 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display) -> Summary:
         run_folder=run_folder,
         watcher=watcher,
         drop_reasons=opened.drop_reasons,
+        callbacks=called,
     )
     outcome = INTERRUPTED
     try:
@@ -66,6 +77,7 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display) -> Summary:
                 opened.store.close()
                 newest = snapshots.versions()[-1:]
                 summary = watcher.finish(outcome, policy=f"{SNAPSHOTS}/{newest[0]}/{POLICY}" if newest else "")
+                called.end(summary)
         except OSError as error:
             if outcome in (FINISHED, STOPPED, INTERRUPTED):  # otherwise an error that says why is being raised
                 raise JobFailed(f"{_UNWRITABLE}: {error}") from error
