@@ -127,7 +127,7 @@ def _learning(run: RunReader) -> PageAnswer:
     gain = float(last_part.mean() - first_part.mean())
     error = Z95 * sqrt(float(first_part.var(ddof=1)) / part + float(last_part.var(ddof=1)) / part)
     facts.append(
-        f"mean reward {first_part.mean():.3f} -> {last_part.mean():.3f} (first and last {part} updates, +-{error:.3f})"
+        f"mean reward {first_part.mean():.3f} -> {last_part.mean():.3f} (first and last {part} updates, ±{error:.3f})"
     )
     if gain > error:
         return PageAnswer(question, "yes", "good", facts)

@@ -91,6 +91,7 @@ class RolloutTable:
                 self._path.unlink(missing_ok=True)
                 found = sqlite3.connect(self._path, timeout=10.0)
             found.execute("PRAGMA synchronous=OFF")  # it can be made again
+            found.execute("PRAGMA cache_size=-32000")  # kB, as the indexes of a large table are built
             self._local.db = found
         return found
 

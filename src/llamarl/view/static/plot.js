@@ -75,7 +75,7 @@ export function makePlot(host, options) {
     const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif", gap: 4 };
     plot = new uPlot({
       width: width(), height, series: found, bands, legend: { show: false },
-      padding: [8, 8, 0, 0],
+      padding: [8, 14, 0, 0],
       scales: { x: { time: false }, y: { range: range || ((u, low, high) => uPlot.rangeNum(low, high === low ? low + 1 : high, 0.08, true)) } },
       axes: [{ ...axis, size: 24, values: (u, vals) => vals.map(xFormat || short) }, { ...axis, size: 46, values: (u, vals) => vals.map(format) }],
       cursor: { sync: { key: sync }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
