@@ -92,7 +92,7 @@ def server(folder: Path) -> Iterator[tuple[Client, int]]:
     try:
         yield Client(line), process.pid
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         process.wait(30)
 
 

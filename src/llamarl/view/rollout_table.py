@@ -264,7 +264,7 @@ class RolloutTable:
             self._local.db = None
 
 
-MAX_DRAWN = 200_000  # rollouts that a histogram counts
+MAX_DRAWN = 50_000  # rollouts that a histogram counts
 
 
 class _OnlyNumber(msgspec.Struct, tag="update"):
