@@ -4,10 +4,15 @@ BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before.
 FORKING := $(wildcard tests/dist/test_transfer_*.py) tests/unit/weights
 
-.PHONY: train test test-monarch test-cluster test-loggers test-wheel docs soak venv format bench clean
+.PHONY: train demo test test-view test-monarch test-cluster test-loggers test-wheel docs soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
+
+# A minute of training, then its page.
+demo: .venv/installed
+	test -e runs/demo || $(BIN)/llamarl train schedule.updates=30 evaluate.every=10 snapshots.every=10 --run runs/demo
+	$(BIN)/llamarl view runs/demo --open
 
 test: .venv/dev
 	$(BIN)/ruff format --check .
@@ -17,7 +22,15 @@ test: .venv/dev
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit --ignore=tests/unit/weights --ignore=tests/unit/tasks
 	$(BIN)/pytest tests/unit/tasks # alone: they look for programs that are left on the whole machine
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/e2e
-	$(BIN)/pytest --ignore=tests/unit --ignore=tests/e2e $(addprefix --ignore=,$(FORKING))
+	$(BIN)/pytest --ignore=tests/unit --ignore=tests/e2e --ignore=tests/browser $(addprefix --ignore=,$(FORKING))
+
+# The page in a real browser: the system's Chromium, which is installed if it is missing and apt-get can.
+CHROMIUM := chromium chromium-browser google-chrome
+test-view: .venv/dev
+	@[ -n "$$(which $(CHROMIUM))" ] \
+		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
+		|| echo "test-view: no Chromium here, and apt-get cannot install it: the tests of the page are SKIPPED"
+	$(BIN)/pytest tests/browser
 
 # The same tests on the other engine. Monarch brings a package named `tests` and much else, so it has an environment of its own.
 MONARCH := .venv-monarch/bin

@@ -21,6 +21,7 @@ from llamarl.cli.score import score_command
 from llamarl.cli.settings import config_command
 from llamarl.cli.train import train_command
 from llamarl.cli.transfer import plan_transfer_command
+from llamarl.cli.view import view_command
 from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
 from llamarl.observe.loggers import leave_loggers_behind
@@ -55,6 +56,7 @@ app.command("generate")(generate_command)
 app.command("import-gguf")(import_gguf_command)
 app.command("eval")(eval_command)
 app.command("score")(score_command)
+app.command("view")(view_command)
 app.command("runs")(runs_command)
 app.command("rollouts")(rollouts_command)
 app.command("audit")(audit_command)

@@ -53,6 +53,13 @@ class ObserveConfig(Section, frozen=True):
             "at least one of each update; -1: all rollouts, 0: none",
         ),
     ] = 1024
+    spans_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="size limit of spans.jsonl, the timeline that `llamarl view` shows of a live or crashed run; 0: none",
+        ),
+    ] = 128
 
     @property
     def logger_names(self) -> tuple[str, ...]:

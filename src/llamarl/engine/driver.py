@@ -241,6 +241,7 @@ class Driver:
         except OSError as error:
             self._events.append(self._save_failed(command.version, str(error)))
             return
+        self._watcher.saved(command.version)
         self._events.append(ev.Committed(command.version))
 
     def _prune(self, command: ev.Prune) -> None:

@@ -21,6 +21,7 @@ _FACTS = struct.Struct("<II")  # length, crc32 of the record
 _HEADER = struct.Struct("<III")  # length, crc32 of the record, crc32 of these eight bytes
 MAX_SEGMENT_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20
 
 
 class SegmentWriter:
@@ -91,6 +92,33 @@ def read_records(folder: Path, on_damage: Callable[[str], None] | None = None) -
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
         for _, record in _records(path, data, on_damage or _refuse):
             yield int(path.name), record
+
+
+def read_segment(path: Path, start: int = 0) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (start, end, record) of the complete records of one segment from byte `start` on, a block of the file at a
+    time. Stops at an incomplete or damaged header; records whose checksum is wrong are left out."""
+    with path.open("rb") as file:
+        file.seek(start)
+        data, at = b"", start
+        while block := file.read(_BLOCK_BYTES):
+            data += block
+            here = 0
+            while here + _HEADER.size <= len(data):
+                length, checksum, header_checksum = _HEADER.unpack_from(data, here)
+                end = here + _HEADER.size + length
+                if zlib.crc32(data[here : here + _FACTS.size]) != header_checksum:
+                    return
+                if end > len(data):
+                    if length > _BLOCK_BYTES:
+                        data += file.read(end - len(data))
+                        if end <= len(data):
+                            continue
+                    break
+                record = data[here + _HEADER.size : end]
+                if zlib.crc32(record) == checksum:
+                    yield at + here, at + end, record
+                here = end
+            data, at = data[here:], at + here
 
 
 def read_record(folder: Path, segment: int, offset: int) -> bytes:

@@ -26,6 +26,7 @@ METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 TIMINGS = "timings.jsonl"
 TIMELINE = "timeline.json"
+SPANS = "spans.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 GROUPS = "groups"
@@ -59,6 +60,7 @@ class RunFolder:
         self.metrics = MetricsFile(path / METRICS, roles, version)
         self.evaluations = AppendFile(path / EVALUATIONS)
         self.timings = AppendFile(path / TIMINGS)
+        self.spans = AppendFile(path / SPANS)
         self.run = 1 + max([last_run, *event_files(path)])  # number of this start of the job
         self.events = EventLog(event_file(path, self.run), settings.events_mb)
         self.rollouts = RolloutLog(path / ROLLOUTS, settings.rollouts_mb, updates, version)
@@ -98,7 +100,8 @@ class RunFolder:
         """Continue from the snapshot of `version`. Rows of later updates are removed, since those updates are repeated.
         `last_run` is the last start in the ledger; event logs may have been deleted."""
         _keep_rows(path / EVALUATIONS, lambda row: row.get("version", version + 1) <= version)
-        cut_rows(path / TIMINGS, lambda row: True)  # removes an incomplete last line
+        for name in (TIMINGS, SPANS):
+            cut_rows(path / name, lambda row: True)  # removes an incomplete last line
         return cls(path, lock, roles, settings, updates, version, last_run)
 
     def write_config(self, text: str) -> None:
@@ -126,7 +129,15 @@ class RunFolder:
         """Close all files, even if writing to one fails, and release the folder."""
         with ExitStack() as stack:
             stack.callback(self.lock.release)
-            for file in (self.timings, self.evaluations, self.metrics, self.rollouts, self.events, self.ledger):
+            for file in (
+                self.spans,
+                self.timings,
+                self.evaluations,
+                self.metrics,
+                self.rollouts,
+                self.events,
+                self.ledger,
+            ):
                 stack.callback(file.close)
 
 

@@ -11,6 +11,7 @@ from llamarl.observe.advice import Advisor
 from llamarl.observe.display import Display, Progress
 from llamarl.observe.loggers import Loggers
 from llamarl.observe.run_folder import TIMELINE, RunFolder
+from llamarl.observe.span_rows import SpanRows
 from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.timeline import Span, Timeline
 from llamarl.types import GroupFacts, RolloutGroup
@@ -49,9 +50,12 @@ class Watcher:
         self._num_dropped = 0  # groups dropped since this start of the job
         self._advisor = Advisor(config)
         self._failed = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
+        self._span_rows = SpanRows(folder.spans, folder.run, self._start_s, config.observe.spans_mb)
+        folder.timings.append_json({"start": folder.run, "version": tally.updates, "unix_s": self._started_at})
 
     def spent(self, executor: str, spans: Sequence[Span]) -> None:
         self.timeline.add(executor, spans)
+        self._span_rows.add(executor, spans)
 
     def group_done(self, executor: str, facts: GroupFacts) -> None:
         role = executor.partition("/")[0]
@@ -84,6 +88,7 @@ class Watcher:
                 **self._take_failed(),
             }
         )
+        self._span_rows.flush()
         if self._training_s is not None:
             self._training_s = (self._training_s[0], now_s)
         self.tally.add_update(update, metrics)
@@ -162,6 +167,7 @@ class Watcher:
 
     def died(self, executor: str, reason: str) -> None:
         self._display.note(f"{executor} died: {reason}")
+        self._folder.timings.append_json({"executor": executor, "at_s": self._elapsed_s, "died": reason})
 
     def joined(self, executor: str, host: str) -> None:
         """Record a replica that joined; the ledger says which groups it was given."""
@@ -181,6 +187,10 @@ class Watcher:
 
     def restarted(self, executor: str) -> None:
         self.tally.restarts += 1
+        self._folder.timings.append_json({"executor": executor, "at_s": self._elapsed_s, "restarted": True})
+
+    def saved(self, version: int) -> None:
+        self._folder.timings.append_json({"snapshot": version, "at_s": self._elapsed_s})
 
     def finish(self, outcome: str, policy: str) -> Summary:
         """Write the timeline and the summary, also when the job failed; then end the loggers."""
@@ -194,6 +204,7 @@ class Watcher:
 
     def _write_summary(self, outcome: str, policy: str) -> Summary:
         end_s = time.monotonic()
+        self._span_rows.flush()
         start_s, stop_s = self._training_s or (self._start_s, end_s)
         tally, rewards = self.tally, self.tally.rewards
         summary = Summary(
