@@ -4,7 +4,7 @@ BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before.
 FORKING := $(wildcard tests/dist/test_transfer_*.py) tests/unit/weights
 
-.PHONY: train demo test test-view test-monarch test-cluster soak venv format bench clean
+.PHONY: train demo test test-view test-monarch test-cluster docs soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -44,6 +44,11 @@ test-monarch: .venv-monarch/dev
 test-cluster: .venv-monarch/dev
 	$(MONARCH)/pytest tests/cluster
 
+# The pages of docs/ and the API reference, into build/site; a warning is an error.
+DOCS := .venv-docs/bin
+docs: .venv-docs/installed
+	$(DOCS)/mkdocs build --strict
+
 # A hundred thousand hostile answers (`HOSTILE=5000` for fewer), hostile programs in every sandbox, ten thousand simulated
 # disasters, a kill and a stop at every failpoint, run folders with second owners, full disks, live copies and torn files
 # (`ROUNDS=2` for fewer), then half an hour of real kills and stops (`KILLS=20 EVERY=3` for fewer).
@@ -72,9 +77,16 @@ venv: .venv/dev
 	$(MONARCH)/pip install --quiet --disable-pip-version-check -e '.[dev,monarch]'
 	touch $@
 
+# Docstrings are read, not imported, so the packages of the extra are enough.
+.venv-docs/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS)/pip install --quiet --disable-pip-version-check $$($(PYTHON) -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
 format: .venv/dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-monarch build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-monarch .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

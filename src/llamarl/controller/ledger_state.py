@@ -46,6 +46,7 @@ class Audit(Struct, frozen=True):
 
     @property
     def clean(self) -> bool:
+        """The job has ended, and every group was trained exactly once or dropped with a reason."""
         return self.consistent and not self.num_unfinished and bool(self.closed)
 
     @property

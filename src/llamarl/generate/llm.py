@@ -91,6 +91,7 @@ class LLM:
 
     @cached_property
     def model(self) -> Transformer:
+        """The model, which is loaded when it is first needed."""
         return load_model(self.folder, dtype=self.dtype, device=self.device)
 
     def generate(

@@ -80,6 +80,7 @@ class KeptGroup:
 
     @property
     def rewards(self) -> tuple[float, ...]:
+        """Rewards of its rollouts, in order; NaN where it was dropped unscored."""
         return tuple(rollout.reward for rollout in self.rollouts)
 
 
@@ -92,6 +93,7 @@ class RolloutReader:
         self._index = RolloutIndex(self._folder)
 
     def refresh(self) -> None:
+        """Take in what the job has written since."""
         self._index.refresh()
 
     @property
