@@ -5,8 +5,8 @@
 
 Large run: `llamarl view` is started as a user starts it, without the table of rollouts that it keeps. Time counts from the
 first request (of the page itself, its scripts, its overview and its curves, one after the other) to the last byte of the
-first view; then answers are opened at random, while the table is still being built and afterwards. Memory is the peak of the
-server.
+first view; where Playwright and Chromium are there, also from opening the address to the first view as it is drawn. Then
+answers are opened at random, while the table is still being built and afterwards. Memory is the peak of the server.
 
 Training: in one job, the page is open in every other window of time: a client asks what the page asks, as often. The times
 of updates in windows with and without it are compared, and so is the processor time that the server takes. With a page open
@@ -50,6 +50,7 @@ class Client:
     def __init__(self, url: str) -> None:
         match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?key=(\S+)", url)
         assert match, url
+        self.url = url
         self._connection = http.client.HTTPConnection("127.0.0.1", int(match[1]), timeout=120)
         self._headers = {"Cookie": f"llamarl-view-{match[1]}={match[2]}"}
 
@@ -96,6 +97,27 @@ def server(folder: Path) -> Iterator[tuple[Client, int]]:
         process.wait(30)
 
 
+def in_browser(folder: Path) -> float:
+    """Seconds from opening the address in Chromium until the first view is drawn; 0 without Playwright or Chromium."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return 0.0
+    if chromium is None:
+        return 0.0
+    with server(folder) as (client, _), sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto("about:blank")
+        began_s = time.monotonic()
+        page.goto(client.url)
+        page.wait_for_selector("#page[data-ready]")
+        found_s = time.monotonic() - began_s
+        browser.close()
+        return found_s
+
+
 def peak_mb(pid: int) -> float:
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) / 1000 if found else 0.0
@@ -115,6 +137,7 @@ def timed(client: Client, path: str) -> float:
 def large(folder: Path) -> dict[str, float]:
     for table in folder.resolve().parent.glob(f".{folder.resolve().name}.llamarl-view.db*"):
         table.unlink()
+    browser_s = in_browser(folder)
     choose = random.Random(0)
     with server(folder) as (client, pid):
         began_s = time.monotonic()
@@ -141,6 +164,7 @@ def large(folder: Path) -> dict[str, float]:
         }
         return {
             "first view, s": first_s,
+            "first view, drawn in Chromium, s": browser_s,
             "with the curve of who waits, s": whole_s,
             "an answer while the table is built, largest of 30, s": max(cold),
             "table built after, s": built_s,
@@ -212,6 +236,7 @@ def last_at_s(folder: Path) -> float:
 def broken(found: dict[str, float]) -> list[str]:
     promises = {
         "first view, s": FIRST_VIEW_S,
+        "first view, drawn in Chromium, s": FIRST_VIEW_S,
         "an answer while the table is built, largest of 30, s": ANSWER_S,
         "an answer, largest of 200, s": ANSWER_S,
         "peak memory of the server, MB": MEMORY_MB,

@@ -22,6 +22,7 @@ from llamarl.view.timeline import predicted_lanes, timeline
 Query = Mapping[str, str]
 _LAST = 1 << 60
 _INDEX_EVERY_S = 3.0
+_FIRST_VIEW_S = 2.0  # the first view is drawn before the table of rollouts is begun
 
 
 class NotThere(Exception):
@@ -157,6 +158,11 @@ class ViewData:
         self._thread.start()
 
     def _grow(self) -> None:
+        for run in self.runs:  # before anybody asks
+            run.reader.refresh()
+            run.reader.spans()
+        self._asked.wait()
+        self._stop.wait(_FIRST_VIEW_S)
         while not self._stop.wait(0.2):
             if self._asked.wait(1.0):
                 self._asked.clear()
@@ -166,6 +172,7 @@ class ViewData:
 
     def close(self) -> None:
         self._stop.set()
+        self._asked.set()
         if self._thread is not None:
             self._thread.join()
 

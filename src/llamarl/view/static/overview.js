@@ -104,8 +104,10 @@ export async function showOverview(root, context) {
     fill(rangeNote, `updates ${data.first} to ${Math.max(data.first, data.last - 1)} of ${data.num_updates}`, data.num_updates > 500 ? ` (bins of ${Math.max(1, Math.ceil((data.last - data.first) / data.updates.length))}; the band is the range inside a bin)` : "", from ? [" ", el("button", { onclick: () => { setParams({ first: "", last: "" }); refresh(); } }, "whole run")] : el("span", { class: "faint" }, " · drag to zoom, click for its rollouts"));
     for (const card of plots) if (!card.spec.waiting) draw(card, data, found);
     drawBelow(found);
-    const waits = await ask(waiting); // these take longer: they are made from all spans
-    for (const card of plots) if (card.spec.waiting) draw(card, waits, found);
+    if (waiting.length) ask(waiting).then((waits) => { // these take longer: they are made from all spans
+      for (const card of plots) if (card.spec.waiting) draw(card, waits, found);
+    }).catch(() => {}); // the server is gone, which the bar on top says
+    else for (const card of plots) if (card.spec.waiting) draw(card, data, found);
   }
 
   function drawTop(found) {
