@@ -13,7 +13,7 @@ from llamarl.config.file import check_config, load_config
 from llamarl.controller.default_line import default_line
 from llamarl.controller.line import Line
 from llamarl.errors import InputError
-from llamarl.hub.resolve import with_commits_of, with_hub_files
+from llamarl.hub.resolve import with_commits_of, with_hub_files, with_hub_models
 from llamarl.jobs.folder import open_new_run
 from llamarl.jobs.prepare import prepare_job
 from llamarl.jobs.resume import resume_job
@@ -50,7 +50,8 @@ class Job:
     ) -> None:
         refuse_while_importing()
         self.callbacks = checked_callbacks(callbacks)
-        config, given = with_hub_files(check_config(config)), dict[str, Callable[..., Any]]()
+        resolve = with_hub_files if task is None else with_hub_models
+        config, given = resolve(check_config(config)), dict[str, Callable[..., Any]]()
         if scorer is not None:
             config, given = with_scorer(config, scorer)
         if task is not None:

@@ -17,6 +17,7 @@ from llamarl.config.file import load_config, parse_config
 from llamarl.config.paths import with_absolute_paths
 from llamarl.errors import InputError
 from llamarl.hub.resolve import with_commits_of, with_hub_files
+from llamarl.types import Problem
 
 
 def rows(*found: dict[str, Any]) -> bytes:
@@ -97,3 +98,16 @@ def test_a_resumed_run_keeps_its_commits_unless_another_revision_is_asked_for() 
     assert with_commits_of(before, now) == before
     for other in (new, "a/b@v2", "a/c", "tiny"):
         assert with_commits_of(before, Config(model=ModelConfig(path=other))).model.path == other
+
+
+def test_a_task_from_python_needs_no_data(hub: StubHub, tmp_path: Path) -> None:
+    class Sums:
+        def problem(self, ordinal: int) -> Problem:
+            return Problem("1+1=", "2", scorer="exact")
+
+        def evaluation(self, count: int, split: str = "held_out") -> list[Problem]:
+            return [self.problem(0)] * min(count, 1)
+
+    config = load_config(None, [*BRIEF, "task=gsm8k", "model.path=org/tiny"])
+    assert Job(config, task=Sums()).config.task.kind == "given"
+    assert not any("datasets" in line for line in hub.seen)
