@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from llamarl.cli.help_format import OVERRIDES
 from llamarl.cli.plan import AnswerOption
 from llamarl.config.file import load_config
 from llamarl.errors import InputError
@@ -17,9 +18,7 @@ def check_command(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="a YAML file, as for `train`; without it, the machine alone")
     ] = "",
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that replace the file's")
-    ] = None,
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="where the record would go; default: under runs/")
     ] = None,

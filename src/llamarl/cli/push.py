@@ -13,7 +13,7 @@ from llamarl.errors import InputError
 
 def push_command(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="a run folder, or any folder with a model or an adapter in it")
+        Path, typer.Argument(metavar="FOLDER", help="a run folder, or any folder with a model or an adapter in it")
     ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="name on the hub: ORG/NAME, or NAME of your own")],
     public: Annotated[bool, typer.Option("--public", help="let everybody see it; without it, only you can")] = False,

@@ -38,9 +38,11 @@ class SampleRow(Struct, frozen=True):
 
     @classmethod
     def columns(cls) -> list[str]:
+        """Names of the columns of a table of samples."""
         return list(cls.__struct_fields__)
 
     def cells(self) -> list[Any]:
+        """Values in the order of `columns`."""
         return [getattr(self, name) for name in self.__struct_fields__]
 
 
