@@ -4,10 +4,15 @@ BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before.
 FORKING := $(wildcard tests/dist/test_transfer_*.py) tests/unit/weights
 
-.PHONY: train test test-monarch test-cluster soak venv format bench clean
+.PHONY: train demo test test-view test-monarch test-cluster test-loggers test-wheel docs soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
+
+# A minute of training, then its page.
+demo: .venv/installed
+	test -e runs/demo || $(BIN)/llamarl train schedule.updates=30 evaluate.every=10 snapshots.every=10 --run runs/demo
+	$(BIN)/llamarl view runs/demo --open
 
 test: .venv/dev
 	$(BIN)/ruff format --check .
@@ -17,7 +22,15 @@ test: .venv/dev
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit --ignore=tests/unit/weights --ignore=tests/unit/tasks
 	$(BIN)/pytest tests/unit/tasks # alone: they look for programs that are left on the whole machine
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/e2e
-	$(BIN)/pytest --ignore=tests/unit --ignore=tests/e2e $(addprefix --ignore=,$(FORKING))
+	$(BIN)/pytest --ignore=tests/unit --ignore=tests/e2e --ignore=tests/browser $(addprefix --ignore=,$(FORKING))
+
+# The page in a real browser: the system's Chromium, which is installed if it is missing and apt-get can.
+CHROMIUM := chromium chromium-browser google-chrome
+test-view: .venv/dev
+	@[ -n "$$(which $(CHROMIUM))" ] \
+		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
+		|| echo "test-view: no Chromium here, and apt-get cannot install it: the tests of the page are SKIPPED"
+	$(BIN)/pytest tests/browser
 
 # The same tests on the other engine. Monarch brings a package named `tests` and much else, so it has an environment of its own.
 MONARCH := .venv-monarch/bin
@@ -30,6 +43,20 @@ test-monarch: .venv-monarch/dev
 # Three hosts on this machine: network namespaces, which need root.
 test-cluster: .venv-monarch/dev
 	$(MONARCH)/pytest tests/cluster
+
+# Loggers with their real packages, which bring much else (600 MB besides torch's), so they have an environment of their own.
+LOGGERS := .venv-loggers/bin
+test-loggers: .venv-loggers/dev
+	$(LOGGERS)/pytest tests/loggers
+
+# The wheel in an environment with nothing but pip: names on a hub on loopback and an own reward train without a checkout.
+test-wheel: .venv/dev
+	LLAMARL_TEST_WHEEL=1 $(BIN)/pytest tests/wheel
+
+# The pages of docs/ and the API reference, into build/site; a warning is an error.
+DOCS := .venv-docs/bin
+docs: .venv-docs/installed
+	$(DOCS)/mkdocs build --strict
 
 # A hundred thousand hostile answers (`HOSTILE=5000` for fewer), hostile programs in every sandbox, ten thousand simulated
 # disasters, a kill and a stop at every failpoint, run folders with second owners, full disks, live copies and torn files
@@ -59,9 +86,22 @@ venv: .venv/dev
 	$(MONARCH)/pip install --quiet --disable-pip-version-check -e '.[dev,monarch]'
 	touch $@
 
+.venv-loggers/dev: pyproject.toml
+	$(PYTHON) -m venv .venv-loggers
+	$(LOGGERS)/pip install --quiet --disable-pip-version-check -e '.[tensorboard,wandb,trackio,mlflow]' \
+		pytest pytest-timeout hypothesis
+	touch $@
+
+# Docstrings are read, not imported, so the packages of the extra are enough.
+.venv-docs/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS)/pip install --quiet --disable-pip-version-check $$($(PYTHON) -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
 format: .venv/dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-monarch build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-monarch .venv-loggers .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from llamarl.config import DatasetConfig, RewardConfig
 from llamarl.tasks.data_files import read_rows
-from llamarl.tasks.datasets import KINDS, Example
+from llamarl.tasks.datasets import KINDS
+from llamarl.tasks.examples import Example
 from llamarl.tasks.judge import Judge
 from llamarl.types import Problem
 
@@ -93,7 +94,7 @@ def _process_time_s(pid: int) -> float:
 
 def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else EXTRACT
-    examples = read_rows(path, lambda row: KINDS["math"].read(DatasetConfig(kind="math"), row))
+    examples = list(read_rows([path], lambda row: KINDS["math"].read(DatasetConfig(kind="math"), row)))
     own = ROOT / "examples" / "custom_reward.py"
     simple = simple_answers(20_000)
     rates = [

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from llamarl.config import DatasetConfig, RewardConfig
 from llamarl.tasks.data_files import read_rows
-from llamarl.tasks.datasets import KINDS, Example
+from llamarl.tasks.datasets import KINDS
+from llamarl.tasks.examples import Example
 from llamarl.tasks.extract import final_answer
 from llamarl.tasks.judge import Judge
 from llamarl.types import Problem
@@ -60,8 +61,8 @@ def data_files(folder: Path) -> Iterator[tuple[str, str, list[Example], Judge]]:
         for file in files:
             if (folder / file).is_file():
                 settings = DatasetConfig(kind=kind)  # type: ignore[arg-type]
-                examples = read_rows(folder / file, lambda row: KINDS[kind].read(settings, row))  # noqa: B023, used at once
-                yield kind, file, examples, judge
+                rows = read_rows([folder / file], lambda row: KINDS[kind].read(settings, row))  # noqa: B023, used at once
+                yield kind, file, list(rows), judge
         judge.close()
 
 

@@ -44,7 +44,7 @@ SETTINGS = (
 DISK_MB = 96
 RUN_S = 300.0
 LLAMARL = (sys.executable, "-m", "llamarl.cli")
-DERIVED = ("metrics.jsonl", "timings.jsonl", "evaluations.jsonl", "starts.jsonl", "events.jsonl.gz")
+DERIVED = ("metrics.jsonl", "timings.jsonl", "evaluations.jsonl", "spans.jsonl", "starts.jsonl", "events.jsonl.gz")
 
 
 class Round:

@@ -30,6 +30,7 @@ class WorkOnBatch(ToExecutor, frozen=True):
     update: int
     groups: tuple[RolloutGroup, ...]
     probe: CompletionGroup | None = None
+    wanted: tuple[int, ...] = ()  # ordinals of the groups whose tokens' log-probs the trainer reports
 
 
 class PublishWeights(ToExecutor, frozen=True):
@@ -113,6 +114,9 @@ class BatchResult(FromExecutor, frozen=True):
     metrics: dict[str, float]
     groups: tuple[RolloutGroup, ...] = ()
     timings: dict[str, float] = {}
+    logprobs: dict[
+        int, tuple[bytes, ...]
+    ] = {}  # by ordinal, of each rollout's trained tokens, under the trained policy
 
 
 class WeightsPublished(FromExecutor, frozen=True):

@@ -48,11 +48,26 @@ def load_function(key: str, reference: str) -> Callable[..., Any]:
 
 
 def reference_to(function: Callable[..., Any]) -> str:
-    """The FILE.py:FUNCTION from which another process can import the same function; empty if it cannot."""
-    name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", None) or "")
-    file = getattr(module, "__file__", None) or ""
-    found = name.isidentifier() and getattr(module, name, None) is function
-    return f"{file}:{name}" if found and file.endswith(".py") and Path(file).is_file() else ""
+    """The FILE.py:NAME from which another process can import the same function, or a callable object that the file holds
+    under that name; empty if it cannot."""
+    for module in filter(None, map(sys.modules.get, _homes(function))):
+        file = getattr(module, "__file__", None) or ""
+        name = _name_in(module, function)
+        if name and file.endswith(".py") and Path(file).is_file():
+            return f"{file}:{name}"
+    return ""
+
+
+def _homes(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the modules that may hold it. An object may be made elsewhere than its class: in the script itself."""
+    home = getattr(function, "__module__", None) or ""
+    return (home,) if hasattr(function, "__qualname__") else (home, "__main__")
+
+
+def _name_in(module: Any, function: Callable[..., Any]) -> str:
+    own = getattr(function, "__qualname__", None)
+    names = [own] if own else [name for name, value in vars(module).items() if value is function]
+    return next((name for name in names if name.isidentifier() and getattr(module, name, None) is function), "")
 
 
 def _import(key: str, path: Path) -> Any:

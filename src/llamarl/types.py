@@ -123,12 +123,13 @@ class CompletionGroup(Struct, frozen=True, tag="completion"):
         return self.prompt.kind
 
 
-class Rollout(Struct, frozen=True):
+class Rollout(Struct, frozen=True, omit_defaults=True):
     """A completion with its reward. `columns` holds fp32 values per token, added by further roles under a name."""
 
     completion: Completion
     reward: float
     columns: dict[str, bytes] = {}
+    parts: dict[str, float] = {}  # what each scorer gave, before its weight, where several make up the reward
 
 
 class RolloutGroup(Struct, frozen=True, tag="rollout"):

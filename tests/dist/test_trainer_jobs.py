@@ -7,12 +7,13 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.engines import ENGINE
 from helpers.notes import Notes
 
-from llamarl import Job
+from llamarl import Job, Run
 from llamarl.config.file import load_config
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.ledger_state import audit
@@ -58,6 +59,12 @@ def test_a_trainer_of_several_ranks_does_what_one_does(tmp_path: Path) -> None:
     for one_row, row in zip(rows(alone), rows(together), strict=True):
         assert one_row["reward"] == pytest.approx(row["reward"], abs=0.2)
         assert row.get("logprob_gap", 0.0) < 1e-4, "what its ranks publish is what they train"
+    for folder in (alone, together):
+        kept = [rollout for group in Run(folder).rollouts.groups(0) for rollout in group.rollouts]
+        trained = [rollout for rollout in kept if rollout.status == "trained"]
+        assert trained, "nothing was trained"
+        for rollout in trained:  # S = 0: both policies are the same, whichever rank had the rollout
+            np.testing.assert_allclose(rollout.policy_logprobs, rollout.behavior_logprobs, atol=1e-3)
     assert any("logprob_gap" in row for row in rows(together))
     go_on(together, other)
 

@@ -33,7 +33,7 @@ SETTINGS = [
     "evaluate.prompts=8",
     "evaluate.every=4",
 ]
-DERIVED = ["metrics.jsonl", "timings.jsonl", "evaluations.jsonl", "events.jsonl.gz", "starts.jsonl"]
+DERIVED = ["metrics.jsonl", "timings.jsonl", "evaluations.jsonl", "spans.jsonl", "events.jsonl.gz", "starts.jsonl"]
 
 
 def job(*settings: str, update: int | None = None) -> Job:

@@ -57,6 +57,32 @@ def test_generate_prints_every_sample_with_its_worth() -> None:
     assert all(line.endswith((", stop", ", length")) for line in lines)
 
 
+def test_an_own_logger_writes_each_update_once_also_after_a_resume(tmp_path: Path) -> None:
+    run, settings = tmp_path / "run", [*BRIEF, *TINY, "engine=inline", "evaluate.every=1"]
+    logger = load_function("example", "examples/own_logger.py:CsvLogger")
+    job = Job.load(None, [*settings, "schedule.updates=3"], loggers=[logger()])
+    job.run(run)
+    Job.resume(run, overrides=["schedule.updates=5"], loggers=[logger()])
+    rows = [line.split(",") for line in (run / "rewards.csv").read_text().splitlines()]
+    assert [int(step) for kind, step, _ in rows if kind == "reward"] == [0, 1, 2, 3, 4]
+    assert [float(value) for kind, _, value in rows if kind == "reward"] == [row["reward"] for row in metrics_of(run)]
+    assert [kind for kind, *_ in rows].count("held_out_accuracy") == len(
+        (run / "evaluations.jsonl").read_text().splitlines()
+    )
+
+
+def test_callbacks_are_called_and_the_run_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = load_function("main", "examples/callbacks.py:main")(BRIEF, tmp_path / "run")
+    assert summary.outcome == "finished"
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said if line.startswith("update")] == ["update 1 of 2", "update 2 of 2"]
+    assert said[-1] == "finished after 2 updates" and any(line.startswith("version 0: accuracy") for line in said)
+    assert len((tmp_path / "run" / "best.txt").read_text().splitlines()) == 2
+    load_function("main", "examples/read_a_run.py:main")(str(tmp_path / "run"))
+    read = capsys.readouterr().out.splitlines()
+    assert read[0].startswith("finished: 2 of 2 updates") and sum("advantage" in line for line in read) == 4
+
+
 def test_the_custom_loss_trains_a_job_from_the_command_line(tmp_path: Path) -> None:
     code, out, err = llamarl("train", "examples/custom_loss.yaml", *BRIEF, "--run", tmp_path / "run")
     assert (code, err) == (0, "")

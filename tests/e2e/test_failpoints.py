@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.failing import SEGMENT_BYTES, SMALL, all_failpoints, run_and_resume
+from helpers.fingerprint import kept_rollouts
 from helpers.warm import fork_server
 
 from llamarl import Job
@@ -43,6 +44,7 @@ def test_an_error_or_a_delay_anywhere_loses_nothing(
             assert action == "raise"
             Job.resume(run)
     assert flag.exists(), "never reached"
+    assert sorted(kept_rollouts(run)) == list(range(6))
     found = audit(read_ledger(run / "ledger"))
     assert found.clean, found
     assert (found.trained, found.updates, found.dropped) == (12, 6, {})

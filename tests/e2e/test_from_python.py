@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from helpers import own_scorer
 from helpers.brief import BRIEF
-from helpers.own_scorer import nearness
+from helpers.own_scorer import Bonus, double_bonus, nearness
 
-from llamarl import Job
+from llamarl import Job, Run
 from llamarl.config import Config, EvaluateConfig, RewardConfig, ScheduleConfig, TrainerConfig
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError, JobFailed
@@ -71,6 +71,17 @@ def test_a_function_of_a_file_is_found_by_other_processes(tmp_path: Path, settin
     assert job.config.reward.scorer == f"{own_scorer.__file__}:nearness"
     summary = job.run(tmp_path / "run")
     assert (summary.outcome, summary.score_failures) == ("finished", 0)
+
+
+def test_an_object_of_a_file_is_found_by_other_processes(tmp_path: Path) -> None:
+    job = Job(brief("engine=local", "schedule.updates=1"), scorer=double_bonus)
+    assert job.config.reward.scorer == f"{own_scorer.__file__}:double_bonus"
+    summary = job.run(tmp_path / "run")
+    assert (summary.outcome, summary.score_failures) == ("finished", 0)
+    rewards = {reward for place in Run(tmp_path / "run").rollouts.places(0) for reward in place.rewards}
+    assert rewards <= {0.0, 2.0}
+    with pytest.raises(ConfigError, match="or an object that such a file holds"):
+        Job(brief("engine=local"), scorer=Bonus(3.0))
 
 
 def test_what_other_processes_cannot_find_is_refused_with_a_way_out() -> None:

@@ -217,4 +217,6 @@ def test_tensorboard_without_its_package_is_refused_before_anything_starts(monke
     monkeypatch.setattr(importlib.util, "find_spec", without_tensorboard)
     with pytest.raises(ConfigError) as refusal:
         Job(load_config(None, ["observe.tensorboard=true"]))
-    assert str(refusal.value) == "observe.tensorboard: the package is missing; pip install 'llamarl[tensorboard]'"
+    assert str(refusal.value) == (
+        "observe.loggers: the package of tensorboard is missing; pip install 'llamarl[tensorboard]'"
+    )

@@ -19,7 +19,7 @@ from helpers.cli import llamarl
 from llamarl import Job
 from llamarl.config import Config
 from llamarl.config.file import parse_config
-from llamarl.errors import InputError, JobFailed
+from llamarl.errors import ConfigError, InputError, JobFailed
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.types import bytes_to_tokens
 
@@ -91,6 +91,17 @@ def test_a_chat_is_asked_in_the_models_own_template(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path / "model").decode(bytes_to_tokens(group.prompt_tokens).tolist()) == (
         f"1+1=2{group.problem.prompt}="
     )
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}{% if brief %}={% endif %}")
+    brief = Job.load(
+        "examples/arithmetic.yaml", [*BRIEF, *settings, "task.system=''", "task.chat_options={brief: true}"]
+    )
+    group = brief._prepared.prompts.group(0)
+    assert Tokenizer.load(tmp_path / "model").decode(bytes_to_tokens(group.prompt_tokens).tolist()) == (
+        f"{group.problem.prompt}="
+    )
+    plain = ["task.chat=false", "task.system=''", "task.chat_options={brief: true}"]
+    with pytest.raises(ConfigError, match=r"task\.chat_options: cannot take effect without task\.chat=true"):
+        Job.load("examples/arithmetic.yaml", [*BRIEF, *settings, *plain])
     code, _, err = llamarl("train", *BRIEF, "task.chat=true", "--run", tmp_path / "run")
     assert code == InputError.exit_code and "the model has no chat template; give it plain prompts" in err
 

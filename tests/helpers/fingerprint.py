@@ -1,4 +1,5 @@
-"""Fingerprint of everything that a seed determines in a run: weights, optimizer state, metrics, evaluations, the ledger."""
+"""Fingerprint of everything that a seed determines in a run: weights, optimizer state, metrics, evaluations, the
+ledger, kept rollouts."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.ledger_state import LedgerState
+from llamarl.observe.rollout_log import ROLLOUTS, RolloutIndex, SavedGroup, SavedUpdate
 
 
 def fingerprint(run: Path, version: int) -> dict[str, object]:
@@ -21,7 +23,26 @@ def fingerprint(run: Path, version: int) -> dict[str, object]:
         "metrics": (run / "metrics.jsonl").read_bytes(),
         "evaluations": (run / "evaluations.jsonl").read_bytes(),
         "ledger": (audit.digest, trained_groups(ledger_state)),
+        "rollouts": kept_rollouts(run),
     }
+
+
+def kept_rollouts(run: Path) -> dict[int, list[SavedGroup]]:
+    """The kept groups of each update, after a check that they are those that the ledger counts."""
+    index = RolloutIndex(run / ROLLOUTS)
+    found = {update: [index.read(place) for place in _row(index, update).groups] for update in index.updates}
+    batches = LedgerState.of(read_ledger(run / "ledger")).batches
+    for update, batch in batches.items():
+        kept = tuple(saved.group.ordinal for saved in found[update])
+        assert kept == batch, f"update {update} trained {batch}, and kept are {kept}"
+    assert not index.damage
+    return found
+
+
+def _row(index: RolloutIndex, update: int) -> SavedUpdate:
+    row = index.get(update)
+    assert row is not None and row.num_groups == len(row.groups)
+    return row
 
 
 def trained_groups(ledger_state: LedgerState) -> list[tuple[int, int, int, float, int]]:

@@ -147,7 +147,7 @@ def test_the_controller_has_no_clock_no_socket_no_chance_and_no_files_but_the_le
             assert not {name.partition(".")[0] for name in imports(module)} & impure, module
 
 
-@pytest.mark.parametrize("first", ["bottom", "controller", "plan", "simulate", "cli"])
+@pytest.mark.parametrize("first", ["bottom", "controller", "plan", "simulate", "runs", "view", "cli"])
 def test_what_starts_at_once_imports_no_torch(first: str) -> None:
     rooms = BOTTOM if first == "bottom" else (first,)
     names = [f"llamarl.{module}" for module in modules() if room(module) in rooms]

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import fsum, sqrt
 
+from llamarl.config import AlgoConfig
+from llamarl.types import Rollout, RolloutGroup
+
 Advantages = Callable[[Sequence[float]], list[float]]
 """From the rewards of a group to the advantage of each completion."""
 
@@ -57,3 +60,22 @@ _USUAL = {"rloo": "leave_one_out", "grpo": "mean_std", "cispo": "mean_std", "gsp
 def advantages_for(kind: str, loss: str) -> Advantages:
     """The estimator that `algo.advantage` names; `auto` follows from `algo.loss`."""
     return ADVANTAGES[_USUAL.get(loss, "mean") if kind == "auto" else kind]
+
+
+def estimate_advantages(group: RolloutGroup, algo: AlgoConfig) -> list[float]:
+    """The estimator's advantage of each rollout, after the penalty for answers that were cut off."""
+    return advantages_for(algo.advantage, algo.loss)([_penalized(rollout, algo) for rollout in group.rollouts])
+
+
+def _penalized(rollout: Rollout, algo: AlgoConfig) -> float:
+    cut_off = algo.overlong == "penalize" and rollout.completion.truncated
+    return rollout.reward - algo.overlong_penalty if cut_off else rollout.reward
+
+
+def why_left_out(rollout: Rollout, *, flat: bool, algo: AlgoConfig) -> str:
+    """Why an update does not learn from a rollout; empty if it does. `flat`: all advantages of its group are zero."""
+    if flat and algo.zero_variance == "skip":
+        return "all answers of its group have the same reward (algo.zero_variance=skip)"
+    if algo.overlong == "mask" and rollout.completion.truncated:
+        return "cut off (algo.overlong=mask)"
+    return "" if rollout.completion.num_tokens else "no tokens"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llamarl.algo.advantages import TOKEN_ADVANTAGES, advantages_for
+from llamarl.algo.advantages import TOKEN_ADVANTAGES, estimate_advantages, why_left_out
 from llamarl.config import AlgoConfig
 from llamarl.errors import OwnCodeFailed
 from llamarl.types import (
@@ -56,6 +56,7 @@ class Document:
     advantages: Floats
     columns: Mapping[str, Floats] = field(default_factory=dict)
     given: tuple[Given, ...] = ()  # tool replies in the answer: the model reads them, and nothing is learned from them
+    source: tuple[int, int] = (-1, 0)  # ordinal of its group, and number of the rollout in it
 
     @property
     def num_answer_tokens(self) -> int:
@@ -78,12 +79,10 @@ def make_documents(groups: Sequence[RolloutGroup], *, version: int, algo: AlgoCo
     documents: list[Document] = []
     for group in groups:
         advantages = token_advantages(group, algo)
-        if algo.zero_variance == "skip" and not any(one.any() for one in advantages):
-            continue
-        for rollout, own in zip(group.rollouts, advantages, strict=True):
-            masked = algo.overlong == "mask" and rollout.completion.truncated
-            if rollout.completion.num_tokens and not masked:
-                documents.append(_document_of(group.prompt, rollout, version, own))
+        flat = not any(one.any() for one in advantages)
+        for number, (rollout, own) in enumerate(zip(group.rollouts, advantages, strict=True)):
+            if not why_left_out(rollout, flat=flat, algo=algo):
+                documents.append(_document_of(group.prompt, rollout, version, own, number))
     return documents
 
 
@@ -95,7 +94,7 @@ def document_of(prompt: PromptGroup, completion: Completion, *, version: int) ->
 def token_advantages(group: RolloutGroup, algo: AlgoConfig) -> list[Floats]:
     """One advantage for each sampled token of each rollout: the values that a role has added as a column, else the
     estimator's one value for the whole completion."""
-    estimate = advantages_for(algo.advantage, algo.loss)([_reward(rollout, algo) for rollout in group.rollouts])
+    estimate = estimate_advantages(group, algo)
     return [
         _column(rollout, TOKEN_ADVANTAGES)
         if TOKEN_ADVANTAGES in rollout.columns
@@ -109,12 +108,6 @@ def _repeated(value: float, completion: Completion) -> Floats:
     return np.full(completion.num_tokens, value, dtype=np.float32)
 
 
-def _reward(rollout: Rollout, algo: AlgoConfig) -> float:
-    """The reward, less the penalty for an answer that was cut off."""
-    cut_off = algo.overlong == "penalize" and rollout.completion.truncated
-    return rollout.reward - algo.overlong_penalty if cut_off else rollout.reward
-
-
 def _column(rollout: Rollout, name: str) -> Floats:
     values, count = bytes_to_floats(rollout.columns[name]), rollout.completion.num_tokens
     if len(values) != count:
@@ -122,7 +115,7 @@ def _column(rollout: Rollout, name: str) -> Floats:
     return values
 
 
-def _document_of(prompt: PromptGroup, rollout: Rollout, version: int, advantages: Floats) -> Document:
+def _document_of(prompt: PromptGroup, rollout: Rollout, version: int, advantages: Floats, number: int = 0) -> Document:
     completion, prompt_tokens = rollout.completion, bytes_to_tokens(prompt.prompt_tokens)
     runs = completion.versions
     return Document(
@@ -133,4 +126,5 @@ def _document_of(prompt: PromptGroup, rollout: Rollout, version: int, advantages
         advantages=advantages,
         columns={name: _column(rollout, name) for name in rollout.columns if name != TOKEN_ADVANTAGES},
         given=completion.given,
+        source=(prompt.ordinal, number),
     )

@@ -148,6 +148,12 @@ def _row(one: Measured, factors: DecodeFactors | TrainFactors) -> CalibrationRow
     return CalibrationRow(one.what, one.seconds, total_s(factors, one.terms))
 
 
+def uncalibrated(device: torch.device, threads: int) -> Gpu:
+    """This machine by its measured limits, which takes seconds, with factors that were measured elsewhere."""
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    return replace(_bare(device, threads, precision, measure_ceilings(device, PRECISIONS[precision])), source="limits")
+
+
 def _bare(device: torch.device, threads: int, precision: str, found: Ceilings) -> Gpu:
     """The measured hardware with the stated factors, and with the links of the same GPU's datasheet."""
     if device.type == "cpu":

@@ -22,6 +22,7 @@ from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.loading import load_rank
 from llamarl.generate.parallel import TensorRank
+from llamarl.generate.stop_strings import StopStrings
 from llamarl.layout.boxes import shape_of
 from llamarl.layout.model import SCALE
 from llamarl.model.checkpoint import open_checkpoint
@@ -42,7 +43,7 @@ def build_generator(context: BuildContext) -> Executor:
         keep_wide=not config.model.lora and wire_precision(config) != "fp8",
     )
     model = load_weights(context, part, precision, device)
-    tokenizer = Tokenizer.load(config.model_folder)
+    tokenizer = Tokenizer.load(config.model_folder, config.task.chat_options)
     decoder = ContinuousDecoder(
         model,
         Limits.of(config),
@@ -53,6 +54,7 @@ def build_generator(context: BuildContext) -> Executor:
         precision=precision,
         max_turns=config.conversation.max_turns if config.conversation.tool else 1,
         add_adapters=partial(add_adapters, config=config, part=part) if config.model.lora else None,
+        stop=StopStrings(tokenizer, settings.stop),
     )
     return Generator(
         decoder,

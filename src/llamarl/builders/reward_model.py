@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, dtype_of, gpu_for
-from llamarl.config import Config
+from llamarl.config import Config, model_folder
 from llamarl.errors import ModelError
 from llamarl.executors.executor import Executor
 from llamarl.executors.reward_model import RewardModel
@@ -28,7 +28,7 @@ def build_reward_model(context: BuildContext) -> Executor:
 
 
 def reward_model_folder(config: Config) -> Path:
-    return Path(config.reward_model.path).expanduser()
+    return model_folder(config.reward_model.path)
 
 
 def check_reward_model(config: Config) -> None:

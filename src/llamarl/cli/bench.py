@@ -11,17 +11,11 @@ import msgspec
 import typer
 
 from llamarl.cli.devices import DeviceOption, device_or_refuse
-from llamarl.cli.help_format import SETTINGS, WholeSentenceHelp
+from llamarl.cli.help_format import Commands
 from llamarl.cli.transfer import GeneratorOption, ModelOption, TrainerOption
 from llamarl.errors import InputError
 
-bench = typer.Typer(
-    help="Measure the parts on this machine.",
-    cls=WholeSentenceHelp,
-    context_settings=SETTINGS,
-    rich_markup_mode=None,
-    invoke_without_command=True,
-)
+bench = Commands(help="Measure the parts on this machine.", invoke_without_command=True)
 
 
 class Recompute(StrEnum):
@@ -116,7 +110,7 @@ def bench_train_command(
     ] = 0,
     device: DeviceOption = "auto",
     profile: Annotated[bool, typer.Option("--profile", help="also show the longest kernels of one update")] = False,
-    json: Annotated[bool, typer.Option("--json", help="figures as JSON")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Measure how fast a model of this shape trains: whole updates with random weights and tokens."""
     settled = device_or_refuse(device)
@@ -161,7 +155,9 @@ def bench_decode_command(
     ] = 0,
     device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
-    profile: Annotated[bool, typer.Option(help="instead of figures: where the time of a few bursts goes")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="instead of figures: where the time of a few bursts goes")
+    ] = False,
 ) -> None:
     """Measure how fast completions are sampled, compared with the machine's limit."""
     from llamarl.model_spec import shape_named

@@ -15,15 +15,21 @@ import msgspec
 import typer
 
 from llamarl.cli.devices import DeviceOption, device_or_refuse, say_device
+from llamarl.cli.help_format import OVERRIDES
 from llamarl.config import Config, model_folder
 from llamarl.config.file import load_config
 from llamarl.errors import ArgumentError, InputError
+from llamarl.hub.models import fetch_model
+from llamarl.hub.resolve import with_hub_files
 
 if TYPE_CHECKING:
     from llamarl.tasks.task import Prompter
     from llamarl.types import Problem
 
 _SECONDS_BETWEEN_LINES = 5.0
+
+
+MODEL_HELP = "a model or PEFT folder, or a name on the hub: ORG/NAME or ORG/NAME@REVISION; 'tiny' is the shipped model"
 
 
 class Dtype(StrEnum):
@@ -46,7 +52,7 @@ class StoredDtype(StrEnum):
 
 
 def generate_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="a model or PEFT folder; 'tiny' is the shipped model")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     prompt: Annotated[str, typer.Option(help="what to complete")],
     chat: Annotated[bool, typer.Option("--chat", help="treat the prompt as a user's message")] = False,
     samples: Annotated[int, typer.Option(min=1, help="how many completions")] = 1,
@@ -55,7 +61,7 @@ def generate_command(
     top_k: Annotated[int, typer.Option(min=0, help="only the k likeliest tokens; 0: all")] = 0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="only the likeliest that make up this share")] = 1.0,
     min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="none below this share of the likeliest")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the sampling")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="of weights and cache; auto: as in eval and train")] = Dtype.auto,
     device: DeviceOption = "auto",
 ) -> None:
@@ -63,7 +69,7 @@ def generate_command(
     from llamarl.generate.llm import LLM
     from llamarl.types import Sampling
 
-    folder = model_folder(model)
+    folder = model_folder(fetch_model(model, "MODEL"))
     _say_ignored_keys(folder)
     llm = LLM(folder, device=device_or_refuse(device), dtype=dtype.value, slots=samples)
     sampling = Sampling(
@@ -119,13 +125,11 @@ def merge_command(
 
 
 def eval_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="a model or PEFT folder; 'tiny' is the shipped model")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     task: Annotated[
-        str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
+        str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, dataset, code, or a YAML file")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings, such as task.path=data/gsm8k")
-    ] = None,
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
     samples: Annotated[int, typer.Option(min=1, help="answers to each problem; more than 1 gives pass@k")] = 1,
     problems: Annotated[int, typer.Option(min=0, help="how many problems; 0: all")] = 0,
     split: Annotated[Split, typer.Option(help="test: the fixed test problems where there are any")] = Split.auto,
@@ -143,8 +147,12 @@ def eval_command(
 
     # Nothing is trained, so few slots must not be refused for the size of a training group.
     config = task_config(task, [*(overrides or []), f"model.path={json.dumps(model)}", "schedule.samples_per_group=2"])
+    config = with_hub_files(config)
     _say_ignored_keys(config.model_folder)
-    chosen = choose_problems(open_task(config), split, problems)
+    opened = open_task(config)
+    for note in getattr(opened, "notes", ()):
+        print(note, file=sys.stderr, flush=True)
+    chosen = choose_problems(opened, split, problems)
     settled = device_or_refuse(device)
 
     from llamarl.generate.evaluate import describe_evaluation, evaluate

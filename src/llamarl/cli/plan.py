@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from llamarl.cli.help_format import CONFIG_FILE, OVERRIDES
+from llamarl.config.hub_names import name_on_hub
 from llamarl.errors import ConfigError, InputError
 from llamarl.model_spec import SHAPES
 
 if TYPE_CHECKING:
+    from llamarl.config import Config
     from llamarl.observe.timeline import Timeline
     from llamarl.plan.report import Rehearsed
     from llamarl.plan.workload import Question
     from llamarl.rehearse.memory import RoleMemory
 
-MODEL_HELP = f"a model folder, a config.json, or one of: {', '.join(SHAPES)}"
+MODEL_HELP = f"a model folder, a config.json, a name on the hub, or one of: {', '.join(SHAPES)}"
 
 GpuOption = Annotated[
     str, typer.Option(metavar="NAME", help="a100, h100, h200, b200, l40s, or a .json file of `bench --calibrate`")
@@ -92,7 +95,7 @@ def plan_command(
         raise InputError(f"--precision {unknown[0]}: {settled.name} has {', '.join(settled.precisions)}")
     _check_base(lora_base, lora, settled.precisions)
     question = Question(
-        shape=find_shape(model),
+        shape=find_shape(_with_sizes(model, "--model")),
         gpu=settled,
         gpus=gpus,
         work=Workload(groups=groups, samples=samples, prompt=prompt, answers=Lengths(answer), skipped=skipped),
@@ -174,8 +177,28 @@ def job_text(model: str, base: Path | None, rehearsed: Rehearsed | None, questio
     return job_yaml(settings, head)
 
 
+def _with_sizes(model: str, setting: str) -> str:
+    """What says a model's sizes: the name of a known one, a folder, or the config.json of one on the hub, fetched first."""
+    from llamarl.hub.models import fetch_model_config
+
+    return model if model.rpartition("/")[2].lower() in SHAPES else fetch_model_config(model, setting)
+
+
+def _shape_asked(config: Config, model: str) -> str:
+    """The model whose sizes are simulated; empty: that of the job's folder."""
+    if model:
+        return _with_sizes(model, "--model")
+    try:
+        return _with_sizes(config.model.path, "model.path") if name_on_hub(config.model.path) else ""
+    except InputError as error:
+        raise InputError(f"{error}; or name the model's shape with --model") from None
+
+
 def _folder(model: str) -> str:
-    """Folder of the model: the one given, or that of its config.json; for a name, the one that is named after it."""
+    """Folder of the model: the one given, or that of its config.json; for a name, the one that is named after it. A name on
+    the hub stays as it is."""
+    if name_on_hub(model):
+        return model
     if model.lower() in SHAPES or not Path(model).exists():
         return f"models/{Path(model).name.lower()}"
     return str(Path(model).parent if Path(model).is_file() else model)
@@ -189,10 +212,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def simulate_command(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file; without it, the default job")] = "",
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that replace the file's")
-    ] = None,
+    config: Annotated[str, CONFIG_FILE] = "",
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
     gpu: GpuOption = "h100",
     gpus: Annotated[int, typer.Option(min=0, help="number of devices; 0: one per rank, or all cores")] = 0,
     model: Annotated[
@@ -226,7 +247,7 @@ def simulate_command(
         raise InputError("generator.replicas: 0 generators cannot be simulated; ask with as many as are to join")
     scene = SimulationSetup(
         config=settled,
-        shape=shape_of_job(settled, model),
+        shape=shape_of_job(settled, _shape_asked(settled, model)),
         gpu=gpu_named(gpu),
         gpus=gpus,
         answers=Lengths(answer or f"fixed:{limits.max_new_tokens}"),

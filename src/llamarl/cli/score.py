@@ -8,16 +8,15 @@ from typing import Annotated
 
 import typer
 
+from llamarl.cli.help_format import OVERRIDES
 from llamarl.cli.models import task_config
 
 
 def score_command(
     task: Annotated[
-        str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, jsonl, code, or a YAML file")
+        str, typer.Argument(metavar="TASK", help="arithmetic, gsm8k, math, svamp, dataset, code, or a YAML file")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings, such as reward.scorer=math")
-    ] = None,
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
 ) -> None:
     """Judge {"completion", "answer"} lines from stdin as TASK would: one {"reward", "status", "seconds"} for each."""
     from llamarl.tasks.judge import Judge

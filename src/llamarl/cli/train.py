@@ -9,21 +9,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from llamarl.cli.help_format import CONFIG_FILE, OVERRIDES
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.engine.local.fork_server import fork_server_ahead
 from llamarl.errors import InputError, Interrupted, JobFailed
+from llamarl.hub.client import without_progress
 from llamarl.observe.final_report import resume_command
+from llamarl.observe.loggers import check_loggers
 from llamarl.observe.run_folder import CONFIG, dated_run_folder
 
 
 def train_command(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="a YAML file; without it, the default job", show_default=False)
-    ] = "",
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="settings that replace the file's")
-    ] = None,
+    config: Annotated[str, CONFIG_FILE] = "",
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="where the record goes; default: a dated folder under runs/")
     ] = None,
@@ -45,15 +44,17 @@ def train_command(
         if path is None and (run / CONFIG).is_file():
             path = run / CONFIG
     settled = load_config(path, settings)  # before torch is imported, so that mistakes show at once
-    with fork_server_ahead() if settled.engine.kind == "local" else nullcontext():
+    check_loggers(settled.observe)
+    ahead = fork_server_ahead() if settled.engine.kind == "local" else nullcontext()
+    with ahead, without_progress() if quiet else nullcontext():
         _train(settled, run or dated_run_folder(), resume=resume, quiet=quiet)
 
 
 def _train(config: Config, folder: Path, *, resume: bool, quiet: bool) -> None:
-    from llamarl.engine.driver import INTERRUPTED
     from llamarl.jobs.job import Job
     from llamarl.observe.display import make_display
     from llamarl.observe.final_report import print_report
+    from llamarl.observe.summary import INTERRUPTED
 
     console = Console()
     job = None if resume else Job(config)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, convert
 
 from llamarl.config.section import Device, Section, Threads
+from llamarl.errors import ConfigError
 from llamarl.types import Sampling
 
 
@@ -47,6 +48,10 @@ class GeneratorConfig(Section, frozen=True):
         int, Meta(ge=1, description="longest prompt, in tokens; the group of a longer one is dropped, with the reason")
     ] = 32
     max_new_tokens: Annotated[int, Meta(ge=1, description="longest completion, in tokens")] = 8
+    stop: Annotated[
+        tuple[str, ...],
+        Meta(description="texts that end an answer, such as ['\\n\\n', '</answer>']; the answer keeps the text"),
+    ] = ()
     temperature: Annotated[
         float, Meta(ge=0.01, le=10, description="sampling temperature; also divides the trainer's logits")
     ] = 1.0
@@ -70,6 +75,10 @@ class GeneratorConfig(Section, frozen=True):
     ] = 0
     device: Device = "auto"
     threads: Threads = 0
+
+    def __post_init__(self) -> None:
+        if not all(self.stop):
+            raise ConfigError("generator.stop: an empty text would end every answer at once; leave it out")
 
     @property
     def sampling(self) -> Sampling:

@@ -13,6 +13,7 @@ from llamarl.config.conversation import ConversationConfig
 from llamarl.config.engine import EngineConfig
 from llamarl.config.evaluate import EvaluateConfig
 from llamarl.config.generator import GeneratorConfig
+from llamarl.config.hub_names import pinned_folder
 from llamarl.config.llm_judge import LLMJudgeConfig
 from llamarl.config.model import ModelConfig
 from llamarl.config.observe import ObserveConfig
@@ -126,8 +127,10 @@ class Config(Section, frozen=True):
 
 
 def model_folder(path: str) -> Path:
-    """Folder of the model that a setting or an argument names."""
-    return Path(__file__).parents[1] / "assets" / path if path == SHIPPED_MODEL else Path(path).expanduser()
+    """Folder of the model that a setting or an argument names. Names on the hub are resolved by `hub.models` first."""
+    if path == SHIPPED_MODEL:
+        return Path(__file__).parents[1] / "assets" / path
+    return pinned_folder(path, "model") or Path(path).expanduser()
 
 
 def _check_schedule(config: Config) -> None:
@@ -136,6 +139,10 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError(
             f"generator.slots: {generator.slots} slots cannot hold one group of "
             f"schedule.samples_per_group={schedule.samples_per_group}"
+        )
+    if generator.stop and config.conversation.tool:
+        raise ConfigError(
+            "generator.stop: cannot take effect in conversations, whose turns end with the model's end token"
         )
     if schedule.deterministic and config.conversation.tool and generator.kv_pages:
         raise ConfigError(

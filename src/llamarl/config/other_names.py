@@ -102,7 +102,7 @@ _OURS: dict[str, tuple[str, ...]] = {
     "snapshots.keep": ("save_total_limit", "max_ckpt_num", "max_ckpt_to_keep"),
     "evaluate.every": ("eval_steps", "test_freq", "eval_interval", "val_interval", "eval_every"),
     "engine.hosts": ("nnodes", "num_nodes", "nodes"),
-    "observe.tensorboard": ("report_to", "logging", "use_tensorboard", "logger"),
+    "observe.loggers": ("report_to", "logging", "use_tensorboard", "logger", "use_wandb", "wandb", "mlflow", "trackio"),
 }
 
 OTHER_NAMES: dict[str, str] = {theirs: ours for ours, names in _OURS.items() for theirs in names}

@@ -6,28 +6,35 @@ from pathlib import Path
 
 import msgspec
 
+from llamarl.config.hub_names import name_on_hub
 from llamarl.config.job import SHIPPED_MODEL, Config
 from llamarl.plugins import split_reference
 
-_MODELS = (("model", "path"), ("reference", "model"), ("reward_model", "path"))
-_FILES = (("task", "path"), ("task", "test_path"), ("llm_judge", "rubric"), ("engine", "certs"), ("model", "adapter"))
+# Settings that may also be a name on the hub.
+MODELS = (("model", "path"), ("reference", "model"), ("reward_model", "path"))
+DATA = ("path", "test_path")  # of a task and of the parts of a mixture
+_FILES = (("llm_judge", "rubric"), ("engine", "certs"), ("model", "adapter"))
 _FUNCTIONS = (("reward", "scorer"), ("algo", "loss"), ("conversation", "tool"))
 
 
 def with_absolute_paths(config: Config) -> Config:
     """The same settings with every relative path made absolute."""
     raw = msgspec.to_builtins(config)
-    for section, name in _MODELS:
-        if raw[section][name] != SHIPPED_MODEL:
-            raw[section][name] = _absolute(raw[section][name])
+    for section, name in MODELS:
+        raw[section][name] = _absolute_unless_named(raw[section][name])
     for section, name in _FILES:
         raw[section][name] = _absolute(raw[section][name])
     for section, name in _FUNCTIONS:
         raw[section][name] = _absolute_function(raw[section][name])
     raw["reward"]["combine"] = {_absolute_function(name): share for name, share in raw["reward"]["combine"].items()}
-    for part in raw["task"]["parts"]:
-        part.update({name: _absolute(part[name]) for name in ("path", "test_path")})
+    for part in (raw["task"], *raw["task"]["parts"]):
+        part.update({name: _absolute_unless_named(part[name]) for name in DATA})
     return msgspec.convert(raw, Config)
+
+
+def _absolute_unless_named(text: str) -> str:
+    """The absolute path; the shipped model and names on the hub stay as they are."""
+    return text if text == SHIPPED_MODEL or name_on_hub(text) else _absolute(text)
 
 
 def _absolute(text: str) -> str:

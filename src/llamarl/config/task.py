@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from llamarl.config.section import Section
 from llamarl.errors import ConfigError
@@ -14,24 +14,42 @@ class DatasetConfig(Section, frozen=True):
     """One source of problems, and how a problem becomes a prompt."""
 
     kind: Annotated[
-        Literal["arithmetic", "gsm8k", "math", "svamp", "jsonl", "code", "mixture", "given"],
-        Meta(description="source of the prompts; given: from Python, by Job(config, task=...)"),
+        Literal["arithmetic", "gsm8k", "math", "svamp", "dataset", "jsonl", "code", "mixture", "given"],
+        Meta(
+            description="source of the prompts; dataset: any, earlier called jsonl; given: from Python, by "
+            "Job(config, task=...)"
+        ),
     ] = "arithmetic"
-    path: Annotated[str, Meta(description="data file, or folder with train.jsonl; nothing is downloaded")] = ""
-    test_path: Annotated[
-        str, Meta(description="file of the fixed test problems; empty: test.jsonl next to the training file, if any")
+    path: Annotated[
+        str,
+        Meta(
+            description="data file, folder, pattern such as data/*.parquet, or a name on the hub, ORG/NAME[@REVISION]; "
+            "empty: gsm8k, math and svamp by their names on the hub"
+        ),
     ] = ""
+    test_path: Annotated[
+        str,
+        Meta(description="the same for the fixed test problems; empty: test_split of path, or test.* next to its file"),
+    ] = ""
+    config: Annotated[str, Meta(description="config (subset) of the dataset, if it has several; see docs/hub.md")] = ""
+    split: Annotated[str, Meta(min_length=1, description="split of path that is trained on")] = "train"
+    test_split: Annotated[str, Meta(min_length=1, description="split with the fixed test problems, if any")] = "test"
     max_operand: Annotated[int, Meta(ge=9, le=999, description="arithmetic: largest operand")] = 99
     held_out: Annotated[
         float, Meta(gt=0, lt=1, description="share of the problems held out for evaluation, chosen by hash")
     ] = 0.1
     prompt_field: Annotated[
-        str, Meta(min_length=1, description="jsonl: field with the prompt, a string or a list of {role, content}")
+        str,
+        Meta(min_length=1, description="dataset: column with the prompt, text or messages [{role, content}]"),
     ] = "prompt"
-    answer_field: Annotated[str, Meta(min_length=1, description="jsonl: field with the answer")] = "answer"
+    answer_field: Annotated[
+        str, Meta(min_length=1, description="dataset: column with the answer; column.key: inside of it")
+    ] = "answer"
     solution_field: Annotated[
-        str, Meta(description="jsonl: field with a worked solution, shown in few-shot examples; empty: the answer")
+        str, Meta(description="dataset: column with a worked solution, shown in few-shot examples; empty: the answer")
     ] = ""
+    min_chars: Annotated[int, Meta(ge=0, description="leave out problems with fewer characters")] = 0
+    max_chars: Annotated[int, Meta(ge=0, description="leave out problems with more characters; 0: no limit")] = 0
     template: Annotated[
         str, Meta(description="template of a prompt, with {prompt} in place of the problem; empty: suits the kind")
     ] = ""
@@ -56,6 +74,10 @@ class TaskConfig(DatasetConfig, frozen=True):
 
     chat: Annotated[bool, Meta(description="send prompts as user messages in the model's chat template")] = False
     system: Annotated[str, Meta(description="chat: the system message; empty: none")] = ""
+    chat_options: Annotated[
+        dict[str, bool | int | float | str],
+        Meta(description="chat: options of the model's chat template, such as {enable_thinking: false}"),
+    ] = field(default_factory=dict)
     parts: Annotated[
         tuple[MixturePart, ...], Meta(description="mixture: its datasets, each with kind, weight, path and so on")
     ] = ()
@@ -65,6 +87,8 @@ class TaskConfig(DatasetConfig, frozen=True):
             raise ConfigError("task.parts: a mixture needs parts, and other kinds have none")
         if self.parts and (self.path or self.test_path or self.template or self.few_shot):
             raise ConfigError("task.path: a mixture's parts have paths, templates and examples of their own")
+        if self.parts and (self.config or self.min_chars or self.max_chars):
+            raise ConfigError("task.parts: config, min_chars and max_chars are set in each part of a mixture")
         _check_path("task.path", self)
         if self.system and not self.chat:
             raise ConfigError("task.system: cannot take effect without task.chat=true")
@@ -73,5 +97,7 @@ class TaskConfig(DatasetConfig, frozen=True):
 def _check_path(key: str, source: DatasetConfig) -> None:
     if source.kind == "arithmetic" and (source.path or source.test_path):
         raise ConfigError(
-            f"{key}: arithmetic makes its own problems; to read a file, set the kind too, such as task=jsonl"
+            f"{key}: arithmetic makes its own problems; to read data, set the kind too, such as task=dataset"
         )
+    if source.max_chars and source.max_chars < source.min_chars:
+        raise ConfigError(f"{key.removesuffix('.path')}.max_chars: is below min_chars={source.min_chars}")

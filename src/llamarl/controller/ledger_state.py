@@ -46,6 +46,7 @@ class Audit(Struct, frozen=True):
 
     @property
     def clean(self) -> bool:
+        """The job has ended, and every group was trained exactly once or dropped with a reason."""
         return self.consistent and not self.num_unfinished and bool(self.closed)
 
     @property
@@ -117,6 +118,11 @@ class LedgerState:
     def dropped(self) -> set[int]:
         """Dropped groups that are not folded."""
         return set(self._dropped)
+
+    @property
+    def drop_reasons(self) -> dict[int, str]:
+        """Why each dropped group that is not folded was dropped."""
+        return {ordinal: reasons[-1] for ordinal, reasons in self._dropped.items() if reasons}
 
     @property
     def num_dropped(self) -> int:

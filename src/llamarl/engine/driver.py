@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from llamarl import messages as msg
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
-from llamarl.controller.ledger import FINISHED, Dropped, Rewound
+from llamarl.controller.ledger import FINISHED, Dropped, Rewound, Trained
 from llamarl.controller.line import role_of
 from llamarl.controller.replay import setting_of
 from llamarl.engine.engine import Arrival, Death, Engine, EngineEvent, ExecutorJoined, ExecutorLeft
 from llamarl.engine.group_store import GroupStore
+from llamarl.engine.kept_rollouts import KeptRollouts
 from llamarl.engine.prompts import Prompts
 from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import JobFailed
 from llamarl.failpoints import failpoint
+from llamarl.observe.callbacks import CallbackRunner
 from llamarl.observe.run_folder import RunFolder, log_file
+from llamarl.observe.summary import STOPPED
 from llamarl.observe.watcher import Watcher
 from llamarl.types import facts_of
-
-STOPPED, INTERRUPTED = "stopped on request", "interrupted"
 
 
 class Driver:
@@ -37,10 +38,14 @@ class Driver:
         snapshots: SnapshotStore,
         run_folder: RunFolder,
         watcher: Watcher,
+        drop_reasons: Mapping[int, str],
+        callbacks: CallbackRunner,
     ) -> None:
         self._controller, self._engine, self._prompts = controller, engine, prompts
         self._folder, self._watcher = run_folder, watcher
         self._store, self._snapshots = store, snapshots
+        self._rollouts = KeptRollouts(run_folder.rollouts, store, prompts, reasons=drop_reasons, note=watcher.note)
+        self._callbacks = callbacks
         self._events: deque[ev.AnyEvent] = deque()
         self._adapters: dict[int, set[str]] = {}  # hashes of the adapters that were published, by version
         self._stop_requested = ""  # the outcome to record; empty: no stop was requested
@@ -68,6 +73,7 @@ class Driver:
     def run(self, begin: ev.Began | ev.Resumed) -> None:
         """Run the job until the controller finishes it; JobFailed if it aborts."""
         self._folder.events.append_json(setting_of(self._controller))
+        self._callbacks.start()
         self._tell(begin)
         self._note_if_nobody_generates()
         while not self._ended:
@@ -77,6 +83,9 @@ class Driver:
                     self._note_if_nobody_generates()
             if self._interrupted:
                 raise KeyboardInterrupt
+            if self._callbacks.stop_requested:
+                self._callbacks.stop_requested = False
+                self.request_stop()
             if self._stop_requested:
                 self.outcome, self._stop_requested = self._stop_requested, ""
                 self._watcher.note(f"{self.outcome}: the update under way is finished, then a snapshot is made")
@@ -187,6 +196,9 @@ class Driver:
     def _batch_result(self, arrival: Arrival, report: msg.BatchResult) -> ev.AnyEvent:
         skipped = bool(report.metrics.get("skipped"))
         self._store.amend(report.groups)
+        self._rollouts.add_logprobs(report.update, report.logprobs)
+        if role_of(arrival.executor) == self._controller.line.batch_roles[-1].name:
+            self._callbacks.hear(report.update, report.metrics, report.timings)
         self._watcher.batch_done(arrival.executor, report.update, report.metrics, report.timings)
         if skipped:
             self._watcher.skipped(arrival.executor, report.update, self._controller.training.batches[report.update])
@@ -216,7 +228,10 @@ class Driver:
     def _run_batch(self, command: ev.RunBatch) -> None:
         rollouts = self._store.rollouts(command.ordinals)
         probe = None if command.probe is None else self._store.completion(command.probe)
-        self._engine.send(command.executor, msg.WorkOnBatch(command.update, rollouts, probe))
+        if role_of(command.executor) == self._controller.line.batch_roles[-1].name:
+            self._watcher.training(command.update, rollouts)
+        wanted = self._rollouts.wanted(command.ordinals)
+        self._engine.send(command.executor, msg.WorkOnBatch(command.update, rollouts, probe, wanted))
 
     def _save(self, command: ev.Save) -> None:
         try:
@@ -232,10 +247,12 @@ class Driver:
             self._folder.sync()
             self._folder.metrics.sync()
             self._folder.evaluations.sync()
+            self._folder.rollouts.sync()
             self._snapshots.commit(command.version)
         except OSError as error:
             self._events.append(self._save_failed(command.version, str(error)))
             return
+        self._watcher.saved(command.version)
         self._events.append(ev.Committed(command.version))
 
     def _prune(self, command: ev.Prune) -> None:
@@ -253,23 +270,33 @@ class Driver:
     def _sync(self, command: ev.Sync) -> None:
         self._store.sync()
         self._folder.sync()
+        self._callbacks.deliver()
 
     def _write(self, command: ev.Write) -> None:
         if isinstance(command.record, Dropped):
+            self._rollouts.drop(command.record.ordinal, command.record.reason)
             self._store.drop(command.record.ordinal)
             self._watcher.dropped(command.record.ordinal, command.record.reason)
         elif isinstance(command.record, Rewound):
             self._snapshots.rewind(command.record.to_update)
             self._folder.metrics.rewind(command.record.to_update, role_of(command.record.executor))
+            self._rollouts.rewind(command.record.to_update)
+        elif isinstance(command.record, Trained):
+            self._rollouts.write(command.record)
+            self._callbacks.count(command.record.update)
         self._folder.ledger.append(command.record)
 
     def _forget(self, command: ev.Forget) -> None:
+        self._rollouts.forget(command.ordinals)
         for ordinal in command.ordinals:
             self._store.drop(ordinal)
 
     def _evaluated(self, command: ev.Evaluated) -> None:
-        rewards = [reward for group in self._store.rollouts(command.ordinals) for reward in group.rewards]
-        self._watcher.evaluated(command.version, sum(rewards) / len(command.ordinals))
+        groups = self._store.rollouts(command.ordinals)
+        rewards = [reward for group in groups for reward in group.rewards]
+        score = sum(rewards) / len(command.ordinals)
+        self._watcher.evaluated(command.version, score, groups)
+        self._callbacks.evaluated(command.version, score)
 
     def _finish(self, command: ev.Finish) -> None:
         self._ended = True

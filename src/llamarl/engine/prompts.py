@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from llamarl.config import Config
@@ -18,6 +20,7 @@ class Prompts:
 
     def __init__(self, task: Prompter, tokenizer: Tokenizer, config: Config) -> None:
         self._task, self._tokenizer = task, tokenizer
+        self.notes: tuple[str, ...] = tuple(getattr(task, "notes", ()))  # of the task, for the user
         self._training, self._greedy = config.training_sampling, config.greedy_sampling
         self._evaluation = task.evaluation(config.evaluate.prompts, config.evaluate.split)
         # A small task may hold out fewer problems than evaluate.prompts asks for; then each is asked once.
@@ -30,6 +33,16 @@ class Prompts:
             problem = self._task.problem(probed_version(ordinal) if kind == "probe" else ordinal)
         sampling = self._greedy if kind == "evaluation" else self._training
         return PromptGroup(ordinal, problem, tokens_to_bytes(prompt_tokens(self._tokenizer, problem)), sampling, kind)
+
+    def typical_lengths(self, count: int = 100) -> tuple[float, float]:
+        """Mean number of tokens of the first prompts, and of the answers that the task itself gives to them."""
+        groups = [self.group(ordinal) for ordinal in range(count)]
+        answers = [len(self._tokenizer.encode(group.problem.answer)) for group in groups]
+        return sum(len(group.prompt_tokens) // 4 for group in groups) / count, sum(answers) / count
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of an answer's tokens."""
+        return self._tokenizer.decode(tokens)
 
 
 _MAX_LOOKED_AT = 1000  # takes some tenths of a second

@@ -11,7 +11,7 @@ from llamarl.messages import GroupRefused, GroupResult, Message, MustStop, Noted
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.failures import FailureLog, FailureShare, to_stderr
 from llamarl.tasks.judge import Judge, Judgment
-from llamarl.types import CompletionGroup, Rollout, RolloutGroup
+from llamarl.types import Completion, CompletionGroup, Rollout, RolloutGroup
 
 _SLICE_S = 0.02  # the time that a new message may wait
 
@@ -90,7 +90,11 @@ def _report(group: CompletionGroup, outcomes: list[Judgment]) -> Report:
         if outcome.status != "ok":
             return GroupRefused(group.ordinal, _in_words(outcome))
     pairs = zip(group.completions, outcomes, strict=True)
-    return GroupResult(RolloutGroup(group.prompt, tuple(Rollout(c, outcome.reward) for c, outcome in pairs)))
+    return GroupResult(RolloutGroup(group.prompt, tuple(_rollout(c, outcome) for c, outcome in pairs)))
+
+
+def _rollout(completion: Completion, outcome: Judgment) -> Rollout:
+    return Rollout(completion, outcome.reward, parts=outcome.parts)
 
 
 def _in_words(outcome: Judgment) -> str:

@@ -14,6 +14,8 @@ from llamarl.model.classifier import Classifier
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.types import Completion, Problem, Rollout, RolloutGroup
 
+SCORER, REWARD_MODEL = "scorer", "reward_model"  # names of the parts of a reward
+
 
 class RewardModel:
     """`spoken` is the policy's tokenizer, `own` the reward model's; the two models may be of different families."""
@@ -57,7 +59,8 @@ class RewardModel:
 
     def _add(self, rollout: Rollout, score: float) -> Rollout:
         worth = 1 / (1 + math.exp(-max(-50.0, min(50.0, score)))) if self._settings.squash else score
-        return Rollout(rollout.completion, rollout.reward + self._settings.weight * worth, rollout.columns)
+        parts = {**(rollout.parts or {SCORER: rollout.reward}), REWARD_MODEL: worth}
+        return Rollout(rollout.completion, rollout.reward + self._settings.weight * worth, rollout.columns, parts)
 
     def _tokens(self, problem: Problem, completion: Completion) -> list[int]:
         """Question and answer as a chat, where the reward model has a chat template; else in a row."""

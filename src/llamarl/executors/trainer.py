@@ -105,10 +105,10 @@ class Trainer:
         if self._reference is not None:
             groups = self._reference.add_column(groups)
         try:
-            outcome = self.learner.update(message.update, groups, message.probe)
+            outcome = self.learner.update(message.update, groups, message.probe, message.wanted)
         except AdaptersDiffer as error:
             return MustStop(str(error))
-        return BatchResult(message.update, outcome.metrics, timings=outcome.timings)
+        return BatchResult(message.update, outcome.metrics, timings=outcome.timings, logprobs=outcome.logprobs)
 
     @property
     def idle(self) -> bool:

@@ -22,9 +22,10 @@ from llamarl.generate.attention import members_of_reading
 from llamarl.generate.device_runner import Burst, DeviceRunner
 from llamarl.generate.kv_cache import PagedCache, page_bytes
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
-from llamarl.generate.scheduler import NOBODY, GroupUnderway, Key, Running, Scheduler, Sequence, make_batch
+from llamarl.generate.scheduler import NOBODY, GroupUnderway, Key, Running, Sampled, Scheduler, Sequence, make_batch
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.generate.step import Steps
+from llamarl.generate.stop_strings import StopStrings
 from llamarl.model.lora import Adapters
 from llamarl.model.quantize import FP8, Quantization, quantize
 from llamarl.model.transformer import Transformer, fuse
@@ -38,6 +39,7 @@ from llamarl.types import (
     tokens_to_bytes,
 )
 
+_STEPS_BETWEEN_STOPS = 16  # steps between two searches for stop strings in running sequences
 _GPU_BURST = 8
 _LARGEST_KEY_BIAS = 32.0  # largest bias that an fp8 cache can hold; keys are otherwise about 1
 _MEMORY_SHARE = 0.85  # share of a GPU's free memory that the cache may take
@@ -132,10 +134,12 @@ class ContinuousDecoder:
         precision: Precision = AS_THE_MODEL,
         max_turns: int = 1,
         add_adapters: Callable[[Transformer], Adapters] | None = None,
+        stop: StopStrings | None = None,
     ) -> None:
         """With `recompute`, running sequences are read again after a change of weights; otherwise their keys and values stay.
-        With `max_turns` above 1, a sequence that ends its turn is parked and returned by `take_turns`. `add_adapters` is
-        called with the model once its weights are as they stay."""
+        With `max_turns` above 1, a sequence that ends its turn is parked and returned by `take_turns`. A completion ends with
+        the token that completes a string of `stop`. `add_adapters` is called with the model once its weights are as they
+        stay."""
         check_stops(eos_ids, model.shape.vocab_size)
         if precision.kv_cache == "fp8":
             check_keys(model)
@@ -170,6 +174,7 @@ class ContinuousDecoder:
         self._ready: list[CompletionGroup] = []
         self._collected_tokens = 0
         self._max_turns = max_turns
+        self._stop, self._num_steps = stop or None, 0
         self._turns: list[Sequence] = []
 
     @property
@@ -232,6 +237,9 @@ class ContinuousDecoder:
         launched = self.launch()
         while len(self._in_flight) > (self.lookahead if launched else 0):
             self._collect()
+        self._num_steps += 1
+        if self._stop is not None and self._num_steps % _STEPS_BETWEEN_STOPS == 0:
+            self._end_stopped(self._stop)
         ready, self._ready = self._ready, []
         return ready
 
@@ -296,8 +304,28 @@ class ContinuousDecoder:
             if self._hands_over(running.sequence):
                 self._turns.append(self._schedule.park(running, sampled))
             else:
-                cut_off = sampled.tokens[-1] not in self._eos_ids
-                self._finished(self._schedule.finish(running, self._completion(running.sequence, cut_off=cut_off)))
+                self._end_running(running, sampled)
+
+    def _end_running(self, running: Running, sampled: Sampled) -> None:
+        """End a sequence, at its first stop string if it holds one."""
+        end = self._stop.end_of(sampled.tokens) if self._stop else None
+        if end is not None:
+            sampled = Sampled(sampled.tokens[:end], sampled.logprobs[:end], sampled.versions[:end])
+        running.sequence.sampled = sampled
+        cut_off = end is None and sampled.tokens[-1] not in self._eos_ids
+        self._finished(self._schedule.finish(running, self._completion(running.sequence, cut_off=cut_off)))
+
+    def _end_stopped(self, stop: StopStrings) -> None:
+        """End the running sequences that hold a stop string. Their completions would be cut there anyway: this saves time."""
+        while self._in_flight:
+            self._collect()
+        running = list(self._schedule.running.values())
+        found = self._device.read([one.slot for one in running], [one.max_count for one in running])
+        for one, sampled in zip(running, found, strict=True):
+            if stop.end_of(sampled.tokens) is not None:
+                self._device.close(one.slot)
+                self._device.set_pages(one.slot, ())
+                self._end_running(one, sampled)
 
     def _hands_over(self, sequence: Sequence) -> bool:
         """Whether the sequence ended its turn, may have another, and has room for a reply and one more token."""

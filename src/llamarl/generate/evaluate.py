@@ -14,7 +14,7 @@ from llamarl.errors import InputError
 from llamarl.generate.conversation import Conversations, make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.llm import LLM
-from llamarl.generate.prompting import judged_text, prompt_tokens
+from llamarl.generate.prompting import check_chat_options, judged_text, prompt_tokens
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import own_scorers
@@ -178,7 +178,9 @@ def evaluate(
     """Ask a model the problems. `tell` gets each answer once it is judged; `starting` is called when all checks passed."""
     settings, talk = config.generator, config.conversation
     limits = Limits.of(config, sequences=max(1, len(problems)) * samples)
-    llm = LLM(config.model_folder, device=device, dtype=settings.dtype)
+    llm = LLM(config.model_folder, device=device, dtype=settings.dtype, chat_options=config.task.chat_options)
+    for problem in problems[:1]:
+        check_chat_options(config.task, problem)
     if limits.length > llm.shape.max_positions:
         raise InputError(
             f"generator.max_new_tokens: prompt and completion may take {limits.length} tokens, "
@@ -189,7 +191,11 @@ def evaluate(
     starting(llm)
     sampling = replace(settings.sampling, samples=samples, temperature=temperature)
     decoder = llm.decoder(
-        limits, seed=config.seed, precision=Precision.of(settings), max_turns=talk.max_turns if talk.tool else 1
+        limits,
+        seed=config.seed,
+        precision=Precision.of(settings),
+        max_turns=talk.max_turns if talk.tool else 1,
+        stop=settings.stop,
     )
     conversations = make_conversations(config, decoder, llm.tokenizer) if talk.tool else None
     try:

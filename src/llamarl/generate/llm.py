@@ -18,8 +18,11 @@ from llamarl.errors import ArgumentError, InputError, ModelError
 from llamarl.families.parameters import num_parameters
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.kv_cache import page_bytes
+from llamarl.generate.stop_strings import StopStrings
+from llamarl.hub.models import fetch_model
 from llamarl.machine import host_memory
 from llamarl.model.adapter_folder import base_or_same, load_merged, open_adapter
+from llamarl.model.chat_template import ChatOptions
 from llamarl.model.checkpoint import check_headers
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer
@@ -57,7 +60,7 @@ class LLM:
 
         from llamarl import LLM, Sampling
 
-        llm = LLM("models/qwen3-0.6b")
+        llm = LLM("Qwen/Qwen3-0.6B")  # or a folder
         for answers in llm.generate(["The capital of France is"], Sampling(samples=2, max_new_tokens=16)):
             print([answer.text for answer in answers])
 
@@ -65,21 +68,28 @@ class LLM:
     """
 
     def __init__(
-        self, folder: str | Path, *, device: str = "auto", dtype: str = "auto", slots: int = _DEFAULT_SLOTS
+        self,
+        folder: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        slots: int = _DEFAULT_SLOTS,
+        chat_options: ChatOptions | None = None,
     ) -> None:
-        """`folder`: a Hugging Face folder, or a PEFT folder of LoRA adapters, whose base is found; "tiny" is the shipped
-        model. `device`: auto (a GPU if there is one), cpu, cuda or cuda:N. `dtype` of weights and cache: auto (bfloat16 on a
-        GPU, else float32), float32, bfloat16 or float16. `slots`: completions decoded at once."""
+        """`folder`: a Hugging Face folder, a name on the hub, or a PEFT folder of LoRA adapters, whose base is found; "tiny" is
+        the shipped model. `device`: auto (a GPU if there is one), cpu, cuda or cuda:N. `dtype` of weights and cache: auto
+        (bfloat16 on a GPU, else float32), float32, bfloat16 or float16. `slots`: completions decoded at once. `chat_options`:
+        values for the model's chat template."""
         if dtype not in DTYPES:
             raise ArgumentError("dtype", f"expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, is {dtype}")
         if slots < 1:
             raise ArgumentError("slots", f"must be at least 1, is {slots}")
-        self.folder = model_folder(str(folder))
+        self.folder = model_folder(fetch_model(str(folder)))
         base = base_or_same(self.folder)
         self.shape = check_headers(base)
         if base != self.folder:
             open_adapter(self.folder, self.shape)
-        self.tokenizer = Tokenizer.load(base)
+        self.tokenizer = Tokenizer.load(base, chat_options)
         if not self.tokenizer.eos_ids:
             raise ModelError(f"{self.folder}: names no end token")
         self.device = choose_device(device)
@@ -95,6 +105,7 @@ class LLM:
 
     @cached_property
     def model(self) -> Transformer:
+        """The model, which is loaded when it is first needed."""
         return load_merged(self.folder, dtype=self.dtype, device=self.device)
 
     def generate(
@@ -130,7 +141,13 @@ class LLM:
         return asked
 
     def decoder(
-        self, limits: Limits, *, seed: int, precision: Precision = AS_THE_MODEL, max_turns: int = 1
+        self,
+        limits: Limits,
+        *,
+        seed: int,
+        precision: Precision = AS_THE_MODEL,
+        max_turns: int = 1,
+        stop: Sequence[str] = (),
     ) -> ContinuousDecoder:
         """A new decoder of this model, for callers that add prompts while others are being answered."""
         return ContinuousDecoder(
@@ -140,6 +157,7 @@ class LLM:
             seed=seed,
             precision=precision,
             max_turns=max_turns,
+            stop=StopStrings(self.tokenizer, stop),
         )
 
     def _tokens_of(self, prompt: Prompt, name: str) -> list[int]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamarl.config import ConversationConfig
+from llamarl.config import ConversationConfig, TaskConfig
+from llamarl.errors import ConfigError
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.types import Completion, Problem, Turn, bytes_to_tokens
 
 
 def prompt_tokens(tokenizer: Tokenizer, problem: Problem) -> list[int]:
     return tokenizer.chat(_messages(problem.turns)) if problem.turns else tokenizer.encode(problem.prompt)
+
+
+def check_chat_options(task: TaskConfig, problem: Problem) -> None:
+    """Refuse options of a chat template that no prompt is put into."""
+    if task.chat_options and not problem.turns:
+        raise ConfigError("task.chat_options: cannot take effect without task.chat=true, or messages as prompts")
 
 
 def reply_tokens(tokenizer: Tokenizer, problem: Problem, settings: ConversationConfig, text: str) -> list[int]:

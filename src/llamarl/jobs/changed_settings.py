@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import msgspec
-
 from llamarl.config import Config, ScheduleConfig
-from llamarl.config.paths import with_absolute_paths
+from llamarl.config.flat import flat_settings
 from llamarl.errors import ConfigError
 
 # These change where and how fast a run goes on, what is recorded of it, or how it learns from here on. docs/durability.md has
@@ -69,7 +64,7 @@ FREE = (
 
 def describe_changes(before: Config, now: Config) -> list[str]:
     """One line for each setting that changed. Changes that would make it another run are refused, all in one line."""
-    old, new = (_flat(msgspec.to_builtins(with_absolute_paths(config))) for config in (before, now))
+    old, new = flat_settings(before), flat_settings(now)
     changed = [key for key in [*sorted(old.keys() - new.keys()), *new] if old.get(key) != new.get(key)]
     refused = [key for key in changed if not _may_change(key)]
     if refused:
@@ -95,13 +90,3 @@ def refuse_other_length(before: int, schedule: ScheduleConfig, version: int) -> 
             f"by version {before - schedule.max_staleness}, which is gone; it can be made longer before its end, or with "
             "schedule.max_staleness=0"
         )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,7 +15,8 @@ from llamarl.controller.events import Began, Resumed
 from llamarl.engine.group_store import GroupStore
 from llamarl.errors import InputError
 from llamarl.jobs.prepare import PreparedJob
-from llamarl.observe.run_folder import RunFolder
+from llamarl.observe.rollout_log import ROLLOUTS, TOKENIZER
+from llamarl.observe.run_folder import RunFolder, replace_file
 from llamarl.observe.starts import Starts
 from llamarl.observe.summary import Tally
 
@@ -28,20 +29,30 @@ class OpenRun:
     store: GroupStore
     begin: Began | Resumed
     tally: Tally
+    drop_reasons: Mapping[int, str]  # of groups that were dropped by earlier starts and not forgotten yet
 
 
 def open_new_run(job: PreparedJob, path: Path) -> OpenRun:
     with one_line_on_failure(path):
-        folder = RunFolder.create(path, job.training_roles, events_mb=job.config.observe.events_mb)
+        settings, updates = job.config.observe, job.config.schedule.updates
+        folder = RunFolder.create(path, job.training_roles, settings=settings, updates=updates)
         with closed_on_failure(folder.close):
             record_start(folder, job.config, version=0)
-            return OpenRun(folder, GroupStore(folder.groups), Began(), Tally())
+            return OpenRun(folder, GroupStore(folder.groups), Began(), Tally(), {})
 
 
 def record_start(folder: RunFolder, config: Config, version: int) -> None:
     config, at = with_absolute_paths(config), datetime.now(UTC).isoformat(timespec="seconds")
     folder.write_config(config_to_yaml(config))
     Starts(folder.path).add(config, run=folder.run, version=version, at=at)
+    if config.observe.rollouts_mb:
+        _copy_tokenizer(config, folder.path / ROLLOUTS / TOKENIZER)
+
+
+def _copy_tokenizer(config: Config, to: Path) -> None:
+    """Rollouts are kept as tokens; this makes texts of them, also when the model is gone."""
+    if not to.exists():
+        replace_file(to, (config.model_folder / TOKENIZER).read_bytes())
 
 
 @contextmanager

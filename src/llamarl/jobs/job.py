@@ -13,11 +13,14 @@ from llamarl.config.file import check_config, load_config
 from llamarl.controller.default_line import default_line
 from llamarl.controller.line import Line
 from llamarl.errors import InputError
+from llamarl.hub.resolve import with_commits_of, with_hub_files, with_hub_models
 from llamarl.jobs.folder import open_new_run
 from llamarl.jobs.prepare import prepare_job
 from llamarl.jobs.resume import resume_job
 from llamarl.jobs.run import run_job
+from llamarl.observe.callbacks import AnyCallback, checked_callbacks
 from llamarl.observe.display import Display, Quiet
+from llamarl.observe.metric_logger import MetricLogger
 from llamarl.observe.run_folder import CONFIG, dated_run_folder
 from llamarl.observe.summary import Summary
 from llamarl.plugins import refuse_while_importing
@@ -29,7 +32,9 @@ class Job:
     """`Job.load("job.yaml", ["trainer.lr=1e-4"]).run()` does what `llamarl train` does.
 
     To add a role, give a line of your own and a builder for it: `Job(config, line=..., builders={"critic": build})`.
-    A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/tasks.md.
+    A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/tasks.md. `callbacks`
+    are called while the job runs: `Callback` objects, or functions of an `UpdateDone`; see docs/reading.md.
+    `loggers` come beside those of the config: `Job(config, loggers=[MyLogger()])`; see docs/loggers.md.
     """
 
     def __init__(
@@ -40,16 +45,20 @@ class Job:
         builders: Mapping[str, Builder] | None = None,
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
+        loggers: Sequence[MetricLogger] = (),
+        callbacks: Sequence[AnyCallback] = (),
     ) -> None:
         refuse_while_importing()
-        config, given = check_config(config), dict[str, Callable[..., Any]]()
+        self.callbacks = checked_callbacks(callbacks)
+        resolve = with_hub_files if task is None else with_hub_models
+        config, given = resolve(check_config(config)), dict[str, Callable[..., Any]]()
         if scorer is not None:
             config, given = with_scorer(config, scorer)
         if task is not None:
             config = with_task(config, task)
         self.config, self.line = config, line or default_line(config)
         self.builders = {**BUILDERS, **(builders or {})}
-        self._prepared = prepare_job(config, self.line, self.builders, given, task)
+        self._prepared = prepare_job(config, self.line, self.builders, given, task, loggers)
 
     @classmethod
     def load(
@@ -59,13 +68,17 @@ class Job:
         *,
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
+        loggers: Sequence[MetricLogger] = (),
+        callbacks: Sequence[AnyCallback] = (),
     ) -> Job:
-        return cls(load_config(Path(path) if path else None, overrides), scorer=scorer, task=task)
+        """A job from a YAML file, or the default job, with settings such as `trainer.lr=1e-4` that replace the file's."""
+        config = load_config(Path(path) if path else None, overrides)
+        return cls(config, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
 
     def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
         """Train to the end. The run folder records everything the job did, also when it fails."""
         opened = open_new_run(self._prepared, Path(folder) if folder else dated_run_folder())
-        return run_job(self._prepared, opened, display or Quiet())
+        return run_job(self._prepared, opened, display or Quiet(), self.callbacks)
 
     @classmethod
     def resume(
@@ -78,6 +91,8 @@ class Job:
         builders: Mapping[str, Builder] | None = None,
         scorer: Callable[..., Any] | None = None,
         task: Prompter | None = None,
+        loggers: Sequence[MetricLogger] = (),
+        callbacks: Sequence[AnyCallback] = (),
         display: Display | None = None,
     ) -> Summary:
         """Continue a run from its newest whole snapshot, with the settings it had, or equivalent ones. A finished run is left
@@ -85,6 +100,6 @@ class Job:
         path = Path(folder)
         if not (path / CONFIG).is_file():
             raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
-        asked = config or load_config(path / CONFIG, overrides)
-        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task)
-        return resume_job(job._prepared, path, display or Quiet())
+        asked = with_commits_of(load_config(path / CONFIG), config or load_config(path / CONFIG, overrides))
+        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
+        return resume_job(job._prepared, path, display or Quiet(), job.callbacks)

@@ -43,6 +43,7 @@ from llamarl.weights.cuda_driver import CudaRefused, total_memory
 from llamarl.weights.slot_file import NUM_SLOTS
 
 HOST = "cpu"
+PROCESSES = "the processes themselves"
 _PROCESS_BYTES = 300 << 20  # of a process that has only imported torch
 _MINOR_SHARE = 0.1  # of the whole; smaller items are not named
 _NARROW = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
@@ -85,12 +86,12 @@ def settle(parts: Sequence[MemoryItem]) -> list[str]:
         if sure > room.total_bytes:
             raise ConfigError(
                 f"memory: {name} has {_gib(room.total_bytes)}, and this takes at least {_gib(sure)}: "
-                f"{_largest([part for part in here if part.sure])}"
+                f"{describe_largest([part for part in here if part.sure])}"
             )
         if whole > room.available_bytes:
             notes.append(
                 f"{'memory is tight' if whole < 2 * room.total_bytes else 'MEMORY WILL VERY LIKELY NOT DO'}: {name} has "
-                f"{_gib(room.available_bytes)} free, and this may take {_gib(whole)}: {_largest(here)}"
+                f"{_gib(room.available_bytes)} free, and this may take {_gib(whole)}: {describe_largest(here)}"
             )
     return notes
 
@@ -254,14 +255,14 @@ def _reward_model_part(config: Config) -> MemoryItem:
 
 def _process(device: torch.device) -> MemoryItem:
     taken = WORKSPACE_BYTES if device.type == "cuda" else _PROCESS_BYTES
-    return MemoryItem("the processes themselves", _place(device), taken, "lower generator.replicas", sure=False)
+    return MemoryItem(PROCESSES, _place(device), taken, "lower generator.replicas", sure=False)
 
 
 def _place(device: torch.device) -> str:
     return f"cuda:{device.index or 0}" if device.type == "cuda" else HOST
 
 
-def _largest(parts: Sequence[MemoryItem]) -> str:
+def describe_largest(parts: Sequence[MemoryItem]) -> str:
     """The largest items, each named once, and the settings that make the first ones smaller."""
     sizes: dict[str, float] = {}
     for part in parts:

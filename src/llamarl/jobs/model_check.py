@@ -46,7 +46,7 @@ def _check(config: Config) -> tuple[Tokenizer, list[str]]:
     limits = Limits.of(config)
     limits.check_pages(limits.num_pages or limits.enough_pages)
     TensorRank(0, config.generator.tensor).check(shape)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, config.task.chat_options)
     if tokenizer.vocab_size > shape.vocab_size:
         raise ModelError(
             f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens, its model only {shape.vocab_size}"

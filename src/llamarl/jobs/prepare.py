@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from llamarl.jobs.model_check import check_model
 from llamarl.jobs.task_check import check_tool, prepare_prompts
 from llamarl.observe.advice import advice_before
 from llamarl.observe.loggers import check_loggers
+from llamarl.observe.metric_logger import MetricLogger
 from llamarl.tasks.task import Prompter
 
 
@@ -38,6 +39,7 @@ class PreparedJob:
     given: Mapping[str, Callable[..., Any]]  # scorers given from Python
     prompts: Prompts
     notes: tuple[str, ...]  # shown once, when the job begins
+    loggers: tuple[MetricLogger, ...] = ()  # given from Python, besides those of the config
 
     @property
     def training_roles(self) -> tuple[str, ...]:
@@ -55,6 +57,7 @@ def prepare_job(
     builders: Mapping[str, Builder],
     given: Mapping[str, Callable[..., Any]],
     task: Prompter | None,
+    loggers: Sequence[MetricLogger] = (),
 ) -> PreparedJob:
     _check_builders(config, line, builders)
     check_engine(config.engine)
@@ -79,8 +82,8 @@ def prepare_job(
         *memory_notes,
         *advice_before(config),
     ]
-    notes += check_lengths(prompts, config)
-    return PreparedJob(config, line, builders, given, prompts, tuple(notes))
+    notes += [*prompts.notes, *check_lengths(prompts, config)]
+    return PreparedJob(config, line, builders, given, prompts, tuple(notes), tuple(loggers))
 
 
 def _check_builders(config: Config, line: Line, builders: Mapping[str, Builder]) -> None:

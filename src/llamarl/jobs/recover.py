@@ -31,6 +31,7 @@ class Recovered(Struct, frozen=True):
     begin: Began | Resumed
     store: GroupStore
     tally: Tally
+    drop_reasons: dict[int, str]  # of dropped groups that are not folded
 
 
 def recover(folder: Path, config: Config, settled_state: str, last_role: str) -> Recovered:
@@ -55,7 +56,8 @@ def recover(folder: Path, config: Config, settled_state: str, last_role: str) ->
     if ledger_state is not None:
         tally.tokens_generated, tally.groups_dropped = ledger_state.num_tokens, ledger_state.num_dropped
     last_run = ledger_state.runs[-1].run if ledger_state and ledger_state.runs else -1  # a ledger may hold no row yet
-    return Recovered(version, tuple(notes), unknown, last_run, begin, store, tally)
+    reasons = ledger_state.drop_reasons if ledger_state else {}
+    return Recovered(version, tuple(notes), unknown, last_run, begin, store, tally, reasons)
 
 
 def read_ledger_state(folder: Path) -> LedgerState | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ from llamarl.jobs.prepare import PreparedJob
 from llamarl.jobs.recover import read_ledger_state, recover
 from llamarl.jobs.run import run_job
 from llamarl.model.training_state import POLICY, keeps_policy_only
+from llamarl.observe.callbacks import Callback
 from llamarl.observe.display import Display
 from llamarl.observe.final_report import resume_command
 from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, SUMMARY, RunFolder
@@ -28,7 +29,7 @@ from llamarl.observe.starts import Starts
 from llamarl.observe.summary import Summary
 
 
-def resume_job(job: PreparedJob, path: Path, display: Display) -> Summary:
+def resume_job(job: PreparedJob, path: Path, display: Display, callbacks: Sequence[Callback] = ()) -> Summary:
     last, now = Starts(path).last(), job.config
     before = parse_config(last.config) if last else load_config(path / CONFIG)
     changed = describe_changes(before, now)
@@ -39,7 +40,7 @@ def resume_job(job: PreparedJob, path: Path, display: Display) -> Summary:
         return finished
     with one_line_on_failure(path):
         opened = _reopen(job, path, before, changed, display)
-    return run_job(job, opened, display)
+    return run_job(job, opened, display, callbacks)
 
 
 def _reopen(job: PreparedJob, path: Path, before: Config, changed: Iterable[str], display: Display) -> OpenRun:
@@ -55,7 +56,8 @@ def _reopen(job: PreparedJob, path: Path, before: Config, changed: Iterable[str]
             recovered.version,
             job.training_roles,
             last_run=recovered.last_run,
-            events_mb=now.observe.events_mb,
+            settings=now.observe,
+            updates=now.schedule.updates,
         )
         for note in (*recovered.notes, *changed, *Starts(path).changed_files(now)):
             display.note(note)
@@ -65,7 +67,7 @@ def _reopen(job: PreparedJob, path: Path, before: Config, changed: Iterable[str]
     begin = recovered.begin
     if isinstance(begin, Resumed):
         begin = replace(begin, run=folder.run)
-    return OpenRun(folder, recovered.store, begin, recovered.tally)
+    return OpenRun(folder, recovered.store, begin, recovered.tally, recovered.drop_reasons)
 
 
 def _refuse_ended(folder: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 
 from llamarl.controller.controller import Controller
+from llamarl.controller.events import Resumed
 from llamarl.controller.ledger import FINISHED
-from llamarl.engine.driver import INTERRUPTED, STOPPED, Driver
+from llamarl.engine.driver import Driver
 from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import JobFailed, LlamaRLError, OwnCodeFailed
 from llamarl.jobs.engines import make_engine
@@ -14,9 +16,11 @@ from llamarl.jobs.folder import OpenRun
 from llamarl.jobs.prepare import PreparedJob
 from llamarl.jobs.signals import signals_stop
 from llamarl.model.training_state import POLICY
+from llamarl.observe.callbacks import Callback, CallbackRunner
 from llamarl.observe.display import Display
+from llamarl.observe.loggers import Loggers
 from llamarl.observe.run_folder import SNAPSHOTS
-from llamarl.observe.summary import Summary
+from llamarl.observe.summary import INTERRUPTED, STOPPED, Summary
 from llamarl.observe.watcher import Watcher
 from llamarl.plugins import format_traceback
 from llamarl.weights.slot_file import SlotFile
@@ -24,11 +28,19 @@ from llamarl.weights.slot_file import SlotFile
 _UNWRITABLE = "the record of the run cannot be written"
 
 
-def run_job(job: PreparedJob, opened: OpenRun, display: Display) -> Summary:
+def run_job(job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequence[Callback] = ()) -> Summary:
     run_folder, config = opened.folder, job.config
     for note in (*filter(None, [run_folder.lock.warning]), *job.notes):
         display.note(note)
     watcher = _make_watcher(job, opened, display)
+    called = CallbackRunner(
+        callbacks,
+        run_folder.path,
+        updates=config.schedule.updates,
+        score_name=config.score_name,
+        note=display.note,
+        log=run_folder.log,
+    )
     slots = {role: SlotFile() for role in job.line.publishers}
     engine = make_engine(job, slots, run_folder)
     snapshots = SnapshotStore(run_folder.snapshots, config.snapshots.keep)
@@ -40,6 +52,8 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display) -> Summary:
         snapshots=snapshots,
         run_folder=run_folder,
         watcher=watcher,
+        drop_reasons=opened.drop_reasons,
+        callbacks=called,
     )
     outcome = INTERRUPTED
     try:
@@ -65,6 +79,7 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display) -> Summary:
                 opened.store.close()
                 newest = snapshots.versions()[-1:]
                 summary = watcher.finish(outcome, policy=f"{SNAPSHOTS}/{newest[0]}/{POLICY}" if newest else "")
+                called.end(summary)
         except OSError as error:
             if outcome in (FINISHED, STOPPED, INTERRUPTED):  # otherwise an error that says why is being raised
                 raise JobFailed(f"{_UNWRITABLE}: {error}") from error
@@ -73,6 +88,15 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display) -> Summary:
 
 def _make_watcher(job: PreparedJob, opened: OpenRun, display: Display) -> Watcher:
     line = job.line
+    last_role = line.batch_roles[-1].name
+    loggers = Loggers.start(
+        job.config,
+        opened.folder,
+        job.loggers,
+        decode=job.prompts.decode,
+        role=last_role,
+        first_update=opened.begin.version if isinstance(opened.begin, Resumed) else 0,
+    )
     return Watcher(
         job.config,
         opened.folder,
@@ -80,5 +104,6 @@ def _make_watcher(job: PreparedJob, opened: OpenRun, display: Display) -> Watche
         tally=opened.tally,
         first_role=line.group_roles[0].name,
         last_group_role=line.group_roles[-1].name,
-        last_role=line.batch_roles[-1].name,
+        last_role=last_role,
+        loggers=loggers,
     )

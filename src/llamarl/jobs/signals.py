@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from llamarl.engine.driver import INTERRUPTED, Driver
+from llamarl.engine.driver import Driver
+from llamarl.observe.summary import INTERRUPTED
 
 
 @contextmanager

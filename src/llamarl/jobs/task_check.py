@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from llamarl.config import Config
 from llamarl.engine.prompts import Prompts
 from llamarl.errors import ConfigError, LlamaRLError, ModelError
-from llamarl.generate.prompting import reply_tokens
+from llamarl.generate.prompting import check_chat_options, reply_tokens
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.plugins import describe_error
 from llamarl.tasks.judge import Judge
@@ -29,6 +29,7 @@ def prepare_prompts(
         judge.prepare()
         prompts = Prompts(task or make_task(config.task, config.seed, judge.wanted), tokenizer, config)
         problem = prompts.group(0).problem
+        check_chat_options(config.task, problem)
         outcome = judge.score(problem.answer, problem)
     except LlamaRLError:
         raise

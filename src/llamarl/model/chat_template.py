@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llamarl.errors import ModelError
+from llamarl.errors import ConfigError, ModelError
 
 _MAX_CHARS = 4_000_000
 _MAX_LOOPS = 100_000
@@ -27,6 +27,9 @@ _MAX_EXPONENT = 64
 _MAX_BASE = 1 << 32
 
 Messages = Sequence[Mapping[str, str]]
+ChatOptions = Mapping[str, bool | int | float | str]
+_GIVEN = ("tools", "documents")  # to every template, without a value
+_SET = ("messages", "add_generation_prompt")
 
 
 class Template(Protocol):
@@ -42,17 +45,29 @@ class NoChatTemplate:
 
 
 class ChatTemplate:
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str], folder: Path) -> None:
+    """A chat template with the values of its options. An option that it does not read is refused."""
+
+    def __init__(
+        self, source: str, *, special_tokens: Mapping[str, str], folder: Path, options: ChatOptions | None = None
+    ) -> None:
         self._folder = folder
-        self._special_tokens = dict(special_tokens)
+        self._values: dict[str, Any] = {**special_tokens, **dict.fromkeys(_GIVEN), **(options or {})}
+        sandbox = _Sandbox()
         try:
-            self._template = _Sandbox().from_string(source)
+            self._template = sandbox.from_string(source)
+            known = meta.find_undeclared_variables(sandbox.parse(source)) if options else set()
         except jinja2.TemplateError as error:
             raise ModelError(f"{folder}: chat template: {_line(error)}") from None
+        own = known - {*_GIVEN, *_SET, *special_tokens, *sandbox.globals}
+        if wrong := sorted((options or {}).keys() - own):
+            raise ConfigError(
+                f"task.chat_options: the chat template of {folder} has no option '{wrong[0]}'; it has: "
+                f"{', '.join(sorted(own)) or 'none'}"
+            )
 
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        values: dict[str, Any] = {**self._special_tokens, "tools": None, "documents": None}
-        values |= {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+        chat = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+        values = self._values | chat
         pieces: list[str] = []
         num_chars = 0
         try:

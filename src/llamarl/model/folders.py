@@ -18,10 +18,7 @@ def no_folder(path: Path) -> str:
             return f"{path}: a GGUF file; make a model folder of it first: llamarl import-gguf {path} DIR"
         return f"{path}: is a file; give the folder that holds it"
     if _HUB_ID.fullmatch(str(path)):
-        return (
-            f"no folder {path}, and nothing is ever downloaded; if it is on the Hugging Face Hub: "
-            f"hf download {path} --local-dir {path.name}, then give {path.name}"
-        )
+        return f"no folder {path}; if it is a name on the Hugging Face Hub, llamarl.hub.models.fetch_model fetches it"
     return f"no folder {path}; {EXPECTED}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from llamarl.errors import ModelError
-from llamarl.model.chat_template import ChatTemplate, NoChatTemplate, Template
+from llamarl.model.chat_template import ChatOptions, ChatTemplate, NoChatTemplate, Template
 from llamarl.model.hf_config import read_json_object
 
 _HERE = "(what the model said)"
@@ -20,30 +20,33 @@ class Tokenizer:
     """Encodes prompts and decodes completions. A model's output is never tokenized again."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: tuple[int, ...], template: Template) -> None:
-        self._backend = backend
+        self.backend = backend
         self._template = template
         self.eos_ids = eos_ids
         # One more than the largest id, so that every id indexes a table of this size.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
+    def load(cls, folder: Path, chat_options: ChatOptions | None = None) -> Tokenizer:
+        """The tokenizer of a folder. `chat_options` are values for its chat template."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder}: no tokenizer.json; only folders with a fast tokenizer are supported")
         backend = _backend(path)
         settings = read_json_object(folder / "tokenizer_config.json") if _has(folder, "tokenizer_config.json") else {}
-        tokenizer = cls(backend, eos_ids=_eos_ids(folder, settings, backend), template=_template(folder, settings))
+        tokenizer = cls(
+            backend, eos_ids=_eos_ids(folder, settings, backend), template=_template(folder, settings, chat_options)
+        )
         _check_fits(tokenizer, folder)
         return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the tokens. Ids beyond the vocabulary (models may have padded rows) give no text."""
-        text: str = self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
@@ -67,7 +70,7 @@ class Tokenizer:
 
     @property
     def _stops(self) -> list[str]:
-        return [text for text in map(self._backend.id_to_token, self.eos_ids) if text]
+        return [text for text in map(self.backend.id_to_token, self.eos_ids) if text]
 
 
 def _has(folder: Path, name: str) -> bool:
@@ -91,13 +94,13 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{path}: not a tokenizer ({' '.join(str(error).split())})") from None
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> Template:
+def _template(folder: Path, settings: Mapping[str, Any], options: ChatOptions | None) -> Template:
     source = _template_source(folder, settings)
     if source is None:
         return NoChatTemplate(folder)
     named = {name: _token_text(settings.get(name)) for name in settings if name.endswith("_token")}
     special_tokens = {name: text for name, text in named.items() if text is not None}
-    return ChatTemplate(source, special_tokens=special_tokens, folder=folder)
+    return ChatTemplate(source, special_tokens=special_tokens, folder=folder, options=options)
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:

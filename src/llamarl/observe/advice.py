@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from llamarl.config import Config
 from llamarl.plugins import is_reference
 
-_WINDOW = 10  # number of recent updates that advice is based on
+WINDOW = 10  # number of recent updates that advice is based on
 _MOST = 0.9
 _HALF = 0.5
 Means = Mapping[str, float]  # mean of each metric over the recent updates
@@ -85,20 +85,36 @@ _RULES: dict[str, Rule] = {
     "empty batches": _empty_batches,
 }
 
+# The metric that each piece of advice rests on, and the setting that it is about.
+BASIS: dict[str, tuple[str, str]] = {
+    "got worse": ("reward", "trainer.lr"),
+    "no variance": ("zero_variance_share", "schedule.samples_per_group"),
+    "cut off": ("truncated_share", "generator.max_new_tokens"),
+    "no tokens": ("trained_tokens", "algo.zero_variance"),
+    "empty batches": ("groups", "generator.max_prompt_tokens"),
+}
+
+
+def advice_on(config: Config, means: Means) -> dict[str, str]:
+    """Advice by its name in `BASIS`. `means` are over the recent updates; its `best_reward` is the highest mean reward of
+    any such window."""
+    found = {name: rule(config, means) for name, rule in _RULES.items()}
+    return {name: text for name, text in found.items() if text}
+
 
 class Advisor:
     """Collects the metrics of every update and gives advice on them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._recent: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self._given: set[str] = set()
         self._best_reward = 0.0  # highest mean reward of any window
 
     def hear(self, metrics: Mapping[str, float]) -> list[str]:
         """Add an update's metrics; returns the advice that becomes due with it."""
         self._recent.append(metrics)
-        if len(self._recent) < _WINDOW:
+        if len(self._recent) < WINDOW:
             return []
         due = {name: text for name, text in self._judge().items() if name not in self._given}
         self._given |= due.keys()
@@ -111,11 +127,9 @@ class Advisor:
     def _judge(self) -> dict[str, str]:
         names = {name for row in self._recent for name in row}
         means = {name: sum(row.get(name, 0.0) for row in self._recent) / len(self._recent) for name in names}
-        if len(self._recent) == _WINDOW:
+        if len(self._recent) == WINDOW:
             self._best_reward = max(self._best_reward, means.get("reward", 0.0))
-        means["best_reward"] = self._best_reward
-        found = {name: rule(self._config, means) for name, rule in _RULES.items()}
-        return {name: text for name, text in found.items() if text}
+        return advice_on(self._config, {**means, "best_reward": self._best_reward})
 
 
 def advice_before(config: Config) -> list[str]:

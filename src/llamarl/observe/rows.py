@@ -55,6 +55,20 @@ def read_rows(path: Path) -> list[Row]:
     return list(Rows(path, Row))
 
 
+def last_row(path: Path) -> Row | None:
+    """The last intact row of a file, read from its end; None if there is none."""
+    try:
+        with path.open("rb") as file:
+            for _, line in _lines_from_the_end(file, file.seek(0, os.SEEK_END)):
+                if line.endswith(b"\n") and (row := _decoded(line)) is not None:
+                    return row
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    return None
+
+
 def cut_rows(path: Path, keep: Callable[[Row], bool]) -> list[Row]:
     """Truncate the file after the last row for which `keep` is true; damaged rows behind it go too.
 

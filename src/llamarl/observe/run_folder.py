@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 
+from llamarl.config import ObserveConfig
 from llamarl.controller.ledger_file import LedgerFile
 from llamarl.errors import InputError
 from llamarl.io.append_file import AppendFile
 from llamarl.observe.event_log import EventLog, event_file, event_files
 from llamarl.observe.metrics_file import MetricsFile
+from llamarl.observe.rollout_log import ROLLOUTS, RolloutLog
 from llamarl.observe.rows import Row, cut_rows, read_rows
 from llamarl.observe.run_lock import RunLock
 
@@ -24,12 +26,13 @@ METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 TIMINGS = "timings.jsonl"
 TIMELINE = "timeline.json"
+SPANS = "spans.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 GROUPS = "groups"
 SNAPSHOTS = "snapshots"
-EVENTS_MB = 1024
 LOGS = "logs"
+_DEFAULT = ObserveConfig()
 
 
 def log_file(run: Path, executor: str) -> Path:
@@ -41,7 +44,14 @@ class RunFolder:
     """Writes the record of one job, as its only owner. `create` makes a new folder, `reopen` continues an old one."""
 
     def __init__(
-        self, path: Path, lock: RunLock, roles: Sequence[str], events_mb: int, version: int = 0, last_run: int = -1
+        self,
+        path: Path,
+        lock: RunLock,
+        roles: Sequence[str],
+        settings: ObserveConfig,
+        updates: int,
+        version: int = 0,
+        last_run: int = -1,
     ) -> None:
         self.path, self.lock = path, lock
         self.groups = path / GROUPS
@@ -50,19 +60,28 @@ class RunFolder:
         self.metrics = MetricsFile(path / METRICS, roles, version)
         self.evaluations = AppendFile(path / EVALUATIONS)
         self.timings = AppendFile(path / TIMINGS)
+        self.spans = AppendFile(path / SPANS)
         self.run = 1 + max([last_run, *event_files(path)])  # number of this start of the job
-        self.events = EventLog(event_file(path, self.run), events_mb)
+        self.events = EventLog(event_file(path, self.run), settings.events_mb)
+        self.rollouts = RolloutLog(path / ROLLOUTS, settings.rollouts_mb, updates, version)
 
     @classmethod
-    def create(cls, path: Path, roles: Sequence[str] = ("trainer",), *, events_mb: int = EVENTS_MB) -> RunFolder:
+    def create(
+        cls,
+        path: Path,
+        roles: Sequence[str] = ("trainer",),
+        *,
+        settings: ObserveConfig = _DEFAULT,
+        updates: int = 1,
+    ) -> RunFolder:
         """Make a new run folder. A folder that is not empty is refused, so that records never mix. `roles` are the training
-        roles, in the order of the line."""
+        roles, in the order of the line; `updates` is the number of updates that the job will make."""
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
                 hint = "; to go on with that run, add --resume" if (path / LEDGER).exists() else ""
                 raise InputError(f"--run {path}: is not empty; name a new folder{hint}")
-            return cls(path, RunLock(path), roles, events_mb)
+            return cls(path, RunLock(path), roles, settings, updates)
         except OSError as error:
             raise InputError(f"--run {path}: cannot be made: {error.strerror}") from None
 
@@ -75,13 +94,15 @@ class RunFolder:
         roles: Sequence[str],
         *,
         last_run: int = -1,
-        events_mb: int = EVENTS_MB,
+        settings: ObserveConfig = _DEFAULT,
+        updates: int = 1,
     ) -> RunFolder:
         """Continue from the snapshot of `version`. Rows of later updates are removed, since those updates are repeated.
         `last_run` is the last start in the ledger; event logs may have been deleted."""
         _keep_rows(path / EVALUATIONS, lambda row: row.get("version", version + 1) <= version)
-        cut_rows(path / TIMINGS, lambda row: True)  # removes an incomplete last line
-        return cls(path, lock, roles, events_mb, version, last_run)
+        for name in (TIMINGS, SPANS):
+            cut_rows(path / name, lambda row: True)  # removes an incomplete last line
+        return cls(path, lock, roles, settings, updates, version, last_run)
 
     def write_config(self, text: str) -> None:
         replace_file(self.path / CONFIG, text.encode())
@@ -108,7 +129,15 @@ class RunFolder:
         """Close all files, even if writing to one fails, and release the folder."""
         with ExitStack() as stack:
             stack.callback(self.lock.release)
-            for file in (self.timings, self.evaluations, self.metrics, self.events, self.ledger):
+            for file in (
+                self.spans,
+                self.timings,
+                self.evaluations,
+                self.metrics,
+                self.rollouts,
+                self.events,
+                self.ledger,
+            ):
                 stack.callback(file.close)
 
 

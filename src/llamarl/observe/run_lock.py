@@ -14,6 +14,7 @@ import fcntl
 import os
 import secrets
 import socket
+import time
 from pathlib import Path
 
 import msgspec
@@ -41,7 +42,7 @@ class RunLock:
         self.warning = ""  # text for the user if the file system has no locks
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(self._fd)
         except BlockingIOError:
             owner = _read_owner(self._fd)
             os.close(self._fd)
@@ -72,6 +73,35 @@ class RunLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _take(fd: int) -> None:
+    """Lock at once. A reader that asks `is_locked` is in the way for a moment only, so it is tried again."""
+    for wait_s in (0.01, 0.05, 0.2, 0.0):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not wait_s:
+                raise
+            time.sleep(wait_s)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a job is at work in a run folder, on any host that shares its locks."""
+    try:
+        fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # a file system without locks
+    finally:
+        os.close(fd)
+    return False
 
 
 def _read_owner(fd: int) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Struct
 
+STOPPED, INTERRUPTED = "stopped on request", "interrupted"  # outcomes
+
 
 class Summary(Struct, kw_only=True):
     """The result of a job, as written to summary.json. Times and idle shares are of the last start only."""

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from llamarl.config import Config
 from llamarl.observe.advice import Advisor
 from llamarl.observe.display import Display, Progress
-from llamarl.observe.loggers import make_loggers
+from llamarl.observe.loggers import Loggers
 from llamarl.observe.run_folder import TIMELINE, RunFolder
+from llamarl.observe.span_rows import SpanRows
 from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.timeline import Span, Timeline
-from llamarl.types import GroupFacts
+from llamarl.types import GroupFacts, RolloutGroup
 
 _RECENT_S = 10.0  # period over which the live view shows waiting; the last update, if that took longer
 _TOLD_ONE_BY_ONE = 5  # number of dropped groups that get a note each
@@ -33,10 +34,12 @@ class Watcher:
         first_role: str,
         last_group_role: str = "reward",
         last_role: str,
+        loggers: Loggers | None = None,
     ) -> None:
         self._config, self._folder, self._display = config, folder, display
         self._first_role, self._last_group_role, self._last_role = first_role, last_group_role, last_role
-        self._loggers = make_loggers(config.observe, folder.path)
+        self._loggers = loggers or Loggers()
+        self._weights_s: dict[str, list[float]] = {}  # times of weight transfers since the last update, by name
         self.tally, self.timeline = tally, Timeline()
         self._start_s, self._started_at = time.monotonic(), time.time()
         self._training_s: tuple[float, float] | None = None  # times of the first finished group and of the last update
@@ -47,9 +50,12 @@ class Watcher:
         self._num_dropped = 0  # groups dropped since this start of the job
         self._advisor = Advisor(config)
         self._failed = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
+        self._span_rows = SpanRows(folder.spans, folder.run, self._start_s, config.observe.spans_mb)
+        folder.timings.append_json({"start": folder.run, "version": tally.updates, "unix_s": self._started_at})
 
     def spent(self, executor: str, spans: Sequence[Span]) -> None:
         self.timeline.add(executor, spans)
+        self._span_rows.add(executor, spans)
 
     def group_done(self, executor: str, facts: GroupFacts) -> None:
         role = executor.partition("/")[0]
@@ -82,13 +88,13 @@ class Watcher:
                 **self._take_failed(),
             }
         )
+        self._span_rows.flush()
         if self._training_s is not None:
             self._training_s = (self._training_s[0], now_s)
         self.tally.add_update(update, metrics)
         self._display.update(self._snapshot(metrics, now_s))
         self._last_update_s = now_s
-        for logger in self._loggers:
-            logger.add(update, {**metrics, **(timings or {})})
+        self._log_update(update, {**metrics, **(timings or {})})
         for advice in self._advisor.hear(metrics):
             self._display.note(f"NOTE: {advice}")
 
@@ -103,14 +109,24 @@ class Watcher:
         moved = {"version": version, "executor": executor, "at_s": time.monotonic() - self._start_s}
         rate = num_bytes / lost_s / 1e9 if lost_s else 0.0
         self._folder.timings.append_json({**moved, "bytes": num_bytes, name: lost_s, "gb_s": rate})
-        for logger in self._loggers:
-            logger.add(version, {name: lost_s})
+        self._weights_s.setdefault(name, []).append(lost_s)
 
-    def evaluated(self, version: int, accuracy: float) -> None:
+    def _log_update(self, update: int, values: Mapping[str, float]) -> None:
+        """Tell the loggers. Weight transfers count to the update after them, since steps of a log do not go back."""
+        moved, self._weights_s = {name: _mean(times) for name, times in self._weights_s.items()}, {}
+        marks = {"start": float(self._folder.run), "restarts": float(self.tally.restarts)}
+        self._loggers.metrics(update, {**values, **moved, **marks})
+        for note in self._loggers.take_notes():
+            self._display.note(note)
+
+    def training(self, update: int, groups: Sequence[RolloutGroup]) -> None:
+        """Hear which rollouts an update trains on."""
+        self._loggers.trained(update, groups)
+
+    def evaluated(self, version: int, accuracy: float, groups: Sequence[RolloutGroup] = ()) -> None:
         self.tally.evaluations[version] = accuracy
         self._folder.evaluations.append_json({"version": version, "accuracy": accuracy})
-        for logger in self._loggers:
-            logger.add(version, {"held_out_accuracy": accuracy})
+        self._loggers.evaluated(version, accuracy, groups)
         self._display.note(f"held-out {self._config.score_name} of version {version}: {accuracy:.3f}")
 
     def dropped(self, ordinal: int, reason: str) -> None:
@@ -151,6 +167,7 @@ class Watcher:
 
     def died(self, executor: str, reason: str) -> None:
         self._display.note(f"{executor} died: {reason}")
+        self._folder.timings.append_json({"executor": executor, "at_s": self._elapsed_s, "died": reason})
 
     def joined(self, executor: str, host: str) -> None:
         """Record a replica that joined; the ledger says which groups it was given."""
@@ -170,13 +187,24 @@ class Watcher:
 
     def restarted(self, executor: str) -> None:
         self.tally.restarts += 1
+        self._folder.timings.append_json({"executor": executor, "at_s": self._elapsed_s, "restarted": True})
+
+    def saved(self, version: int) -> None:
+        self._folder.timings.append_json({"snapshot": version, "at_s": self._elapsed_s})
 
     def finish(self, outcome: str, policy: str) -> Summary:
-        """Write the timeline and the summary, also when the job failed."""
+        """Write the timeline and the summary, also when the job failed; then end the loggers."""
         self._display.close()
-        for logger in self._loggers:
-            logger.close()
+        try:
+            return self._write_summary(outcome, policy)
+        finally:
+            self._loggers.finish(outcome, self._config.observe.wait_s)
+            for note in self._loggers.take_notes():
+                self._display.note(note)
+
+    def _write_summary(self, outcome: str, policy: str) -> Summary:
         end_s = time.monotonic()
+        self._span_rows.flush()
         start_s, stop_s = self._training_s or (self._start_s, end_s)
         tally, rewards = self.tally, self.tally.rewards
         summary = Summary(

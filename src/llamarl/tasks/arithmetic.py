@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamarl.config import DatasetConfig
-from llamarl.tasks.datasets import Example
+from llamarl.tasks.examples import Example
 from llamarl.tasks.task import Lazily, is_held_out
 
 TEMPLATE = "{prompt}"

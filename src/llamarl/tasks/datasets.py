@@ -1,11 +1,13 @@
-"""Problems from data files: GSM8K, MATH, SVAMP, and any JSON-lines file with prompts and answers, or tests."""
+"""Problems from data files: GSM8K, MATH, SVAMP, and any dataset with prompts and answers, or tests."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
-from collections.abc import Callable
-from pathlib import Path
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,25 +15,20 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from llamarl.config import DatasetConfig
-from llamarl.errors import ConfigError, InputError
+from llamarl.errors import ConfigError
 from llamarl.tasks.custom_scorers import ScorerRequirements
-from llamarl.tasks.data_files import BadRow, Row, as_text, read_rows, text_field
+from llamarl.tasks.data_files import BadRow, Row, as_text, field_of, read_rows, text_field
+from llamarl.tasks.dataset_files import find_files
+from llamarl.tasks.example_store import ExampleStore
+from llamarl.tasks.examples import Example
+from llamarl.tasks.extract import boxed
 from llamarl.tasks.programs import check_tests
+from llamarl.tasks.task import is_held_out
 from llamarl.types import Turn
 
 _NOTHING = ScorerRequirements()
 _CALCULATOR = re.compile(r"<<[^<>\n]{0,200}>>")  # calculator annotations in GSM8K's solutions
 _ROLES = ("system", "user", "assistant")
-
-
-class Example(Struct, frozen=True):
-    """One row of data: question, answer and worked solution."""
-
-    question: str
-    answer: str
-    solution: str
-    turns: tuple[Turn, ...] = ()
-    columns: dict[str, Any] = {}  # further columns that the user's own scorers need
 
 
 class DatasetKind(Struct, frozen=True):
@@ -55,19 +52,35 @@ def _math(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Examp
     """Read a row of MATH. Two of its problems have an empty box as their answer and are left out."""
     if row.get("answer") == "":
         return None
-    return Example(text_field(row, "problem"), text_field(row, "answer"), text_field(row, "solution"))
+    solution = text_field(row, "solution")
+    answer = text_field(row, "answer") if "answer" in row else boxed(solution)
+    if not answer:
+        raise BadRow(r"no field 'answer', and 'solution' has no \boxed{} to take it from")
+    return Example(text_field(row, "problem"), answer, solution)
 
 
 def _svamp(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example:
+    """Read a row of SVAMP, in our spelling or in that of the hub, where body and question are two columns."""
+    if "Body" in row:
+        answer = text_field(row, "Answer")
+        body = text_field(row, "Body").strip()
+        question = f"{body}{'' if body.endswith(('.', '?', '!', ',')) else '.'} {text_field(row, 'Question').strip()}"
+        return Example(question, answer, f"#### {answer}")
     answer = text_field(row, "answer")
     return Example(text_field(row, "question"), answer, f"#### {answer}")
 
 
-def _jsonl(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example:
+def _rows(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example:
+    """Read a row of any dataset, by the columns that settings name. A chat that ends with the assistant's message and has no
+    answer beside it is answered by that message."""
+    prompt, answer = _column(row, settings.prompt_field), _column(row, settings.answer_field)
+    if answer is None and isinstance(prompt, list) and len(prompt) > 1 and _role(prompt[-1]) == "assistant":
+        answer = _turn(prompt[-1], settings.prompt_field).content
+        return _make_example(settings, {**row, settings.prompt_field: prompt[:-1]}, answer, answer)
     shown = bool(settings.few_shot) and not settings.solution_field
-    optional = not needs_answer and not shown and row.get(settings.answer_field) in (None, "")
-    answer = "" if optional else text_field(row, settings.answer_field)
-    return _make_example(settings, row, answer, answer)
+    optional = not needs_answer and not shown and answer in (None, "")
+    text = "" if optional else text_field(row, settings.answer_field)
+    return _make_example(settings, row, text, text)
 
 
 def _code(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example:
@@ -80,13 +93,24 @@ def _code(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Examp
 def _make_example(settings: DatasetConfig, row: Row, answer: str, solution: str) -> Example:
     """`solution` is the default for rows without a worked solution."""
     solution = text_field(row, settings.solution_field) if settings.solution_field else solution
-    prompt = row.get(settings.prompt_field)
+    prompt = _column(row, settings.prompt_field)
     if isinstance(prompt, list):
         turns = tuple(_turn(message, settings.prompt_field) for message in prompt)
         if not turns or turns[-1].role != "user":
             raise BadRow(f"'{settings.prompt_field}' must end with a message of the user")
         return Example(turns[-1].content, answer, solution, turns)
     return Example(text_field(row, settings.prompt_field), answer, solution)
+
+
+def _column(row: Row, field: str) -> Any:
+    try:
+        return field_of(row, field)
+    except KeyError:
+        return None
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
 
 
 def _turn(message: Any, field: str) -> Turn:
@@ -102,23 +126,69 @@ KINDS: dict[str, DatasetKind] = {
     "gsm8k": DatasetKind(_gsm8k, _WORD_PROBLEM, "numeric"),
     "math": DatasetKind(_math, _COMPETITION, "math"),
     "svamp": DatasetKind(_svamp, _WORD_PROBLEM, "numeric"),
-    "jsonl": DatasetKind(_jsonl, "{prompt}", "exact"),
+    "dataset": DatasetKind(_rows, "{prompt}", "exact"),
+    "jsonl": DatasetKind(_rows, "{prompt}", "exact"),  # earlier name of "dataset"
     "code": DatasetKind(_code, _PROGRAM, "code"),
 }
 
 
-def read_examples(
-    settings: DatasetConfig, wanted: ScorerRequirements = _NOTHING
-) -> tuple[list[Example], list[Example]]:
-    """Return (training, test). Problems of the test file are never trained on, even if the training file has them too."""
+class Examples(Struct, frozen=True):
+    """The problems of a dataset, on their sides."""
+
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    test: Sequence[Example]
+    notes: tuple[str, ...] = ()  # for the user
+
+
+def read_examples(settings: DatasetConfig, wanted: ScorerRequirements = _NOTHING) -> Examples:
+    """Read all files once. Problems of the test files are never trained on, even if the training files have them too."""
     if settings.kind == "code" and settings.few_shot and not settings.solution_field:
         raise ConfigError("task.solution_field: name the field whose programs task.few_shot is to show")
-    train_path, test_path = _files(settings)
-    read = functools.partial(_read, settings, wanted)
-    test = read_rows(test_path, read) if test_path else []
-    tested = {example.question for example in test}
-    rows = read_rows(train_path, read) if train_path else []
-    return [row for row in rows if row.question not in tested], test
+    files, read = find_files(settings), functools.partial(_read, settings, wanted)
+    lengths = _LengthFilter(settings)
+    test, tested = ExampleStore(), set[bytes]()
+    for example in lengths.kept(read_rows(files.test, read)) if files.test else ():
+        test.add(example)
+        tested.add(_digest(example.question))
+    store, sides = ExampleStore(), (array("q"), array("q"))
+    for example in lengths.kept(read_rows(files.train, read)) if files.train else ():
+        if _digest(example.question) not in tested:
+            sides[is_held_out(example.question, settings.held_out)].append(len(store))
+            store.add(example)
+    lengths.refuse_if_all(len(store) + len(test))
+    train, held_out = map(store.chosen, sides)
+    return Examples(train, held_out, test, lengths.notes)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+class _LengthFilter:
+    """Leaves out problems that are too short or too long, and counts them."""
+
+    def __init__(self, settings: DatasetConfig) -> None:
+        self._least, self._most = settings.min_chars, settings.max_chars or sys.maxsize
+        self._seen = self._left_out = 0
+
+    def kept(self, examples: Iterator[Example]) -> Iterator[Example]:
+        for example in examples:
+            length = sum(len(turn.content) for turn in example.turns) or len(example.question)
+            self._seen += 1
+            if self._least <= length <= self._most:
+                yield example
+            else:
+                self._left_out += 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        told = f"{self._left_out} of {self._seen} problems are left out by task.min_chars and task.max_chars"
+        return (told,) if self._left_out else ()
+
+    def refuse_if_all(self, left: int) -> None:
+        if self._left_out and not left:
+            raise ConfigError(f"task.max_chars: {self.notes[0]}, so none is left")
 
 
 def _read(settings: DatasetConfig, wanted: ScorerRequirements, row: Row) -> Example | None:
@@ -132,22 +202,3 @@ def _read(settings: DatasetConfig, wanted: ScorerRequirements, row: Row) -> Exam
     except (OverflowError, msgspec.MsgspecError, UnicodeEncodeError) as error:
         raise BadRow(f"a column that a scorer asks for cannot be carried: {error}") from None
     return replace(example, columns=columns)
-
-
-def _files(settings: DatasetConfig) -> tuple[Path | None, Path | None]:
-    if not settings.path:
-        raise ConfigError(
-            f"task.path: name the file, or the folder with train.jsonl, that {settings.kind} is read from; "
-            "nothing is downloaded"
-        )
-    path = Path(settings.path).expanduser()
-    if not path.exists():
-        raise InputError(f"task.path: no file or folder {path}")
-    train = path if path.is_file() else path / "train.jsonl"
-    test = Path(settings.test_path).expanduser() if settings.test_path else train.with_name("test.jsonl")
-    if settings.test_path and not test.is_file():
-        raise InputError(f"task.test_path: no file {test}")
-    found = tuple(file if file.is_file() else None for file in (train, test))
-    if found == (None, None):
-        raise InputError(f"task.path: {path} holds neither train.jsonl nor test.jsonl")
-    return (found[0], None) if train == test else (found[0], found[1])

@@ -23,8 +23,9 @@ def with_scorer(config: Config, scorer: Function) -> tuple[Config, dict[str, Fun
     inline = config.engine.kind == "inline"
     if not reference and not inline:
         raise ConfigError(
-            f"scorer: with engine={config.engine.kind} it must be a function at the top of a .py file, so that another "
-            f"process can load it; {_name(scorer)} is none. Move it there, or set engine=inline"
+            f"scorer: with engine={config.engine.kind} it must be a function at the top of a .py file, or an object that "
+            f"such a file holds, so that another process can load it; {_name(scorer)} is none. Move it there, or set "
+            "engine=inline"
         )
     name = reference or f"python:{_name(scorer)}"
     if config.reward.combine or config.reward.scorer not in ("auto", name):

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +49,7 @@ class Judgment(Struct, frozen=True):
     reason: str = ""
     seconds: float = 0.0
     trace: str = ""  # traceback of an exception in the user's own function
+    parts: dict[str, float] = {}  # what each scorer gave, where reward.combine names several
 
 
 @dataclass
@@ -57,13 +58,18 @@ class _Case:
 
     key: Hashable
     reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)  # by scorer, before its weight
     seconds: float = 0.0
     waiting: int = 1  # starts at 1 for `ask_all` itself
     failed: Verdict | None = None
 
+    def add(self, scorer: str, weight: float, reward: float) -> None:
+        self.reward += weight * reward
+        self.parts[scorer] = reward
 
-# One scorer's request: for each reward that it returns, the case and the weight of the reward in it.
-_Part = tuple[tuple[_Case, float], ...]
+
+# One request: for each reward that it returns, the case, the scorer and the weight of the reward in the case.
+_Part = tuple[tuple[_Case, str, float], ...]
 
 
 class Judge:
@@ -215,9 +221,9 @@ class Judge:
         missing = [column for column in signature.columns if column not in columns]
         bundles = [range(len(cases))] if signature.batched else [range(n, n + 1) for n in range(len(cases))]
         for bundle in bundles:
-            part = tuple((cases[index], weight) for index in bundle)
+            part = tuple((cases[index], name, weight) for index in bundle)
             texts = [completions[index] for index in bundle]
-            for case, _ in part:
+            for case, _, _ in part:
                 case.waiting += 1
             if missing:
                 self._pool.counts.add("error")
@@ -257,10 +263,10 @@ class Judge:
     # Verdicts
 
     def _take(self, part: _Part, verdict: Verdict) -> None:
-        cases = {id(case): case for case, _ in part}.values()
+        cases = {id(case): case for case, _, _ in part}.values()
         if verdict.status == "ok":
-            for (case, weight), reward in zip(part, verdict.rewards, strict=True):
-                case.reward += weight * reward
+            for (case, name, weight), reward in zip(part, verdict.rewards, strict=True):
+                case.add(name, weight, reward)
         for case in cases:
             case.failed = case.failed or (verdict if verdict.status != "ok" else None)
             case.seconds += verdict.seconds / len(cases)
@@ -276,14 +282,14 @@ class Judge:
         """Score here what can be scored here, and send one request to a worker for all other scorers."""
         start_s = time.monotonic()
         items: list[Item] = []
-        part: list[tuple[_Case, float]] = []
+        part: list[tuple[_Case, str, float]] = []
         for name, weight in plan.items():
             settled = self._score_here(name, completion, problem)
             if isinstance(settled, Item):
                 items.append(settled)
-                part.append((case, weight))
+                part.append((case, name, weight))
             else:
-                case.reward += weight * settled
+                case.add(name, weight, settled)
         case.seconds += time.monotonic() - start_s
         if items:
             case.waiting += 1
@@ -354,7 +360,8 @@ class Judge:
         if verdict is not None:
             outcome = Judgment(verdict.status, 0.0, verdict.reason, case.seconds, verdict.trace)
         elif math.isfinite(case.reward):
-            outcome = Judgment("ok", case.reward, "", case.seconds)
+            parts = case.parts if self._settings.combine else {}
+            outcome = Judgment("ok", case.reward, seconds=case.seconds, parts=parts)
         else:
             outcome = Judgment("error", 0.0, f"scorer gave {case.reward}", case.seconds)
         self._done.append((case.key, outcome))

@@ -19,25 +19,38 @@ from llamarl.types import Problem
 _BLOCK = 1000
 
 
+class PartOrder:
+    """The order of a mixture's parts."""
+
+    def __init__(self, weights: Sequence[float], *, seed: int) -> None:
+        self._counts = shares(weights)
+        self._seed = seed
+        self._number = -1
+        self._block: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+    def locate(self, ordinal: int) -> tuple[int, int]:
+        """The part that the ordinal belongs to, and its number among the problems of that part."""
+        number, index = divmod(ordinal, _BLOCK)
+        if number != self._number:
+            dealt = np.repeat(np.arange(len(self._counts)), self._counts)
+            self._block = np.random.default_rng([self._seed, number, 1]).permutation(dealt)
+            self._number = number
+        part = int(self._block[index])
+        earlier = int(np.count_nonzero(self._block[:index] == part))
+        return part, number * self._counts[part] + earlier
+
+
 class Mixture:
     """A task that is made of weighted parts."""
 
     def __init__(self, parts: Sequence[tuple[Task, float]], *, seed: int) -> None:
         self._tasks = [task for task, _ in parts]
-        self._counts = shares([weight for _, weight in parts])
-        self._seed = seed
-        self._number = -1
-        self._block: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.notes = tuple(note for task in self._tasks for note in task.notes)
+        self._order = PartOrder([weight for _, weight in parts], seed=seed)
 
     def problem(self, ordinal: int) -> Problem:
-        number, index = divmod(ordinal, _BLOCK)
-        if number != self._number:
-            dealt = np.repeat(np.arange(len(self._tasks)), self._counts)
-            self._block = np.random.default_rng([self._seed, number, 1]).permutation(dealt)
-            self._number = number
-        part = int(self._block[index])
-        earlier = int(np.count_nonzero(self._block[:index] == part))
-        return self._tasks[part].problem(number * self._counts[part] + earlier)
+        part, number = self._order.locate(ordinal)
+        return self._tasks[part].problem(number)
 
     def evaluation(self, count: int, split: str = "held_out") -> Sequence[Problem]:
         """Return problems from the parts in turn."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from llamarl.config import DatasetConfig
 from llamarl.errors import ConfigError
-from llamarl.tasks.datasets import Example
+from llamarl.tasks.examples import Example
 from llamarl.tasks.task import Lazily
 from llamarl.types import Problem, Turn
 

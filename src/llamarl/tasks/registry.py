@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from llamarl.config import Config, DatasetConfig, TaskConfig
 from llamarl.errors import ConfigError
 from llamarl.plugins import is_reference
 from llamarl.tasks import arithmetic
 from llamarl.tasks.custom_scorers import ScorerRequirements
-from llamarl.tasks.datasets import KINDS, Example, read_examples
+from llamarl.tasks.datasets import KINDS, Examples, read_examples
 from llamarl.tasks.judge import FALLBACK, Judge
 from llamarl.tasks.mixture import Mixture
 from llamarl.tasks.prompting import Prompting, choose_shots
-from llamarl.tasks.task import Lazily, Prompter, Task, is_held_out
+from llamarl.tasks.task import Lazily, Prompter, Task
 
 _NOTHING = ScorerRequirements()
 
@@ -47,14 +45,14 @@ def open_task(config: Config) -> Prompter:
 def make_single_task(
     settings: DatasetConfig, seed: int, wanted: ScorerRequirements = _NOTHING, *, chat: bool = False, system: str = ""
 ) -> Task:
-    train, held_out, test = _examples(settings, wanted)
-    shots, train = choose_shots(settings, train)
+    examples = _examples(settings, wanted)
+    shots, train = choose_shots(settings, examples.train)
     own_template, scorer = _habits(settings.kind)
     prompting = Prompting(settings.template or own_template, shots, scorer, chat=chat, system=system)
     train_problems, held_out_problems, test_problems = (
-        Lazily(prompting.problem, side) for side in (train, held_out, test)
+        Lazily(prompting.problem, side) for side in (train, examples.held_out, examples.test)
     )
-    return Task(train_problems, held_out_problems, seed=seed, test=test_problems)
+    return Task(train_problems, held_out_problems, seed=seed, test=test_problems, notes=examples.notes)
 
 
 def own_scorers(settings: TaskConfig) -> tuple[str, ...]:
@@ -71,15 +69,8 @@ def _habits(kind: str) -> tuple[str, str]:
     return KINDS[kind].template, KINDS[kind].scorer
 
 
-def _examples(
-    settings: DatasetConfig, wanted: ScorerRequirements
-) -> tuple[Sequence[Example], Sequence[Example], Sequence[Example]]:
-    """Return (training, held-out, test) examples."""
+def _examples(settings: DatasetConfig, wanted: ScorerRequirements) -> Examples:
     if settings.kind == "arithmetic":
         wanted.of({})  # raises if a scorer needs a column, as there are none
-        return *arithmetic.additions(settings), ()
-    examples, test = read_examples(settings, wanted)
-    sides: tuple[list[Example], list[Example]] = ([], [])
-    for example in examples:
-        sides[is_held_out(example.question, settings.held_out)].append(example)
-    return *sides, test
+        return Examples(*arithmetic.additions(settings), ())
+    return read_examples(settings, wanted)

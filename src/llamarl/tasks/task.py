@@ -37,25 +37,35 @@ class Prompter(Protocol):
     """What a job needs of a task. A problem depends on the seed and the ordinal alone, so the next ordinal is the only state
     that a snapshot must keep."""
 
-    def problem(self, ordinal: int) -> Problem: ...
+    def problem(self, ordinal: int) -> Problem:
+        """The training problem with this number; 0 is the first, and there is no last."""
 
-    def evaluation(self, count: int, split: str = "held_out") -> Sequence[Problem]: ...
+    def evaluation(self, count: int, split: str = "held_out") -> Sequence[Problem]:
+        """At most `count` problems to evaluate on, always the same; `split` is evaluate.split."""
 
 
 class Task:
     """Problems by ordinal; each pass over them has a new order."""
 
     def __init__(
-        self, train: Sequence[Problem], held_out: Sequence[Problem], *, seed: int, test: Sequence[Problem] = ()
+        self,
+        train: Sequence[Problem],
+        held_out: Sequence[Problem],
+        *,
+        seed: int,
+        test: Sequence[Problem] = (),
+        notes: tuple[str, ...] = (),
     ) -> None:
+        """`notes` are shown to the user when the job begins."""
         if not train and not test:
             raise InputError("task: no problems are left to train on; lower task.held_out")
-        self.train, self.held_out, self.test = train, held_out, test
+        self.train, self.held_out, self.test, self.notes = train, held_out, test, notes
         self._seed = seed
         self._pass = -1
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def problem(self, ordinal: int) -> Problem:
+        """The training problem with this number, in the order of its pass over the data."""
         if not self.train:
             raise InputError("task.path: holds only test problems, and nothing to train on")
         number, index = divmod(ordinal, len(self.train))

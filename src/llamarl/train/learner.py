@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from llamarl.train.parallel import complete_gradients, is_tensor_sharded, sum_ov
 from llamarl.train.policy import Policy
 from llamarl.train.shards import trained
 from llamarl.train.speed import speed_of, synchronize
+from llamarl.train.token_column import TokenColumn
 from llamarl.types import CompletionGroup, RolloutGroup
 
 
@@ -31,6 +32,7 @@ from llamarl.types import CompletionGroup, RolloutGroup
 class UpdateResult:
     metrics: dict[str, float]  # figures that the seed determines
     timings: dict[str, float]  # figures that depend on the machine
+    logprobs: dict[int, tuple[bytes, ...]] = field(default_factory=dict)  # of the wanted groups' rollouts, by ordinal
 
 
 class Learner:
@@ -57,9 +59,16 @@ class Learner:
         )
         self._held_s = 0.0
 
-    def update(self, number: int, groups: Sequence[RolloutGroup], probe: CompletionGroup | None = None) -> UpdateResult:
-        """Turns version `number` into the next. Without tokens to learn from, the weights do not change. AdaptersDiffer if a
-        generator has sampled with other adapters."""
+    def update(
+        self,
+        number: int,
+        groups: Sequence[RolloutGroup],
+        probe: CompletionGroup | None = None,
+        wanted: Collection[int] = (),
+    ) -> UpdateResult:
+        """Turns version `number` into the next. Without tokens to learn from, the weights do not change. The log-probs of
+        the `wanted` groups are those of version `number`, from the passes that trained it.
+        AdaptersDiffer if a generator has sampled with other adapters."""
         metrics = describe_groups(groups)
         metrics |= check_effect(
             self.policy, groups if probe is None else [probe], number, rounding=self._merge_rounding
@@ -76,7 +85,12 @@ class Learner:
         timings = self._speed(documents, start_s)
         if self.hold is not None:
             timings["sync_trainer_s"] = self._held_s
-        return UpdateResult({**totals.metrics(), **metrics, **stepped}, timings)
+        logprobs = {}
+        if wanted:
+            start_s = time.perf_counter()
+            logprobs = seen.logprobs(documents, groups, wanted)
+            timings["logprobs_s"] = time.perf_counter() - start_s
+        return UpdateResult({**totals.metrics(), **metrics, **stepped}, timings, logprobs)
 
     def accumulate(self, documents: Sequence[Document]) -> Seen:
         """Computes the gradients of the whole update, which the optimizer keeps for its step."""
@@ -180,10 +194,12 @@ class Seen:
     """Measures of the passes of an update. They stay on the device until its end, so that no pass waits for a number."""
 
     def __init__(self, policy: Policy) -> None:
+        self._policy = policy
         self._mesh, self._device = policy.computing.mesh, policy.computing.device
         self._losses: list[Tensor] = []
         self._parts: list[tuple[float, Mapping[str, Tensor | float]]] = []  # tokens, metrics of the loss
         self._tokens: list[TokenMeasures] = []
+        self._sequences: list[Tensor] = []  # document of each of these tokens
 
     def add_loss(self, loss: Tensor) -> None:
         self._losses.append(loss.detach())
@@ -193,6 +209,7 @@ class Seen:
 
     def add_tokens(self, pack: Pack, logprobs_N: Tensor, entropy_N: Tensor) -> None:
         if pack.counts:
+            self._sequences.append(pack.sequence_N)
             self._tokens.append(
                 TokenMeasures(logprobs_N, pack.behavior_logprobs_N, entropy_N, pack.staleness_N, pack.fresh_N)
             )
@@ -221,6 +238,21 @@ class Seen:
 
     def metrics(self, documents: Sequence[Document], rho: float) -> dict[str, float]:
         return self.totals(documents, rho).metrics()
+
+    def logprobs(
+        self, documents: Sequence[Document], groups: Sequence[RolloutGroup], wanted: Collection[int]
+    ) -> dict[int, tuple[bytes, ...]]:
+        """Log-probs of the wanted groups' rollouts, by ordinal (a collective); empty for those that were left out."""
+        wanted = frozenset(wanted)
+        column = TokenColumn(documents, self._policy, only=[one.source[0] in wanted for one in documents])
+        for sequence_N, tokens in zip(self._sequences, self._tokens, strict=True):
+            column.fill(sequence_N, tokens.policy_logprobs_N)
+        found = dict(zip((one.source for one in documents), column.complete(), strict=True))
+        return {
+            group.ordinal: tuple(found.get((group.ordinal, number), b"") for number in range(len(group.rollouts)))
+            for group in groups
+            if group.ordinal in wanted
+        }
 
     def _all_tokens(self) -> TokenMeasures:
         empty = torch.zeros(0, device=self._device)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+from msgspec.structs import replace
 
 from llamarl.algo.batch import document_of
 from llamarl.algo.losses import REFERENCE_LOGPROBS
 from llamarl.train.policy import Policy
+from llamarl.train.token_column import TokenColumn
 from llamarl.types import Rollout, RolloutGroup
 
 
@@ -18,38 +18,20 @@ def add_reference_column(policy: Policy, groups: Sequence[RolloutGroup]) -> tupl
     documents = [document_of(group.prompt, one.completion, version=0) for group in groups for one in group.rollouts]
     if not documents:
         return tuple(groups)
-    lengths = [document.num_answer_tokens for document in documents]
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    column_N = torch.zeros(sum(lengths), dtype=torch.float32)
+    column = TokenColumn(documents, policy)
     for pack in policy.packs(documents):
-        logprobs_N = policy.logprobs(pack).cpu()
+        logprobs_N = policy.logprobs(pack)
         if pack.counts:
-            column_N[_places(pack.sequence_N, starts)] = logprobs_N
-    _sum_over_batch(column_N, policy)
-    columns = iter(torch.split(column_N, lengths))
+            column.fill(pack.sequence_N, logprobs_N)
+    columns = iter(column.complete())
     return tuple(
         RolloutGroup(group.prompt, tuple(_with_column(one, next(columns)) for one in group.rollouts))
         for group in groups
     )
 
 
-def _places(sequence_N: Tensor, starts: Tensor) -> Tensor:
-    """Index of each token among the tokens of all documents in order. A pack keeps the tokens of a document together."""
-    _, counts = torch.unique_consecutive(sequence_N, return_counts=True)
-    within_N = torch.cat([torch.arange(int(count)) for count in counts])
-    return starts[sequence_N] + within_N
-
-
-def _sum_over_batch(column_N: Tensor, policy: Policy) -> None:
-    """Sums a column over the ranks that share the documents: each has filled its own tokens, and the others are zero."""
-    how = policy.computing
-    if how.mesh.batch_ranks > 1:
-        column_N.copy_(how.mesh.sum_over_batch(column_N.to(how.device)))
-
-
-def _with_column(rollout: Rollout, logprobs: Tensor) -> Rollout:
-    columns = {**rollout.columns, REFERENCE_LOGPROBS: logprobs.numpy().astype("<f4").tobytes()}
-    return Rollout(rollout.completion, rollout.reward, columns)
+def _with_column(rollout: Rollout, logprobs: bytes) -> Rollout:
+    return replace(rollout, columns={**rollout.columns, REFERENCE_LOGPROBS: logprobs})
 
 
 class HostedReference:

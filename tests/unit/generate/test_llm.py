@@ -122,7 +122,7 @@ def test_what_cannot_be_answered_is_told_before_any_weight_is_read(
 
 def test_what_is_wrong_with_the_model_is_told_at_once(folder: Path) -> None:
     with pytest.raises(ModelError, match="no folder no/where"):
-        LLM("no/where")
+        LLM("./no/where")
     with pytest.raises(InputError, match="device abacus: expected auto, cpu, cuda or cuda:N"):
         LLM(folder, device="abacus")
     with pytest.raises(ArgumentError, match="dtype: expected auto, float32, bfloat16 or float16, is int4"):

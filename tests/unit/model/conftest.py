@@ -40,8 +40,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def hf() -> ModuleType:
-    """transformers, offline and quiet. Imported by name: its own types are not ours to check."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    """transformers, quiet. Imported by name: its own types are not ours to check."""
     module = importlib.import_module("transformers")
     module.logging.set_verbosity_error()
     module.logging.disable_progress_bar()

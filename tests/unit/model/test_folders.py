@@ -26,9 +26,9 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_hub_id_is_told_apart_from_a_folder_that_is_missing(tmp_path: Path) -> None:
-    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in refusal(Path("Qwen/Qwen3-0.6B"))
-    assert "download" not in refusal(tmp_path / "nowhere")
-    assert "download" not in refusal(Path("./models/nowhere/x"))
+    assert "a name on the Hugging Face Hub" in refusal(Path("Qwen/Qwen3-0.6B"))
+    assert "Hub" not in refusal(tmp_path / "nowhere")
+    assert "Hub" not in refusal(Path("./models/nowhere/x"))
 
 
 def test_a_run_folder_points_to_the_policy_of_its_newest_snapshot(model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from llamarl.errors import ModelError
+from llamarl.errors import ConfigError, ModelError
 from llamarl.model.chat_template import NoChatTemplate
 from llamarl.model.tokenizer import Tokenizer
 
@@ -226,3 +226,24 @@ def test_a_template_that_hides_what_was_said_cannot_go_on(tmp_path: Path, backen
     tokenizer = Tokenizer.load(write(tmp_path, backend, chat_template=hiding))
     with pytest.raises(ModelError, match="a conversation cannot go on"):
         tokenizer.chat_reply(CHAT, "user", "9")
+
+
+THINKING = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<none>{% endif %}{{ bos_token }}"
+)
+
+
+def test_options_reach_the_chat_template_in_prompts_and_in_replies(tmp_path: Path, backend: Backend) -> None:
+    folder = write(tmp_path, backend, chat_template=THINKING, bos_token="<|im_start|>")
+    plain, quiet = Tokenizer.load(folder), Tokenizer.load(folder, {"enable_thinking": False})
+    assert "<none>" not in plain.decode(plain.chat(CHAT)) and "<none>" in quiet.decode(quiet.chat(CHAT))
+    assert quiet.decode(quiet.chat_reply(CHAT, "user", "so?")).endswith("so?<none>")
+    assert Tokenizer.load(folder, {"enable_thinking": True}).chat(CHAT) == plain.chat(CHAT)
+
+
+@pytest.mark.parametrize("wrong", ["enable_thinkin", "messages", "add_generation_prompt", "bos_token", "m"])
+def test_an_option_that_the_template_does_not_read_is_refused(tmp_path: Path, backend: Backend, wrong: str) -> None:
+    folder = write(tmp_path, backend, chat_template=THINKING, bos_token="<|im_start|>")
+    with pytest.raises(ConfigError, match=rf"task\.chat_options: .* has no option '{wrong}'; it has: enable_thinking"):
+        Tokenizer.load(folder, {wrong: False})

@@ -11,9 +11,12 @@ from llamarl.config import Config, ScheduleConfig
 from llamarl.engine.engine import Arrival
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.supervision import Rank, Supervision
+from llamarl.io.append_file import AppendFile
 from llamarl.messages import BatchResult
 from llamarl.observe.display import Progress
-from llamarl.observe.run_folder import RunFolder
+from llamarl.observe.rows import read_rows
+from llamarl.observe.run_folder import SPANS, TIMINGS, RunFolder
+from llamarl.observe.span_rows import SpanRows
 from llamarl.observe.summary import Tally
 from llamarl.observe.timeline import Span
 from llamarl.observe.watcher import Watcher
@@ -121,3 +124,40 @@ def test_how_the_time_of_an_update_was_spent_is_heard_before_the_update() -> Non
     ears._hear_envelope(Rank("trainer/0", 0, 0), Envelope((BatchResult(0, {}),), (span,)))
     told = [arrival for arrival in ears._take_arrivals() if isinstance(arrival, Arrival)]
     assert [bool(arrival.spans) for arrival in told] == [True, False]
+
+
+def test_what_happens_is_written_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is killed now leaves its spans, deaths and snapshots."""
+    clock = Clock(monkeypatch)
+    watcher = make_watcher(tmp_path, Shown(), Tally())
+    clock.now_s = 103.0
+    watcher.spent("trainer/0", [Span("work", "WorkOnBatch", 101.0, 103.0)])
+    watcher.batch_done("trainer/0", 0, {"reward": 0.5})
+    watcher.spent("generator/0", [Span("work", "slice", 103.0, 104.0)])
+    watcher.died("generator/0", "killed by signal 9")
+    watcher.restarted("generator/0")
+    watcher.saved(1)
+    rows = read_rows(tmp_path / "run" / TIMINGS)
+    assert rows[0]["start"] == 0 and rows[0]["unix_s"] > 0
+    assert [row for row in rows if "died" in row] == [
+        {"executor": "generator/0", "at_s": 3.0, "died": "killed by signal 9"}
+    ]
+    assert any(row.get("restarted") for row in rows) and {"snapshot": 1, "at_s": 3.0} in rows
+    first = {"start": 0, "spans": {"trainer/0": [["work", "WorkOnBatch", 1.0, 3.0]]}}
+    assert read_rows(tmp_path / "run" / SPANS) == [first], "the spans of an update are written with it"
+    watcher.finish("finished", "")
+    assert len(read_rows(tmp_path / "run" / SPANS)) == 2
+
+
+@pytest.mark.parametrize("max_mb", [0, 1])
+def test_spans_stop_at_their_limit_and_say_so(tmp_path: Path, max_mb: int) -> None:
+    file = AppendFile(tmp_path / SPANS)
+    rows = SpanRows(file, 0, 0.0, max_mb)
+    for number in range(100_000):
+        rows.add("reward/0", [Span("work", "WorkOnGroup", number, number + 0.5)])
+        if number % 100 == 0:
+            rows.flush()
+    file.close()
+    found = read_rows(tmp_path / SPANS)
+    assert (tmp_path / SPANS).stat().st_size < max_mb * 1.01 * 2**20 + 1
+    assert [row.get("full", False) for row in found[-2:]] == ([False, True] if max_mb else [])

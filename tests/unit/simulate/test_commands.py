@@ -189,7 +189,7 @@ def test_a_model_may_be_a_folder_or_a_config_json(tmp_path: Path) -> None:
     for model in (folder, folder / "config.json"):
         assert llamarl("plan", "--model", model, *rest, "--json").out == named.out
         assert f"path: {folder}\n" in llamarl("plan", "--model", model, *rest).out
-    assert "models/qwen2.5-0.5b" in llamarl("plan", "--model", "Qwen/Qwen2.5-0.5B", *rest).out
+    assert "path: Qwen/Qwen2.5-0.5B\n" in llamarl("plan", "--model", "Qwen/Qwen2.5-0.5B", *rest).out
     broken = llamarl("plan", "--model", tmp_path / "none.json", *rest)
     assert (broken.code, broken.err.count("\n")) == (2, 1)
 

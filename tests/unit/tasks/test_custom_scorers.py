@@ -309,18 +309,18 @@ def test_a_reward_is_a_finite_number() -> None:
 
 def data(folder: Path, *rows: dict[str, Any]) -> DatasetConfig:
     (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    return DatasetConfig(kind="jsonl", path=str(folder / "train.jsonl"))
+    return DatasetConfig(kind="jsonl", path=str(folder / "train.jsonl"), held_out=1e-9)
 
 
 def test_rows_carry_only_the_columns_that_are_asked_for(tmp_path: Path) -> None:
     row = {"prompt": "1+1=", "answer": "2", "difficulty": 3, "essay": "x" * 10_000, "tags": ["a"]}
     source = data(tmp_path, row)
-    assert read_examples(source)[0][0].columns == {}
-    assert read_examples(source, ScorerRequirements({"difficulty": "f"}))[0][0].columns == {"difficulty": 3}
-    assert read_examples(source, ScorerRequirements(optional=frozenset({"tags", "no"})))[0][0].columns == {
+    assert read_examples(source).train[0].columns == {}
+    assert read_examples(source, ScorerRequirements({"difficulty": "f"})).train[0].columns == {"difficulty": 3}
+    assert read_examples(source, ScorerRequirements(optional=frozenset({"tags", "no"}))).train[0].columns == {
         "tags": ["a"]
     }
-    everything = read_examples(source, ScorerRequirements(everything=True))[0][0].columns
+    everything = read_examples(source, ScorerRequirements(everything=True)).train[0].columns
     assert set(everything) == {"difficulty", "essay", "tags"}, "prompt and answer travel anyway"
 
 

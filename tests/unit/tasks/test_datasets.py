@@ -122,7 +122,7 @@ def test_a_bad_row_is_refused_with_its_line_number(tmp_path: Path, row: Any, rea
     [
         ({"kind": "gsm8k"}, r"task\.path: name the file, or the folder with train\.jsonl, that gsm8k is read from"),
         ({"kind": "jsonl", "path": "nowhere"}, r"task\.path: no file or folder nowhere"),
-        ({"kind": "jsonl", "path": str(Path(__file__).parent)}, r"holds neither train\.jsonl nor test\.jsonl"),
+        ({"kind": "jsonl", "path": str(Path(__file__).parent)}, r"has no files that end with \.jsonl"),
         ({"kind": "gsm8k", "path": str(DATA / "gsm8k"), "test_path": "none"}, r"task\.test_path: no file none"),
         ({"kind": "gsm8k", "path": str(DATA / "svamp")}, r"train\.jsonl:1: 'answer' has no final answer after ####"),
         ({"kind": "math", "path": str(DATA / "math"), "few_shot": 60}, r"task\.few_shot: only \d+ problems"),

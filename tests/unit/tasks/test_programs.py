@@ -171,12 +171,12 @@ def test_values_are_the_same_in_kind_and_in_content(given: Any, expected: Any, s
 def write(folder: Path, *rows: dict[str, Any]) -> DatasetConfig:
     path = folder / "train.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    return DatasetConfig(kind="code", path=str(path))
+    return DatasetConfig(kind="code", path=str(path), held_out=1e-9)
 
 
 def test_rows_bring_their_tests(tmp_path: Path) -> None:
     tests = [{"input": "1", "output": "2"}, {"call": "f", "args": [1], "expected": None}]
-    train, _ = read_examples(write(tmp_path, {"prompt": "Add one.", "tests": tests}))
+    train = read_examples(write(tmp_path, {"prompt": "Add one.", "tests": tests})).train
     assert train[0].question == "Add one."
     script, call = read_tests(train[0].answer)
     assert (script.input, script.output) == ("1", "2")
@@ -218,5 +218,5 @@ def test_examples_can_be_shown_only_where_there_are_solutions(tmp_path: Path) ->
     source = write(tmp_path, {"prompt": "x", "solution": "print(1)", "tests": [{"output": "1"}]})
     with pytest.raises(ConfigError, match=r"task\.solution_field"):
         read_examples(replace(source, few_shot=1))
-    train, _ = read_examples(replace(source, few_shot=1, solution_field="solution"))
+    train = read_examples(replace(source, few_shot=1, solution_field="solution")).train
     assert train[0].solution == "print(1)"
