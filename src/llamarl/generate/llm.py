@@ -76,8 +76,8 @@ class LLM:
         slots: int = _DEFAULT_SLOTS,
         chat_options: ChatOptions | None = None,
     ) -> None:
-        """`folder`: a Hugging Face folder, a name on the hub, or a PEFT folder of LoRA adapters, whose base is found; "tiny" is
-        the shipped model. `device`: auto (a GPU if there is one), cpu, cuda or cuda:N. `dtype` of weights and cache: auto
+        """`folder`: a Hugging Face folder, a name on the hub, or a PEFT folder of LoRA adapters, whose base is found; "tiny"
+        is the shipped model. `device`: auto (a GPU if there is one), cpu, cuda or cuda:N. `dtype` of weights and cache: auto
         (bfloat16 on a GPU, else float32), float32, bfloat16 or float16. `slots`: completions decoded at once. `chat_options`:
         values for the model's chat template."""
         if dtype not in DTYPES:
