@@ -7,7 +7,7 @@ from llamarl.errors import ConfigError, InputError, ModelError
 from llamarl.families.adapters import adapter_parameters
 from llamarl.generate.decoder import Limits
 from llamarl.generate.parallel import TensorRank
-from llamarl.model.adapter_folder import check_same, open_adapter
+from llamarl.model.adapter_folder import check_base_of, check_same, open_adapter
 from llamarl.model.checkpoint import check_headers
 from llamarl.model.hf_config import describe_ignored_keys
 from llamarl.model.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ def _check_adapters(config: Config, shape: ModelSpec) -> None:
     if folder := config.adapter_folder:
         try:
             check_same(config.model.lora, open_adapter(folder, shape))
+            check_base_of(folder, config.model_folder)
         except InputError as error:
             raise ConfigError(f"model.adapter: {error}") from None
 

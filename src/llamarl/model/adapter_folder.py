@@ -6,6 +6,7 @@ name. A folder names its base model; `base_of` finds it on this machine.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from math import sqrt
@@ -19,11 +20,19 @@ from torch import Tensor
 
 from llamarl.config import model_folder
 from llamarl.config.lora import LoraConfig
-from llamarl.errors import InputError, ModelError
+from llamarl.errors import ConfigError, InputError, ModelError
 from llamarl.families.adapters import adapted_layers, adapter_names, adapter_parameters, layer_name, layer_names
 from llamarl.families.family import ParameterSpec
 from llamarl.layout.boxes import Box
-from llamarl.model.checkpoint import all_of, carry_files, load_model, new_folder, save_model, widest_dtype
+from llamarl.model.checkpoint import (
+    all_of,
+    carry_files,
+    load_model,
+    new_folder,
+    open_checkpoint,
+    save_model,
+    widest_dtype,
+)
 from llamarl.model.folders import ADAPTER_CONFIG, newest_policy, no_folder
 from llamarl.model.hf_config import read_json_object
 from llamarl.model.safetensors_file import TensorSpan, read_spans
@@ -32,6 +41,8 @@ from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
 
 WEIGHTS = "adapter_model.safetensors"
+FINGERPRINT = "base_fingerprint.txt"  # of the base that the adapters were trained on; PEFT does not read it
+_SAMPLED = 4096  # bytes at each end of a tensor
 _PREFIX = "base_model.model."  # before every name in PEFT's files
 # Keys of adapter_config.json that do not change what is computed, or that are read below.
 _HARMLESS = frozenset(
@@ -164,6 +175,27 @@ def check_same(given: LoraConfig, found: AdapterFolder) -> None:
         )
 
 
+def fingerprint(base: Path) -> str:
+    """Hash of a model's tensors: their names, types and sizes, and some bytes of each. Not of how files hold them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, span in sorted(open_checkpoint(base).spans.items()):
+        digest.update(f"{name} {span.dtype} {span.shape}".encode())
+        with span.path.open("rb") as file:
+            for start in (0, max(0, span.num_bytes - _SAMPLED)):
+                file.seek(span.offset + start)
+                digest.update(file.read(min(_SAMPLED, span.num_bytes)))
+    return digest.hexdigest()
+
+
+def check_base_of(folder: Path, base: Path) -> None:
+    """ConfigError if adapters were trained on another base than this one, as far as their folder tells."""
+    path = folder / FINGERPRINT
+    if path.is_file() and path.read_text().strip() != fingerprint(base):
+        raise ConfigError(
+            f"model.path: the adapters in {folder} were trained on another base than {base} holds now; put its files back"
+        )
+
+
 def save_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelSpec, folder: Path, base: Path) -> None:
     """Writes a folder that PEFT loads, in fp32; it must not exist yet. The base's tokenizer goes with it."""
     layers = sorted({layer_name(one) for one in adapted_layers(shape, lora)})
@@ -183,6 +215,7 @@ def save_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelSp
     }
     with new_folder(folder) as temporary:
         (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (temporary / FINGERPRINT).write_text(fingerprint(base) + "\n")
         carry_files(base, temporary)
         write_tensors(temporary / WEIGHTS, {_PREFIX + name: one for name, one in tensors.items()}, torch.float32)
 
@@ -192,7 +225,9 @@ def load_merged(folder: Path, *, dtype: torch.dtype, device: str | torch.device 
     """The base model of an adapter folder with the adapters merged into its weights; the model itself of another folder."""
     if not is_adapter(folder):
         return load_model(folder, dtype=dtype, device=device)
-    model = load_model(base_of(folder), dtype=dtype, device=device)
+    base = base_of(folder)
+    check_base_of(folder, base)
+    model = load_model(base, dtype=dtype, device=device)
     adapter = open_adapter(folder, model.shape)
     for weight in adapted_layers(model.shape, adapter.lora):
         target = model.get_parameter(weight.name)

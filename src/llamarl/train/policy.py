@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from llamarl.algo.batch import Document
 from llamarl.config.lora import NO_LORA, LoraConfig
 from llamarl.families.parameters import parameters
+from llamarl.model.adapter_folder import check_base_of
 from llamarl.model.base import Base
 from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, random_model
 from llamarl.model.transformer import Transformer
@@ -135,6 +136,7 @@ def load_policy(
         shards = {name: one for name, one in owned_shards(model).items() if name in frozen and one.tensor.numel()}
         checkpoint.fill({name: one.tensor for name, one in shards.items()}, lambda spec: shards[spec.name].box)
     if computing.lora and adapter is not None:
+        check_base_of(adapter, folder)
         load_adapters(model, computing.lora, adapter)
     elif computing.lora:
         start_adapters(model, computing.lora, seed)

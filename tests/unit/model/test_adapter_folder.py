@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llamarl.config import LoraConfig
-from llamarl.errors import InputError, ModelError
-from llamarl.model.adapter_folder import base_of, check_same, load_merged, merge, open_adapter
+from llamarl.errors import ConfigError, InputError, ModelError
+from llamarl.model.adapter_folder import FINGERPRINT, base_of, check_same, load_merged, merge, open_adapter
 from llamarl.model.checkpoint import load_model
 from llamarl.model.folders import no_config
 from llamarl.model.transformer import Transformer, causal_attention
@@ -152,3 +152,16 @@ def test_settings_must_be_those_of_the_folder(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError, match=r"set model\.lora\.rank=3 model\.lora\.alpha=6 model\.lora\.targets=all"):
         check_same(replace(LORA, alpha=3.0), found)
+
+
+def test_adapters_are_not_put_on_a_base_that_has_changed(tmp_path: Path) -> None:
+    adapter = save_both(tmp_path)
+    assert load_merged(adapter, dtype=torch.float32)
+    weights = tmp_path / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    with pytest.raises(ConfigError, match="were trained on another base"):
+        load_merged(adapter, dtype=torch.float32)
+    (adapter / FINGERPRINT).unlink()
+    assert load_merged(adapter, dtype=torch.float32), "folders of PEFT itself say nothing of their base"
