@@ -153,7 +153,7 @@ def base_of(folder: Path) -> Path:
     if not found:
         raise ModelError(
             f"{folder}: adapters of the base model '{name}', which is no model folder here; put it there, or name another "
-            f"place in {ADAPTER_CONFIG} (base_model_name_or_path); {no_folder(Path(name))}"
+            f"place in {ADAPTER_CONFIG} (base_model_name_or_path)"
         )
     return found[0]
 

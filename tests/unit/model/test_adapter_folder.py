@@ -134,7 +134,7 @@ def test_one_matrix_too_few_or_too_many_is_noticed(tmp_path: Path) -> None:
 def test_a_base_that_is_not_here_is_named(tmp_path: Path) -> None:
     folder = save_both(tmp_path)
     edit(folder, base_model_name_or_path="Qwen/Qwen3-8B")
-    with pytest.raises(ModelError, match=r"base model 'Qwen/Qwen3-8B', which is no model folder here; .*hf download"):
+    with pytest.raises(ModelError, match=r"base model 'Qwen/Qwen3-8B', which is no model folder here; put it there"):
         load_merged(folder, dtype=torch.float32)
     edit(folder, base_model_name_or_path="../model")
     assert base_of(folder).samefile(tmp_path / "model")
