@@ -55,7 +55,7 @@ class Watcher:
     def begin(self) -> None:
         """The job starts now."""
         self._folder.timings.append_json(
-            {"start": self._folder.run, "version": self.tally.updates, "unix_s": self._started_at}
+            {"start": self._folder.run, "from_version": self.tally.updates, "unix_s": self._started_at}
         )
 
     def spent(self, executor: str, spans: Sequence[Span], rank: int = 0) -> None:
