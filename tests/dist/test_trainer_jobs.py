@@ -20,6 +20,7 @@ from llamarl.controller.ledger_state import audit
 from llamarl.errors import ConfigError, InputError
 from llamarl.model.checkpoint import load_model
 from llamarl.model.transformer import Transformer
+from llamarl.observe.rows import read_rows
 
 SMALL = [
     f"engine={ENGINE}",
@@ -66,6 +67,8 @@ def test_a_trainer_of_several_ranks_does_what_one_does(tmp_path: Path) -> None:
         for rollout in trained:  # S = 0: both policies are the same, whichever rank had the rollout
             np.testing.assert_allclose(rollout.policy_logprobs, rollout.behavior_logprobs, atol=1e-3)
     assert any("logprob_gap" in row for row in rows(together))
+    lanes = {lane for row in read_rows(together / "spans.jsonl") for lane in row.get("spans", ())}
+    assert lanes >= {"trainer/0", *(f"trainer/0 rank {rank}" for rank in (1, 2, 3))}, "every rank has a lane"
     go_on(together, other)
 
 

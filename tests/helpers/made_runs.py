@@ -108,7 +108,7 @@ class _Writer:
 
     def write(self) -> None:
         shape, folder = self._shape, self._folder
-        folder.timings.append_json({"start": 0, "version": 0, "unix_s": 1794819600.0})
+        folder.timings.append_json({"start": 0, "from_version": 0, "unix_s": 1794819600.0})
         folder.ledger.append(Opened((shape.planned or shape.updates) * shape.groups, shape.groups))
         folder.ledger.append(Visible(0))
         folder.evaluations.append_json({"version": 0, "accuracy": 0.25})

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from helpers.killing import TINY
 from helpers.small_model import small_model
+from msgspec.structs import replace
 
 for _package in ("tensorboard", "wandb", "trackio", "mlflow"):
     pytest.importorskip(_package)
@@ -222,3 +223,31 @@ def test_an_unknown_logger_starts_nothing(tmp_path: Path) -> None:
         "llamarl: observe.loggers: no logger 'tensorbord'; did you mean 'tensorboard'? "
         "There are tensorboard, wandb, trackio, mlflow\n"
     )
+
+
+def test_tensorboard_writes_an_update_again_that_a_kill_cut_short(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from llamarl.observe.metric_logger import LoggedRun
+    from llamarl.observe.tensorboard import TensorBoard
+
+    run = LoggedRun("0" * 12, "name", "project", tmp_path, {})
+    first = TensorBoard()
+    assert first.start(run) == {}
+    for update in range(4):
+        first.log_metrics(update, {"reward": 0.1 * update})
+    first.log_evaluation(3, {"held_out_accuracy": 0.5})
+    first.log_metrics(4, {"reward": 9.0})  # of update 4, only a part is there
+    again = TensorBoard()
+    lacks = again.start(replace(run, start=1, sent={"metrics": 5, "evaluations": 4}))
+    assert lacks == {"metrics": 4, "evaluations": 4}
+    for update in range(4, 6):
+        again.log_metrics(update, {"reward": 0.1 * update, "loss": 1.0})
+    for logger in (first, again):
+        logger.finish("finished")
+    found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    found.Reload()
+    assert [(one.step, round(one.value, 1)) for one in found.Scalars("reward")] == [
+        (n, round(0.1 * n, 1)) for n in range(6)
+    ]
+    assert [one.step for one in found.Scalars("held_out_accuracy")] == [3]

@@ -72,6 +72,7 @@ class Driver:
 
     def run(self, begin: ev.Began | ev.Resumed) -> None:
         """Run the job until the controller finishes it; JobFailed if it aborts."""
+        self._watcher.begin()
         self._folder.events.append_json(setting_of(self._controller))
         self._callbacks.start()
         self._tell(begin)
@@ -126,7 +127,7 @@ class Driver:
         if isinstance(arrival, Death):
             self._watcher.died(arrival.executor, arrival.reason)
             return ev.Died(*who, arrival.reason)
-        self._watcher.spent(arrival.executor, arrival.spans)
+        self._watcher.spent(arrival.executor, arrival.spans, arrival.rank)
         report = arrival.report
         match report:
             case None | msg.ReaderStuck():

@@ -19,6 +19,7 @@ class Arrival(Struct, frozen=True):
     incarnation: int
     report: Report | None  # None: only spans
     spans: tuple[Span, ...] = ()
+    rank: int = 0  # whose spans they are; reports come from the first rank
 
 
 class Death(Struct, frozen=True):

@@ -88,11 +88,12 @@ def _serve(runner: Runner, connection: Connection, ranks: Ranks) -> None:
 
 
 def _follow(runner: Runner, connection: Connection, ranks: Ranks) -> None:
-    """Any other rank: do what rank 0 says, when it says so."""
+    """Any other rank: do what rank 0 says, when it says so. It reports nothing but how it spends its time."""
     tell(connection, Up())
     while not isinstance(message := ranks.listen(), Stop):
         if message is not None:
             runner.handle(message)
         else:
             runner.work()
-        runner.take_spans()
+        if time.monotonic() - connection.last_sent_s > _SIGN_OF_LIFE_S:
+            connection.send(Envelope((), runner.take_spans()))

@@ -98,8 +98,8 @@ class Supervision(ABC, Generic[AnyRank]):
 
     def _hear_envelope(self, state: AnyRank, envelope: Envelope) -> None:
         state.waiting_since_s = time.monotonic()
-        if envelope.spans and state.rank == 0:  # before the reports, which are explained by them
-            self._arrivals.append(Arrival(state.executor, state.incarnation, None, envelope.spans))
+        if envelope.spans:  # before the reports, which are explained by them
+            self._arrivals.append(Arrival(state.executor, state.incarnation, None, envelope.spans, state.rank))
         for report in envelope.reports:
             match report:
                 case Failed():

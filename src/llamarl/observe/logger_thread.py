@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llamarl.observe.metric_logger import ACCURACY, Kind, LoggedRun, MetricLogger
 from llamarl.observe.rows import Row, Rows
@@ -121,7 +122,8 @@ class LoggerThread:
 
     def _work(self) -> None:
         try:
-            self._marks = {**read_marks(self._run.folder, self.name), **(self._logger.start(self._run) or {})}
+            sent = read_marks(self._run.folder, self.name)
+            self._marks = {**sent, **(self._logger.start(replace(self._run, sent=sent)) or {})}
             self._save_marks()
             for missing in self._missing():
                 self._send(missing)

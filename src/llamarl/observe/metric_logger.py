@@ -23,6 +23,9 @@ class LoggedRun(Struct, frozen=True):
     folder: Path  # the run folder
     settings: Mapping[str, Any]  # of the job, flat: `trainer.lr`
     start: int = 0  # number of this start of the job; 0 is the first
+    sent: Mapping[
+        Kind, int
+    ] = {}  # first step that earlier starts did not send, by kind; the one before may be incomplete
 
 
 class SampleRow(Struct, frozen=True):

@@ -9,18 +9,22 @@ from llamarl.observe.metric_logger import Kind, LoggedRun, MetricLogger, SampleR
 
 
 class TensorBoard(MetricLogger):
-    """Writes metrics and evaluations as scalars of their names, settings and samples as text."""
+    """Writes metrics and evaluations as scalars of their names, settings and samples as text. A kill may have cut the last
+    update short: after a resume, all from that one on is taken back and written again, but for samples."""
 
     _writer: Any
 
     def start(self, run: LoggedRun) -> Mapping[Kind, int]:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"))
+        again = max(0, run.sent["metrics"] - 1) if run.sent.get("metrics") else None
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=again)
         self._writer.add_text(
             "settings", as_code("\n".join(f"{key}: {value}" for key, value in run.settings.items())), run.start
         )
-        return {}
+        if again is None:
+            return {}
+        return {"metrics": again, "evaluations": min(again, run.sent.get("evaluations", 0))}
 
     def log_metrics(self, update: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -65,11 +65,26 @@ class Track:
         return (self[at] for at in range(len(self) - 1, -1, -1))
 
 
+_RANK = " rank "
+
+
+def lane_name(executor: str, rank: int) -> str:
+    """Name of a rank's lane: the executor's for its first rank, such as `trainer/0`, and `trainer/0 rank 1` for the next."""
+    return f"{executor}{_RANK}{rank}" if rank else executor
+
+
+def lane_order(name: str) -> tuple[str, int]:
+    """Key by which lanes are sorted: by executor, then by rank."""
+    executor, _, rank = name.partition(_RANK)
+    return executor, int(rank) if rank.isdecimal() else 0
+
+
 class Timeline:
-    """The spans of all executors."""
+    """The spans of all executors. Those of an executor are its first rank's; other ranks are only drawn."""
 
     def __init__(self) -> None:
         self.spans: dict[str, Track] = {}
+        self._others: dict[str, Track] = {}  # of the other ranks, by the name of their lane
         self._stays: dict[
             str, list[tuple[float, float]]
         ] = {}  # when executors that joined were there; others always are
@@ -87,8 +102,8 @@ class Timeline:
             return [(start_s, end_s)]
         return [(max(start_s, a), min(end_s, b)) for a, b in self._stays[executor] if a < end_s and b > start_s]
 
-    def add(self, executor: str, spans: Iterable[Span]) -> None:
-        track = self.spans.setdefault(executor, Track())
+    def add(self, executor: str, spans: Iterable[Span], rank: int = 0) -> None:
+        track = (self._others if rank else self.spans).setdefault(lane_name(executor, rank), Track())
         for span in spans:
             track.append(span)
 
@@ -120,11 +135,12 @@ class Timeline:
         return {role: sum(found) / len(found) for role, found in shares.items()}
 
     def write(self, path: Path, start_s: float, end_s: float) -> None:
-        """Write a file in Chrome's trace format, with one track per executor; waiting is drawn between the spans."""
+        """Write a file in Chrome's trace format, with one track per rank; waiting is drawn between the spans."""
         rows: list[dict[str, object]] = []
-        for track, (executor, spans) in enumerate(sorted(self.spans.items())):
-            rows.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": executor}})
-            for span in self._drawn(executor, sorted(spans, key=lambda span: span.start_s), start_s, end_s):
+        lanes = {**self.spans, **self._others}
+        for track, (lane, spans) in enumerate(sorted(lanes.items(), key=lambda item: lane_order(item[0]))):
+            rows.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": lane}})
+            for span in self._drawn(lane_order(lane)[0], sorted(spans, key=lambda span: span.start_s), start_s, end_s):
                 rows.append(
                     {
                         "ph": "X",

@@ -13,7 +13,7 @@ from llamarl.observe.loggers import Loggers
 from llamarl.observe.run_folder import TIMELINE, RunFolder
 from llamarl.observe.span_rows import SpanRows
 from llamarl.observe.summary import Summary, Tally
-from llamarl.observe.timeline import Span, Timeline
+from llamarl.observe.timeline import Span, Timeline, lane_name
 from llamarl.types import GroupFacts, RolloutGroup
 
 _RECENT_S = 10.0  # period over which the live view shows waiting; the last update, if that took longer
@@ -51,11 +51,16 @@ class Watcher:
         self._advisor = Advisor(config)
         self._failed = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
         self._span_rows = SpanRows(folder.spans, folder.run, self._start_s, config.observe.spans_mb)
-        folder.timings.append_json({"start": folder.run, "version": tally.updates, "unix_s": self._started_at})
 
-    def spent(self, executor: str, spans: Sequence[Span]) -> None:
-        self.timeline.add(executor, spans)
-        self._span_rows.add(executor, spans)
+    def begin(self) -> None:
+        """The job starts now."""
+        self._folder.timings.append_json(
+            {"start": self._folder.run, "from_version": self.tally.updates, "unix_s": self._started_at}
+        )
+
+    def spent(self, executor: str, spans: Sequence[Span], rank: int = 0) -> None:
+        self.timeline.add(executor, spans, rank)
+        self._span_rows.add(lane_name(executor, rank), spans)
 
     def group_done(self, executor: str, facts: GroupFacts) -> None:
         role = executor.partition("/")[0]

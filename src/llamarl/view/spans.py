@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from llamarl.observe.timeline import lane_order
 from llamarl.view.series import Floats
 from llamarl.view.tails import LineTail
 
@@ -78,7 +79,7 @@ class Lane:
 
 
 class SpanStore:
-    """The lanes of one start of a job."""
+    """The lanes of one start of a job, one for each rank of each executor."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
@@ -92,13 +93,16 @@ class SpanStore:
 
     def drawn(self, start_s: float, end_s: float, bins: int) -> list[dict[str, Any]]:
         """Each lane in this window: its spans, or, where these are too many, the share of each bin by kind."""
-        return [{"executor": name, **_drawn(lane, start_s, end_s, bins)} for name, lane in sorted(self.lanes.items())]
+        lanes = sorted(self.lanes.items(), key=lambda item: lane_order(item[0]))
+        return [{"executor": name, **_drawn(lane, start_s, end_s, bins)} for name, lane in lanes]
 
     def waiting(self, edges_s: Floats) -> dict[str, Floats]:
-        """Maps each role to the mean share that its executors waited between one time and the next."""
+        """Maps each role to the mean share that its executors' first ranks waited between one time and the next."""
         found: dict[str, list[Floats]] = {}
         length = np.maximum(1e-9, np.diff(edges_s))
         for executor, lane in self.lanes.items():
+            if lane_order(executor)[1]:
+                continue
             busy = np.diff(lane.busy_until(edges_s))
             found.setdefault(executor.partition("/")[0], []).append(np.clip(1 - busy / length, 0.0, 1.0))
         return {role: np.mean(shares, axis=0) for role, shares in found.items()}

@@ -1,4 +1,4 @@
-"""The timeline of one start of a job: a lane for each executor, with what happened to it, and the prediction beside it."""
+"""The timeline of one start of a job: a lane for each executor and rank, with what happened, and the prediction beside it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _measured(run: RunReader) -> dict[str, Any]:
 
 
 def _ranks(run: RunReader) -> dict[str, int]:
-    """Number of ranks of each role; spans are those of an executor's first rank, which the others keep pace with."""
+    """Number of ranks of each role; a prediction, and a run of an earlier release, has a lane for the first alone."""
     try:
         return {role.name: role.ranks for role in default_line(run.config).roles}
     except LlamaRLError:

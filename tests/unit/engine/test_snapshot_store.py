@@ -233,7 +233,9 @@ def test_the_last_snapshot_must_be_written_or_the_job_has_failed(tmp_path: Path,
     assert audit(read_ledger(tmp_path / "run" / "ledger")).clean
 
 
-@pytest.mark.parametrize("fails_at", [9, 11, *range(12, 26, 2)])  # from before the first row of the ledger to behind it
+@pytest.mark.parametrize(
+    "fails_at", [13, 15, *range(18, 32, 2)]
+)  # from before the first row of the ledger to behind it
 def test_a_disk_too_full_for_the_ledger_ends_the_job_in_one_line_and_with_room_it_goes_on(
     tmp_path: Path, fails_at: int
 ) -> None:

@@ -117,3 +117,15 @@ def test_who_joined_waits_only_while_it_is_there(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     drawn = [(row["ts"] / 1e6, row["name"]) for row in rows if row["ph"] == "X" and row["tid"] == 0]
     assert drawn == [(2, "slice"), (3, "wait"), (6, "wait"), (7, "slice")]
+
+
+def test_other_ranks_have_lanes_of_their_own_and_count_nowhere_else(tmp_path: Path) -> None:
+    timeline = timeline_of(trainer_0=[work(0, 5)])
+    for rank in (1, 2, 10):
+        timeline.add("trainer/0", [work(0, 10)], rank)
+    assert timeline.waiting(0, 10) == pytest.approx({"trainer/0": 0.5})
+    assert timeline.idle_share(0, 10) == pytest.approx({"trainer": 0.5})
+    timeline.write(tmp_path / "trace.json", 0, 10)
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [row["args"]["name"] for row in rows if row["ph"] == "M"]
+    assert names == ["trainer/0", "trainer/0 rank 1", "trainer/0 rank 2", "trainer/0 rank 10"]

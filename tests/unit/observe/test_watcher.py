@@ -130,6 +130,7 @@ def test_what_happens_is_written_while_the_job_runs(tmp_path: Path, monkeypatch:
     """A job that is killed now leaves its spans, deaths and snapshots."""
     clock = Clock(monkeypatch)
     watcher = make_watcher(tmp_path, Shown(), Tally())
+    watcher.begin()
     clock.now_s = 103.0
     watcher.spent("trainer/0", [Span("work", "WorkOnBatch", 101.0, 103.0)])
     watcher.batch_done("trainer/0", 0, {"reward": 0.5})

@@ -38,7 +38,7 @@ export async function showTimeline(root, context) {
         [["10 s", 10], ["1 min", 60], ["10 min", 600]].map(([name, length]) => el("button", { disabled: data.end_s < length, onclick: () => onzoom(Math.max(0, data.end_s - length), data.end_s) }, `last ${name}`)),
         el("button", { onclick: () => onzoom(null, null) }, "all")));
     if (data.missing) return fill(body, el("div", { class: "note" }, data.missing));
-    measured.draw(data, data.from_s, data.to_s, data.ranks);
+    measured.draw(data, data.from_s, data.to_s, data.lanes.some((lane) => lane.executor.includes(" rank ")) ? {} : data.ranks);
     fill(legend, keyOf("--blue", "work"), keyOf("--orange", "weights change"), keyOf("--purple", "snapshot"), keyOf("--wait", "waiting"), keyOf("--red", "death"), el("span", { class: "faint" }, "drag to zoom · double click for all · click for the rollouts of that update"));
     prediction().catch((error) => fill(lower, el("div", { class: "note bad" }, String(error.message || error))));
   }
@@ -192,7 +192,7 @@ function lanesCanvas({ onzoom, onclick }) {
     shown = { data, from, to: Math.max(to, from + 1e-6) };
     fill(names, data.lanes.map((lane) => {
       const count = (ranks || {})[lane.executor.split("/")[0]] || 1;
-      return el("div", { style: { height: `${LANE + GAP}px`, lineHeight: "1.25", fontSize: "12.5px" }, title: count > 1 ? `${count} ranks work in step; the spans are those of its first rank` : "" }, lane.executor, count > 1 ? el("span", { class: "faint" }, ` x${count}`) : "", el("div", { class: "faint num", style: { fontSize: "11.5px" } }, `waits ${percent(Math.max(0, 1 - lane.busy))}`));
+      return el("div", { style: { height: `${LANE + GAP}px`, lineHeight: "1.25", fontSize: "12.5px" }, title: count > 1 ? `${count} ranks that work in step; the spans are those of the first one` : "" }, lane.executor, count > 1 ? el("span", { class: "faint" }, ` x${count}`) : "", el("div", { class: "faint num", style: { fontSize: "11.5px" } }, `waits ${percent(Math.max(0, 1 - lane.busy))}`));
     }));
     paint();
   }
