@@ -82,7 +82,7 @@ def loaded(snapshot: Path) -> list[bytes]:
 def operations_of_a_save(saver: Saver, folder: Path) -> Disk:
     copytree(saver.folder, folder)
     saver.snapshots = SnapshotStore(folder, keep=1)
-    with watching(Disk()) as disk:
+    with watching(Disk(only=str(folder))) as disk:
         saver.save(NEW)
     return disk
 
@@ -97,7 +97,7 @@ def test_death_at_every_operation_of_a_save_loads_exactly_the_old_or_the_new(sav
         folder = tmp_path / str(number)
         copytree(saver.folder, folder)
         saver.snapshots = SnapshotStore(folder, keep=1)
-        with watching(Disk(fails_at=number)), pytest.raises(Killed):
+        with watching(Disk(fails_at=number, only=str(folder))), pytest.raises(Killed):
             saver.save(NEW)
         version, problems = SnapshotStore(folder, keep=1).newest_whole()
         assert problems == []
@@ -159,7 +159,7 @@ def assert_previous_is_used(saver: Saver, damage: str) -> None:
 def test_a_full_disk_at_any_moment_of_a_save_is_an_error_that_leaves_the_old_one(saver: Saver, tmp_path: Path) -> None:
     number = 0
     while True:
-        with watching(Disk(fails_at=number, full=True)) as disk:
+        with watching(Disk(fails_at=number, full=True, only=str(saver.folder))) as disk:
             try:
                 saver.save(NEW)
             except (OSError, ModelError) as error:
@@ -239,7 +239,7 @@ def test_the_last_snapshot_must_be_written_or_the_job_has_failed(tmp_path: Path,
 def test_a_disk_too_full_for_the_ledger_ends_the_job_in_one_line_and_with_room_it_goes_on(
     tmp_path: Path, fails_at: int
 ) -> None:
-    disk = Disk(fails_at=fails_at, full=True, only="run/")
+    disk = Disk(fails_at=fails_at, full=True, only=f"{tmp_path}/run/")
     with watching(disk), pytest.raises((InputError, JobFailed), match="No space left on device") as failed:
         job("snapshots.every=1").run(tmp_path / "run", display=Notes())
     assert failed.value.exit_code == (2 if isinstance(failed.value, InputError) else 3) and disk.failed

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -80,11 +81,27 @@ class Failing(Recorder):
             raise self._error
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Threads that went on would write files in the tests behind."""
+    yield
+    monkeypatch.setattr(LoggerThread, "_save_marks", lambda self: None)  # for each of thousands of reports
+    for logger in Hanging.made:
+        logger.let_go.set()
+    Hanging.made.clear()
+    for thread in threading.enumerate():
+        if thread.name.startswith("logger-"):
+            thread.join(DEADLINE_S)
+
+
 class Hanging(Recorder):
     """Hangs in the named method until it is let go."""
 
+    made: ClassVar[list[Hanging]] = []
+
     def __init__(self, method: str) -> None:
         super().__init__()
+        self.made.append(self)
         self._method, self.reached, self.let_go = method, threading.Event(), threading.Event()
 
     def _hang(self, method: str) -> None:
