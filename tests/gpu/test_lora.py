@@ -138,7 +138,7 @@ def test_graphs_say_what_a_plain_loop_says_and_follow_every_version(tmp_path: Pa
     assert seen[0] != seen[1] != seen[2]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def test_logprobs_are_those_of_the_merged_model(tmp_path: Path) -> None:
     from llamarl.model.transformer import causal_attention
 
@@ -239,6 +239,9 @@ def test_one_base_is_in_device_memory_and_nobody_can_write_it() -> None:
 
 SETTINGS = [
     *TINY,
+    "generator.device=cuda",
+    "trainer.device=cuda",
+    "trainer.compile=off",
     "model.lora.rank=8",
     "trainer.lr=1e-3",
     "trainer.warmup_updates=0",

@@ -104,8 +104,9 @@ def _expand_add(
     inside = row_inside[:, None] & k_inside[None, :]
     at = h_ptr + row.to(tl.int64)[:, None] * width + at_h + k[None, :]
     h = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        h += tl.load(at + part * rows.to(tl.int64) * width, mask=inside, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        at += rows * width
+        h += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(
         b_ptr + (at_b + column)[:, None] * RANK + k[None, :], mask=column_inside[:, None] & k_inside[None, :], other=0.0
     )

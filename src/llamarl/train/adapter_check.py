@@ -23,11 +23,17 @@ from llamarl.train.shards import trained_shards
 from llamarl.types import Completion, CompletionGroup, Group, RolloutGroup, bytes_to_floats, completions_of
 
 _OF_FLOOR = 4.0  # times the difference of the base's log-probs; on CPUs it was 0.5 to 3.8, in fp32 and bf16
-_LEAST = 1e-5  # what fp32 may always differ by
 
 
 class AdaptersDiffer(JobFailed):
     """A generator samples with other adapters than the trainer trains."""
+
+
+class EffectTolerance(Struct, frozen=True):
+    """What the effect may differ by besides arithmetic as seen in the base."""
+
+    share: float = 0.0  # of the effect
+    least: float = 1e-5  # log-probs; what fp32 may always differ by
 
 
 class EffectGap(Struct, frozen=True):
@@ -37,18 +43,19 @@ class EffectGap(Struct, frozen=True):
     gap: float
     floor: float
 
-    def agrees(self, rounding: float = 0.0) -> bool:
-        """Arithmetic differs more, the more the adapters change. `rounding`: share of the effect that may be lost besides."""
-        return self.gap <= _OF_FLOOR * self.floor * (1 + self.effect) + rounding * self.effect + _LEAST
+    def agrees(self, tolerance: EffectTolerance) -> bool:
+        """Arithmetic differs more, the more the adapters change."""
+        of_floor = _OF_FLOOR * self.floor * (1 + self.effect)
+        return self.gap <= of_floor + tolerance.share * self.effect + tolerance.least
 
     @property
     def metrics(self) -> dict[str, float]:
         return {"adapter_effect": self.effect, "adapter_effect_gap": self.gap, "adapter_base_gap": self.floor}
 
 
-def check_effect(policy: Policy, groups: Sequence[Group], version: int, *, rounding: float = 0.0) -> dict[str, float]:
+def check_effect(policy: Policy, groups: Sequence[Group], version: int, tolerance: EffectTolerance) -> dict[str, float]:
     """Metrics of the answers that a generator has measured with this version; none if there are no such answers. Raises
-    AdaptersDiffer. Every rank computes all of them (a collective). `rounding`: see `EffectGap.agrees`."""
+    AdaptersDiffer. Every rank computes all of them (a collective)."""
     if policy.model.adapters is None:
         return {}
     found = list(_measured(groups, version))
@@ -60,7 +67,7 @@ def check_effect(policy: Policy, groups: Sequence[Group], version: int, *, round
     effect = torch.cat([_column(one.adapter_effect) for _, one in found])
     base = torch.cat([_column(one.base_logprobs) for _, one in found])
     gap = EffectGap(_mean(on - off), _mean(on - off - effect), _mean(off - base))
-    if not gap.agrees(rounding):
+    if not gap.agrees(tolerance):
         raise AdaptersDiffer(
             f"model.lora: with version {version}, the adapters change the trainer's log-probs by {gap.effect:.2g} on average "
             f"and the generator's differ from that by {gap.gap:.2g} (the base's: {gap.floor:.2g}); the generator does not "

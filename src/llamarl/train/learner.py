@@ -16,7 +16,7 @@ from llamarl.algo.batch import Document, document_of, make_documents
 from llamarl.algo.losses import Loss, is_tokenwise, objective
 from llamarl.algo.metrics import TokenMeasures, describe_groups, token_metrics, token_totals
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.train.adapter_check import TrainedHash, check_effect
+from llamarl.train.adapter_check import EffectTolerance, TrainedHash, check_effect
 from llamarl.train.lm_head import chunked_logprobs, fused_loss
 from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import Pack
@@ -36,7 +36,7 @@ class UpdateResult:
 
 
 class Learner:
-    """`merge_rounding`: share of the adapters' effect that generators may lose when they merge them (`adapter_check.py`)."""
+    """`tolerance`: what the adapters' effect may differ by on the generators (`adapter_check.py`)."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class Learner:
         settings: TrainerConfig,
         algo: AlgoConfig,
         updates: int,
-        merge_rounding: float = 0.0,
+        tolerance: EffectTolerance | None = None,
     ) -> None:
         self.policy, self._loss = policy, loss
         self._settings, self._algo, self._updates = settings, algo, updates
-        self._merge_rounding = merge_rounding
+        self._tolerance = tolerance or EffectTolerance()
         compiled = policy.computing.compiled
         self.optimizer = AdamW(trained(policy.model), settings, compiled=compiled)
         self._shared = self._shared_parameters()
@@ -70,9 +70,7 @@ class Learner:
         the `wanted` groups are those of version `number`, from the passes that trained it.
         AdaptersDiffer if a generator has sampled with other adapters."""
         metrics = describe_groups(groups)
-        metrics |= check_effect(
-            self.policy, groups if probe is None else [probe], number, rounding=self._merge_rounding
-        )
+        metrics |= check_effect(self.policy, groups if probe is None else [probe], number, self._tolerance)
         if probe is not None:
             metrics["logprob_gap"] = self._logprob_gap(probe, number)
         documents = make_documents(groups, version=number, algo=self._algo)
