@@ -241,7 +241,7 @@ SETTINGS = [
     *TINY,
     "generator.device=cuda",
     "trainer.device=cuda",
-    "trainer.compile=off",
+    "trainer.compile='off'",
     "model.lora.rank=8",
     "trainer.lr=1e-3",
     "trainer.warmup_updates=0",
