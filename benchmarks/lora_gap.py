@@ -67,8 +67,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as found:
         folder = Path(found)
         random_adapter(model_folder(str(args.model)), folder / "adapter", lora, args.size)
-        own = (f"model.path={args.model}", f"model.adapter={folder / 'adapter'}", f"model.lora.rank={args.rank}")
-        own += (f"model.lora.alpha={args.rank}",)
+        own = [f"model.path={args.model}", f"model.adapter={folder / 'adapter'}"]
+        own += [f"model.lora.rank={args.rank}", f"model.lora.alpha={args.rank}"]
         for number, (name, precision) in enumerate(PRECISIONS.items()):
             run = folder / str(number)
             Job(load_config(None, [*SETTINGS, *own, *precision, *args.settings])).run(run)

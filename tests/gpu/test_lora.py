@@ -80,6 +80,22 @@ def test_two_launches_add_what_plain_products_do(kind: str, rank: int, rows: int
         assert error < (1e-5 if kind == "float32" else 5e-3), float(error)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 256, 1500])
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gate_and_up_are_multiplied_on_the_way(dtype: torch.dtype, gate_first: bool, rows: int) -> None:
+    from llamarl.model.lora_kernels import expand_gated, shrink
+
+    x, a, b = random(rows, 320, dtype=dtype), random(16, 320, dtype=dtype) * 0.1, random(400, 8, dtype=dtype) * 0.1
+    gate_up = random(rows, 400, dtype=dtype)
+    inner = 0.5 * x.double() @ a.double().t()
+    deltas = [inner[:, :8] @ b[:200].double().t(), inner[:, 8:] @ b[200:].double().t()]
+    gate, up = (gate_up.double() + torch.cat(deltas if gate_first else deltas[::-1], 1)).chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    error = (expand_gated(gate_up, shrink(x, a), b, gate_first, 0.5).double() - expected).norm() / expected.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2), float(error)
+
+
 def test_the_hash_of_a_gpu_is_that_of_a_cpu() -> None:
     def parts(device: str) -> list[HashedPart]:
         generator = torch.Generator().manual_seed(0)

@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from random import Random
 from typing import Literal
 
@@ -100,13 +101,14 @@ class BenchRank:
 
     def digest(self, hashed: AdapterHash) -> str:
         """Hash of the adapters; empty without any."""
-        if not self._lora:
-            return ""
-        parts = [
+        return hash_text(hashed.total(self._parts)) if self._lora else ""
+
+    @cached_property
+    def _parts(self) -> list[HashedPart]:
+        return [
             HashedPart(name, one.tensor, one.box, self._specs[name].shape[1], self._lora.scale)
             for name, one in self.shards.items()
         ]
-        return hash_text(hashed.total(parts))
 
     def copy_s(self, num_bytes: int) -> float:
         source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=self.device)

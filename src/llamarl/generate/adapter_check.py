@@ -7,6 +7,7 @@ notice adapters that arrive and are not computed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -47,8 +48,9 @@ class AdapterCheck:
         self._hash = AdapterHash(decoder.model.lm_head.weight.device)
         self._attend = _narrow_attention if decoder.narrow_cache else causal_attention
 
-    def digest(self) -> str:
-        """Hash of the adapters as the products read them."""
+    @cached_property
+    def _parts(self) -> list[HashedPart]:
+        """What the products read, which stays where it is: graphs have been captured over it."""
         specs = adapter_parameters(self._model.shape, self._adapters.lora)
         weights, parts = parameters(self._model.shape), list[HashedPart]()
         for one in self._adapters.applied():
@@ -56,7 +58,11 @@ class AdapterCheck:
                 if self._part.rank == 0 or specs[name].split is not None:
                     spec = specs[name]
                     parts.append(HashedPart(name, tensor, self._part.box(spec), spec.shape[1], one.scale))
-        total = self._hash.total(parts).cpu()
+        return parts
+
+    def digest(self) -> str:
+        """Hash of the adapters as the products read them."""
+        total = self._hash.total(self._parts).cpu()
         if self._part.count > 1:
             dist.all_reduce(total)
         return hash_text(total)

@@ -39,11 +39,11 @@ class HashedPart(NamedTuple):
 
 class AdapterHash:
     """Hashes the parts of one rank, after the changes of type that `types` names: those on the way to a generator. On a GPU
-    in one launch, whose table is kept while the parts stay where they are."""
+    in one launch, whose table is kept for the next call with the same list."""
 
     def __init__(self, device: torch.device, types: tuple[torch.dtype, ...] = ()) -> None:
         self._device, self._types = device, types
-        self._known: tuple[tuple[int, float], ...] = ()
+        self._parts: Sequence[HashedPart] = ()
         self._table: Tensor | None = None
 
     @torch.no_grad()
@@ -66,11 +66,10 @@ class AdapterHash:
 
         if not parts:
             return
-        assert all(part.tensor.is_contiguous() for part in parts)
-        known = tuple((part.tensor.data_ptr(), part.scale) for part in parts)
-        if self._table is None or known != self._known:
+        if self._table is None or parts is not self._parts:
+            assert all(part.tensor.is_contiguous() for part in parts)
             rows = [(one.tensor, one.place, one.columns, _factor(one.name, one.scale)) for one in parts]
-            self._known, self._table = known, hash_table(rows, self._device)
+            self._parts, self._table = parts, hash_table(rows, self._device)
         held = parts[0].tensor.dtype
         wire, applied = self._types or (held, held)
         hash_tiles(total, self._table, _MIX, held, wire, applied)

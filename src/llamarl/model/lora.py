@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -21,7 +21,7 @@ from llamarl.config.lora import LoraConfig
 from llamarl.families.adapters import LORA_A, LORA_B, adapted_layers, adapter_names, adapter_parameters
 from llamarl.families.family import ParameterSpec
 from llamarl.model.linear import JoinedLinear, Product, ReplacedLinear
-from llamarl.model.ops import fused
+from llamarl.model.ops import Stream, fused, silu_times
 from llamarl.model.transformer import MLP, Attention, Transformer, layers_of
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 OUTPUTS = ("attention_out", "mlp_out")  # layers whose product is added to the residual stream
 MakeParameter = Callable[[ParameterSpec], nn.Parameter]
+AddBase = Callable[[Tensor], Stream]  # adds the base's product to the residual stream
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -115,9 +116,9 @@ def delta_of(layer: Any, x: Tensor) -> Tensor:
     return low_rank(x, a, b, layer.adapters.lora.scale)
 
 
-def add_delta(layer: Any, total: Tensor, x: Tensor) -> Tensor:
-    """Adds the adapters' product of a trainer's layer to the residual stream; `ops.add_projection` adds the base's."""
-    return total + delta_of(layer, x) if layer.adapters.on else total
+def add_delta(layer: Any, total: Tensor, x: Tensor, add_base: AddBase) -> Stream:
+    """Adds the adapters' product of a trainer's layer to the residual stream, and the base's."""
+    return add_base(total + delta_of(layer, x) if layer.adapters.on else total)
 
 
 _ADAPTED: dict[tuple[type[nn.Linear], type[WithAdapter]], type[nn.Linear]] = {}
@@ -174,7 +175,8 @@ class Part(NamedTuple):
 
 class AdaptedProduct:
     """The product of one layer, or of several that read the same input, with adapters beside it. All A are one matrix, one
-    behind another, and so are all B. On a GPU they take two launches (`lora_kernels.py`)."""
+    behind another, and so are all B. On a GPU they take two launches (`lora_kernels.py`), the first beside the base's
+    product, on a stream of its own."""
 
     def __init__(self, base: Product, a: Tensor, b: Tensor, parts: Sequence[Part], adapters: Adapters) -> None:
         self._base, self._a, self._b, self._parts, self._adapters = base, a, b, parts, adapters
@@ -186,32 +188,52 @@ class AdaptedProduct:
 
         return tiles_of([part.rows for part in self._parts], self._rank, self._a.device)
 
-    def __call__(self, x: Any) -> Tensor:
+    def __call__(self, x: Any) -> Any:
+        if not self._adapters.on:
+            return self._base(x)
+        if self._has_kernels(x):
+            inner = self._start(x)
+            return self._add(self._base(x), self._joined(inner))
         out = self._base(x)
-        return self.add(out, x) if self._adapters.on else out
-
-    def add(self, out: Tensor, x: Any) -> Tensor:
-        """Adds the adapters' product to `out`, in place."""
-        if self._add_fused(out, x):
-            return out
         for part, h, b in zip(self._parts, self._inner(x), self._all_b(), strict=True):
             out[..., part.rows] += F.linear(h, b)
         return out
 
-    def beside(self, total: Tensor, x: Any) -> Tensor:
-        """Adds the adapters' product of a single layer to the residual stream; `ops.add_projection` adds the base's."""
-        if not self._adapters.on or self._add_fused(total, x):
-            return total
-        return total + F.linear(self._inner(x)[0], self._b)
+    def beside(self, total: Tensor, x: Any, add_base: AddBase) -> Stream:
+        """Adds the adapters' product of a single layer to the residual stream, and the base's."""
+        if not self._adapters.on:
+            return add_base(total)
+        if self._has_kernels(x):
+            inner = self._start(x)
+            out = add_base(total)
+            self._add(total, self._joined(inner))  # the sum is made in place
+            return out
+        return add_base(total + F.linear(self._inner(x)[0], self._b))
 
-    def _add_fused(self, out: Tensor, x: Any) -> bool:
-        """Adds in place by kernels, where there are any; False if not."""
-        if self._tiles is None or not fused(out):
-            return False
-        from llamarl.model.lora_kernels import expand_add, shrink
+    def _has_kernels(self, x: Any) -> bool:
+        return self._tiles is not None and fused(x[0] if isinstance(x, tuple) else x)
 
-        expand_add(out, shrink(x, self._a), self._b, self._tiles, self._scale)
-        return True
+    def _start(self, x: Any) -> Tensor:
+        """A's product, made beside what the current stream does until it is `_joined`. Its memory belongs to the other
+        stream, which waits for the current one before it uses any again."""
+        from llamarl.model.lora_kernels import shrink
+
+        side = _side_stream(self._a.device)
+        side.wait_stream(torch.cuda.current_stream(self._a.device))
+        with torch.cuda.stream(side):
+            return shrink(x, self._a)
+
+    def _joined(self, inner: Tensor) -> Tensor:
+        torch.cuda.current_stream(self._a.device).wait_stream(_side_stream(self._a.device))
+        return inner
+
+    def _add(self, out: Tensor, inner: Tensor) -> Tensor:
+        """Adds B's product to `out`, in place."""
+        from llamarl.model.lora_kernels import expand_add
+
+        assert self._tiles is not None
+        expand_add(out, inner, self._b, self._tiles, self._scale)
+        return out
 
     def _inner(self, x: Any) -> Sequence[Tensor]:
         return torch.split(F.linear(_plain_input(x, self._a.dtype), self._a) * self._scale, self._rank, dim=-1)
@@ -222,6 +244,37 @@ class AdaptedProduct:
     def applied(self) -> Iterator[Applied]:
         for part, a, b in zip(self._parts, torch.split(self._a, self._rank), self._all_b(), strict=True):
             yield Applied(part.name, a, b, self._scale)
+
+
+class Pending(NamedTuple):
+    """The base's product of gate and up, and A's, not yet added."""
+
+    out: Tensor
+    inner: Tensor
+
+
+class AdaptedGate(AdaptedProduct):
+    """The product of gate and up. On a GPU, `activate` adds the adapters' product on the way."""
+
+    def __call__(self, x: Any) -> Any:
+        if not (self._adapters.on and len(self._parts) == 2 and self._has_kernels(x)):
+            return super().__call__(x)
+        inner = self._start(x)
+        return Pending(self._base(x), self._joined(inner))
+
+    def activate(self, gate_up: Tensor | Pending) -> Tensor:
+        """silu(gate) * up"""
+        if isinstance(gate_up, Tensor):
+            return silu_times(gate_up)
+        from llamarl.model.lora_kernels import expand_gated
+
+        gate_first = self._parts[0].rows.start == 0
+        return expand_gated(gate_up.out, gate_up.inner, self._b, gate_first, self._scale)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _plain_input(x: Any, dtype: torch.dtype) -> Tensor:
@@ -248,7 +301,12 @@ def serve_adapters(model: Transformer, lora: LoraConfig, shape_of: BoxShape) -> 
         if joined:
             assert module.fused is not None, "fuse the model first"
             base = getattr(module.fused, "__self__", module.fused)  # the product with its scales, not `unscaled`
-            module.fused = _adapt(model, base, joined, _rows_of(module, inputs, prefix), shape_of, adapters)
+            gated = isinstance(module, MLP) and module.activate is silu_times
+            kind = AdaptedGate if gated else AdaptedProduct
+            product = _adapt(model, base, joined, _rows_of(module, inputs, prefix), shape_of, adapters, kind)
+            module.fused = product
+            if isinstance(module, MLP) and isinstance(product, AdaptedGate):
+                module.activate = product.activate
         if f"{prefix}.{output}" in weights:
             _adapt_output(model, module, weights[f"{prefix}.{output}"], shape_of, adapters)
     return adapters
@@ -270,6 +328,7 @@ def _adapt(
     rows: dict[str, slice],
     shape_of: BoxShape,
     adapters: Adapters,
+    kind: type[AdaptedProduct] = AdaptedProduct,
 ) -> AdaptedProduct:
     specs = adapter_parameters(model.shape, adapters.lora)
     like, parts = model.lm_head.weight, list[Part]()
@@ -283,7 +342,7 @@ def _adapt(
         setattr(layer, LORA_A, AdapterWeight(_frozen(a[number * rank : (number + 1) * rank])))
         setattr(layer, LORA_B, AdapterWeight(_frozen(b)))
         parts.append(Part(weight.name, slice(start, start + len(b))))
-    product = AdaptedProduct(base, a, whole_b, parts, adapters)
+    product = kind(base, a, whole_b, parts, adapters)
     adapters.products.append(product)
     return product
 

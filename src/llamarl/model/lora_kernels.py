@@ -2,7 +2,8 @@
 
 The first multiplies the input with all A: so few columns that one program for each tile would leave most of a GPU idle, so
 the long sum is cut into parts. The second sums the parts, multiplies them with B, each layer's with its own, and adds to the
-output in place. Sums are made in a fixed order, so results do not depend on what runs beside.
+output in place; of gate and up it also makes the product of both, which reads the output anyway. Sums are made in a fixed
+order, so results do not depend on what runs beside.
 """
 
 from __future__ import annotations
@@ -15,11 +16,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _COLUMNS, _DEPTH = 64, 128, 64
+from llamarl.model.kernels import narrowed
+
 _LEAST = 16  # smallest size of a tile's side
-_PROGRAMS = 132  # as many as a GPU has multiprocessors, about
-_MAX_PARTS = 8
 _LARGE = 1024  # rows from which torch's product keeps a GPU busy
+
+
+class Tuning(NamedTuple):
+    """Sizes of tiles, measured by `benchmarks/lora_products.py`."""
+
+    rows: int = 64
+    width: int = 128
+    depth: int = 128
+    sum_length: int = 512  # terms of a part of the first product's sum
+    max_parts: int = 8
+    columns: int = 128
+    warps: int = 4
+    gated_columns: int = 64
+    gated_warps: int = 4
+
+
+TUNING = Tuning()
 
 
 class AdapterTiles(NamedTuple):
@@ -35,8 +52,8 @@ def tiles_of(columns: Sequence[slice], rank: int, device: torch.device) -> Adapt
     """Tiles of layers with these columns of the output; their B lie one behind another."""
     found, row = list[tuple[int, int, int, int]](), 0
     for number, one in enumerate(columns):
-        for first in range(one.start, one.stop, _COLUMNS):
-            size = min(_COLUMNS, one.stop - first)
+        for first in range(one.start, one.stop, TUNING.columns):
+            size = min(TUNING.columns, one.stop - first)
             found.append((first, size, number * rank, row))
             row += size
     return AdapterTiles(torch.tensor(found, dtype=torch.int32, device=device), len(found))
@@ -81,6 +98,15 @@ def _shrink(
 
 
 @triton.jit
+def _summed_parts(at, inside, stride, PARTS: tl.constexpr):
+    h = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        at += stride
+        h += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return h
+
+
+@triton.jit
 def _expand_add(
     h_ptr,
     b_ptr,
@@ -102,11 +128,7 @@ def _expand_add(
     k, column = tl.arange(0, DEPTH), tl.arange(0, COLUMNS)
     row_inside, k_inside, column_inside = row < rows, k < RANK, column < count
     inside = row_inside[:, None] & k_inside[None, :]
-    at = h_ptr + row.to(tl.int64)[:, None] * width + at_h + k[None, :]
-    h = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    for _ in tl.static_range(1, PARTS):
-        at += rows * width
-        h += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    h = _summed_parts(h_ptr + row.to(tl.int64)[:, None] * width + at_h + k[None, :], inside, rows * width, PARTS)
     b = tl.load(
         b_ptr + (at_b + column)[:, None] * RANK + k[None, :], mask=column_inside[:, None] & k_inside[None, :], other=0.0
     )
@@ -117,6 +139,47 @@ def _expand_add(
     tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _expand_gated(
+    h_ptr,
+    b_ptr,
+    x_ptr,
+    out_ptr,
+    rows,
+    width,
+    size,
+    at_gate,
+    at_up,
+    gate_row,
+    up_row,
+    scale,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    row_inside, column_inside, k_inside = row < rows, column < size, k < RANK
+    inside_h, inside_b = row_inside[:, None] & k_inside[None, :], column_inside[:, None] & k_inside[None, :]
+    at_h = h_ptr + row.to(tl.int64)[:, None] * width + k[None, :]
+    at_b = b_ptr + column[:, None] * RANK + k[None, :]
+    at = x_ptr + row.to(tl.int64)[:, None] * (2 * size) + column[None, :]
+    inside = row_inside[:, None] & column_inside[None, :]
+    gate, up = tl.load(at, mask=inside, other=0.0), tl.load(at + size, mask=inside, other=0.0)
+    b = tl.load(at_b + gate_row * RANK, mask=inside_b, other=0.0)
+    h = _summed_parts(at_h + at_gate, inside_h, rows * width, PARTS) * scale
+    gate_sum = (gate.to(tl.float32) + tl.dot(h.to(b.dtype), tl.trans(b), input_precision="ieee")).to(gate.dtype)
+    b = tl.load(at_b + up_row * RANK, mask=inside_b, other=0.0)
+    h = _summed_parts(at_h + at_up, inside_h, rows * width, PARTS) * scale
+    up_sum = (up.to(tl.float32) + tl.dot(h.to(b.dtype), tl.trans(b), input_precision="ieee")).to(up.dtype)
+    wide = gate_sum.to(tl.float32)
+    made = narrowed(wide * tl.sigmoid(wide) * up_sum.to(tl.float32), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * size + column[None, :], made, mask=inside)
+
+
 def shrink(x: Tensor | tuple[Tensor, Tensor], a_RK: Tensor) -> Tensor:
     """x @ A.t() as parts [P, M, R] to be summed. Quantized rows come with their scales."""
     x, scales = x if isinstance(x, tuple) else (x, None)
@@ -124,14 +187,12 @@ def shrink(x: Tensor | tuple[Tensor, Tensor], a_RK: Tensor) -> Tensor:
     rows, inner = x_MK.shape
     if scales is None and rows >= _LARGE:
         return torch.mm(x_MK, a_RK.t())[None]
-    tile_rows = min(_ROWS, max(_LEAST, triton.next_power_of_2(rows)))
-    tile_width = min(_COLUMNS, max(_LEAST, triton.next_power_of_2(width)))
-    grid = triton.cdiv(rows, tile_rows), triton.cdiv(width, tile_width)
-    wanted = min(_MAX_PARTS, max(1, _PROGRAMS // (grid[0] * grid[1])), triton.cdiv(inner, _DEPTH))
-    chunk = triton.cdiv(triton.cdiv(inner, wanted), _DEPTH) * _DEPTH
+    tile_rows, tile_width = _tile(rows, TUNING.rows), _tile(width, TUNING.width)
+    wanted = min(TUNING.max_parts, triton.cdiv(inner, TUNING.sum_length)) if rows < _LARGE else 1
+    chunk = triton.cdiv(triton.cdiv(inner, wanted), TUNING.depth) * TUNING.depth
     parts = triton.cdiv(inner, chunk)
     out_PMR = torch.empty(parts, rows, width, dtype=torch.float32, device=x_MK.device)
-    _shrink[(*grid, parts)](
+    _shrink[(triton.cdiv(rows, tile_rows), triton.cdiv(width, tile_width), parts)](
         x_MK,
         x_MK if scales is None else scales.flatten(),
         a_RK,
@@ -143,17 +204,21 @@ def shrink(x: Tensor | tuple[Tensor, Tensor], a_RK: Tensor) -> Tensor:
         SCALED=scales is not None,
         ROWS=tile_rows,
         WIDTH=tile_width,
-        DEPTH=_DEPTH,
+        DEPTH=TUNING.depth if x_MK.itemsize < 4 else 32,
         num_warps=4,
-        num_stages=4,
+        num_stages=3,
     )
     return out_PMR
+
+
+def _tile(size: int, most: int) -> int:
+    return min(most, max(_LEAST, int(triton.next_power_of_2(size))))
 
 
 def expand_add(out: Tensor, h_PMR: Tensor, b_NR: Tensor, tiles: AdapterTiles, scale: float) -> None:
     """Adds scale * h @ B.t() of each layer to its columns of the output, which is contiguous."""
     parts, rows, width = h_PMR.shape
-    rank, tile_rows = b_NR.shape[1], min(_ROWS, max(_LEAST, triton.next_power_of_2(rows)))
+    rank, tile_rows = b_NR.shape[1], _tile(rows, TUNING.rows)
     assert out.is_contiguous()
     _expand_add[(triton.cdiv(rows, tile_rows), tiles.num_tiles)](
         h_PMR,
@@ -168,10 +233,38 @@ def expand_add(out: Tensor, h_PMR: Tensor, b_NR: Tensor, tiles: AdapterTiles, sc
         RANK=rank,
         DEPTH=max(_LEAST, triton.next_power_of_2(rank)),
         ROWS=tile_rows,
-        COLUMNS=_COLUMNS,
-        num_warps=4,
+        COLUMNS=TUNING.columns,
+        num_warps=TUNING.warps,
         num_stages=1,
     )
+
+
+def expand_gated(gate_up: Tensor, h_PMR: Tensor, b_NR: Tensor, gate_first: bool, scale: float) -> Tensor:
+    """silu(gate) * up, after the adapters' product was added to both. `gate_first`: whether A and B of gate come first."""
+    parts, rows, width = h_PMR.shape
+    rank, size, tile_rows = b_NR.shape[1], gate_up.shape[-1] // 2, _tile(rows, TUNING.rows)
+    assert gate_up.is_contiguous() and len(b_NR) == 2 * size
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+    order = (0, rank, 0, size) if gate_first else (rank, 0, size, 0)
+    _expand_gated[(triton.cdiv(rows, tile_rows), triton.cdiv(size, TUNING.gated_columns))](
+        h_PMR,
+        b_NR,
+        gate_up,
+        out,
+        rows,
+        width,
+        size,
+        *order,
+        scale,
+        PARTS=parts,
+        RANK=rank,
+        DEPTH=max(_LEAST, triton.next_power_of_2(rank)),
+        ROWS=tile_rows,
+        COLUMNS=TUNING.gated_columns,
+        num_warps=TUNING.gated_warps,
+        num_stages=1,
+    )
+    return out
 
 
 _HASHED = 1 << 14  # numbers of a tile

@@ -102,10 +102,15 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
 def add_projection(residual: Stream, linear: nn.Linear, x: Any) -> Stream:
     """residual + linear(x) in fp32. In inference on a GPU the sum overwrites the residual, now or with the next norm.
     Parallel and quantized layers (`quantize.QuantizedLinear`) compute the product in their own way. A layer with adapters
-    `beside` it (`lora.py`) adds theirs first."""
+    `beside` it (`lora.py`) adds theirs around that."""
     total = residual.settled() if isinstance(residual, Residual) else residual
     if (beside := getattr(linear, "beside", None)) is not None:
-        total = beside(total, x)
+        out: Stream = beside(total, x, lambda total: _add_product(total, linear, x))
+        return out
+    return _add_product(total, linear, x)
+
+
+def _add_product(total: Tensor, linear: nn.Linear, x: Any) -> Stream:
     in_place, terms_of = fused(total), getattr(linear, "terms", None)
     if in_place and terms_of:
         return Residual(total, terms_of(x))

@@ -1,17 +1,21 @@
 """Whether the generators serve the trainer's adapters: both sides' hashes, and the effect that the adapters have on both.
 
-The effect is log-probs with minus without adapters. Of the same adapters it differs between the sides by arithmetic alone, as
-much as the log-probs of the base differ, which are measured on the same tokens. A larger difference is a fault: adapters that
-are not applied, or not all of them, or with another factor, in another order, or of another version.
+The effect is log-probs with minus without adapters. Of the same adapters it differs between the sides by arithmetic alone. A
+larger difference is a fault: adapters that are not applied, or not all of them, or with another factor, in another order, or
+of another version. There are two measures. One is how far the sides are apart, against what arithmetic explains. The other is
+the share of the trainer's effect that is served: the slope of one effect over the other, in which rounding averages out over
+the tokens, so that it notices a fault that changes less than rounding does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from llamarl.algo.batch import document_of
@@ -23,6 +27,8 @@ from llamarl.train.shards import trained_shards
 from llamarl.types import Completion, CompletionGroup, Group, RolloutGroup, bytes_to_floats, completions_of
 
 _OF_FLOOR = 4.0  # times the difference of the base's log-probs; on CPUs it was 0.5 to 3.8, in fp32 and bf16
+_OF_SHARE = 0.1  # by which the share that is served may be off, besides its standard errors
+_STANDARD_ERRORS = 6.0
 
 
 class AdaptersDiffer(JobFailed):
@@ -42,15 +48,36 @@ class EffectGap(Struct, frozen=True):
     effect: float
     gap: float
     floor: float
+    served: float = 1.0  # share of the trainer's effect that the generator has
+    served_error: float = 0.0  # its standard error
+
+    @classmethod
+    def of(cls, trained: Tensor, served: Tensor, base: Tensor) -> EffectGap:
+        """From the trainer's and the generator's effect on the same tokens, and the difference of the base's log-probs."""
+        trained, served = trained.double(), served.double()
+        found = cls(_mean(trained), _mean(trained - served), _mean(base))
+        squares = trained.square().sum().item()
+        if squares == 0:
+            return found
+        share = (trained * served).sum().item() / squares
+        rest = served - share * trained  # rounding is larger where the effect is
+        error = (rest * trained).square().sum().sqrt().item() / squares
+        return replace(found, served=share, served_error=error)
 
     def agrees(self, tolerance: EffectTolerance) -> bool:
         """Arithmetic differs more, the more the adapters change."""
-        of_floor = _OF_FLOOR * self.floor * (1 + self.effect)
-        return self.gap <= of_floor + tolerance.share * self.effect + tolerance.least
+        arithmetic = (_OF_FLOOR * self.floor + tolerance.least) * (1 + self.effect)
+        off = _OF_SHARE + tolerance.share + _STANDARD_ERRORS * self.served_error
+        return self.gap <= arithmetic + tolerance.share * self.effect and abs(self.served - 1) <= off
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {"adapter_effect": self.effect, "adapter_effect_gap": self.gap, "adapter_base_gap": self.floor}
+        return {
+            "adapter_effect": self.effect,
+            "adapter_effect_gap": self.gap,
+            "adapter_base_gap": self.floor,
+            "adapter_served": self.served,
+        }
 
 
 def check_effect(policy: Policy, groups: Sequence[Group], version: int, tolerance: EffectTolerance) -> dict[str, float]:
@@ -66,12 +93,12 @@ def check_effect(policy: Policy, groups: Sequence[Group], version: int, toleranc
         off = _logprobs(policy, found, version)
     effect = torch.cat([_column(one.adapter_effect) for _, one in found])
     base = torch.cat([_column(one.base_logprobs) for _, one in found])
-    gap = EffectGap(_mean(on - off), _mean(on - off - effect), _mean(off - base))
+    gap = EffectGap.of(on - off, effect, off - base)
     if not gap.agrees(tolerance):
         raise AdaptersDiffer(
             f"model.lora: with version {version}, the adapters change the trainer's log-probs by {gap.effect:.2g} on average "
-            f"and the generator's differ from that by {gap.gap:.2g} (the base's: {gap.floor:.2g}); the generator does not "
-            "compute with the adapters that are trained"
+            f"and the generator's differ from that by {gap.gap:.2g} (the base's: {gap.floor:.2g}), its share of that is "
+            f"{gap.served:.2f}; the generator does not compute with the adapters that are trained"
         )
     return gap.metrics
 
@@ -112,16 +139,19 @@ class TrainedHash:
         self._policy, self._names = policy, counts_here
         self._hash = AdapterHash(policy.computing.device, types)
 
-    def digest(self) -> str:
-        """To be called by all ranks together (a collective)."""
-        model, mesh = self._policy.model, self._policy.computing.mesh
+    @cached_property
+    def _parts(self) -> list[HashedPart]:
+        """Of the shards, which stay where they are."""
+        model = self._policy.model
         assert model.adapters is not None
         lora, shards = model.adapters.lora, trained_shards(model)
         specs = adapter_parameters(model.shape, lora)
-        total = self._hash.total(
-            [
-                HashedPart(name, shards[name].tensor, shards[name].box, specs[name].shape[1], lora.scale)
-                for name in self._names
-            ]
-        )
+        return [
+            HashedPart(name, shards[name].tensor, shards[name].box, specs[name].shape[1], lora.scale)
+            for name in self._names
+        ]
+
+    def digest(self) -> str:
+        """To be called by all ranks together (a collective)."""
+        mesh, total = self._policy.computing.mesh, self._hash.total(self._parts)
         return hash_text(mesh.sum_over_shards(total) if mesh.size > 1 else total)

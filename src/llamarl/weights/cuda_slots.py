@@ -24,7 +24,7 @@ from llamarl.weights.kernels import (
     row_addresses,
     tiles,
 )
-from llamarl.weights.memory import ShardRead, SlotManifest
+from llamarl.weights.memory import ShardRead, SlotManifest, picked
 from llamarl.weights.slot_file import NUM_SLOTS, SlotFile
 from llamarl.weights.wire import LEAST_SCALE, MAX_FP8, Quantized, SlotShard, Staging
 
@@ -99,11 +99,7 @@ class CudaMemory:
         with torch.cuda.device(self._device):
             self._sums.zero_()
             launch(self._checks[slot], self._sums, copy=False, add=True)
-            return self._picked(self._taken_sums(), blocks)
-
-    def _picked(self, sums: bytes, blocks: Sequence[int]) -> bytes:
-        size = self.digest_bytes
-        return b"".join(sums[block * size : (block + 1) * size] for block in blocks)
+            return picked(self._taken_sums(), blocks, self.digest_bytes)
 
     def read(self, slot: int, reads: Sequence[ShardRead]) -> None:
         if slot not in self._reads:
@@ -118,7 +114,7 @@ class CudaMemory:
         with torch.cuda.device(self._device):
             self._sums.zero_()
             self._digested_reads[slot].fill(self._sums)
-            return self._picked(self._taken_sums(), blocks)
+            return picked(self._taken_sums(), blocks, self.digest_bytes)
 
     def _check_table(self, slot: int, blocks: Sequence[int]) -> Tensor:
         return tiles(_unread(self.data(slot), blocks, [])).to(self._device)

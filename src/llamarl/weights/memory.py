@@ -43,6 +43,13 @@ class SlotManifest(Struct, frozen=True):
     device: int = HOST
 
 
+def picked(digests: bytes, blocks: Sequence[int], digest_bytes: int) -> bytes:
+    """The digests of these blocks, in ascending order, out of those of all blocks."""
+    if len(blocks) * digest_bytes == len(digests):
+        return digests
+    return b"".join(digests[block * digest_bytes : (block + 1) * digest_bytes] for block in blocks)
+
+
 class ShardRead(NamedTuple):
     """A read of one box: the slot shard that it is in, and the part of a reader's tensor that it fills."""
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import msgspec
 import torch
 
-from llamarl.weights.memory import HOST, HostMemory, Region, SlotManifest, SlotMemory
+from llamarl.weights.memory import HOST, HostMemory, Region, SlotManifest, SlotMemory, picked
 from llamarl.weights.slot_file import NUM_SLOTS, Header, RankRecord, SlotFile
 
 _decode_manifest = msgspec.msgpack.Decoder(SlotManifest).decode
@@ -40,8 +40,7 @@ class RankSlots:
 
     def picked(self, digests: bytes, blocks: Sequence[int]) -> bytes:
         """The digests of these blocks, out of those of all blocks."""
-        size = self.memory.digest_bytes
-        return b"".join(digests[block * size : (block + 1) * size] for block in blocks)
+        return picked(digests, blocks, self.memory.digest_bytes)
 
 
 def find(file: SlotFile, rank: int, device: int) -> RankSlots:

@@ -14,6 +14,7 @@ from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, LoraConfig, TrainerConfig
 from llamarl.errors import InputError
 from llamarl.model.adapter_folder import load_merged
+from llamarl.train.adapter_check import EffectGap, EffectTolerance
 from llamarl.train.learner import Learner
 from llamarl.train.policy import ComputeSettings, Policy, load_policy
 from llamarl.train.shards import trained
@@ -114,3 +115,24 @@ def test_adapters_of_other_settings_are_refused_with_the_settings_to_take(tmp_pa
     save_both(tmp_path, LoraConfig(rank=2, alpha=5.0, targets="mlp"))
     with pytest.raises(InputError, match=r"set model\.lora\.rank=2 model\.lora\.alpha=5 model\.lora\.targets=mlp"):
         policy_of(tmp_path)
+
+
+# What is served: `EffectGap`
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_fault_below_rounding_is_noticed(share: float) -> None:
+    """Rounding of 0.01, and an effect of 0.005 of which only a share is served."""
+    generator = torch.Generator().manual_seed(0)
+    effect, rounding = (torch.randn(1200, generator=generator) * size for size in (0.005, 0.01))
+    tolerance = EffectTolerance(least=0.03)
+    sound = EffectGap.of(effect, effect + rounding, torch.zeros(1200))
+    assert sound.agrees(tolerance) and sound.served == pytest.approx(1, abs=0.2)
+    faulty = EffectGap.of(effect, share * effect + rounding, torch.zeros(1200))
+    assert faulty.gap < tolerance.least and not faulty.agrees(tolerance)
+
+
+def test_without_an_effect_only_the_difference_counts() -> None:
+    nothing = torch.zeros(5)
+    assert EffectGap.of(nothing, nothing + 1e-6, nothing).agrees(EffectTolerance())
+    assert not EffectGap.of(nothing, nothing + 1e-3, nothing).agrees(EffectTolerance())
