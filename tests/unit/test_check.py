@@ -147,6 +147,18 @@ def test_times_are_predicted_by_a_description_of_the_machine() -> None:
     assert wrong.state == "warning" and wrong.told.startswith("not predicted: --answer")
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [["evaluate.every=5"], ["model.lora.rank=8"], ["model.lora.rank=8", "model.base=fp8"]],
+    ids=["evaluations", "LoRA", "fp8"],
+)
+def test_times_of_other_jobs_are_predicted_too(settings: list[str]) -> None:
+    prompts, _ = prepared(load_config(None, CPU))
+    assert prompts is not None
+    time, better = forecast(load_config(None, settings), FINE, prompts, GPUS["h200"], "fixed:8")
+    assert (time.state, better.what) == ("ok", "better"), (time, better)
+
+
 def test_a_machine_without_a_gpu_is_described_by_its_measured_limits() -> None:
     found = describe_machine(load_config(None, ["trainer.threads=1"]), replace(FINE, gpus=(), driver="", cuda=""))
     assert found.is_cpu and found.source == "limits" and found.threads == 1

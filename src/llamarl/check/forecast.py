@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from llamarl.check.finding import Finding
 from llamarl.check.machine import MachineFacts
-from llamarl.config import Config
+from llamarl.config import Config, EvaluateConfig
 from llamarl.engine.prompts import Prompts
 from llamarl.errors import LlamaRLError
 from llamarl.observe.display import format_seconds
@@ -82,7 +82,7 @@ def _how_sure(gpu: Gpu) -> str:
 
 def _scene(config: Config, gpu: Gpu, gpus: int, prompt: int, answers: str) -> SimulationSetup:
     schedule = replace(config.schedule, updates=min(config.schedule.updates, _REHEARSED))
-    short = replace(config, schedule=schedule, evaluate=replace(config.evaluate, prompts=0))
+    short = replace(config, schedule=schedule, evaluate=EvaluateConfig(prompts=0))
     return SimulationSetup(
         config=short,
         shape=shape_of_job(config, ""),
@@ -95,7 +95,7 @@ def _scene(config: Config, gpu: Gpu, gpus: int, prompt: int, answers: str) -> Si
 
 def _better(config: Config, gpu: Gpu, scene: SimulationSetup, update_s: float) -> Finding:
     """The planner's best split of the same GPUs for the same work, if it is clearly faster."""
-    schedule = config.schedule
+    schedule, narrow = config.schedule, "fp8" if config.model.base == "fp8" else ""
     question = Question(
         shape=scene.shape,
         gpu=gpu,
@@ -107,6 +107,9 @@ def _better(config: Config, gpu: Gpu, scene: SimulationSetup, update_s: float) -
             answers=scene.answers,
         ),
         max_staleness=max(1, schedule.max_staleness),
+        lora=config.model.lora,
+        base=narrow or "bf16",
+        precisions=(narrow,) if narrow else ("bf16",),
     )
     plans = [plan for plan in (sync_plan(question), async_plan(question)) if plan and plan.can_be_built]
     if not plans:

@@ -60,7 +60,8 @@ class EffectGap(Struct, frozen=True):
         if squares == 0:
             return found
         share = (trained * served).sum().item() / squares
-        rest = served - share * trained  # rounding is larger where the effect is
+        # Rounding is larger where the effect is, and a token with most of the effect fits the slope, however it was rounded.
+        rest = (served - share * trained) / (1 - trained.square() / squares).clamp(min=1e-6)
         error = (rest * trained).square().sum().sqrt().item() / squares
         return replace(found, served=share, served_error=error)
 
