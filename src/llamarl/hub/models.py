@@ -11,20 +11,10 @@ from llamarl.config.hub_names import hub_cache, name_on_hub
 from llamarl.errors import InputError
 from llamarl.hub.client import Unreachable
 from llamarl.hub.snapshots import RepoSnapshot, open_snapshot
+from llamarl.model.folders import CARRIED_FILES
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
-_OTHERS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
 
 
 def fetch_model(path: str, setting: str = "model") -> str:
@@ -61,7 +51,7 @@ def _needed(snapshot: RepoSnapshot) -> list[str]:
     weights = _WEIGHTS if _WEIGHTS in sizes else _INDEX
     if weights not in sizes:
         raise _lacks(snapshot, _WEIGHTS)
-    return ["config.json", *(file for file in _OTHERS if file in sizes), weights]
+    return ["config.json", *(file for file in CARRIED_FILES if file in sizes), weights]
 
 
 def _check_kind(snapshot: RepoSnapshot) -> None:

@@ -27,7 +27,7 @@ from llamarl.families.family import Family, ParameterSpec
 from llamarl.families.parameters import family_of, parameter_shapes, parameters
 from llamarl.io.record_log import sync_path
 from llamarl.layout.boxes import Box, shape_of, whole
-from llamarl.model.folders import no_weights
+from llamarl.model.folders import CARRIED_FILES, no_weights
 from llamarl.model.hf_config import carried_config, read_json_object, read_shape
 from llamarl.model.safetensors_file import TensorSpan, read_spans
 from llamarl.model.tensor_io import DTYPES, read_tensor, same_bytes, write_tensors
@@ -36,19 +36,6 @@ from llamarl.model_spec import ModelSpec
 
 BoxOf = Callable[[ParameterSpec], Box]  # the part of a parameter that a rank holds
 
-# Files that are copied when a model is saved under a new name.
-CARRIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
 _MAX_THREADS = 8
 
 
@@ -264,7 +251,7 @@ def save_model(
 
 
 def carry_files(source: Path, folder: Path) -> None:
-    for name in CARRIED:
+    for name in CARRIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 

@@ -1,4 +1,4 @@
-"""One-line errors for paths that are no model folder: common mistakes, each with the way out."""
+"""What a model folder holds, and one-line errors for paths that are none: common mistakes, each with the way out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ EXPECTED = "expected config.json and *.safetensors inside"
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w-]{0,95}/[\w.-]{1,95}")
 _GIT_LFS = b"version https://git-lfs"
+
+CARRIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Files beside config and weights: fetched with a model, and copied when it is saved under a new name."""
 
 
 def no_folder(path: Path) -> str:
