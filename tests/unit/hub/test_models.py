@@ -107,6 +107,12 @@ def test_weights_in_several_files_come_with_their_index(hub: StubHub, tiny_files
     assert not (folder / "consolidated.safetensors").exists()
 
 
+@pytest.mark.parametrize("file", ["chat_template.json", "chat_template.jinja"])
+def test_a_chat_template_in_a_file_of_its_own_comes_too(hub: StubHub, tiny_files: dict[str, bytes], file: str) -> None:
+    hub.model("org/chat", {**tiny_files, file: b"{}"})
+    assert (model_folder(fetch_model("org/chat")) / file).is_file()
+
+
 def test_a_folder_of_that_name_is_the_folder(
     hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_files: Any
 ) -> None:
