@@ -22,6 +22,7 @@ from llamarl.failpoints import Action, arm, failpoint
 NAMES = all_failpoints()
 SEED = 12
 SIDE_BY_SIDE = 3
+LORA = ("model.lora.rank=4", "trainer.lr=1e-3")
 
 
 def test_every_failpoint_has_a_name_of_its_own() -> None:
@@ -36,7 +37,8 @@ def test_an_error_or_a_delay_anywhere_loses_nothing(
     torch.set_num_threads(1)
     monkeypatch.setattr("llamarl.io.record_log.MAX_SEGMENT_BYTES", SEGMENT_BYTES)
     monkeypatch.setattr("llamarl.controller.ledger_file.FOLD_BYTES", SEGMENT_BYTES)
-    config, run, flag = load_config(None, ["engine=inline", *SMALL]), tmp_path / "run", tmp_path / "reached"
+    lora = LORA if NAMES.index(name) % 2 else ()
+    config, run, flag = load_config(None, ["engine=inline", *SMALL, *lora]), tmp_path / "run", tmp_path / "reached"
     with arm(name, action, flag, nth=2):
         try:
             Job(config).run(run)
@@ -58,19 +60,21 @@ def some_deaths() -> list[tuple[str, str, int]]:
 
 @pytest.mark.timeout(600)
 def test_processes_killed_or_stopped_at_twenty_places_lose_nothing(tmp_path: Path) -> None:
-    """Each in a job of its own, some side by side: most of the time goes into starting processes."""
+    """Each in a job of its own, half of them with adapters, some side by side: most of the time goes into starting
+    processes."""
+    cases = some_deaths()
 
     def outcome(case: tuple[str, str, int]) -> str:
         name, action, nth = case
         folder = tmp_path / f"{name}-{action}"
         folder.mkdir()
-        found = run_and_resume(folder, name, action, nth)
+        found = run_and_resume(folder, name, action, nth, LORA if cases.index(case) % 2 else ())
         sound = found.clean and (found.trained, found.updates, found.dropped) == (12, 6, {})
         return "" if sound else f"{case}: {found}"
 
     fork_server()
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        assert not list(filter(None, pool.map(outcome, some_deaths())))
+        assert not list(filter(None, pool.map(outcome, cases)))
 
 
 def test_nothing_happens_where_nothing_is_armed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -42,12 +43,12 @@ def all_failpoints() -> list[str]:
     return found
 
 
-def run_and_resume(folder: Path, name: str, action: str, nth: int) -> Audit:
+def run_and_resume(folder: Path, name: str, action: str, nth: int, settings: Sequence[str] = ()) -> Audit:
     """Run `llamarl train` with the failpoint armed; if that ends or stops the job itself, resume without it."""
     flag = folder / "reached"
     start = partial(WarmProcess, segment_bytes=SEGMENT_BYTES)
     armed = {VARIABLE: f"{name}:{action}:{nth}:{flag}"}
-    job = RunningJob(folder / "run", ["engine=local", *SMALL], environment=armed, start=start)
+    job = RunningJob(folder / "run", ["engine=local", *SMALL, *settings], environment=armed, start=start)
     try:
         deadline_s = time.monotonic() + _RUN_S
         while job.running and process_state(job.pid) != "T":
