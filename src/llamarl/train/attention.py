@@ -1,6 +1,6 @@
 """Attention inside documents: a token sees its own document up to itself, and nothing else of its row.
 
-Each pack has its own mask, in one of two forms. All layers get the same object, so that compiled blocks share one graph.
+Each pack has its own mask, in one of three forms. All layers get the same object, so that compiled blocks share one graph.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from llamarl.model.gpu_paths import on_gpu
 from llamarl.model.transformer import Attend
 from llamarl.train.fp16 import HalfFlash
-from llamarl.train.packing import Pack
+from llamarl.train.packing import NO_PARENT, Pack
+from llamarl.train.tree_attention import FlashTrees, longest_of, starts_of
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -23,16 +24,21 @@ def uses_long_rows(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def document_attention(pack: Pack, *, long_rows: bool) -> Attend:
-    return FlashDocuments(pack) if long_rows else MaskedDocuments(pack)
+    if not long_rows:
+        return MaskedDocuments(pack)
+    return FlashTrees(pack) if pack.is_shared else FlashDocuments(pack)
 
 
 class MaskedDocuments:
     """Attention with a mask of each row's documents: it works on any device and is quadratic in the row's length."""
 
     def __init__(self, pack: Pack) -> None:
-        numbers_RT = pack.documents_RT
-        same_RTT = numbers_RT[:, :, None] == numbers_RT[:, None, :]
-        self.mask_R1TT = same_RTT.tril_()[:, None]
+        numbers_RT = pack.nodes_RT
+        if pack.is_shared:
+            seen_RTT = _ancestors(pack)[numbers_RT[:, :, None], numbers_RT[:, None, :]]
+        else:
+            seen_RTT = numbers_RT[:, :, None] == numbers_RT[:, None, :]
+        self.mask_R1TT = seen_RTT.tril_()[:, None]
 
     def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
         out_RHTD = F.scaled_dot_product_attention(
@@ -49,13 +55,9 @@ class FlashDocuments:
     """Attention over one long row, cut where documents begin: PyTorch's variable-length FlashAttention."""
 
     def __init__(self, pack: Pack) -> None:
-        width = pack.tokens_RT.numel()
+        device, width = pack.tokens_RT.device, pack.tokens_RT.numel()
         lengths = [*pack.lengths, width - sum(pack.lengths)]  # the tail is a document that is ignored
-        starts_D = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-        self.starts_D = starts_D.to(pack.tokens_RT.device, non_blocking=True)
-        torch._dynamo.maybe_mark_dynamic(self.starts_D, 0)  # packs hold any number of documents
-        # A power of two that most packs have in common, since blocks are compiled again for every new value.
-        self.longest = 1 << max(10, (max(lengths) - 1).bit_length())
+        self.starts_D, self.longest = starts_of(lengths, device), longest_of(lengths)
 
     def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
         if q_RTHD.dtype == torch.float32:  # the blocks take fp16 operands
@@ -65,3 +67,13 @@ class FlashDocuments:
             q_RTHD[0], k_RTKD[0], v_RTKD[0], self.starts_D, self.starts_D, self.longest, self.longest, 0.0, True, False
         )[0]
         return out_THD[None]
+
+
+def _ancestors(pack: Pack) -> Tensor:
+    """Whether a node (row) sees another one (column): itself and all before it in its documents. Padding, which is -1 and so
+    the last row, sees itself."""
+    seen = torch.eye(len(pack.nodes) + 1, dtype=torch.bool)
+    for number, node in enumerate(pack.nodes):
+        if node.parent != NO_PARENT:
+            seen[number] |= seen[node.parent]
+    return seen.to(pack.tokens_RT.device)

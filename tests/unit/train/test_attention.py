@@ -17,7 +17,7 @@ def test_changing_one_document_changes_no_other() -> None:
     (pack,) = make_packs(DOCUMENTS, 10_000, long_rows=False)
     with torch.no_grad():
         before = model(pack.tokens_RT, pack.positions_RT, MaskedDocuments(pack))
-        changed_RT = pack.documents_RT == 4
+        changed_RT = pack.nodes_RT == 4
         tokens_RT = torch.where(changed_RT, (pack.tokens_RT + 1) % 23, pack.tokens_RT)
         after = model(tokens_RT, pack.positions_RT, MaskedDocuments(pack))
     assert torch.equal(before[~changed_RT], after[~changed_RT])
