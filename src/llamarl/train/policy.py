@@ -19,6 +19,7 @@ from llamarl.model.base import Base
 from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, random_model
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
+from llamarl.plan.trainer import LEAST_SHARED
 from llamarl.train.attention import document_attention, uses_long_rows
 from llamarl.train.fp16 import take_half_operands
 from llamarl.train.lm_head import Head, Vocabulary, chunked_logprobs
@@ -106,7 +107,6 @@ class Policy:
         return logprobs_N
 
 
-LEAST_SHARED = 32  # tokens; to cut attention for a shorter run costs more than it saves
 _ATTENTION = 4.0  # times as long as a product takes for the same operations, on a GPU and on a CPU
 _JOIN_OPERATIONS = 2000.0  # operations per layer and query feature that a product makes while attention is joined once
 
