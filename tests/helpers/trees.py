@@ -68,10 +68,11 @@ def flash_on_cpu() -> Iterator[None]:
 def plain_forward(
     q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    narrow, (q, k, v) = q.dtype, (_wide(x) for x in (q, k, v))
     scores_HQK = _scores(q, k, starts_q, starts_k, causal)
     sums_HQ = scores_HQK.logsumexp(-1)
     out = torch.einsum("hqk,khd->qhd", (scores_HQK - sums_HQ[..., None]).exp(), _for_each_head(v, q))
-    return out, sums_HQ, q.new_zeros(2), q.new_zeros(0)
+    return out.to(narrow), sums_HQ, q.new_zeros(2), q.new_zeros(0)
 
 
 def plain_backward(
@@ -85,14 +86,18 @@ def plain_backward(
     unused: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What FlashAttention computes: weights from the sums that it is given, and the output's share from the output."""
-    grad, q, k, v, out, sums_HQ = given
+    narrow, (grad, q, k, v, out, sums_HQ) = given[0].dtype, (_wide(x) for x in given)
     assert sums_HQ.is_contiguous(), "the kernel assumes it"
     weights_HQK = (_scores(q, k, starts_q, starts_k, causal) - sums_HQ[..., None]).exp()
     of_weights_HQK = torch.einsum("qhd,khd->hqk", grad, _for_each_head(v, q))
     of_scores_HQK = weights_HQK * (of_weights_HQK - (grad * out).sum(-1).t()[..., None]) / q.shape[-1] ** 0.5
     of_q = torch.einsum("hqk,khd->qhd", of_scores_HQK, _for_each_head(k, q))
     of_k, of_v = torch.einsum("hqk,qhd->khd", of_scores_HQK, q), torch.einsum("hqk,qhd->khd", weights_HQK, grad)
-    return of_q, _of_groups(of_k, k), _of_groups(of_v, v)
+    return of_q.to(narrow), _of_groups(of_k, k).to(narrow), _of_groups(of_v, v).to(narrow)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scores(q: Tensor, k: Tensor, starts_q: Tensor, starts_k: Tensor, causal: bool) -> Tensor:
