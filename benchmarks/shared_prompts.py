@@ -1,11 +1,12 @@
 """What does it save to compute a prompt once for its answers, and which attention is fastest? On one GPU, under 4 minutes.
 
-    python benchmarks/shared_prompts.py [--part updates|trees|documents] [--budget 230] [--json result.json]
+    python benchmarks/shared_prompts.py [--part updates|trees|documents|long] [--budget 230] [--json result.json]
 
 - updates: whole updates of plain packs and of trees, compiled, side by side; and how far losses and gradients are apart.
 - trees: attention alone, forward and backward, over the same documents: plain, as trees in parts, as trees by flex attention.
 - documents: attention alone over documents of 1k, 8k and 32k tokens: the trainer's variable-length FlashAttention against
   cuDNN, with variable lengths and with equal ones.
+- long: whole updates of equal documents of 32k, 8k and 1k tokens, compiled, with the attention of either; only if asked for.
 
 Each variant that fails is a row with its error. What would begin after the budget is left out and named. `--tiny` runs the
 updates on a CPU, to see that the script works.
@@ -39,6 +40,7 @@ from llamarl.train.attention import FlashDocuments
 from llamarl.train.learner import Learner
 from llamarl.train.packing import NO_PARENT, Pack, Sharing, make_packs
 from llamarl.train.policy import ComputeSettings, random_policy
+from llamarl.train.speed import measured_tflops, training_flops
 from llamarl.train.tree_attention import FlashTrees
 
 SAMPLES = 8
@@ -90,10 +92,11 @@ def short(error: BaseException) -> str:
 # Whole updates
 
 
-def make_learner(shape: ModelSpec, mode: str, device: torch.device) -> Learner:
+def make_learner(shape: ModelSpec, mode: str, device: torch.device, **how: Any) -> Learner:
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    computing = ComputeSettings(device, dtype, compiled=on_gpu, tokens_per_pack=PACK, share_prompts=mode)
+    how = {"compiled": on_gpu, "tokens_per_pack": PACK, **how}
+    computing = ComputeSettings(device, dtype, share_prompts=mode, **how)
     settings = TrainerConfig(lr=1e-7)
     return Learner(random_policy(shape, computing), aipo_loss, settings=settings, algo=AlgoConfig(), updates=1000)
 
@@ -145,6 +148,37 @@ def updates(device: torch.device, tiny: bool, rounds: int = 5) -> Iterator[Row]:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def long(device: torch.device, rounds: int = 4) -> Iterator[Row]:
+    shape, rng = shape_named("llama-3.2-1b"), np.random.default_rng(0)
+    how = {"tokens_per_pack": TOKENS, "recompute": "full"}
+    learners = {
+        name: make_learner(shape, "off", device, cudnn_from=cudnn_from, **how)
+        for name, cudnn_from in (("flash", 0), ("cuDNN", 1))
+    }
+    for length in (32_768, 8192, 1024):
+        case, zeros = f"1B, {TOKENS // length} x {length}", np.zeros(length - 1, np.float32)
+        documents = [
+            Document(
+                rng.integers(0, shape.vocab_size, length).astype(np.int32),
+                1,
+                zeros - 9,
+                zeros.astype(np.int64),
+                zeros + 1,
+            )
+            for _ in range(TOKENS // length)
+        ]
+        try:
+            yield Row("long", case, "equal?", note=compare(learners, documents))
+            for name, learner in learners.items():
+                times = [time_update(learner, documents, number) for number in range(2 + rounds)][2:]
+                spent_s = statistics.median(times)
+                tflops = training_flops(shape, [length] * len(documents)) / spent_s / 1e12
+                share = tflops / measured_tflops(device, torch.bfloat16)
+                yield Row("long", case, name, spent_s * 1e3, TOKENS, f"{tflops:.0f} TFLOP/s, {share:.1%} of the peak")
+        except Exception as error:  # whatever a kernel or a compiler may say
+            yield Row("long", case, "failed", note=short(error))
 
 
 # Attention alone
@@ -330,7 +364,7 @@ def documents(device: torch.device) -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", default=[], choices=["updates", "trees", "documents"])
+    parser.add_argument("--part", action="append", default=[], choices=["updates", "trees", "documents", "long"])
     parser.add_argument("--budget", type=float, default=230.0, help="seconds; what comes later is left out")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU")
     parser.add_argument("--json", type=Path)
@@ -340,9 +374,10 @@ def main() -> None:
         "documents": documents(device),
         "updates": updates(device, arguments.tiny),
         "trees": trees(device),
+        "long": long(device),
     }
     rows = list[Row]()
-    for name in arguments.part or (["updates"] if arguments.tiny else list(parts)):
+    for name in arguments.part or (["updates"] if arguments.tiny else ["documents", "updates", "trees"]):
         for row in parts[name]:
             rows.append(row)
             print(row, flush=True)

@@ -226,3 +226,28 @@ def test_an_update_says_what_it_shared() -> None:
     model = calm_model().to(GPU, torch.bfloat16)
     learner = Learner(Policy(model, computing), LOSSES["aipo"], settings=TrainerConfig(), algo=AlgoConfig(), updates=10)
     assert learner.update(0, [group]).timings["shared_tokens"] == 700.0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_attention_of_cudnn_is_that_of_flash(compiled: bool) -> None:
+    """On one long document with padding, and on equal ones without."""
+    rng = np.random.default_rng(0)
+    for count, size in ((1, 700), (4, 256)):
+        documents, zeros = list[Document](), np.zeros(size - 1, np.float32)
+        for _ in range(count):
+            tokens = rng.integers(0, 23, size).astype(np.int32)
+            documents.append(Document(tokens, 1, zeros - 3, zeros.astype(np.int64), zeros + 1))
+        found = []
+        for cudnn_from in (0, 1):
+            learner = make_plain(compiled, cudnn_from)
+            learner.accumulate(documents)
+            found.append(dict(learner.optimizer.gradients()))
+        for name, grad in found[0].items():
+            assert (found[1][name].float() - grad.float()).norm() / grad.float().norm() < 0.05, name
+
+
+def make_plain(compiled: bool, cudnn_from: int) -> Learner:
+    computing = ComputeSettings(GPU, torch.bfloat16, compiled=compiled, cudnn_from=cudnn_from)
+    model = calm_model().to(GPU, torch.bfloat16)
+    parallelize_for(model, computing)
+    return Learner(Policy(model, computing), LOSSES["aipo"], settings=TrainerConfig(), algo=AlgoConfig(), updates=10)

@@ -1,6 +1,6 @@
 """Attention inside documents: a token sees its own document up to itself, and nothing else of its row.
 
-Each pack has its own mask, in one of three forms. All layers get the same object, so that compiled blocks share one graph.
+Each pack has its own mask, in one of several forms. All layers get the same object, so that compiled blocks share one graph.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llamarl.model.gpu_paths import on_gpu
 from llamarl.model.transformer import Attend
@@ -15,6 +16,7 @@ from llamarl.train.fp16 import HalfFlash
 from llamarl.train.packing import NO_PARENT, Pack
 from llamarl.train.tree_attention import FlashTrees, longest_of, starts_of
 
+CUDNN = SDPBackend.CUDNN_ATTENTION
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -23,10 +25,14 @@ def uses_long_rows(device: torch.device, dtype: torch.dtype) -> bool:
     return on_gpu(device) and dtype in _FLASH_DTYPES
 
 
-def document_attention(pack: Pack, *, long_rows: bool) -> Attend:
+def document_attention(pack: Pack, *, long_rows: bool, cudnn_from: int = 0) -> Attend:
+    """The attention of a pack. `cudnn_from`: length from which documents that cuDNN can take are given to it; 0: none."""
     if not long_rows:
         return MaskedDocuments(pack)
-    return FlashTrees(pack) if pack.is_shared else FlashDocuments(pack)
+    if pack.is_shared:
+        return FlashTrees(pack)
+    suits = cudnn_from and CudnnDocuments.takes(pack) and max(pack.lengths) >= cudnn_from
+    return CudnnDocuments(pack) if suits else FlashDocuments(pack)
 
 
 class MaskedDocuments:
@@ -67,6 +73,25 @@ class FlashDocuments:
             q_RTHD[0], k_RTKD[0], v_RTKD[0], self.starts_D, self.starts_D, self.longest, self.longest, 0.0, True, False
         )[0]
         return out_THD[None]
+
+
+class CudnnDocuments:
+    """Attention over one long row that is a batch of equal documents: cuDNN's, which knows no documents of other lengths."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.count = len(pack.nodes)
+
+    @staticmethod
+    def takes(pack: Pack) -> bool:
+        """Whether all documents have one length and fill the row. A single one need not: no token of it sees the tail."""
+        lengths = pack.lengths
+        return len(lengths) == 1 or (len(set(lengths)) == 1 and sum(lengths) == pack.tokens_RT.numel())
+
+    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
+        q, k, v = (x.reshape(self.count, -1, *x.shape[2:]).transpose(1, 2) for x in (q_RTHD, k_RTKD, v_RTKD))
+        with sdpa_kernel(CUDNN):
+            out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out_BHLD.transpose(1, 2).flatten(0, 1)[None]
 
 
 def _ancestors(pack: Pack) -> Tensor:

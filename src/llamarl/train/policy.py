@@ -48,6 +48,9 @@ class ComputeSettings:
     temperature: float = 1.0
     lora: LoraConfig = NO_LORA
     share_prompts: str = "off"  # off, on or auto: whether packs compute once what documents begin with
+    cudnn_from: int = (
+        0  # tokens; documents of at least this length have cuDNN's attention, where it can take them; 0: none
+    )
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -93,7 +96,9 @@ class Policy:
 
     def hidden(self, pack: Pack) -> Tensor:
         """The states [N, C] that predict the pack's answer tokens."""
-        attend = document_attention(pack, long_rows=self.computing.long_rows)
+        how = self.computing
+        cudnn_from = 0 if how.dtype == torch.float16 else how.cudnn_from  # its operands are fp32 here
+        attend = document_attention(pack, long_rows=how.long_rows, cudnn_from=cudnn_from)
         hidden_RTC: Tensor = self.model(pack.tokens_RT, pack.positions_RT, attend)
         return hidden_RTC.flatten(0, 1).index_select(0, pack.at_N)
 
