@@ -24,6 +24,9 @@ from llamarl.train.trees import Branch, cut, grow_trees, plain_trees
 
 _SHORTEST_ROW = 64  # tokens; in shorter rows, the number of rows costs more than masked attention saves
 TILE = 128  # tokens; a GPU's long row is padded to a multiple of this, so that its products have whole tiles
+_LEAST_TAIL = (
+    2  # tokens behind trees; compiled code would be made anew for a tail of none, and for one of a single token
+)
 PADDING = -1
 NO_PARENT = -1
 
@@ -195,7 +198,8 @@ def _rows(trees: Sequence[Branch], multiple: int) -> tuple[list[list[Branch]], i
     """The trees of each row, and the width of rows."""
     lengths = [tree.num_tokens for tree in trees]
     if multiple:
-        return [list(trees)], -(-sum(lengths) // multiple) * multiple
+        tail = _LEAST_TAIL if any(tree.children for tree in trees) else 0
+        return [list(trees)], -(-(sum(lengths) + tail) // multiple) * multiple
     width = max([_SHORTEST_ROW, *lengths])
     rows = [[trees[number] for number in row] for row in balance(lengths, width)]
     return rows, max(sum(tree.num_tokens for tree in row) for row in rows)
