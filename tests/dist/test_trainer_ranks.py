@@ -11,12 +11,14 @@ from helpers.models import SHAPE, lively_model
 from helpers.ranks import run_ranks
 from helpers.trainer_rank import DOCUMENTS, make_learner, sequence_loss, train, whole_masters
 from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
+from helpers.trees import make_branching_documents
 from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import Tensor
 
 from llamarl.model.checkpoint import save_model
 from llamarl.train.mesh import LONE_RANK
+from llamarl.train.token_column import TokenColumn
 
 TIED = replace(SHAPE, tied_head=True, qk_norm=True)
 MESHES = {  # replicate, data, tensor
@@ -83,6 +85,27 @@ def test_metrics_are_those_of_the_whole_update(found: Found) -> None:
     expected = cpu_learner().accumulate(documents).metrics(documents, 4.0)
     metrics = {name: value.item() for name, value in named(found["gradients"], "metric/").items()}
     assert metrics == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (1, 3, 1)], ids=["fsdp=2,tp=2", "fsdp=3"])
+def test_shared_prompts_change_nothing_on_any_mesh(mesh: tuple[int, int, int], tmp_path: Path) -> None:
+    """Gradients and metrics are those of one rank with one document at a time; each case shares tokens."""
+    save_model(lively_model(), tmp_path / "model")
+    found, documents = run_trainer("trees", mesh, tmp_path)["trees"], make_branching_documents()
+    learner = cpu_learner()
+    seen = learner.accumulate(documents)
+    for case in ("one", "several", "full"):
+        gradients = named(found, f"{case}/")
+        assert gradients.pop("loss").item() == pytest.approx(seen.loss(), abs=1e-5)
+        assert gradients.pop("shared_tokens").item() > 30
+        assert_same_gradients(gradients, learner.optimizer.gradients())
+    metrics = {name: value.item() for name, value in named(found, "metric/").items()}
+    assert metrics == pytest.approx(seen.metrics(documents, 4.0), rel=1e-4, abs=1e-5)
+    column = TokenColumn(documents, learner.policy)
+    for pack in learner.policy.packs(documents):
+        column.fill(pack.sequence_N, learner.policy.logprobs(pack))
+    expected = [torch.frombuffer(bytearray(one), dtype=torch.float32) for one in column.complete()]
+    assert torch.allclose(found["logprobs"], torch.cat(expected), atol=1e-5)
 
 
 def test_a_loss_of_whole_answers_with_all_its_terms_equals_one_rank(found: Found, model: Path) -> None:

@@ -22,6 +22,7 @@ from helpers.layouts import part
 from helpers.lora import LORA
 from helpers.ranks import DEVICE, join_in, leave_group
 from helpers.training import make_test_documents
+from helpers.trees import make_branching_documents
 from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.errors import JobFailed
@@ -34,6 +35,7 @@ from llamarl.train.policy import ComputeSettings, load_policy
 from llamarl.train.restore import load_masters, restore
 from llamarl.train.shards import owned_shards, trained_shards
 from llamarl.train.state import TrainingState, gather
+from llamarl.train.token_column import TokenColumn
 
 DOCUMENTS = 13
 UPDATES = 3
@@ -128,6 +130,26 @@ def gradients(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     learner.accumulate(documents[:1])
     found |= {f"lonely/{name}": grad for name, grad in whole_gradients(learner).items()}
     return found
+
+
+def trees(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients, metrics and kept log-probs where documents share what they begin with, and how many tokens they share."""
+    documents, found = make_branching_documents(), dict[str, Tensor]()
+    cases: dict[str, dict[str, object]] = {"one": {}, "several": {"tokens_per_pack": 40}, "full": {"recompute": "full"}}
+    for case, how in cases.items():
+        learner = make_learner(folder / "model", mesh, torch.float32, DEVICE, share_prompts="on", **how)
+        seen = learner.accumulate(documents)
+        found |= {f"{case}/{name}": grad for name, grad in whole_gradients(learner).items()}
+        found[f"{case}/loss"] = torch.tensor([seen.loss()])
+        tokens = sum(len(document.tokens) for document in documents)
+        found[f"{case}/shared_tokens"] = torch.tensor([tokens - seen.totals(documents, 4.0).work.tokens])
+    column = TokenColumn(documents, learner.policy)
+    for pack in learner.policy.packs(documents):
+        logprobs_N = learner.policy.logprobs(pack)
+        if pack.counts:
+            column.fill(pack.sequence_N, logprobs_N)
+    found["logprobs"] = torch.cat([torch.frombuffer(bytearray(one), dtype=torch.float32) for one in column.complete()])
+    return found | {f"metric/{name}": torch.tensor([value]) for name, value in seen.metrics(documents, 4.0).items()}
 
 
 def sequence_loss(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
@@ -289,6 +311,7 @@ def compiled(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
 
 TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "gradients": gradients,
+    "trees": trees,
     "sequence_loss": sequence_loss,
     "updates": updates,
     "narrow": narrow,

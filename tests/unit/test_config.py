@@ -46,6 +46,14 @@ def test_what_is_not_given_has_its_default(job: Path, text: str) -> None:
     assert load_text(job, text) == Config()
 
 
+@pytest.mark.parametrize("word", ["on", "off", "auto"])
+def test_on_and_off_are_words_for_settings_that_know_them(job: Path, word: str) -> None:
+    """YAML reads them as true and false."""
+    job.write_text(f"trainer: {{share_prompts: {word}}}")
+    assert load_config(job).trainer.share_prompts == word
+    assert load_config(None, [f"trainer.compile={word}"]).trainer.compile == word
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -26,6 +26,7 @@ def compute_settings(config: Config, device: torch.device, mesh: TrainerMesh) ->
         tokens_per_pack=settings.tokens_per_pack,
         temperature=config.generator.temperature,
         lora=config.model.lora,
+        share_prompts=settings.share_prompts,
     )
 
 

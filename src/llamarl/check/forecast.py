@@ -105,6 +105,7 @@ def _better(config: Config, gpu: Gpu, scene: SimulationSetup, update_s: float) -
             samples=schedule.samples_per_group,
             prompt=scene.prompt,
             answers=scene.answers,
+            share_prompts=config.trainer.share_prompts != "off",
         ),
         max_staleness=max(1, schedule.max_staleness),
         lora=config.model.lora,

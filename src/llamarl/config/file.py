@@ -197,8 +197,14 @@ def _check(raw: dict[str, Any], section: type[Section], prefix: str) -> dict[str
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, float) and not math.isfinite(number):
                 raise ConfigError(f"{key}: must be a finite number, got {number}")
-        checked[name] = value
+        checked[name] = _on_or_off(value, hint)
     return checked
+
+
+def _on_or_off(value: Any, hint: Any) -> Any:
+    """YAML reads the words on and off as true and false; here they are words again, for settings that know them."""
+    known = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+    return ("on" if value else "off") if isinstance(value, bool) and "on" in known else value
 
 
 def _as_section(key: str, value: Any, section: type[Section]) -> dict[str, Any]:

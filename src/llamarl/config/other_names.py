@@ -55,6 +55,13 @@ _OURS: dict[str, tuple[str, ...]] = {
         "max_token_len_per_gpu",
         "ppo_max_token_len_per_gpu",
     ),
+    "trainer.share_prompts": (
+        "use_prefix_grouper",
+        "prefix_grouper",
+        "shared_prefix",
+        "prefix_sharing",
+        "tree_training",
+    ),
     "trainer.recompute": ("gradient_checkpointing", "activation_checkpointing", "enable_gradient_checkpointing"),
     "trainer.offload": ("optimizer_offload", "cpu_offload", "adam_offload", "offload_optimizer"),
     "trainer.compile": ("torch_compile", "use_torch_compile"),

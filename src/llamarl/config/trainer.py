@@ -41,6 +41,13 @@ class TrainerConfig(Section, frozen=True):
     tokens_per_pack: Annotated[
         int, Meta(ge=16, description="most tokens in one forward and backward pass; a longer sequence goes alone")
     ] = 16_384
+    share_prompts: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="compute once per pack what documents begin with, such as the prompt of a group; auto: where that "
+            "saves time; on: wherever documents begin alike"
+        ),
+    ] = "auto"
     recompute: Annotated[
         Literal["none", "selective", "full"],
         Meta(description="activations recomputed in the backward pass: none, those of the MLPs, or whole blocks"),

@@ -28,6 +28,7 @@ FREE = (
     "trainer.data",
     "trainer.tensor",
     "trainer.tokens_per_pack",
+    "trainer.share_prompts",
     "trainer.recompute",
     "trainer.compile",
     "trainer.offload",

@@ -160,6 +160,7 @@ def train_terms(
     tokens: float,
     answer_tokens: float,
     squares: float,
+    joins: float = 0.0,
     passes: float,
     recompute: str = "none",
     tp: int = 1,
@@ -168,7 +169,8 @@ def train_terms(
     lora: LoraConfig = NO_LORA,
 ) -> dict[str, float]:
     """Terms of an update on one of replicate * data * tp ranks. `tokens`, `answer_tokens` and `squares` (the sum of the
-    documents' squared lengths) are of the whole update; `passes` is the number of passes of one rank."""
+    documents' squared lengths) are of the whole update, and so are `joins`, the tokens whose attention is joined from two
+    parts; `passes` is the number of passes of one rank."""
     ranks, rate = tp * data * replicate, gpu.flops(precision)
     each = 4 if lora else 6  # products per weight and token: a frozen one has no gradient
     blocks = (each * block_parameters(shape) + 2 * recomputed_parameters(shape, recompute)) * tokens
@@ -176,6 +178,7 @@ def train_terms(
     head = each * head_of(shape).size * answer_tokens
     attention = 6 * shape.num_layers * shape.q_size * squares * (1 + (recompute == "full") / 3)
     traffic = activation_traffic(shape, precision) * tokens + 3 * 4 * shape.vocab_size * answer_tokens
+    traffic += join_traffic(shape, precision) * joins
     return {
         "products": (blocks + head) / ranks / rate,
         "attention": attention / ranks / rate,
@@ -190,6 +193,11 @@ def activation_traffic(shape: ModelSpec, precision: str) -> float:
     """Bytes per token that norms, rotations, residuals and silu read and write, forward and backward."""
     each = 40 * shape.hidden_size + 8 * shape.intermediate_size
     return shape.num_layers * each * activation_width(precision)
+
+
+def join_traffic(shape: ModelSpec, precision: str) -> float:
+    """Bytes per token that joining the outputs of two parts of attention, and their gradients, reads and writes."""
+    return shape.num_layers * 6 * shape.q_size * activation_width(precision)
 
 
 def num_trained(shape: ModelSpec, lora: LoraConfig) -> int:

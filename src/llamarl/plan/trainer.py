@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 from msgspec import Struct
 
@@ -25,12 +26,46 @@ CPU_ROW = 64  # shortest row on a CPU, in tokens; otherwise a row is as long as 
 ACCUMULATE_BYTES = 12  # per parameter and pass, to sum the gradients of several passes: two reads and one write
 
 
+LEAST_SHARED = 32  # tokens; to cut attention for a shorter prompt costs more than it saves (train/packing.py)
+
+
+class SharedPrompts(Struct, frozen=True):
+    """Prompts of an update that are computed once for all their answers."""
+
+    count: float
+    tokens: float  # tokens of each
+    samples: float  # answers of each
+
+
 class UpdateLoad(Struct, frozen=True):
-    """Tokens of one update as the passes compute them, including padding."""
+    """Tokens of one update, including padding, as if every document was computed apart."""
 
     tokens: float
     answer_tokens: float
     squares: float  # sum of the documents' squared lengths
+    shared: SharedPrompts | None = None
+    joins: float = 0.0  # tokens whose attention is joined from two parts
+
+    def computed(self, tokens_per_pack: int) -> UpdateLoad:
+        """What passes compute: each prompt once, or once in each pack that holds some of its answers."""
+        if self.shared is None:
+            return self
+        each = self.answer_tokens / self.shared.count
+        packs = min(self.shared.samples, max(1.0, ceil(each / max(1.0, tokens_per_pack - self.shared.tokens))))
+        saved = self.shared.count * (self.shared.samples - packs)
+        return UpdateLoad(
+            self.tokens - saved * self.shared.tokens,
+            self.answer_tokens,
+            self.squares - saved * self.shared.tokens**2,
+            joins=self.answer_tokens,
+        )
+
+
+def shared_prompts(gpu: Gpu, count: float, tokens: float, samples: float) -> SharedPrompts | None:
+    """What `trainer.share_prompts: auto` does with prompts of this length. On a CPU, whose attention computes whole rows of
+    answers, it may do less, and counts as nothing."""
+    shared = not gpu.is_cpu and count > 0 and samples > 1 and tokens >= LEAST_SHARED
+    return SharedPrompts(count, tokens, samples) if shared else None
 
 
 def packed(gpu: Gpu, lengths: Sequence[float], answer_share: float) -> UpdateLoad:
@@ -80,18 +115,20 @@ class TrainerRanks(Struct, frozen=True):
     def update_s(self, batch: UpdateLoad) -> float:
         """Time of an update. FSDP's communication overlaps with the passes; that of tensor parallelism does not. Replicas sum
         their gradients during the last backward pass, which is two thirds of that pass."""
-        passes, computing_s = self.passes(batch.tokens), self.computing_s(batch)
+        passes, computing_s = self.passes(batch.computed(self.tokens_per_pack).tokens), self.computing_s(batch)
         sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, passes, self.lora)
         replicas_s = replica_exchange_s(self.shape, self.gpu, self.tp, self.data, self.replicate, self.lora)
         return max(computing_s, sharding_s) + max(0.0, replicas_s - computing_s / passes * 2 / 3)
 
     def waits_for_shards(self, batch: UpdateLoad) -> bool:
         """Whether FSDP's communication takes longer than everything that it overlaps with."""
-        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, self.passes(batch.tokens), self.lora)
+        passes = self.passes(batch.computed(self.tokens_per_pack).tokens)
+        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, passes, self.lora)
         return sharding_s > self.computing_s(batch)
 
     def computing_s(self, batch: UpdateLoad) -> float:
         """Time of an update without the communication of FSDP and of replicas."""
+        batch = batch.computed(self.tokens_per_pack)
         passes = self.passes(batch.tokens)
         terms = train_terms(
             self.shape,
@@ -100,6 +137,7 @@ class TrainerRanks(Struct, frozen=True):
             tokens=batch.tokens,
             answer_tokens=batch.answer_tokens,
             squares=batch.squares,
+            joins=batch.joins,
             passes=passes,
             recompute=self.recompute,
             tp=self.tp,

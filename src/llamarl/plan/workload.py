@@ -15,7 +15,7 @@ from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import MEMORY_SHARE
-from llamarl.plan.trainer import UpdateLoad, packed
+from llamarl.plan.trainer import UpdateLoad, packed, shared_prompts
 
 TENSOR_SIZES = tuple(1 << power for power in range(11))
 
@@ -28,6 +28,7 @@ class Workload(Struct, frozen=True, kw_only=True):
     prompt: int  # tokens per prompt
     answers: Lengths
     skipped: float = 0.0  # share of groups that are not trained on, because their rewards are all equal
+    share_prompts: bool = False  # whether the trainer computes a prompt once for all its answers, where that pays
 
     @property
     def answers_per_update(self) -> int:
@@ -43,10 +44,13 @@ class Workload(Struct, frozen=True, kw_only=True):
         if gpu.is_cpu:
             typical = [self.prompt + answers.quantile((at + 0.5) / 64) for at in range(64)]
             one = packed(gpu, typical, answers.mean / (self.prompt + answers.mean))
-            return UpdateLoad(*(getattr(one, name) * count / 64 for name in UpdateLoad.__struct_fields__))
+            times = count / 64
+            return UpdateLoad(one.tokens * times, one.answer_tokens * times, one.squares * times)
         tokens = count * (self.prompt + answers.mean)
         squares = count * (self.prompt**2 + 2 * self.prompt * answers.mean + answers.mean_square)
-        return UpdateLoad(tokens, count * answers.mean, squares)
+        prompts = self.groups * (1 - self.skipped)
+        shared = shared_prompts(gpu, prompts, self.prompt, self.samples) if self.share_prompts else None
+        return UpdateLoad(tokens, count * answers.mean, squares, shared)
 
 
 class Question(Struct, frozen=True, kw_only=True):

@@ -5,18 +5,30 @@ from __future__ import annotations
 from random import Random
 
 import numpy as np
+from msgspec.structs import replace
 
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
-from llamarl.plan.trainer import UpdateLoad, packed
+from llamarl.plan.trainer import UpdateLoad, packed, shared_prompts
 
 _BLOCK = 256  # number of groups that are drawn together
 _KEPT = 64  # number of blocks that are kept
 
 
 class Answers:
-    def __init__(self, lengths: Lengths, *, samples: int, prompt: int, seed: int, skipped: float = 0.0) -> None:
-        """`skipped`: the share of groups whose rewards are all equal, so that nothing is trained on them."""
+    def __init__(
+        self,
+        lengths: Lengths,
+        *,
+        samples: int,
+        prompt: int,
+        seed: int,
+        skipped: float = 0.0,
+        share_prompts: bool = False,
+    ) -> None:
+        """`skipped`: the share of groups whose rewards are all equal, so that nothing is trained on them. `share_prompts`:
+        whether the trainer computes a prompt once for all its answers, where that pays."""
+        self._share_prompts = share_prompts
         self._lengths, self._samples, self._prompt, self._seed, self._skipped = lengths, samples, prompt, seed, skipped
         self._blocks: dict[int, list[list[int]]] = {}
 
@@ -38,7 +50,9 @@ class Answers:
         kept = [ordinal for ordinal in ordinals if not self._is_skipped(ordinal)]
         answers = [length for ordinal in kept for length in self.of(ordinal)]
         documents = [self._prompt + length for length in answers]
-        return packed(gpu, documents, sum(answers) / max(1, sum(documents)))
+        load = packed(gpu, documents, sum(answers) / max(1, sum(documents)))
+        shared = shared_prompts(gpu, len(kept), self._prompt, self._samples) if self._share_prompts else None
+        return replace(load, shared=shared)
 
     def _is_skipped(self, ordinal: int) -> bool:
         return self._skipped > 0 and Random(self._seed * 1_000_003 + ordinal).random() < self._skipped

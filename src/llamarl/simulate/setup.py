@@ -159,6 +159,7 @@ def _answers(scene: SimulationSetup) -> Answers:
         prompt=scene.prompt,
         seed=scene.config.seed,
         skipped=scene.skipped if scene.config.algo.zero_variance == "skip" else 0.0,
+        share_prompts=scene.config.trainer.share_prompts != "off",
     )
 
 

@@ -1,6 +1,6 @@
 """Attention inside documents: a token sees its own document up to itself, and nothing else of its row.
 
-Each pack has its own mask, in one of two forms. All layers get the same object, so that compiled blocks share one graph.
+Each pack has its own mask, in one of several forms. All layers get the same object, so that compiled blocks share one graph.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llamarl.model.gpu_paths import on_gpu
 from llamarl.model.transformer import Attend
 from llamarl.train.fp16 import HalfFlash
-from llamarl.train.packing import Pack
+from llamarl.train.packing import NO_PARENT, Pack
+from llamarl.train.tree_attention import FlashTrees, longest_of, starts_of
 
+CUDNN = SDPBackend.CUDNN_ATTENTION
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -22,17 +25,26 @@ def uses_long_rows(device: torch.device, dtype: torch.dtype) -> bool:
     return on_gpu(device) and dtype in _FLASH_DTYPES
 
 
-def document_attention(pack: Pack, *, long_rows: bool) -> Attend:
-    return FlashDocuments(pack) if long_rows else MaskedDocuments(pack)
+def document_attention(pack: Pack, *, long_rows: bool, cudnn_from: int = 0) -> Attend:
+    """The attention of a pack. `cudnn_from`: length from which documents that cuDNN can take are given to it; 0: none."""
+    if not long_rows:
+        return MaskedDocuments(pack)
+    if pack.is_shared:
+        return FlashTrees(pack)
+    suits = cudnn_from and CudnnDocuments.takes(pack) and max(pack.lengths) >= cudnn_from
+    return CudnnDocuments(pack) if suits else FlashDocuments(pack)
 
 
 class MaskedDocuments:
     """Attention with a mask of each row's documents: it works on any device and is quadratic in the row's length."""
 
     def __init__(self, pack: Pack) -> None:
-        numbers_RT = pack.documents_RT
-        same_RTT = numbers_RT[:, :, None] == numbers_RT[:, None, :]
-        self.mask_R1TT = same_RTT.tril_()[:, None]
+        numbers_RT = pack.nodes_RT
+        if pack.is_shared:
+            seen_RTT = _ancestors(pack)[numbers_RT[:, :, None], numbers_RT[:, None, :]]
+        else:
+            seen_RTT = numbers_RT[:, :, None] == numbers_RT[:, None, :]
+        self.mask_R1TT = seen_RTT.tril_()[:, None]
 
     def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
         out_RHTD = F.scaled_dot_product_attention(
@@ -49,13 +61,9 @@ class FlashDocuments:
     """Attention over one long row, cut where documents begin: PyTorch's variable-length FlashAttention."""
 
     def __init__(self, pack: Pack) -> None:
-        width = pack.tokens_RT.numel()
+        device, width = pack.tokens_RT.device, pack.tokens_RT.numel()
         lengths = [*pack.lengths, width - sum(pack.lengths)]  # the tail is a document that is ignored
-        starts_D = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-        self.starts_D = starts_D.to(pack.tokens_RT.device, non_blocking=True)
-        torch._dynamo.maybe_mark_dynamic(self.starts_D, 0)  # packs hold any number of documents
-        # A power of two that most packs have in common, since blocks are compiled again for every new value.
-        self.longest = 1 << max(10, (max(lengths) - 1).bit_length())
+        self.starts_D, self.longest = starts_of(lengths, device), longest_of(lengths)
 
     def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
         if q_RTHD.dtype == torch.float32:  # the blocks take fp16 operands
@@ -65,3 +73,32 @@ class FlashDocuments:
             q_RTHD[0], k_RTKD[0], v_RTKD[0], self.starts_D, self.starts_D, self.longest, self.longest, 0.0, True, False
         )[0]
         return out_THD[None]
+
+
+class CudnnDocuments:
+    """Attention over one long row that is a batch of equal documents: cuDNN's, which knows no documents of other lengths."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.count = len(pack.nodes)
+
+    @staticmethod
+    def takes(pack: Pack) -> bool:
+        """Whether all documents have one length and fill the row. A single one need not: no token of it sees the tail."""
+        lengths = pack.lengths
+        return len(lengths) == 1 or (len(set(lengths)) == 1 and sum(lengths) == pack.tokens_RT.numel())
+
+    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
+        q, k, v = (x.reshape(self.count, -1, *x.shape[2:]).transpose(1, 2) for x in (q_RTHD, k_RTKD, v_RTKD))
+        with sdpa_kernel(CUDNN):
+            out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out_BHLD.transpose(1, 2).flatten(0, 1)[None]
+
+
+def _ancestors(pack: Pack) -> Tensor:
+    """Whether a node (row) sees another one (column): itself and all before it in its documents. Padding, which is -1 and so
+    the last row, sees itself."""
+    seen = torch.eye(len(pack.nodes) + 1, dtype=torch.bool)
+    for number, node in enumerate(pack.nodes):
+        if node.parent != NO_PARENT:
+            seen[number] |= seen[node.parent]
+    return seen.to(pack.tokens_RT.device)

@@ -19,11 +19,11 @@ from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train.adapter_check import EffectTolerance, TrainedHash, check_effect
 from llamarl.train.lm_head import chunked_logprobs, fused_loss
 from llamarl.train.optimizer import AdamW, gradient_norm
-from llamarl.train.packing import Pack
+from llamarl.train.packing import PADDING, Pack
 from llamarl.train.parallel import complete_gradients, is_tensor_sharded, sum_over_replicas
 from llamarl.train.policy import Policy
 from llamarl.train.shards import trained
-from llamarl.train.speed import speed_of, synchronize
+from llamarl.train.speed import UpdateWork, speed_of, synchronize
 from llamarl.train.token_column import TokenColumn
 from llamarl.types import CompletionGroup, RolloutGroup
 
@@ -80,7 +80,7 @@ class Learner:
         seen = self.accumulate(documents)
         totals = seen.totals(documents, self._algo.rho)
         stepped = self.step(number, seen.total_loss())
-        timings = self._speed(documents, start_s)
+        timings = self._speed(documents, totals.work, start_s)
         if self.hold is not None:
             timings["sync_trainer_s"] = self._held_s
         logprobs = {}
@@ -103,6 +103,7 @@ class Learner:
                 loss = self._forward(here, seen, num_tokens=num_tokens, num_sequences=len(documents))
                 loss.backward()  # type: ignore[no-untyped-call]
                 seen.add_loss(loss)
+                seen.add_work(here)
                 if len(packs) > 1:
                     self.optimizer.collect()
         complete_gradients(self.optimizer.gradients(), self.policy.model, self.policy.computing.mesh)
@@ -159,12 +160,12 @@ class Learner:
         gaps = [(self.policy.logprobs(pack).cpu() - pack.behavior_logprobs_N).abs() for pack in packs]
         return torch.cat(gaps).double().mean().item() if gaps else 0.0
 
-    def _speed(self, documents: Sequence[Document], start_s: float) -> dict[str, float]:
+    def _speed(self, documents: Sequence[Document], work: UpdateWork, start_s: float) -> dict[str, float]:
         how = self.policy.computing
         synchronize(how.device)
         elapsed_s = time.perf_counter() - start_s
-        lengths = [len(document.tokens) for document in documents]
-        return speed_of(self.policy.model.shape, lengths, elapsed_s, how.device, how.dtype, how.mesh.size)
+        tokens = sum(len(document.tokens) for document in documents)
+        return speed_of(self.policy.model.shape, tokens, work, elapsed_s, how.device, how.dtype, how.mesh.size)
 
 
 OF_LOSS = "loss/"  # prefix of the loss's own sums
@@ -179,6 +180,12 @@ class Totals:
     max_names: tuple[str, ...]
     sums: Tensor
     maxima: Tensor
+
+    @property
+    def work(self) -> UpdateWork:
+        """What the passes of all ranks have computed."""
+        sums = dict(zip(self.sum_names, self.sums.tolist(), strict=True))
+        return UpdateWork(sums["computed_tokens"], sums["computed_squares"])
 
     def metrics(self) -> dict[str, float]:
         sums = dict(zip(self.sum_names, self.sums.tolist(), strict=True))
@@ -198,9 +205,16 @@ class Seen:
         self._parts: list[tuple[float, Mapping[str, Tensor | float]]] = []  # tokens, metrics of the loss
         self._tokens: list[TokenMeasures] = []
         self._sequences: list[Tensor] = []  # document of each of these tokens
+        self._work: list[tuple[Tensor, float]] = []  # tokens and squares of each pass
 
     def add_loss(self, loss: Tensor) -> None:
         self._losses.append(loss.detach())
+
+    def add_work(self, pack: Pack) -> None:
+        """Counts what a pass has computed, from the rows that went through the model."""
+        if pack.counts:
+            squares = sum(node.squares for node in pack.nodes)
+            self._work.append(((pack.nodes_RT != PADDING).sum(), float(squares)))
 
     def add_part(self, pack: Pack, num_tokens: int, metrics: Mapping[str, Tensor | float]) -> None:
         self._parts.append((float(num_tokens) if pack.counts else 0.0, metrics))
@@ -226,6 +240,9 @@ class Seen:
         weighted, maxima = self._part_totals()
         sums |= {OF_LOSS + name: value for name, value in weighted.items()}
         maxima["ratio_max"] = ratio_max
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        sums["computed_tokens"] = sum((tokens for tokens, _ in self._work), zero)
+        sums["computed_squares"] = zero + sum(squares for _, squares in self._work)
         return Totals(
             staleness,
             tuple(sums),

@@ -1,15 +1,16 @@
 """Packs documents of all lengths to a token budget, balanced over ranks and passes by tokens.
 
-A pack is the input of one forward and backward pass: rows of documents one behind the other. On a GPU it is one long row,
-since attention there skips everything outside a document. Elsewhere rows are as short as the longest document allows, since
-masked attention computes whole rows. The only padding is at the tail of a row.
+A pack is the input of one forward and backward pass: rows of trees one behind the other (`trees.py`); a document that shares
+nothing is a tree of its own. On a GPU a pack is one long row, since attention there skips everything outside a document.
+Elsewhere rows are as short as the largest tree allows, since masked attention computes whole rows. The only padding is at the
+tail of a row.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llamarl.algo.batch import Document, TokenBatch
+from llamarl.train.balance import balance
+from llamarl.train.trees import Branch, cut, grow_trees, plain_trees
 
 _SHORTEST_ROW = 64  # tokens; in shorter rows, the number of rows costs more than masked attention saves
 TILE = 128  # tokens; a GPU's long row is padded to a multiple of this, so that its products have whole tiles
+_LEAST_TAIL = (
+    2  # tokens behind trees; compiled code would be made anew for a tail of none, and for one of a single token
+)
 PADDING = -1
+NO_PARENT = -1
+
+
+@dataclass(frozen=True)
+class Node:
+    """A run of tokens in a pack, with the node whose tokens come before it in all its documents."""
+
+    parent: int  # index in the pack's nodes, before its own; NO_PARENT: it begins its documents
+    first: int  # index of its first token, in rows * width
+    start: int  # position of its first token in its documents
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def squares(self) -> int:
+        """Twice the pairs of tokens in its causal attention to itself and to all before it."""
+        return self.end**2 - self.start**2
 
 
 @dataclass(frozen=True)
@@ -30,8 +56,8 @@ class Pack:
 
     tokens_RT: Tensor
     positions_RT: Tensor  # position of each token in its document
-    documents_RT: Tensor  # document of the pack that each token belongs to; PADDING at the tail of a row
-    lengths: tuple[int, ...]  # lengths of the documents, in their order
+    nodes_RT: Tensor  # node of the pack that each token belongs to; PADDING at the tail of a row
+    nodes: tuple[Node, ...]  # in the order of their tokens; one for each document where nothing is shared
     at_N: Tensor  # index (in R*T) of the hidden state that predicts each answer token
     targets_N: Tensor  # answer tokens
     behavior_logprobs_N: Tensor
@@ -46,12 +72,30 @@ class Pack:
     def num_targets(self) -> int:
         return len(self.targets_N)
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of the nodes, in their order."""
+        return tuple(node.length for node in self.nodes)
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Level of each node: how many nodes are before it in its documents."""
+        found: list[int] = []
+        for node in self.nodes:
+            found.append(0 if node.parent == NO_PARENT else found[node.parent] + 1)
+        return tuple(found)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether documents have nodes in common, so that attention leaves nodes."""
+        return any(node.parent != NO_PARENT for node in self.nodes)
+
     def to(self, device: torch.device) -> Pack:
         if device.type == "cpu":
             return self
         moved = {name: _move(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         columns = {name: _move(value, device) for name, value in self.columns.items()}
-        return Pack(**moved, lengths=self.lengths, columns=columns, counts=self.counts)
+        return Pack(**moved, nodes=self.nodes, columns=columns, counts=self.counts)
 
     def tokens(
         self, part: slice, policy_logprobs_n: Tensor, entropy_n: Tensor, *, num_tokens: int, num_sequences: int
@@ -74,26 +118,19 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def balance(lengths: Sequence[int], limit: int, multiple: int = 1) -> list[list[int]]:
-    """Deals items into as few bins as possible of at most `limit` each (a longer item is alone), filled as evenly as
-    possible. The number of bins is a multiple of `multiple`; some may be empty. Longest first, each to the emptiest bin."""
-    order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
-    count = -(-max(1, -(-sum(lengths) // limit)) // multiple) * multiple
-    while (bins := _deal(order, lengths, limit, count)) is None:
-        count += multiple
-    return bins
+@dataclass(frozen=True)
+class Sharing:
+    """Whether documents share what they begin with, and what that costs. Prices are in tokens: 1 is what the products of all
+    layers take for one."""
+
+    mode: str = "off"  # off, on, or auto: only where it is cheaper than plain packs
+    least: int = 1  # tokens; a shorter run is not shared
+    square: float = 0.0  # price of a unit of `squares`
+    join: float = 0.0  # price of joining the attention of a token from two parts
 
 
-def _deal(order: Sequence[int], lengths: Sequence[int], limit: int, count: int) -> list[list[int]] | None:
-    bins: list[list[int]] = [[] for _ in range(count)]
-    fill = [(0, number) for number in range(count)]
-    for item in order:
-        used, number = fill[0]
-        if used and used + lengths[item] > limit:
-            return None  # it does not even fit the emptiest bin
-        bins[number].append(item)
-        heapq.heapreplace(fill, (used + lengths[item], number))
-    return [sorted(items) for items in bins]
+PLAIN = Sharing()
+_PARTS = (1, 2, 4)  # candidates: the largest tree is this part of a rank's tokens
 
 
 def make_packs(
@@ -104,54 +141,134 @@ def make_packs(
     num_ranks: int = 1,
     long_rows: bool,
     multiple_of: int = TILE,
+    sharing: Sharing = PLAIN,
 ) -> list[Pack]:
     """This rank's packs of an update, which has at least one document. Every rank gets equally many packs, since every pass
     has collectives. Where documents are too few, a copy of the first one fills in and does not count. Long rows are padded
     to a multiple of `multiple_of`."""
-    bins = balance([len(document.tokens) for document in documents], budget, num_ranks)
     multiple = multiple_of if long_rows else 0
-    return [_pack(documents, items, multiple) for items in bins[rank::num_ranks]]
+    layout = _layout(documents, budget, num_ranks, multiple, sharing)
+    return [_pack(documents, trees, multiple) for trees in layout[rank::num_ranks]]
 
 
-def _pack(documents: Sequence[Document], items: Sequence[int], multiple: int) -> Pack:
-    counts, items = bool(items), items or [0]
-    lengths = [len(documents[item].tokens) for item in items]
+Layout = list[list[Branch]]  # the trees of each pack; pack n belongs to rank n % num_ranks
+
+
+def _layout(documents: Sequence[Document], budget: int, num_ranks: int, multiple: int, sharing: Sharing) -> Layout:
+    """The cheapest of some layouts: every document apart, or trees of several sizes, since small ones are easier to deal out
+    evenly and large ones save more."""
+    plain = _deal(plain_trees(documents), budget, num_ranks)
+    if sharing.mode == "off":
+        return plain
+    trees = grow_trees(documents, least=sharing.least, join=sharing.join)
+    if len(trees) == len(documents):
+        return plain
+    each = -(-sum(tree.num_tokens for tree in trees) // num_ranks)
+    largest = max(len(document.tokens) for document in documents)
+    limits = {min(budget, max(largest, each // part)) for part in _PARTS}
+    limits |= set() if multiple else {min(budget, part * largest) for part in _PARTS}
+    shared = [
+        _deal([part for tree in trees for part in cut(tree, limit)], budget, num_ranks)
+        for limit in sorted(limits, reverse=True)
+    ]
+    candidates = shared if sharing.mode == "on" else [*shared, plain]
+    return min(candidates, key=lambda layout: _price(layout, num_ranks, multiple, sharing))
+
+
+def _deal(trees: Sequence[Branch], budget: int, num_ranks: int) -> Layout:
+    bins = balance([tree.num_tokens for tree in trees], budget, num_ranks)
+    return [[trees[number] for number in numbers] for numbers in bins]
+
+
+def _price(layout: Layout, num_ranks: int, multiple: int, sharing: Sharing) -> float:
+    """What the passes cost, one behind the other: each is as slow as its slowest rank."""
+    each = [_pack_price(trees, multiple, sharing) if trees else 0.0 for trees in layout]
+    return sum(max(each[start : start + num_ranks]) for start in range(0, len(each), num_ranks))
+
+
+def _pack_price(trees: Sequence[Branch], multiple: int, sharing: Sharing) -> float:
+    rows, width = _rows(trees, multiple)
+    if not multiple:  # masked attention computes whole squares
+        return len(rows) * (width + sharing.square * 2 * width * width)
+    joins, squares = sum(one.num_joins for one in trees), sum(one.squares for one in trees)
+    return width + sharing.join * joins + sharing.square * squares
+
+
+def _rows(trees: Sequence[Branch], multiple: int) -> tuple[list[list[Branch]], int]:
+    """The trees of each row, and the width of rows."""
+    lengths = [tree.num_tokens for tree in trees]
     if multiple:
-        rows = [list(items)]
-        width = -(-sum(lengths) // multiple) * multiple
-    else:
-        width = max([_SHORTEST_ROW, *lengths])
-        rows = [[items[index] for index in row] for row in balance(lengths, width)]
-        width = max(sum(len(documents[item].tokens) for item in row) for row in rows)
-    return _to_tensors(documents, rows, width, counts)
+        tail = _LEAST_TAIL if any(tree.children for tree in trees) else 0
+        return [list(trees)], -(-(sum(lengths) + tail) // multiple) * multiple
+    width = max([_SHORTEST_ROW, *lengths])
+    rows = [[trees[number] for number in row] for row in balance(lengths, width)]
+    return rows, max(sum(tree.num_tokens for tree in row) for row in rows)
 
 
-def _to_tensors(documents: Sequence[Document], rows: Sequence[Sequence[int]], width: int, counts: bool) -> Pack:
+def _pack(documents: Sequence[Document], trees: Sequence[Branch], multiple: int) -> Pack:
+    counts, trees = bool(trees), trees or plain_trees(documents[:1])
+    rows, width = _rows(trees, multiple)
+    order = _level_by_level if multiple else _tree_by_tree
+    return _to_tensors(documents, [order(row) for row in rows], width, counts)
+
+
+Placed = tuple[Branch, int]  # a branch, and the index of its parent in the same row
+
+
+def _tree_by_tree(trees: Sequence[Branch]) -> list[Placed]:
+    found: list[Placed] = []
+
+    def place(branch: Branch, parent: int) -> None:
+        found.append((branch, parent))
+        here = len(found) - 1
+        for child in branch.children:
+            place(child, here)
+
+    for tree in trees:
+        place(tree, NO_PARENT)
+    return found
+
+
+def _level_by_level(trees: Sequence[Branch]) -> list[Placed]:
+    """All roots that have children, then their children, and so on, then the roots without: so each part of attention has
+    its queries together, and its keys (`tree_attention.py`)."""
+    level: list[Placed] = [(tree, NO_PARENT) for tree in trees if tree.children]
+    found: list[Placed] = []
+    while level:
+        first = len(found)
+        found += level
+        level = [(child, first + number) for number, (one, _) in enumerate(level) for child in one.children]
+    return found + [(tree, NO_PARENT) for tree in trees if not tree.children]
+
+
+def _to_tensors(documents: Sequence[Document], rows: Sequence[Sequence[Placed]], width: int, counts: bool) -> Pack:
     tokens = np.zeros((len(rows), width), dtype=np.int64)
     positions = np.zeros_like(tokens)
     numbers = np.full_like(tokens, PADDING)
-    order = [item for row in rows for item in row]
-    starts: list[int] = []  # index of each document's first token, in rows * width
-    for row, items in enumerate(rows):
-        column = 0
-        for item in items:
-            document = documents[item]
-            end = column + len(document.tokens)
-            tokens[row, column:end] = document.tokens
-            positions[row, column:end] = np.arange(end - column)
-            numbers[row, column:end] = len(starts)
-            starts.append(row * width + column)
+    nodes: list[Node] = []
+    ends: list[tuple[int, int]] = []  # each document, and the node that it ends with
+    for row, branches in enumerate(rows):
+        column, above = 0, len(nodes)
+        for branch, parent in branches:
+            end = column + branch.length
+            tokens[row, column:end] = documents[branch.document].tokens[branch.start : branch.end]
+            positions[row, column:end] = np.arange(branch.start, branch.end)
+            numbers[row, column:end] = len(nodes)
+            ends += [(item, len(nodes)) for item in branch.ending]
+            whole = NO_PARENT if parent == NO_PARENT else above + parent
+            nodes.append(Node(whole, row * width + column, branch.start, branch.end))
             column = end
         positions[row, column:] = np.arange(width - column)
+    order = [item for item, _ in ends]
     packed = [documents[item] for item in order]
     sizes = np.array([document.num_answer_tokens for document in packed])
-    before = [start + document.places - 1 for start, document in zip(starts, packed, strict=True)]
+    before = [_indices(nodes, node)[document.places - 1] for document, (_, node) in zip(packed, ends, strict=True)]
     fresh = np.array([not document.staleness.any() for document in packed], dtype=bool)
     return Pack(
         tokens_RT=torch.from_numpy(tokens),
         positions_RT=torch.from_numpy(positions),
-        documents_RT=torch.from_numpy(numbers),
-        lengths=tuple(len(document.tokens) for document in packed),
+        nodes_RT=torch.from_numpy(numbers),
+        nodes=tuple(nodes),
         at_N=torch.from_numpy(_concatenate(before, np.int64)),
         targets_N=torch.from_numpy(_concatenate([document.answer for document in packed], np.int64)),
         behavior_logprobs_N=_floats([document.behavior_logprobs for document in packed]),
@@ -162,6 +279,18 @@ def _to_tensors(documents: Sequence[Document], rows: Sequence[Sequence[int]], wi
         columns={name: _floats([document.columns[name] for document in packed]) for name in _columns(packed)},
         counts=counts,
     )
+
+
+def _indices(nodes: Sequence[Node], last: int) -> NDArray[np.int64]:
+    """Index of each token of the document that ends with this node, in rows * width."""
+    path = [np.arange(one.first, one.first + one.length) for one in _upwards(nodes, last)]
+    return np.concatenate(path[::-1])
+
+
+def _upwards(nodes: Sequence[Node], number: int) -> Iterator[Node]:
+    while number != NO_PARENT:
+        yield nodes[number]
+        number = nodes[number].parent
 
 
 def _columns(documents: Sequence[Document]) -> list[str]:

@@ -13,19 +13,20 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.algo.batch import Document
 from llamarl.config.lora import NO_LORA, LoraConfig
-from llamarl.families.parameters import parameters
+from llamarl.families.parameters import block_parameters, parameters
 from llamarl.model.adapter_folder import check_base_of
 from llamarl.model.base import Base
 from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, random_model
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
+from llamarl.plan.trainer import LEAST_SHARED
 from llamarl.train.attention import document_attention, uses_long_rows
 from llamarl.train.fp16 import take_half_operands
 from llamarl.train.lm_head import Head, Vocabulary, chunked_logprobs
 from llamarl.train.lora import load_adapters, start_adapters
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.narrow_base import take_narrow_base
-from llamarl.train.packing import TILE, Pack, make_packs
+from llamarl.train.packing import TILE, Pack, Sharing, make_packs
 from llamarl.train.parallel import parallelize, tie_head
 from llamarl.train.shards import owned_shards
 
@@ -46,6 +47,10 @@ class ComputeSettings:
     tokens_per_pack: int = 16_384
     temperature: float = 1.0
     lora: LoraConfig = NO_LORA
+    share_prompts: str = "off"  # off, on or auto: whether packs compute once what documents begin with
+    cudnn_from: int = (
+        0  # tokens; documents of at least this length have cuDNN's attention, where it can take them; 0: none
+    )
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -67,6 +72,7 @@ class Policy:
     def __init__(self, model: Transformer, computing: ComputeSettings) -> None:
         self.model, self.computing = model, computing
         self.head = Head(computing.temperature, _vocabulary_of(model, computing.mesh), compiled=computing.compiled)
+        self._sharing = sharing_of(model.shape, computing)
 
     @property
     def head_weight(self) -> Tensor:
@@ -85,11 +91,14 @@ class Policy:
             num_ranks=num_ranks,
             long_rows=how.long_rows,
             multiple_of=how.rows_multiple_of,
+            sharing=self._sharing,
         )
 
     def hidden(self, pack: Pack) -> Tensor:
         """The states [N, C] that predict the pack's answer tokens."""
-        attend = document_attention(pack, long_rows=self.computing.long_rows)
+        how = self.computing
+        cudnn_from = 0 if how.dtype == torch.float16 else how.cudnn_from  # its operands are fp32 here
+        attend = document_attention(pack, long_rows=how.long_rows, cudnn_from=cudnn_from)
         hidden_RTC: Tensor = self.model(pack.tokens_RT, pack.positions_RT, attend)
         return hidden_RTC.flatten(0, 1).index_select(0, pack.at_N)
 
@@ -101,6 +110,19 @@ class Policy:
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # otherwise only a backward pass would, and snapshots need shards
         return logprobs_N
+
+
+_ATTENTION = 4.0  # times as long as a product takes for the same operations, on a GPU and on a CPU
+_JOIN_OPERATIONS = 2000.0  # operations per layer and query feature that a product makes while attention is joined once
+
+
+def sharing_of(shape: ModelSpec, computing: ComputeSettings) -> Sharing:
+    """With `auto`, the prices of attention and of its joins against the products of one token; `on` asks for no price."""
+    if computing.share_prompts != "auto":
+        return Sharing(computing.share_prompts)
+    products, features = 6.0 * block_parameters(shape), shape.num_layers * shape.q_size
+    join = _JOIN_OPERATIONS if computing.long_rows else 0.0
+    return Sharing("auto", LEAST_SHARED, 6.0 * _ATTENTION * features / products, join * features / products)
 
 
 def _vocabulary_of(model: Transformer, mesh: TrainerMesh) -> Vocabulary:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -17,16 +18,26 @@ from llamarl.plan.gpus import peaks_of
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
 
 
+class UpdateWork(NamedTuple):
+    """What passes compute, without padding: tokens, each once where documents share it, and their squared lengths, less what
+    they share (`Branch.squares`)."""
+
+    tokens: float
+    squares: float
+
+
 def training_flops(shape: ModelSpec, lengths: Iterable[int], lora: LoraConfig = NO_LORA) -> float:
     """Floating-point operations of an update: 6 per matrix weight and token (forward 2, backward 4, or 2 for a frozen one),
     and 6 per layer, query feature and pair of tokens in causal attention (12 without the causal half). Recomputed work does
     not count."""
-    tokens = pairs = 0
-    for length in lengths:
-        tokens += length
-        pairs += length * length
+    sizes = list(lengths)
+    return flops_of(shape, UpdateWork(sum(sizes), sum(size * size for size in sizes)), lora)
+
+
+def flops_of(shape: ModelSpec, work: UpdateWork, lora: LoraConfig = NO_LORA) -> float:
+    """As `training_flops`, of what was computed."""
     products = (4.0 if lora else 6.0) * matrix_parameters(shape) + 6.0 * num_adapter_parameters(shape, lora)
-    return products * tokens + 6.0 * shape.num_layers * shape.q_size * pairs
+    return products * work.tokens + 6.0 * shape.num_layers * shape.q_size * work.squares
 
 
 def datasheet_tflops(device: torch.device) -> float | None:
@@ -61,14 +72,21 @@ def synchronize(device: torch.device) -> None:
 
 
 def speed_of(
-    shape: ModelSpec, lengths: Iterable[int], elapsed_s: float, device: torch.device, dtype: torch.dtype, ranks: int
+    shape: ModelSpec,
+    tokens: int,
+    work: UpdateWork,
+    elapsed_s: float,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: int,
 ) -> dict[str, float]:
-    """Speed of one update, for `timings.jsonl`."""
-    sizes = list(lengths)
-    tflops = training_flops(shape, sizes) / elapsed_s / 1e12 / ranks
+    """Speed of one update, for `timings.jsonl`. `tokens` is the number of tokens of all documents, however few of them had to
+    be computed; operations are those that were made."""
+    tflops = flops_of(shape, work) / elapsed_s / 1e12 / ranks
     found = {
         "compute_s": elapsed_s,
-        "tokens_per_s": sum(sizes) / elapsed_s,
+        "tokens_per_s": tokens / elapsed_s,
+        "shared_tokens": tokens - work.tokens,
         "tflops_per_rank": tflops,
         "mfu_measured": tflops / measured_tflops(device, dtype),
     }

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.algo.batch import Document
-from llamarl.train.packing import PADDING, Pack, balance, make_packs
+from llamarl.train.balance import balance
+from llamarl.train.packing import PADDING, Pack, make_packs
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -36,8 +37,8 @@ def read_back(pack: Pack) -> dict[int, tuple[list[int], list[int], list[float], 
     for sequence in set(pack.sequence_N.tolist()):
         of_it = pack.sequence_N == sequence
         at = pack.at_N[of_it]
-        row, number = int(at[0]) // width, int(pack.documents_RT.flatten()[at[0]])
-        inside = pack.documents_RT[row] == number
+        row, number = int(at[0]) // width, int(pack.nodes_RT.flatten()[at[0]])
+        inside = pack.nodes_RT[row] == number
         tokens, positions = pack.tokens_RT[row][inside].tolist(), pack.positions_RT[row][inside].tolist()
         assert positions == list(range(len(tokens))), "positions begin anew with every document"
         first = int(inside.nonzero()[0])
@@ -83,7 +84,7 @@ def test_what_goes_in_can_be_read_back_from_the_packs_of_all_ranks(
 def test_padding_is_at_the_tail_of_a_row_only_and_less_than_a_document_or_a_tile(count: int, long_rows: bool) -> None:
     documents = make_test_documents(count, seed=count)
     for pack in make_packs(documents, 10_000, long_rows=long_rows):
-        padded_RT = pack.documents_RT == PADDING
+        padded_RT = pack.nodes_RT == PADDING
         assert (padded_RT.int().diff(dim=1) >= 0).all(), "nothing follows the padding"
         if long_rows:
             assert padded_RT.sum() < 128 and pack.tokens_RT.shape[0] == 1
@@ -97,7 +98,7 @@ def test_short_rows_of_a_usual_batch_are_nearly_full() -> None:
         for size in rng.integers(12, 21, 768)
     ]
     (pack,) = make_packs(documents, 16_384, long_rows=False)
-    assert (pack.documents_RT == PADDING).float().mean() < 0.12
+    assert (pack.nodes_RT == PADDING).float().mean() < 0.12
     assert pack.tokens_RT.shape[1] <= 64
 
 

@@ -7,7 +7,7 @@ import torch
 
 from llamarl.families.parameters import matrix_parameters, num_parameters
 from llamarl.model_spec import ModelSpec, shape_named
-from llamarl.train.speed import speed_of, training_flops
+from llamarl.train.speed import UpdateWork, flops_of, speed_of, training_flops
 
 SHAPE = ModelSpec(
     vocab_size=100,
@@ -39,7 +39,8 @@ def test_a_lookup_is_no_product() -> None:
 
 
 def test_speed_is_work_over_time_and_mfu_its_share_of_the_peak() -> None:
-    found = speed_of(SHAPE, [5, 7], 2.0, torch.device("cpu"), torch.float32, ranks=2)
-    assert found["tokens_per_s"] == 6.0
-    assert found["tflops_per_rank"] == pytest.approx(training_flops(SHAPE, [5, 7]) / 2 / 2 / 1e12)
+    found = speed_of(SHAPE, 12, UpdateWork(10, 70), 2.0, torch.device("cpu"), torch.float32, ranks=2)
+    assert found["tokens_per_s"] == 6.0, "all tokens of documents"
+    assert found["shared_tokens"] == 2
+    assert found["tflops_per_rank"] == pytest.approx(flops_of(SHAPE, UpdateWork(10, 70)) / 2 / 2 / 1e12)
     assert 0 < found["mfu_measured"] < 1

@@ -1,0 +1,195 @@
+"""Attention over trees in one long row, in parts: every node to itself, and to each node before it in its documents.
+
+Nodes lie level by level: all prompts, then all their answers. So a part has its queries in one slice of the row and its keys
+in another one, and is a single call of PyTorch's variable-length FlashAttention: the answers to a prompt are one long query.
+
+Parts are joined by the logarithms of their sums, as FlashAttention joins its blocks. The backward pass of a part is given the
+joined output and the joined sums. Then its weights are those of the whole softmax, and its gradients are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from llamarl.train.fp16 import to_half
+from llamarl.train.packing import NO_PARENT, Pack
+
+_LONGEST = 1024  # tokens; longest document that attention is launched for at least
+_LONGEST_BRANCHES = 4096  # the same for all documents behind a node together, which are few and long
+
+
+def starts_of(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Where each run of tokens begins, and where the last one ends."""
+    starts_D = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    starts_D = starts_D.to(device, non_blocking=True)
+    torch._dynamo.maybe_mark_dynamic(starts_D, 0)  # packs hold any number of documents
+    return starts_D
+
+
+def longest_of(lengths: Sequence[int], least: int = _LONGEST) -> int:
+    """A power of two that most packs have in common, since blocks are compiled again for every new value."""
+    return max(least, 1 << (max(lengths) - 1).bit_length())
+
+
+class FlashTrees:
+    """Attention over one long row of trees."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.device = pack.tokens_RT.device
+        lengths = [*pack.lengths, pack.tokens_RT.numel() - sum(pack.lengths)]  # the tail is a node that is ignored
+        self.starts_D, self.longest = starts_of(lengths, self.device), longest_of(lengths)
+        members = _by_level(pack)
+        self.levels = [self._extent(sum(pack.lengths[node] for node in level)) for level in members]
+        self.pairs = tuple((above, below) for below in range(1, len(members)) for above in range(below))
+        self.starts: list[Tensor] = []
+        self.longests: tuple[int, ...] = ()
+        for above, below in self.pairs:
+            self._add_part(pack, members[above], members[below])
+
+    def _extent(self, size: int) -> Tensor:
+        """An empty tensor with this many rows: in compiled code, sizes of tensors are variables and numbers are constants."""
+        extent = torch.empty(size, 0, device=self.device)
+        torch._dynamo.maybe_mark_dynamic(extent, 0)
+        return extent
+
+    def _add_part(self, pack: Pack, above: Sequence[int], below: Sequence[int]) -> None:
+        """Attention from nodes of a level to those before them on a level above."""
+        behind = dict.fromkeys(above, 0)
+        for node in below:
+            ancestor = node
+            while ancestor not in behind:
+                ancestor = pack.nodes[ancestor].parent
+            behind[ancestor] += pack.lengths[node]
+        queries, keys = list(behind.values()), [pack.lengths[node] for node in above]
+        self.starts += [starts_of(queries, self.device), starts_of(keys, self.device)]
+        self.longests += (longest_of(queries, _LONGEST_BRANCHES), longest_of(keys))
+
+    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
+        out_THD: Tensor = TreeFlash.apply(  # type: ignore[no-untyped-call]
+            q_RTHD[0],
+            k_RTKD[0],
+            v_RTKD[0],
+            self.longest,
+            self.longests,
+            self.pairs,
+            self.starts_D,
+            *self.levels,
+            *self.starts,
+        )
+        return out_THD[None]
+
+
+def _by_level(pack: Pack) -> list[list[int]]:
+    """Nodes of each level; roots without children belong to none."""
+    parents = {node.parent for node in pack.nodes} - {NO_PARENT}
+    found: list[list[int]] = [[] for _ in range(max(pack.levels) + 1)]
+    for number, level in enumerate(pack.levels):
+        if level or number in parents:
+            found[level].append(number)
+    return found
+
+
+class TreeFlash(torch.autograd.Function):
+    """Attention in parts. `pairs`: for each part the level of its keys and that of its queries; `longests`: for each part the
+    longest run of queries and of keys. `where`: starts of all nodes, extents of all levels, starts of each part's runs of
+    queries and of keys. fp32 operands mean an fp16 forward and a bf16 backward pass (`fp16.py`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        longest: int,
+        longests: tuple[int, ...],
+        pairs: tuple[tuple[int, int], ...],
+        *where: Tensor,
+    ) -> Tensor:
+        wide = q_THD.dtype == torch.float32
+        q, k, v = (to_half(x) if wide else x for x in (q_THD, k_TKD, v_TKD))
+        starts_D, levels, starts = _unfold(where, len(pairs))
+        out, sums, random, unused = flash_forward(q, k, v, starts_D, starts_D, longest, longest, True)
+        outs, sums_of = _slices(out, levels), _slices(sums.t(), levels)
+        qs, ks, vs = (_slices(x, levels) for x in (q, k, v))
+        for part, (above, below) in enumerate(pairs):
+            ends = starts[2 * part], starts[2 * part + 1], longests[2 * part], longests[2 * part + 1]
+            other, others, *_ = flash_forward(qs[below], ks[above], vs[above], *ends, False)
+            outs[below], sums_of[below] = join(outs[below], sums_of[below], other, others.t())
+        out, sums = torch.cat(outs), torch.cat(sums_of).t().contiguous()
+        ctx.save_for_backward(q, k, v, out, sums, random, unused, *where)
+        ctx.longest, ctx.longests, ctx.pairs, ctx.wide = longest, longests, pairs, wide
+        return out.float() if wide else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums, random, unused, *where = ctx.saved_tensors
+        starts_D, levels, starts = _unfold(where, len(ctx.pairs))
+        grad = grads[0]
+        if ctx.wide:
+            grad, q, k, v, out = (x.to(torch.bfloat16) for x in (grad, q, k, v, out))
+        whole = flash_backward(
+            (grad, q, k, v, out, sums), starts_D, starts_D, ctx.longest, ctx.longest, True, random, unused
+        )
+        of_q, of_k, of_v = (_slices(x, levels) for x in whole)
+        tops, qs, ks, vs, outs, sums_of = (_slices(x, levels) for x in (grad, q, k, v, out, sums.t()))
+        for part, (above, below) in enumerate(ctx.pairs):
+            ends = starts[2 * part], starts[2 * part + 1], ctx.longests[2 * part], ctx.longests[2 * part + 1]
+            given = tops[below], qs[below], ks[above], vs[above], outs[below], sums_of[below].t().contiguous()
+            more_q, more_k, more_v = flash_backward(given, *ends, False, random, unused)
+            of_q[below] = of_q[below] + more_q
+            of_k[above], of_v[above] = of_k[above] + more_k, of_v[above] + more_v
+        found = [torch.cat(parts) for parts in (of_q, of_k, of_v)]
+        found = [x.float() for x in found] if ctx.wide else found
+        return *found, None, None, None, *(None for _ in where)
+
+
+def _unfold(where: Sequence[Tensor], parts: int) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+    levels = len(where) - 1 - 2 * parts
+    return where[0], where[1 : 1 + levels], where[1 + levels :]
+
+
+def _slices(x: Tensor, levels: Sequence[Tensor]) -> list[Tensor]:
+    """The rows of each level, and those behind all levels."""
+    edges = [0, *accumulate(level.shape[0] for level in levels)]
+    return [*(x[start:end] for start, end in pairwise(edges)), x[edges[-1] :]]
+
+
+def join(out_QHD: Tensor, sums_QH: Tensor, other_QHD: Tensor, others_QH: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins the attention of the same queries to two sets of keys; `sums` are logarithms of the sums of the softmax."""
+    joined_QH = torch.logaddexp(sums_QH, others_QH)
+    weight_QHD = (others_QH - joined_QH).exp()[..., None].expand(out_QHD.shape)
+    out = torch.lerp(out_QHD.to(weight_QHD.dtype), other_QHD.to(weight_QHD.dtype), weight_QHD)
+    return out.to(out_QHD.dtype), joined_QH
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, logarithms of the sums [H, Q] of the softmax, and what the backward pass wants besides."""
+    found = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False
+    )
+    return found[0], found[1], found[2], found[3]
+
+
+def flash_backward(
+    given: tuple[Tensor, ...],
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    causal: bool,
+    random: Tensor,
+    unused: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, given those of the output, then q, k, v, the output and its sums."""
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        *given, starts_q, starts_k, longest_q, longest_k, 0.0, causal, random, unused
+    )
+    return found

@@ -1,0 +1,147 @@
+"""Trees of documents that begin with the same tokens, such as the answers to one prompt: what they share is computed once.
+
+A branch is a run of tokens, and how documents go on behind it. A document is a path from a root: its tokens are those of the
+branches on the path. So a document that shares nothing is a tree of one branch, a prompt with its answers is a tree of two
+levels, and few-shot examples in front of all prompts make a third one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamarl.algo.batch import Document
+from llamarl.train.balance import balance
+
+LEVELS = 3  # most levels of a tree; each costs attention one part more
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Tokens [start, end) of a document. All documents that end in or behind it have the same tokens up to `end`."""
+
+    document: int
+    start: int
+    end: int
+    children: tuple[Branch, ...] = ()
+    ending: tuple[int, ...] = ()  # documents that end with this branch
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of the whole tree, each counted once."""
+        return self.length + sum(child.num_tokens for child in self.children)
+
+    @cached_property
+    def depth(self) -> int:
+        """Number of its levels."""
+        return 1 + max((child.depth for child in self.children), default=0)
+
+    @property
+    def documents(self) -> Iterator[int]:
+        """Numbers of its documents."""
+        yield from self.ending
+        for child in self.children:
+            yield from child.documents
+
+    def joins_at(self, level: int) -> int:
+        """How often the attention of a token is joined from two parts, if its root is on this level: once for each level
+        above the token."""
+        return level * self.length + sum(child.joins_at(level + 1) for child in self.children)
+
+    @cached_property
+    def num_joins(self) -> int:
+        return self.joins_at(0)
+
+    @cached_property
+    def squares(self) -> int:
+        """Squared lengths of its documents, less what they share: twice the number of pairs in causal attention."""
+        return self.end**2 - self.start**2 + sum(child.squares for child in self.children)
+
+
+def plain_trees(documents: Sequence[Document]) -> list[Branch]:
+    """Each document as a tree of its own."""
+    return [Branch(number, 0, len(one.tokens), ending=(number,)) for number, one in enumerate(documents)]
+
+
+def grow_trees(documents: Sequence[Document], *, least: int, join: float) -> list[Branch]:
+    """Trees in which documents share what they begin with, where that pays: a run of at least `least` tokens that saves more
+    than it costs. `join` is the price of one join of attention, in tokens."""
+    return _Grower([one.tokens for one in documents], max(1, least), join).fork(range(len(documents)), 0, 0, 0)
+
+
+class _Grower:
+    def __init__(self, tokens: Sequence[Tokens], least: int, join: float) -> None:
+        self._tokens, self._least, self._join = tokens, least, join
+
+    def fork(self, items: Iterable[int], start: int, shared: int, level: int) -> list[Branch]:
+        """Branches that begin at `start`, of documents that are equal up to `shared`, in the order of documents."""
+        ways: dict[int, list[int]] = {}  # by the next token, -1 at the end
+        for item in items:
+            ways.setdefault(int(self._tokens[item][shared]) if shared < len(self._tokens[item]) else -1, []).append(
+                item
+            )
+        found = [branch for token, same in ways.items() for branch in self._way(same, start, shared, level, token < 0)]
+        return sorted(found, key=lambda branch: branch.document)
+
+    def _way(self, items: Sequence[int], start: int, shared: int, level: int, ended: bool) -> list[Branch]:
+        """The cheaper of two: a branch that all of these documents share, or none up to where they part."""
+        end = shared if ended else self._common(items, shared)
+        apart = [self._leaf(item, start) for item in items]
+        if len(items) == 1 or level == LEVELS - 1:
+            return apart
+        if not ended:
+            apart = self.fork(items, start, end, level)
+        if end - start < self._least:
+            return apart
+        ending = tuple(item for item in items if len(self._tokens[item]) == end)
+        going_on = [item for item in items if len(self._tokens[item]) > end]
+        joined = Branch(items[0], start, end, tuple(self.fork(going_on, end, end, level + 1)), ending)
+        return [joined] if self._price([joined], level) < self._price(apart, level) else apart
+
+    def _leaf(self, item: int, start: int) -> Branch:
+        return Branch(item, start, len(self._tokens[item]), ending=(item,))
+
+    def _price(self, branches: Iterable[Branch], level: int) -> float:
+        return sum(branch.num_tokens + self._join * branch.joins_at(level) for branch in branches)
+
+    def _common(self, items: Sequence[int], shared: int) -> int:
+        """Number of tokens that all of these documents begin with, given that it is at least `shared`."""
+        first = self._tokens[items[0]]
+        end = len(first)
+        for item in items[1:]:
+            other = self._tokens[item]
+            end = min(end, len(other))
+            differs = first[shared:end] != other[shared:end]
+            end = shared + int(differs.argmax()) if differs.any() else end
+        return end
+
+
+def cut(tree: Branch, limit: int) -> list[Branch]:
+    """The tree in parts of at most `limit` tokens, each of which repeats what its documents share. A longer document is a
+    part of its own."""
+    if tree.num_tokens <= limit or not tree.children:
+        return [tree]
+    below = max(1, limit - tree.length)
+    pieces = [piece for child in tree.children for piece in cut(child, below)]
+    bins = balance([one.num_tokens for one in pieces], below)
+    parts = [[pieces[number] for number in numbers] for numbers in bins if numbers]
+    return [_with(tree, part, tree.ending if number == 0 else ()) for number, part in enumerate(parts)]
+
+
+def _with(tree: Branch, children: Sequence[Branch], ending: tuple[int, ...]) -> Branch:
+    """The branch with some of its children; one with a single child and nothing else is part of that child."""
+    if len(children) == 1 and not ending:
+        return replace(children[0], start=tree.start)
+    return replace(
+        tree, document=min([*ending, *(one.document for one in children)]), children=tuple(children), ending=ending
+    )

@@ -1,0 +1,129 @@
+"""Documents that begin alike, and FlashAttention's two operations in plain fp32 PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helpers.models import VOCABULARY
+from llamarl.algo.batch import Document
+from llamarl.algo.losses import REFERENCE_LOGPROBS
+from llamarl.train import tree_attention
+from llamarl.types import Given
+
+
+def make_branching_documents(
+    groups: int = 3, samples: int = 4, seed: int = 0, *, longest: int = 12, opening: int = 0
+) -> list[Document]:
+    """Answers to the same prompts, in any order, some of them equal or with the same beginning, some with tool replies. All
+    prompts begin with the same `opening` tokens."""
+    rng = np.random.default_rng(seed)
+    first, found = rng.integers(0, VOCABULARY, opening), []
+    for _ in range(groups):
+        prompt = np.concatenate([first, rng.integers(0, VOCABULARY, rng.integers(1, longest))])
+        earlier = list[np.ndarray]()
+        for _ in range(samples):
+            answer = rng.integers(0, VOCABULARY, rng.integers(1, longest))
+            if earlier and rng.random() < 0.4:  # goes on as another answer began, or repeats it
+                kept = earlier[rng.integers(len(earlier))]
+                answer = np.concatenate([kept[: rng.integers(1, len(kept) + 1)], answer[: rng.integers(0, longest)]])
+            earlier.append(answer)
+            found.append(_document(rng, prompt, answer))
+    return [found[number] for number in rng.permutation(len(found))]
+
+
+def _document(rng: np.random.Generator, prompt: np.ndarray, answer: np.ndarray) -> Document:
+    given: tuple[Given, ...] = ()
+    if len(answer) > 4 and rng.random() < 0.3:
+        given = (Given(1, 2),)
+    sampled = len(answer) - sum(one.count for one in given)
+    behavior = rng.normal(-2.5, 1.0, sampled).astype(np.float32)
+    return Document(
+        tokens=np.concatenate([prompt, answer]).astype(np.int32),
+        num_prompt_tokens=len(prompt),
+        behavior_logprobs=behavior,
+        staleness=np.sort(rng.integers(0, 2, sampled))[::-1].copy(),
+        advantages=np.full(sampled, rng.normal(), dtype=np.float32),
+        columns={REFERENCE_LOGPROBS: behavior + rng.normal(0, 0.1, sampled).astype(np.float32)},
+        given=given,
+    )
+
+
+@contextmanager
+def flash_on_cpu() -> Iterator[None]:
+    """Computes the parts of tree attention without FlashAttention."""
+    with (
+        patch.object(tree_attention, "flash_forward", plain_forward),
+        patch.object(tree_attention, "flash_backward", plain_backward),
+    ):
+        yield
+
+
+def plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    narrow, (q, k, v) = q.dtype, (_wide(x) for x in (q, k, v))
+    scores_HQK = _scores(q, k, starts_q, starts_k, causal)
+    sums_HQ = scores_HQK.logsumexp(-1)
+    out = torch.einsum("hqk,khd->qhd", (scores_HQK - sums_HQ[..., None]).exp(), _for_each_head(v, q))
+    return out.to(narrow), sums_HQ, q.new_zeros(2), q.new_zeros(0)
+
+
+def plain_backward(
+    given: tuple[Tensor, ...],
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    causal: bool,
+    random: Tensor,
+    unused: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What FlashAttention computes: weights from the sums that it is given, and the output's share from the output."""
+    narrow, (grad, q, k, v, out, sums_HQ) = given[0].dtype, (_wide(x) for x in given)
+    assert sums_HQ.is_contiguous(), "the kernel assumes it"
+    weights_HQK = (_scores(q, k, starts_q, starts_k, causal) - sums_HQ[..., None]).exp()
+    of_weights_HQK = torch.einsum("qhd,khd->hqk", grad, _for_each_head(v, q))
+    of_scores_HQK = weights_HQK * (of_weights_HQK - (grad * out).sum(-1).t()[..., None]) / q.shape[-1] ** 0.5
+    of_q = torch.einsum("hqk,khd->qhd", of_scores_HQK, _for_each_head(k, q))
+    of_k, of_v = torch.einsum("hqk,qhd->khd", of_scores_HQK, q), torch.einsum("hqk,qhd->khd", weights_HQK, grad)
+    return of_q.to(narrow), _of_groups(of_k, k).to(narrow), _of_groups(of_v, v).to(narrow)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _scores(q: Tensor, k: Tensor, starts_q: Tensor, starts_k: Tensor, causal: bool) -> Tensor:
+    rows, columns = (_runs(starts, x.shape[0]) for starts, x in ((starts_q, q), (starts_k, k)))
+    mask_QK = rows[:, None] == columns
+    if causal:
+        mask_QK = mask_QK.tril()
+    scores_HQK: Tensor = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) / q.shape[-1] ** 0.5
+    return scores_HQK.masked_fill(~mask_QK, -torch.inf)
+
+
+def _runs(starts: Tensor, size: int) -> Tensor:
+    """The run that each token belongs to."""
+    return torch.searchsorted(starts[1:].long(), torch.arange(size), right=True)
+
+
+def _for_each_head(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _of_groups(x: Tensor, like: Tensor) -> Tensor:
+    of_groups: Tensor = x.view(x.shape[0], like.shape[1], -1, x.shape[2]).sum(2)
+    return of_groups
+
+
+def are_covered(starts: Tensor, size: int) -> bool:
+    """Whether runs lie one behind another, from the first token to the last."""
+    edges = starts.tolist()
+    return edges[0] == 0 and edges[-1] == size and all(first <= second for first, second in pairwise(edges))
