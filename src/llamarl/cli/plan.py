@@ -104,7 +104,6 @@ def plan_command(
             prompt=prompt,
             answers=Lengths(answer),
             skipped=skipped,
-            share_prompts=True,
         ),
         max_staleness=max_staleness,
         precisions=tuple(precision or [lora_base or ("fp32" if settled.is_cpu else "bf16")]),

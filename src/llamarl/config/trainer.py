@@ -45,9 +45,9 @@ class TrainerConfig(Section, frozen=True):
         Literal["auto", "on", "off"],
         Meta(
             description="compute once per pack what documents begin with, such as the prompt of a group; auto: where that "
-            "saves time; on: wherever documents begin alike"
+            "saves time; on: wherever documents begin alike; off by default until it has been measured on a GPU"
         ),
-    ] = "auto"
+    ] = "off"
     recompute: Annotated[
         Literal["none", "selective", "full"],
         Meta(description="activations recomputed in the backward pass: none, those of the MLPs, or whole blocks"),
