@@ -42,7 +42,7 @@ _NOTHING = Problem("", "")
 Work = Callable[[], None]
 
 
-class Inbox:
+class PieceInbox:
     """What has arrived for one request and was not read yet; used on the event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, answers: int) -> None:
@@ -92,7 +92,7 @@ class LocalBackend:
         llm.check_cache(limits, "lower --slots or --max-model-len")
         self._llm, self._name, self._limits, self._seed = llm, name, limits, seed
         self._work: SimpleQueue[Work] = SimpleQueue()
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, PieceInbox] = {}
         self._ordinals = itertools.count()
         self._stats, self._version = BackendStats(), 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -155,7 +155,7 @@ class LocalBackend:
         self._loop = loop = asyncio.get_running_loop()
         if self.failure is not None:
             raise _gone()
-        ordinal, inbox = next(self._ordinals), Inbox(loop, ask.sampling.samples)
+        ordinal, inbox = next(self._ordinals), PieceInbox(loop, ask.sampling.samples)
         self._inboxes[ordinal] = inbox
         self._work.put(lambda: self._add(ordinal, ask))
         try:
