@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from queue import Empty, SimpleQueue
 
+import torch
+
 from llamarl.generate.decoder import ContinuousDecoder, Limits, StreamedTokens
 from llamarl.generate.llm import LLM
 from llamarl.generate.scheduler import GroupOptions, Sampled
@@ -130,6 +132,7 @@ class LocalBackend:
 
     def load(self) -> None:
         """Read the weights and answer one prompt, so that the first client does not wait for it."""
+        self._use_device()
         decoder = self._llm.decoder(self._limits, seed=self._seed)
         decoder.version = self._version
         once = PromptGroup(next(self._ordinals), _NOTHING, tokens_to_bytes([0, 0]), Sampling(max_new_tokens=1))
@@ -198,6 +201,7 @@ class LocalBackend:
 
     def _run(self) -> None:
         try:
+            self._use_device()
             assert self._decoder is not None, "load was not called"
             while not self._closing:
                 self._take_work(self._decoder)
@@ -207,6 +211,11 @@ class LocalBackend:
             self.failure = error
             self.on_failure()
         self._tell(self._end_all)
+
+    def _use_device(self) -> None:
+        """Every thread has a current GPU of its own; streams and events are made on it."""
+        if ":" in self._llm.device:
+            torch.cuda.set_device(self._llm.device)
 
     def _take_work(self, decoder: ContinuousDecoder) -> None:
         """Do what was asked for; without anything to decode, wait for it."""
