@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -26,21 +27,42 @@ _MAX_LOOPS = 100_000
 _MAX_EXPONENT = 64
 _MAX_BASE = 1 << 32
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 ChatOptions = Mapping[str, bool | int | float | str]
 _GIVEN = ("tools", "documents")  # to every template, without a value
 _SET = ("messages", "add_generation_prompt")
 
 
 class Template(Protocol):
-    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str: ...
+    source: str  # its Jinja text; empty if there is none
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool,
+        tools: Tools = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Text of a chat. `options` replace those of the template for this one text; an unknown one is refused."""
+        ...
 
 
 class NoChatTemplate:
+    source = ""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool,
+        tools: Tools = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         raise ModelError(f"{self._folder}: the model has no chat template; give it plain prompts")
 
 
@@ -50,24 +72,43 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, special_tokens: Mapping[str, str], folder: Path, options: ChatOptions | None = None
     ) -> None:
-        self._folder = folder
+        self._folder, self.source = folder, source
         self._values: dict[str, Any] = {**special_tokens, **dict.fromkeys(_GIVEN), **(options or {})}
-        sandbox = _Sandbox()
+        self._sandbox, self._special_tokens = _Sandbox(), special_tokens
         try:
-            self._template = sandbox.from_string(source)
-            known = meta.find_undeclared_variables(sandbox.parse(source)) if options else set()
+            self._template = self._sandbox.from_string(source)
+            if options:
+                self._check_options(options)
         except jinja2.TemplateError as error:
             raise ModelError(f"{folder}: chat template: {_line(error)}") from None
-        own = known - {*_GIVEN, *_SET, *special_tokens, *sandbox.globals}
-        if wrong := sorted((options or {}).keys() - own):
+
+    @cached_property
+    def _own_options(self) -> set[str]:
+        known = meta.find_undeclared_variables(self._sandbox.parse(self.source))
+        return known - {*_GIVEN, *_SET, *self._special_tokens, *self._sandbox.globals}
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        if wrong := sorted(options.keys() - self._own_options):
             raise ConfigError(
-                f"task.chat_options: the chat template of {folder} has no option '{wrong[0]}'; it has: "
-                f"{', '.join(sorted(own)) or 'none'}"
+                f"task.chat_options: the chat template of {self._folder} has no option '{wrong[0]}'; it has: "
+                f"{', '.join(sorted(self._own_options)) or 'none'}"
             )
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool,
+        tools: Tools = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         chat = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
         values = self._values | chat
+        if options:
+            self._check_options(options)
+            values |= options
+        if tools:
+            values["tools"] = [dict(tool) for tool in tools]
         pieces: list[str] = []
         num_chars = 0
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from llamarl.errors import ModelError
-from llamarl.model.chat_template import ChatOptions, ChatTemplate, NoChatTemplate, Template
+from llamarl.model.chat_template import ChatOptions, ChatTemplate, Messages, NoChatTemplate, Template, Tools
 from llamarl.model.hf_config import read_json_object
 
 _HERE = "(what the model said)"
@@ -49,9 +49,25 @@ class Tokenizer:
         text: str = self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
-    def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Tokens of a chat in the model's own format, ready for its answer."""
-        return self.encode(self._template.render(messages, add_generation_prompt=add_generation_prompt))
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of a chat in the model's own format, ready for its answer. `tools` describe the functions that the model may
+        call; `options` are values for the chat template, for this chat alone."""
+        text = self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options
+        )
+        return self.encode(text)
+
+    @property
+    def chat_source(self) -> str:
+        """The Jinja text of the chat template; empty if there is none."""
+        return self._template.source
 
     @property
     def has_chat(self) -> bool:
