@@ -52,7 +52,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-GroupKind = Literal["train", "evaluation", "probe"]
+GroupKind = Literal["train", "evaluation", "probe", "call"]
+"""Where a group goes: into a batch, into an evaluation, to be measured, or back to the agent that asked."""
 
 
 class PromptGroup(Struct, frozen=True, tag="prompt", omit_defaults=True):
