@@ -64,6 +64,8 @@ class PromptGroup(Struct, frozen=True, tag="prompt", omit_defaults=True):
     prompt_tokens: bytes
     sampling: Sampling
     kind: GroupKind = "train"
+    stop: tuple[str, ...] = ()  # texts that end an answer, besides the job's own
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end an answer, besides the model's own
 
 
 class VersionRun(Struct, frozen=True, array_like=True):
@@ -173,6 +175,12 @@ def first_of_samples(completions: Sequence[Completion]) -> list[int]:
         if completion.sample is not None:
             seen.add(completion.sample)
     return first
+
+
+def last_of_samples(completions: Sequence[Completion]) -> list[Completion]:
+    """The last completion of each sample, which is judged: all of them, unless they are branches."""
+    last = {number if one.sample is None else one.sample: one for number, one in enumerate(completions)}
+    return list(last.values())
 
 
 class GroupFacts(Struct, frozen=True):

@@ -64,6 +64,7 @@ def build_generator(context: BuildContext) -> Executor:
         deterministic=config.schedule.deterministic,
         log=context.log,
         adapters=AdapterCheck(decoder, part, partial(is_measured, config.schedule)) if config.model.lora else None,
+        tokenizer=tokenizer,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,7 @@ class TrainingSession:
         self.reward: float | None = None  # the sum of what the client gave by `POST /rl/reward`
         self.problem = ""  # why this session cannot be trained on; empty: it can
         self.closed = False
+        self._lock = threading.Lock()  # answers are recorded in the server's thread, and sessions closed in another
 
     # What the server asks
 
@@ -111,8 +113,16 @@ class TrainingSession:
         self._calls += 1
 
     def record(self, answered: Answered) -> None:
-        if self.closed or not answered.tokens:
-            return
+        with self._lock:
+            if not self.closed and answered.tokens:
+                self._add(answered)
+
+    def close(self) -> None:
+        """Record nothing any more: what comes later was not part of the agent's work."""
+        with self._lock:
+            self.closed = True
+
+    def _add(self, answered: Answered) -> None:
         turn = SampledTurn(
             tuple(answered.prompt_tokens),
             tuple(answered.tokens),
@@ -156,7 +166,7 @@ class TrainingSession:
     # Tokens
 
     def _fresh(self, chat: Chat) -> list[int]:
-        """Tokens of a chat of which nothing is known. A model without a chat template reads the texts one behind the other."""
+        """Tokens of a chat of which nothing is known. Without a chat template, its texts stand one behind the other."""
         if not self._tokenizer.has_chat:
             return self._tokenizer.encode("".join(map(_text, chat.messages)))
         try:

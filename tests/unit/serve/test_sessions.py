@@ -282,7 +282,7 @@ def test_calls_beyond_the_limit_are_refused_and_told() -> None:
     one = session(max_calls=2)
     one.begin_call()
     one.begin_call()
-    with pytest.raises(RequestRefused, match="agent.max_calls"):
+    with pytest.raises(RequestRefused, match=r"agent\.max_calls"):
         one.begin_call()
     assert one.problem == "made more than agent.max_calls=2 calls"
 
@@ -291,7 +291,7 @@ def test_an_ended_session_takes_nothing() -> None:
     one = session()
     one.add_reward(0.5)
     one.add_reward(0.25)
-    one.closed = True
+    one.close()
     for act in (one.begin_call, lambda: one.add_reward(1.0)):
         with pytest.raises(RequestRefused, match="has ended"):
             act()
