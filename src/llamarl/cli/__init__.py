@@ -18,6 +18,7 @@ from llamarl.cli.push import push_command
 from llamarl.cli.records import audit_command, replay_command
 from llamarl.cli.runs import rollouts_command, runs_command
 from llamarl.cli.score import score_command
+from llamarl.cli.serve import serve_command
 from llamarl.cli.settings import config_command
 from llamarl.cli.train import train_command
 from llamarl.cli.transfer import plan_transfer_command
@@ -53,6 +54,7 @@ def llamarl(
 app.command("train")(train_command)
 app.command("check")(check_command)
 app.command("generate")(generate_command)
+app.command("serve")(serve_command)
 app.command("import-gguf")(import_gguf_command)
 app.command("merge")(merge_command)
 app.command("eval")(eval_command)

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llamarl.config import Config, GeneratorConfig
 from llamarl.errors import ConfigError
@@ -22,7 +24,18 @@ from llamarl.generate.attention import members_of_reading
 from llamarl.generate.device_runner import Burst, DeviceRunner
 from llamarl.generate.kv_cache import PagedCache, page_bytes
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
-from llamarl.generate.scheduler import NOBODY, GroupUnderway, Key, Running, Sampled, Scheduler, Sequence, make_batch
+from llamarl.generate.scheduler import (
+    AS_ALL_OTHERS,
+    NOBODY,
+    GroupOptions,
+    GroupUnderway,
+    Key,
+    Running,
+    Sampled,
+    Scheduler,
+    Sequence,
+    make_batch,
+)
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.generate.step import Steps
 from llamarl.generate.stop_strings import StopStrings
@@ -56,6 +69,7 @@ class Limits:
     num_pages: int = 0  # of the cache; 0: enough for all slots, as far as a GPU's memory goes
     burst: int = 0  # decode steps between two looks of the host; 0: 1 on a CPU, 8 on a GPU
     parked: int = 0  # conversations that may wait for a reply and keep their pages, besides those in slots
+    max_length: int = 0  # prompt and completion together; 0: both at their longest
 
     @classmethod
     def of(cls, config: Config, *, sequences: int = sys.maxsize) -> Limits:
@@ -74,7 +88,7 @@ class Limits:
     @property
     def length(self) -> int:
         """Longest sequence, prompt and completion together."""
-        return self.max_prompt_tokens + self.max_new_tokens
+        return self.max_length or self.max_prompt_tokens + self.max_new_tokens
 
     @property
     def pages_per_slot(self) -> int:
@@ -116,6 +130,15 @@ class Precision:
 
 
 AS_THE_MODEL = Precision()
+
+
+@dataclass(frozen=True)
+class StreamedTokens:
+    """The next tokens of a completion whose group is streamed."""
+
+    key: Key
+    sampled: Sampled
+    completion: Completion | None = None  # all of it, with its last tokens
 
 
 class ContinuousDecoder:
@@ -176,6 +199,7 @@ class ContinuousDecoder:
         self._max_turns = max_turns
         self._stop, self._num_steps = stop or None, 0
         self._turns: list[Sequence] = []
+        self._streamed: list[StreamedTokens] = []
 
     @property
     def narrow_cache(self) -> bool:
@@ -195,6 +219,17 @@ class ContinuousDecoder:
     def num_waiting(self) -> int:
         """Number of sequences without a slot: not started, or paused."""
         return self._schedule.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Number of sequences in slots."""
+        return len(self._schedule.running)
+
+    @property
+    def cache_share(self) -> float:
+        """Share of the cache's pages that are in use."""
+        pool = self._schedule.pool
+        return 1 - pool.num_free / pool.num_pages
 
     @property
     def tokens_sampled(self) -> int:
@@ -218,7 +253,7 @@ class ContinuousDecoder:
         if changed and self._recompute:
             self._read_again()
 
-    def add(self, group: PromptGroup) -> None:
+    def add(self, group: PromptGroup, options: GroupOptions = AS_ALL_OTHERS) -> None:
         """Queue a group; its completions start as slots become free. Raises ValueError if it can never be decoded."""
         num_prompt, sampling, limits = len(group.prompt_tokens) // 4, group.sampling, self.limits
         if num_prompt == 0:
@@ -229,7 +264,9 @@ class ContinuousDecoder:
             )
         if not 1 <= sampling.max_new_tokens <= limits.max_new_tokens or not sampling.samples >= 1:
             raise ValueError(f"{sampling} does not fit slots of {limits.max_new_tokens} new tokens")
-        self._schedule.add(group)
+        if num_prompt + sampling.max_new_tokens > limits.length:
+            raise ValueError(f"{num_prompt} + {sampling.max_new_tokens} tokens; a sequence has at most {limits.length}")
+        self._schedule.add(group, options)
 
     @torch.inference_mode()
     def step(self) -> list[CompletionGroup]:
@@ -305,15 +342,53 @@ class ContinuousDecoder:
                 self._turns.append(self._schedule.park(running, sampled))
             else:
                 self._end_running(running, sampled)
+        self._look(burst.number, counts)
 
     def _end_running(self, running: Running, sampled: Sampled) -> None:
         """End a sequence, at its first stop string if it holds one."""
-        end = self._stop.end_of(sampled.tokens) if self._stop else None
+        sequence = running.sequence
+        stop = sequence.group.options.stop or self._stop
+        end = stop.end_of(sampled.tokens) if stop else None
         if end is not None:
-            sampled = Sampled(sampled.tokens[:end], sampled.logprobs[:end], sampled.versions[:end])
-        running.sequence.sampled = sampled
+            sampled = sampled.part(0, end)
+        sequence.sampled = sampled
         cut_off = end is None and sampled.tokens[-1] not in self._eos_ids
-        self._finished(self._schedule.finish(running, self._completion(running.sequence, cut_off=cut_off)))
+        completion = self._completion(sequence, cut_off=cut_off)
+        if sequence.group.options.stream:
+            rest = sampled.part(sequence.num_streamed, len(sampled.tokens))
+            self._streamed.append(StreamedTokens(sequence.key, rest, completion))
+        self._finished(self._schedule.finish(running, completion))
+
+    def _look(self, burst: int, counts: NDArray[np.int64]) -> None:
+        """Read what running sequences have sampled until the end of this burst, where that is streamed or may hold a stop
+        string of their own."""
+        looked = [
+            running
+            for running in self._schedule.running.values()
+            if running.since <= burst and running.sequence.group.options.looked_at
+        ]
+        slots, starts = [one.slot for one in looked], [len(one.sequence.seen.tokens) for one in looked]
+        found = self._device.read(slots, [int(counts[slot]) for slot in slots], starts)
+        for running, start, new in zip(looked, starts, found, strict=True):
+            self._take_in(running, start, new)
+
+    def _take_in(self, running: Running, start: int, new: Sampled) -> None:
+        """Stream new tokens of a running sequence, or end it if they complete a stop string."""
+        sequence, options = running.sequence, running.sequence.group.options
+        sequence.seen.extend(new)
+        if options.stop and options.stop.end_behind(sequence.seen.tokens, start) is not None:
+            self._device.close(running.slot)
+            self._device.set_pages(running.slot, ())
+            self._end_running(running, sequence.seen)
+        elif options.stream and new.tokens:
+            sequence.num_streamed += len(new.tokens)
+            self._streamed.append(StreamedTokens(sequence.key, new))
+
+    def take_streamed(self) -> list[StreamedTokens]:
+        """New tokens of streamed groups since the last call. The last ones of a completion come with all of it; its group is
+        returned by `step` as well."""
+        streamed, self._streamed = self._streamed, []
+        return streamed
 
     def _end_stopped(self, stop: StopStrings) -> None:
         """End the running sequences that hold a stop string. Their completions would be cut there anyway: this saves time."""
@@ -400,9 +475,10 @@ class ContinuousDecoder:
 
 def _opening(running: Running) -> Opening:
     sequence, read = running.sequence, running.sequence.read
+    draws = sequence.group.options.draws
     return Opening(
         slot=running.slot,
-        ordinal=sequence.group.prompt.ordinal,
+        ordinal=sequence.group.prompt.ordinal if draws is None else draws,
         sample=sequence.sample,
         token=read[-1],
         position=len(read) - 1,

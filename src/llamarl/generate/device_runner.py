@@ -206,20 +206,25 @@ class DeviceRunner:
 
     # Out of the slots
 
-    def read(self, slots: Sequence[int], counts: Sequence[int]) -> list[Sampled]:
-        """What these slots have sampled. They must have ended, or no burst may be in flight."""
+    def read(self, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int] = ()) -> list[Sampled]:
+        """What these slots have sampled, from `starts` on. The first `counts` tokens must be there: sampled by bursts that
+        have ended."""
         if not slots:
             return []
-        state, longest = self._state, max(counts)
+        state, longest, shortest = self._state, max(counts), min(starts, default=0)
         with torch.cuda.stream(self._side) if self._side else nullcontext():
             rows = upload(torch.tensor(slots), self._device)
             columns = [
-                self._to_host(column[rows, :longest]).numpy()
+                self._to_host(column[rows, shortest:longest]).numpy()
                 for column in (state.out_tokens, state.out_logprobs, state.out_versions)
             ]
         if self._side:
             self._side.synchronize()
-        return [Sampled(*(column[row, :count].tolist() for column in columns)) for row, count in enumerate(counts)]
+        firsts = [start - shortest for start in starts] or [0] * len(slots)
+        return [
+            Sampled(*(column[row, first : count - shortest].tolist() for column in columns))
+            for row, (first, count) in enumerate(zip(firsts, counts, strict=True))
+        ]
 
 
 _Unread = TypeVar("_Unread", Fill, Extension)

@@ -185,10 +185,14 @@ class LLM:
         if self._kept is not None and (seed, limits) == (self._kept[0], self._kept[1].limits):
             return self._kept[1]
         self._kept = None  # its cache is freed before the next one is made
-        if self.device == "cpu":  # a GPU's cache takes what is free
-            cache = limits.enough_pages * page_bytes(self.shape, limits.page_tokens, self.dtype)
-            self._check_memory(cache, "lower slots or sampling.max_new_tokens")
+        self.check_cache(limits, "lower slots or sampling.max_new_tokens")
         return self.decoder(limits, seed=seed)
+
+    def check_cache(self, limits: Limits, advice: str) -> None:
+        """Refuse a cache that this machine's memory cannot hold. A GPU's cache takes what is free."""
+        if self.device == "cpu":
+            cache = limits.enough_pages * page_bytes(self.shape, limits.page_tokens, self.dtype)
+            self._check_memory(cache, advice)
 
     def _check_memory(self, cache_bytes: int, advice: str) -> None:
         on_host = self.device == "cpu"

@@ -17,10 +17,28 @@ from typing import NamedTuple
 
 from llamarl.generate.kv_splits import parts_of_long
 from llamarl.generate.pages import PagePool, pages_for
+from llamarl.generate.stop_strings import StopStrings
 from llamarl.types import Completion, Given, PromptGroup, bytes_to_tokens
 
 NOBODY = -1  # version of tokens that no policy sampled
 Key = tuple[int, int]  # identifies a sequence: ordinal of its group, index of its sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """How one group differs from the others of its decoder."""
+
+    draws: int | None = None  # what its random numbers follow from, besides the decoder's seed; None: its ordinal
+    stop: StopStrings | None = None  # ends its completions in place of the decoder's own stop strings
+    stream: bool = False  # whether its tokens are told while they are sampled
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether the host reads its tokens after every burst."""
+        return self.stream or bool(self.stop)
+
+
+AS_ALL_OTHERS = GroupOptions()
 
 
 @dataclass
@@ -29,6 +47,7 @@ class GroupUnderway:
 
     prompt: PromptGroup
     tokens: list[int]
+    options: GroupOptions = AS_ALL_OTHERS
     prompt_pages: list[int] | None = None  # held until the last sample has started
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
     not_started: int = 0  # samples
@@ -41,6 +60,14 @@ class Sampled(NamedTuple):
     logprobs: list[float]
     versions: list[int]
 
+    def part(self, start: int, end: int) -> Sampled:
+        return Sampled(self.tokens[start:end], self.logprobs[start:end], self.versions[start:end])
+
+    def extend(self, more: Sampled) -> None:
+        self.tokens.extend(more.tokens)
+        self.logprobs.extend(more.logprobs)
+        self.versions.extend(more.versions)
+
 
 @dataclass
 class Sequence:
@@ -51,6 +78,8 @@ class Sequence:
     sample: int
     sampled: Sampled = field(default_factory=lambda: Sampled([], [], []))
     given: list[Given] = field(default_factory=list)
+    seen: Sampled = field(default_factory=lambda: Sampled([], [], []))  # what the host has read, if it looks
+    num_streamed: int = 0  # tokens of `seen` that were told
     kept: list[int] = field(default_factory=list)  # pages that it holds without a slot
     num_kept: int = 0  # tokens in these pages
 
@@ -185,8 +214,8 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, prompt: PromptGroup) -> None:
-        group = GroupUnderway(prompt, bytes_to_tokens(prompt.prompt_tokens).tolist())
+    def add(self, prompt: PromptGroup, options: GroupOptions = AS_ALL_OTHERS) -> None:
+        group = GroupUnderway(prompt, bytes_to_tokens(prompt.prompt_tokens).tolist(), options)
         group.not_started = prompt.sampling.samples
         self._underway[prompt.ordinal] = group
         self._waiting.extend(Sequence(group, sample) for sample in range(prompt.sampling.samples))

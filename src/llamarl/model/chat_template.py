@@ -87,10 +87,10 @@ class ChatTemplate:
         known = meta.find_undeclared_variables(self._sandbox.parse(self.source))
         return known - {*_GIVEN, *_SET, *self._special_tokens, *self._sandbox.globals}
 
-    def _check_options(self, options: Mapping[str, Any], name: str = "task.chat_options") -> None:
+    def _check_options(self, options: Mapping[str, Any]) -> None:
         if wrong := sorted(options.keys() - self._own_options):
             raise ConfigError(
-                f"{name}: the chat template of {self._folder} has no option '{wrong[0]}'; it has: "
+                f"task.chat_options: the chat template of {self._folder} has no option '{wrong[0]}'; it has: "
                 f"{', '.join(sorted(self._own_options)) or 'none'}"
             )
 
@@ -105,7 +105,7 @@ class ChatTemplate:
         chat = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
         values = self._values | chat
         if options:
-            self._check_options(options, "chat_template_kwargs")
+            self._check_options(options)
             values |= options
         if tools:
             values["tools"] = [dict(tool) for tool in tools]

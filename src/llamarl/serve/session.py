@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
 
-from llamarl.errors import InputError
+from llamarl.errors import ConfigError, InputError, ModelError
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.serve.backend import Finish
-from llamarl.serve.refusals import RequestRefused
+from llamarl.serve.refusals import RequestRefused, bad_request
 from llamarl.types import VersionRun
 
 Message = Mapping[str, Any]
@@ -47,7 +48,7 @@ class Session(Protocol):
     """One client's dialogue. Methods raise RequestRefused."""
 
     def prompt(self, chat: Chat) -> list[int]:
-        """Tokens of a chat, ready for the model's answer."""
+        """Tokens of a chat, ready for the model's answer. Also called where no answer follows, to count tokens."""
         ...
 
     def record(self, answered: Answered) -> None:
@@ -67,6 +68,23 @@ class Access(Protocol):
         ...
 
 
+def template_tokens(tokenizer: Tokenizer, chat: Chat) -> list[int]:
+    """Tokens of a chat by the model's own template. Raises RequestRefused, which says nothing of this machine's folders."""
+    if not tokenizer.has_chat:
+        raise bad_request("messages", "the model has no chat template; send plain prompts to /v1/completions")
+    try:
+        return tokenizer.chat(
+            chat.messages,
+            tools=chat.tools,
+            options=chat.options,
+            add_generation_prompt=chat.add_generation_prompt,
+        )
+    except ConfigError as error:
+        raise bad_request("chat_template_kwargs", f"the chat template has {str(error).partition(' has ')[2]}") from None
+    except ModelError as error:
+        raise bad_request("messages", f"chat template: {str(error).partition('chat template: ')[2]}") from None
+
+
 class StatelessSession:
     """The session of plain serving: every request stands alone."""
 
@@ -74,12 +92,7 @@ class StatelessSession:
         self._tokenizer = tokenizer
 
     def prompt(self, chat: Chat) -> list[int]:
-        return self._tokenizer.chat(
-            chat.messages,
-            tools=chat.tools,
-            options=chat.options,
-            add_generation_prompt=chat.add_generation_prompt,
-        )
+        return template_tokens(self._tokenizer, chat)
 
     def record(self, answered: Answered) -> None:
         pass
@@ -97,8 +110,19 @@ class KeyAccess:
         self._session, self._keys = StatelessSession(tokenizer), [key.encode() for key in keys]
 
     def session(self, key: str | None, headers: Mapping[str, str]) -> Session:
+        if not self._keys:
+            _check_local(headers)
         given = (key or "").encode()
         # All are compared, so that the time tells nothing about them.
         if self._keys and not any([hmac.compare_digest(given, known) for known in self._keys]):
             raise RequestRefused(401, "the key is missing or wrong")
         return self._session
+
+
+def _check_local(headers: Mapping[str, str]) -> None:
+    """Without keys, every program on this machine may ask, but no web page that a browser shows here: neither by a name of
+    its own for this machine, nor from another origin."""
+    hosts = [headers.get("host", "localhost"), headers.get("origin", "http://localhost").partition("://")[2]]
+    for host in hosts:
+        if re.sub(r":\d+$", "", host) not in ("127.0.0.1", "localhost", "[::1]"):
+            raise RequestRefused(403, "only for programs on this machine; a server with --key answers others")
