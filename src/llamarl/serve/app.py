@@ -54,6 +54,7 @@ ROUTES: Mapping[tuple[str, str], Handler] = {
 }
 _PATHS = {path for _, path in ROUTES}
 _RETRY_S = 1
+_MOST_DISCARDED = 32  # bodies of the largest size that are read and thrown away, before a client is cut off
 log = logging.getLogger("llamarl.serve")
 
 
@@ -199,27 +200,38 @@ class ServeApp:
         return json_reply({"status": "failed" if broken else "ok"}, status=503 if broken else 200)
 
     async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
+        """The body of a request. One that is too large is read to its end, though not kept, since a client that is cut off
+        while it sends does not see why."""
         limits = self._limits
-        too_large = RequestRefused(413, f"the body has more than {limits.max_body_bytes} bytes")
         said = headers.get("content-length", "")
-        if said.isdecimal() and int(said) > limits.max_body_bytes:
-            raise too_large
+        too_large = said.isdecimal() and int(said) > limits.max_body_bytes
         parts, size = list[bytes](), 0
         try:
             async with asyncio.timeout(limits.body_s):
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise asyncio.CancelledError
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    more = message.get("more_body", False)
-                    if size > limits.max_body_bytes:
-                        raise too_large
+                async for part in _parts(receive):
+                    size += len(part)
+                    too_large = too_large or size > limits.max_body_bytes
+                    if not too_large:
+                        parts.append(part)
+                    elif size > _MOST_DISCARDED * limits.max_body_bytes:
+                        break
         except TimeoutError:
-            raise RequestRefused(408, f"the body did not arrive within {limits.body_s:g} s") from None
+            if not too_large:
+                raise RequestRefused(408, f"the body did not arrive within {limits.body_s:g} s") from None
+        if too_large:
+            raise RequestRefused(413, f"the body has more than {limits.max_body_bytes} bytes")
         return b"".join(parts)
+
+
+async def _parts(receive: Receive) -> AsyncGenerator[bytes, None]:
+    """The parts of a body as they come."""
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise asyncio.CancelledError
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
 
 
 def make_app(backend: Backend, access: Access, limits: ServeLimits) -> ServeApp:

@@ -51,12 +51,14 @@ def guarded_protocol(limits: ServeLimits) -> type[HttpToolsProtocol]:
             super().connection_lost(exc)
 
         def _watch_headers(self, num_bytes: int) -> None:
-            """Give up on a connection that does not send the headers of a request in time, or far too many."""
+            """Give up on a connection that does not send the headers of a request in time, or far too many; nor is the rest
+            of a body awaited for long that was refused."""
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_timer()
                 self._head_bytes = 0
                 return
-            self._head_bytes += num_bytes
+            refused = self.cycle is not None and self.cycle.more_body
+            self._head_bytes += 0 if refused else num_bytes
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self.transport.abort()
             elif self._timer is None:
