@@ -1,6 +1,6 @@
 #!/bin/sh
 # The calculator agent as a shell script: it knows nothing of LlamaRL but a URL, a key and the problem on its standard input.
-#     llamarl train examples/agent_calculator.yaml agent.run= 'agent.command=[sh, examples/agent_calculator.sh]'
+#     llamarl train examples/agent_calculator.yaml agent.run="''" 'agent.command=[sh, examples/agent_calculator.sh]'
 problem=$(cat)
 question=$(printf '%s' "$problem" | sed 's/.*"prompt":"\([^"]*\)".*/\1/')
 right=$(printf '%s' "$problem" | sed 's/.*"answer":"\([^"]*\)".*/\1/')

@@ -69,15 +69,7 @@ class Stop(ToExecutor, frozen=True):
 
 
 Message = (
-    LoadWeights
-    | WorkOnGroup
-    | DropCall
-    | CallAnswered
-    | CallRefused
-    | WorkOnBatch
-    | PublishWeights
-    | SaveState
-    | Stop
+    LoadWeights | WorkOnGroup | DropCall | CallAnswered | CallRefused | WorkOnBatch | PublishWeights | SaveState | Stop
 )
 
 
@@ -110,7 +102,7 @@ class GroupRefused(FromExecutor, frozen=True):
     reason: str
 
 
-class CallMade(FromExecutor, frozen=True):
+class CallRequested(FromExecutor, frozen=True):
     """An agent of group `ordinal` asks the policy. The executor numbers its own calls."""
 
     number: int
@@ -121,7 +113,7 @@ class CallMade(FromExecutor, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class CallEnded(FromExecutor, frozen=True):
+class CallDropped(FromExecutor, frozen=True):
     """Nobody waits for the answer to this call any more."""
 
     number: int
@@ -215,8 +207,8 @@ Report = (
     | GroupRefused
     | ScoresFailed
     | ToolsFailed
-    | CallMade
-    | CallEnded
+    | CallRequested
+    | CallDropped
     | AgentsCounted
     | Noted
     | MustStop

@@ -29,4 +29,4 @@ def chat_tokenizer(*, template: str = CHATML) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     made = ChatTemplate(template, special_tokens={}, folder=Path()) if template else NoChatTemplate(Path())
-    return Tokenizer(backend, eos_ids=(backend.token_to_id("<|im_end|>"),), template=made)
+    return Tokenizer(backend, eos_ids=(len(vocab) + 1,), template=made)

@@ -23,8 +23,8 @@ class AgentConfig(Section, frozen=True):
     command: Annotated[
         tuple[str, ...],
         Meta(
-            description="program and arguments instead of a function; finds URL and key in OPENAI_BASE_URL and so on, and the "
-            "problem as JSON on standard input"
+            description="program and arguments instead of a function; finds URL and key in OPENAI_BASE_URL and so on, "
+            "and the problem as JSON on standard input"
         ),
     ] = ()
     reward: Annotated[

@@ -193,7 +193,9 @@ def _check_agent(config: Config) -> None:
     if config.conversation.tool:
         raise ConfigError("agent: cannot take effect with conversation.tool; the agent calls its tools itself")
     if config.schedule.deterministic:
-        raise ConfigError("agent: agents' calls come in any order, which schedule.deterministic rules out; leave it false")
+        raise ConfigError(
+            "agent: agents' calls come in any order, which schedule.deterministic rules out; leave it false"
+        )
     if config.reward_model.path:
         raise ConfigError("agent: a reward model judges single answers, not sessions; leave reward_model.path empty")
     if config.generator.stop:

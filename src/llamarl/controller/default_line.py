@@ -55,9 +55,7 @@ def _agents(config: Config) -> list[Role]:
         return []
     capacity = config.agent.workers * config.schedule.samples_per_group
     done = "generated" if config.agent.reward == "scorer" else "scored"
-    return [
-        Role(name="agent", unit="group", done=done, executors=config.agent.replicas, capacity=capacity, threads=1)
-    ]
+    return [Role(name="agent", unit="group", done=done, executors=config.agent.replicas, capacity=capacity, threads=1)]
 
 
 def _way_to_trainer(config: Config) -> tuple[list[str], list[Role], list[Channel]]:

@@ -28,13 +28,11 @@ class CallTable:
         self._asked: dict[int, Asked] = {}
         self._calls: dict[Asked, int] = {}
 
-    def add(self, asked: Asked, made: msg.CallMade) -> PromptGroup:
+    def add(self, asked: Asked, made: msg.CallRequested) -> PromptGroup:
         """A new call, as the group that a generator answers."""
         call, self._next = self._next, self._next + 1
         self._asked[call], self._calls[asked] = asked, call
-        return PromptGroup(
-            call, _NO_PROBLEM, made.prompt_tokens, made.sampling, "call", made.stop, made.stop_token_ids
-        )
+        return PromptGroup(call, _NO_PROBLEM, made.prompt_tokens, made.sampling, "call", made.stop, made.stop_token_ids)
 
     def call_of(self, asked: Asked) -> int | None:
         """The call that an executor made; None if it has ended."""

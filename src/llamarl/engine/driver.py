@@ -150,9 +150,9 @@ class Driver:
             case msg.GroupRefused():
                 self._refuse(report.ordinal, report.reason)
                 return ev.GroupFailed(*who, report.ordinal, report.reason)
-            case msg.CallMade():
+            case msg.CallRequested():
                 return self._call_made(arrival, report)
-            case msg.CallEnded():
+            case msg.CallDropped():
                 call = self._calls.call_of(Asked(*who, report.number))
                 return None if call is None else ev.CallEnded(*who, call)
             case msg.AgentsCounted():
@@ -209,15 +209,13 @@ class Driver:
                 self._watcher.group_done(arrival.executor, facts)
         return ev.GroupDone(arrival.executor, arrival.incarnation, group.ordinal, facts)
 
-    def _call_made(self, arrival: Arrival, report: msg.CallMade) -> ev.AnyEvent | None:
+    def _call_made(self, arrival: Arrival, report: msg.CallRequested) -> ev.AnyEvent | None:
         """A call of a group that its executor still holds; the agents of any other group are ending."""
         if report.ordinal not in self._controller.executors[arrival.executor].groups:
             return None
         call = self._calls.add(Asked(arrival.executor, arrival.incarnation, report.number), report)
         self._store.put(call)
-        return ev.CallMade(
-            arrival.executor, arrival.incarnation, call.ordinal, report.ordinal, report.sampling.samples
-        )
+        return ev.CallMade(arrival.executor, arrival.incarnation, call.ordinal, report.ordinal, report.sampling.samples)
 
     def _answer(self, executor: str, group: CompletionGroup) -> None:
         """Pass the answer to a call on to whoever asked. A replica that has lost the call is not heard."""

@@ -1,9 +1,9 @@
 """The agent: prompts in, completions out, written by agents of the user that talk to the policy over HTTP.
 
-Every sample of a group has a session with a key of its own, and an agent in a worker process that has the key. What the agent
-asks becomes a call, which the job's generators answer. When the agent has ended, its session is the sample: one completion for
-each branch of its dialogue. An agent that fails is tried again in a new session, then its group is dropped; it never counts as
-a wrong answer.
+Every sample of a group has a session with a key of its own, and an agent in a worker process that has the key. What the
+agent asks becomes a call, which the job's generators answer. When the agent has ended, its session is the sample: one
+completion for each branch of its dialogue. An agent that fails is tried again in a new session, then its group is dropped; it
+never counts as a wrong answer.
 """
 
 from __future__ import annotations
@@ -184,9 +184,7 @@ class Agents:
             )
 
 
-def make_group(
-    prompt: PromptGroup, samples: list[EndedSample], *, scored: bool
-) -> CompletionGroup | RolloutGroup:
+def make_group(prompt: PromptGroup, samples: list[EndedSample], *, scored: bool) -> CompletionGroup | RolloutGroup:
     """The samples of a group as completions, one for each branch. Their prompt is what all of them begin with."""
     shared = common_prompt(branch for sample in samples for branch in sample.branches)
     asked = replace(prompt, prompt_tokens=tokens_to_bytes(shared))

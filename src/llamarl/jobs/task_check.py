@@ -14,7 +14,7 @@ from llamarl.errors import ConfigError, LlamaRLError, ModelError
 from llamarl.generate.prompting import check_chat_options, reply_tokens
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.plugins import describe_error
-from llamarl.serve.endpoint import load_uvicorn
+from llamarl.serve.endpoint import load_server
 from llamarl.tasks.agents.runner import AgentRunner
 from llamarl.tasks.custom_scorers import ScorerRequirements
 from llamarl.tasks.judge import Judge
@@ -29,8 +29,8 @@ EVERY_COLUMN = ScorerRequirements(everything=True, answer=False)  # agents see w
 def prepare_prompts(
     config: Config, tokenizer: Tokenizer, given: Mapping[str, Callable[..., Any]], task: Prompter | None
 ) -> Prompts:
-    """The job's prompts. A scorer that fails on a task's own answer is refused: it would fail on every group. Agents that give
-    their own rewards need none."""
+    """The job's prompts. A scorer that fails on a task's own answer is refused: it would fail on every group. Agents that
+    give their own rewards need none."""
     if config.agent and config.agent.reward == "agent":
         return Prompts(task or make_task(config.task, config.seed, EVERY_COLUMN), tokenizer, config)
     judge = Judge.of(config, own_scorers(config.task), workers=1, given=given)
@@ -74,7 +74,7 @@ def check_agent(config: Config) -> None:
     """Refuse an agent that cannot be loaded, or an installation that cannot serve it."""
     if not config.agent:
         return
-    load_uvicorn()
+    load_server()
     if config.agent.command and shutil.which(config.agent.command[0]) is None:
         raise ConfigError(f"agent.command: no program {config.agent.command[0]}")
     runner = AgentRunner(replace(config.agent, workers=1))

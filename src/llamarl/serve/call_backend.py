@@ -6,21 +6,21 @@ The event loop runs in a thread of its own; the executor takes calls out and put
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llamarl.messages import CallEnded, CallMade
+from llamarl.messages import CallDropped, CallRequested
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.serve.backend import Ask, BackendStats, Piece, Scores
 from llamarl.serve.refusals import RequestRefused, bad_request
 from llamarl.serve.session_access import asking_session
 from llamarl.types import Completion, Sampling, bytes_to_floats, bytes_to_tokens, tokens_to_bytes
 
-Answers = asyncio.Future[tuple[Completion, ...]]
+_Answers = asyncio.Future[tuple[Completion, ...]]
 
 
 class CallLimits(Struct, frozen=True, kw_only=True):
@@ -31,14 +31,14 @@ class CallLimits(Struct, frozen=True, kw_only=True):
 
 
 class CallBackend:
-    """Turns requests into calls; see the module's docstring. Answers come whole, also where a client wants them streamed: a
+    """Turns requests into calls; see the module's docstring. _Answers come whole, also where a client wants them streamed: a
     call may move to another generator, which begins it anew."""
 
     def __init__(self, tokenizer: Tokenizer, name: str, limits: CallLimits) -> None:
         self._tokenizer, self._name, self._limits = tokenizer, name, limits
         self._numbers = count()
-        self._calls: SimpleQueue[CallMade | CallEnded] = SimpleQueue()
-        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, Answers]] = {}
+        self._calls: SimpleQueue[CallRequested | CallDropped] = SimpleQueue()
+        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, _Answers]] = {}
         self._version = 0
 
     @property
@@ -75,10 +75,10 @@ class CallBackend:
             raise bad_request("prompt", f"{told}{self._limits.max_prompt_tokens}")
         session.begin_call()
         number = next(self._numbers)
-        answers: Answers = asyncio.get_running_loop().create_future()
+        answers: _Answers = asyncio.get_running_loop().create_future()
         self._waiting[number] = (asyncio.get_running_loop(), answers)
         self._calls.put(
-            CallMade(
+            CallRequested(
                 number,
                 ordinal,
                 tokens_to_bytes(ask.tokens),
@@ -90,7 +90,7 @@ class CallBackend:
         try:
             completions = await answers
         except asyncio.CancelledError:
-            self._calls.put(CallEnded(number))
+            self._calls.put(CallDropped(number))
             raise
         finally:
             self._waiting.pop(number, None)
@@ -106,9 +106,9 @@ class CallBackend:
 
     # From the executor's thread
 
-    def take(self) -> list[CallMade | CallEnded]:
+    def take(self) -> list[CallRequested | CallDropped]:
         """What was asked, or is not wanted any more, since the last call."""
-        taken: list[CallMade | CallEnded] = []
+        taken: list[CallRequested | CallDropped] = []
         try:
             while True:
                 taken.append(self._calls.get_nowait())
@@ -123,14 +123,15 @@ class CallBackend:
         """Hand in the answers to a call. One that nobody waits for is left out."""
         newest = max((run.version for one in completions for run in one.versions), default=0)
         self._version = max(self._version, newest)
-        if found := self._waiting.get(number):
-            loop, answers = found
-            loop.call_soon_threadsafe(lambda: answers.done() or answers.set_result(completions))
+        self._settle(number, lambda answers: answers.set_result(completions))
 
     def refuse(self, number: int, reason: str) -> None:
+        self._settle(number, lambda answers: answers.set_exception(RequestRefused(400, reason)))
+
+    def _settle(self, number: int, act: Callable[[_Answers], None]) -> None:
         if found := self._waiting.get(number):
             loop, answers = found
-            loop.call_soon_threadsafe(lambda: answers.done() or answers.set_exception(RequestRefused(400, reason)))
+            loop.call_soon_threadsafe(lambda: None if answers.done() else act(answers))
 
 
 def _piece(index: int, completion: Completion) -> Piece:

@@ -24,7 +24,7 @@ from llamarl.errors import ModelError
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.serve.backend import Finish
 from llamarl.serve.refusals import RequestRefused
-from llamarl.serve.session import Answered, Chat, Message
+from llamarl.serve.session import Answered, Chat, Message, template_tokens
 from llamarl.types import Completion, Given, VersionRun, floats_to_bytes, tokens_to_bytes
 
 
@@ -169,15 +169,7 @@ class TrainingSession:
         """Tokens of a chat of which nothing is known. Without a chat template, its texts stand one behind the other."""
         if not self._tokenizer.has_chat:
             return self._tokenizer.encode("".join(map(_text, chat.messages)))
-        try:
-            return self._tokenizer.chat(
-                chat.messages,
-                tools=chat.tools,
-                options=chat.options,
-                add_generation_prompt=chat.add_generation_prompt,
-            )
-        except ModelError as error:
-            raise RequestRefused(400, str(error), field="messages") from None
+        return template_tokens(self._tokenizer, chat)
 
     def _behind(self, chat: Chat, turn: SampledTurn, place: int) -> list[int] | None:
         """Tokens of the messages behind the one at `place`, which is the model's; None where the template cannot tell."""

@@ -39,7 +39,7 @@ class AgentClient(Struct, frozen=True):
         return anthropic.AsyncAnthropic(base_url=self.url, api_key=self.api_key, **options)
 
     async def chat(self, messages: Sequence[Any], **fields: Any) -> dict[str, Any]:
-        """Ask for one answer to a chat, without any package: the message of the model, as `/v1/chat/completions` returns it."""
+        """Ask for one answer to a chat, without any package. Returns the model's message as `/v1/chat/completions` does."""
         body = {"model": self.model, "messages": list(messages), **fields}
         answer = await asyncio.to_thread(self._post, "/v1/chat/completions", body)
         message: dict[str, Any] = answer["choices"][0]["message"]

@@ -61,7 +61,8 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def run_agents(agent: Agent, items: Sequence[AgentItem], settings: AgentConfig) -> Verdict:
-    """Run all of them at the same time; each has a verdict of its own, and late ones are cancelled. The loop is not closed: threads that never end would keep it waiting, and the process ends anyway."""
+    """Run all of them at the same time; each has a verdict of its own, and late ones are cancelled. The loop is not closed:
+    threads that never end would keep it waiting, and the process ends anyway."""
 
     async def each() -> list[Verdict]:
         return await asyncio.gather(*(_run_one(agent, item, settings) for item in items))
@@ -75,6 +76,8 @@ async def _run_one(agent: Agent, item: AgentItem, settings: AgentConfig) -> Verd
         async with limit:
             problem = msgspec.json.decode(item.problem, type=Problem)
             verdict = _verdict(await agent(problem, AgentClient(item.url, item.api_key, item.model)))
+    except AgentFailed as error:
+        verdict = Verdict("error", reason=f"agent {error}")
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         late = isinstance(error, TimeoutError) and limit.expired()
         verdict = failure(error, "agent")
@@ -113,7 +116,7 @@ async def _run_command(command: Sequence[str], problem: Problem, client: AgentCl
         _kill_group(process)
     if process.returncode:
         last = complained.decode(errors="replace").strip().splitlines()[-1:]
-        raise AgentFailed(f"exit code {process.returncode}{': ' + last[0] if last else ''}")
+        raise AgentFailed(f"ended with exit code {process.returncode}{': ' + last[0] if last else ''}")
     lines = said.decode(errors="replace").strip().splitlines()
     return _reward_in(lines[-1]) if lines else None
 
@@ -131,5 +134,3 @@ def _reward_in(line: str) -> Any:
     except ValueError:
         return None
     return found if _is_number(found) or isinstance(found, dict) else None
-
-

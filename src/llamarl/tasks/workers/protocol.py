@@ -74,8 +74,8 @@ class AgentItem(Struct, frozen=True, array_like=True):
 
 
 class WorkRequest(Struct, frozen=True):
-    """An answer for scorers, a turn for a tool, or runs of an agent at the same time. If `gathered`, items for the user's coroutines, which run concurrently in
-    one process, each with its own verdict."""
+    """An answer for scorers, a turn for a tool, or runs of an agent at the same time. If `gathered`, items for the user's
+    coroutines, which run concurrently in one process, each with its own verdict."""
 
     items: tuple[Item, ...]
     call: Call | None = None
@@ -94,7 +94,8 @@ class WorkRequest(Struct, frozen=True):
 
 class Verdict(Struct, frozen=True, tag=True):
     """The result of a request. `rewards` has the order of items and completions, and is empty if judging failed, which is not
-    a wrong answer. `each` has a verdict for each gathered item or agent. `reply` is the tool's; None ends the conversation."""
+    a wrong answer. `each` has a verdict for each gathered item or agent. `reply` is the tool's; None ends the
+    conversation."""
 
     status: Status
     rewards: tuple[float, ...] = ()
