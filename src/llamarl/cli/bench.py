@@ -176,6 +176,42 @@ def bench_decode_command(
     print(msgspec.json.encode(result).decode() if as_json else describe_decode(result))
 
 
+@bench.command("serve")
+def bench_serve_command(
+    model: Annotated[
+        str, typer.Option(help="a shape by name, with random weights, or a model folder, or 'tiny'")
+    ] = "llama-3.2-1b",
+    concurrency: Annotated[int, typer.Option(min=1, help="requests at once")] = 256,
+    requests: Annotated[int, typer.Option(min=1, help="requests that are timed")] = 1024,
+    prompt: Annotated[int, typer.Option(min=20, help="tokens of each prompt")] = 128,
+    new: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
+    slots: Annotated[int, typer.Option(min=0, help="answers sampled at once; 0: as many as requests")] = 0,
+    stream: Annotated[bool, typer.Option("--stream", help="stream the answers")] = False,
+    device: DeviceOption = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """Measure what HTTP costs: throughput and first token of `llamarl serve`, compared with the decoder alone."""
+    from llamarl.config.job import SHIPPED_MODEL
+    from llamarl.model_spec import shape_named
+
+    shape = None if model == SHIPPED_MODEL or Path(model).is_dir() else shape_named(model)
+    where = device_or_refuse(device)
+    from llamarl.bench.serve import ServeCase, bench_serve, describe_serve
+
+    case = ServeCase(
+        model=model,
+        concurrency=concurrency,
+        requests=requests,
+        prompt=prompt,
+        new=new,
+        device=where,
+        slots=slots,
+        stream=stream,
+    )
+    result = bench_serve(case, shape)
+    print(msgspec.json.encode(result).decode() if as_json else describe_serve(result))
+
+
 @bench.command("sync")
 def bench_sync_command(
     model: ModelOption = "",
