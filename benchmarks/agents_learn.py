@@ -3,7 +3,7 @@
     python benchmarks/agents_learn.py [KEY=VALUE ...]     # some minutes on two cores; writes benchmarks/results/agents.md
 
 Both arms run examples/agent_calculator.yaml on the model that ships with LlamaRL, through HTTP. In the control, the rewards
-of every training group are dealt out again at random among its samples: the same rewards, but they say nothing of the answers.
+of every training group are dealt out again at random among its samples: the same rewards, which say nothing of the answers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from llamarl.types import RolloutGroup
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "agents.md"
 SETTINGS = [
-    "engine=inline",
-    "schedule.max_staleness=0",
+    "generator.threads=1",
+    "trainer.threads=1",
     "schedule.groups_per_update=32",
     "schedule.updates=14",
     "generator.temperature=2.5",
@@ -98,8 +98,8 @@ def main() -> None:
         "# Training through the endpoint",
         "",
         f"`{command}`: the agent of examples/agent_calculator.yaml, through HTTP, on the model that ships with",
-        "LlamaRL; sums up to 299, of which it knows few. Two cores, shared with other work. Rewards are means of the first and last",
-        "tenth of the updates; held-out problems are answered greedily.",
+        "LlamaRL; sums up to 299, of which it knows few. Two cores, shared with other work. Rewards are means of the first",
+        "and last tenth of the updates; held-out problems are answered greedily.",
         "",
         "| rewards | held-out before | after | reward at first | at last | sessions | calls each | failed | sessions/s |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
