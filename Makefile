@@ -4,7 +4,7 @@ BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before.
 FORKING := $(wildcard tests/dist/test_transfer_*.py) tests/unit/weights
 
-.PHONY: train demo test test-view test-monarch test-cluster test-loggers test-wheel docs soak venv format bench clean
+.PHONY: train demo test test-view test-monarch test-cluster test-loggers test-serve test-wheel docs soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -49,6 +49,11 @@ LOGGERS := .venv-loggers/bin
 test-loggers: .venv-loggers/dev
 	$(LOGGERS)/pytest tests/loggers
 
+# The endpoint with real clients: `openai`, `anthropic`, curl and the harness lm-eval, in an environment of their own.
+SERVE := .venv-serve/bin
+test-serve: .venv-serve/dev
+	$(SERVE)/pytest tests/clients
+
 # The wheel in an environment with nothing but pip: names on a hub on loopback and an own reward train without a checkout.
 test-wheel: .venv/dev
 	LLAMARL_TEST_WHEEL=1 $(BIN)/pytest tests/wheel
@@ -92,6 +97,12 @@ venv: .venv/dev
 		pytest pytest-timeout hypothesis
 	touch $@
 
+.venv-serve/dev: pyproject.toml
+	$(PYTHON) -m venv .venv-serve
+	$(SERVE)/pip install --quiet --disable-pip-version-check -e '.[serve]' \
+		pytest pytest-timeout hypothesis httpx openai anthropic 'lm_eval[api]' transformers
+	touch $@
+
 # Docstrings are read, not imported, so the packages of the extra are enough.
 .venv-docs/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
@@ -104,4 +115,4 @@ format: .venv/dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-monarch .venv-loggers .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-monarch .venv-loggers .venv-serve .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -72,7 +72,7 @@ def bench_serve(case: ServeCase, shape: ModelSpec | None) -> ServeResult:
     """Measure a model folder, or a shape with random weights in a folder made for it."""
     with _folder_of(case, shape) as folder:
         with _server(case, folder) as (port, pid):
-            load = asyncio.run(_Load(case, port, pid, chat=folder.chat).run())
+            load = asyncio.run(HttpLoad(case, port, pid, chat=folder.chat).run())
         alone = _decoder_alone(case, folder.path)
     return ServeResult(case=case, **load, **alone)
 
@@ -95,11 +95,11 @@ def _folder_of(case: ServeCase, shape: ModelSpec | None) -> Iterator[_Folder]:
         save_model(random_model(shape, dtype=dtype, device=case.device), folder, dtype=dtype)
         if case.device != "cpu":
             torch.cuda.empty_cache()  # the server needs the memory
-        _write_tokenizer(folder, shape.vocab_size)
+        write_bench_tokenizer(folder, shape.vocab_size)
         yield _Folder(str(folder), True, shape.max_positions)
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_bench_tokenizer(folder: Path, vocab_size: int) -> None:
     """A tokenizer with a text for every token: bytes, then words."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"Ġw{number}" for number in range(vocab_size - len(alphabet) - 1)]
@@ -131,7 +131,7 @@ def _server(case: ServeCase, folder: _Folder) -> Iterator[tuple[int, int]]:
         process.wait()
 
 
-class _Load:
+class HttpLoad:
     """Clients that ask over and over."""
 
     def __init__(self, case: ServeCase, port: int, pid: int, *, chat: bool) -> None:
@@ -140,12 +140,12 @@ class _Load:
 
     async def run(self) -> dict[str, float]:
         case = self._case
-        await self._ask_all(case.concurrency)  # to capture the graphs of all batches
+        await self.ask_all(case.concurrency)  # to capture the graphs of all batches
         first_token_s = await self._first_token_s()
-        await self._ask_all(max(case.concurrency, case.requests // 10))
+        await self.ask_all(max(case.concurrency, case.requests // 10))
         memory_mib, self._sampled = _memory_mib(self._pid), 0
         start_s = time.monotonic()
-        await self._ask_all(case.requests)
+        await self.ask_all(case.requests)
         seconds = time.monotonic() - start_s
         return {
             "tokens_per_s": self._sampled / seconds,
@@ -156,7 +156,7 @@ class _Load:
             "memory_end_mib": _memory_mib(self._pid),
         }
 
-    async def _ask_all(self, requests: int) -> None:
+    async def ask_all(self, requests: int) -> None:
         numbers = iter(range(requests))
         clients = (self._client(numbers) for _ in range(min(self._case.concurrency, requests)))
         await asyncio.gather(*clients)

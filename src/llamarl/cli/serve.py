@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +70,7 @@ def serve_command(
     sys.setswitchinterval(_SWITCH_S)
     backend.on_failure = server.stop
     backend.load()
+    gc.freeze()  # what is there now stays; looking through it again and again would hold up answers
     backend.start()
     try:
         server.run(ready=lambda: print(f"{backend.name} on {server.url}", flush=True))

@@ -64,6 +64,13 @@ class ToolChoice(Struct):
     disable_parallel_tool_use: bool = False
 
 
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    """How hard a model is to think, which is ignored; answers of a given form are refused."""
+
+    effort: Any = None
+    format: None = None
+
+
 class CountRequest(StrictRequest):
     """What decides the tokens of a prompt."""
 
@@ -75,7 +82,7 @@ class CountRequest(StrictRequest):
     model: Any = None
     thinking: Any = None
     cache_control: Any = None
-    output_config: Any = None
+    output_config: OutputConfig | None = None
     mcp_servers: Any = None
     output_format: Any = None
     context_management: Any = None

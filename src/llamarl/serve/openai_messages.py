@@ -41,10 +41,11 @@ class ChatMessage(StrictRequest):
     reasoning: str | None = None
     refusal: str | None = None
     annotations: Any = None
+    parsed: Any = None
     audio: None = None
     function_call: None = None
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"refusal", "annotations", "audio", "function_call"})
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"refusal", "annotations", "parsed", "audio", "function_call"})
 
 
 class FunctionTool(Struct):

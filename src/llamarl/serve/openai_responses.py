@@ -50,6 +50,7 @@ class ResponsesRequest(StrictRequest):
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # there never is any
 
     model: Any = None
     user: Any = None
@@ -59,7 +60,6 @@ class ResponsesRequest(StrictRequest):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     reasoning: Any = None
-    include: Any = None
     stream_options: Any = None
     client_metadata: Any = None
 
@@ -84,7 +84,6 @@ class ResponsesRequest(StrictRequest):
             "prompt_cache_key",
             "prompt_cache_retention",
             "reasoning",
-            "include",
             "stream_options",
             "client_metadata",
         }
