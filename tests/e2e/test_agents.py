@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from helpers.mortal_generator import FLAG, build_mortal_generator
+from helpers.cli import llamarl
+from helpers.killing import KillAt, Killed
+from helpers.mortal_executors import FLAG, build_mortal_agents, build_mortal_generator
 
 from llamarl import Job
 from llamarl.builders.context import Builder
@@ -125,6 +127,28 @@ def test_a_generator_that_dies_is_noticed_by_no_agent(
     assert (tmp_path / "killed").exists() and summary.restarts == 1
     assert isinstance(summary.agents, dict)
     assert (summary.agents["agent_failures"], summary.groups_dropped) == (0, 0)
+
+
+def test_groups_of_an_executor_that_dies_are_handed_out_again(
+    agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agents are killed, their calls cancelled, and the log of it all replays."""
+    monkeypatch.setenv(FLAG, str(tmp_path / "killed"))
+    builders = {"agent": build_mortal_agents}
+    summary = train(tmp_path / "run", "engine=local", f"agent.run={agents}:run", builders=builders)
+    check_books(tmp_path / "run")
+    assert (tmp_path / "killed").exists() and (summary.restarts, summary.groups_dropped) == (1, 0)
+    replayed = llamarl("replay", tmp_path / "run")
+    assert replayed.code == 0, replayed.err
+
+
+def test_a_killed_job_goes_on(agents: Path, tmp_path: Path) -> None:
+    settings = ("engine=inline", f"agent.run={agents}:posts", "snapshots.every=1", "snapshots.at_end=whole")
+    with pytest.raises(Killed):
+        train(tmp_path / "run", *settings, builders={"trainer": KillAt(2)})
+    summary = Job.resume(tmp_path / "run")
+    assert (summary.updates, summary.updates_before, summary.reward_last) == (3, 2, 0.75)
+    check_books(tmp_path / "run")
 
 
 def test_rewards_that_are_sent_are_added_up(agents: Path, tmp_path: Path) -> None:
