@@ -14,11 +14,11 @@ from llamarl.executors.executor import Executor
 from llamarl.messages import CallAnswered, Message, Report, WorkOnGroup
 
 FLAG = "LLAMARL_TEST_KILLED"  # names the file that says it has happened
-NTH_CALL = 20
+NTH_CALL = 12
 
 
 class MortalExecutor:
-    """Dies with its 20th call."""
+    """Dies with its 12th call."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor, self._calls = executor, 0

@@ -50,7 +50,7 @@ class Controller:
         self._staff = [*self.pools, *([self.calls.pool] if self.calls else [])]  # by the position of their executors
         self.sampling_pool = self.calls.pool if self.calls else self.pools[0]  # the replicas of the policy
         self._policy: VersionPolicy = ExactVersion(schedule) if schedule.deterministic else NewestVersion()
-        self.probes = Probes(schedule)
+        self.probes = Probes(schedule, agents=line.call_role is not None)
         self.snapshots = SnapshotSchedule(snapshots, self._policy)
         self.training = Training(line, schedule.updates, self.snapshots, self.probes, self._say)
         self.window = Window(schedule.groups_per_update, schedule.window)

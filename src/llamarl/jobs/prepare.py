@@ -83,7 +83,7 @@ def prepare_job(
         *memory_notes,
         *advice_before(config),
     ]
-    notes += [*prompts.notes, *check_lengths(prompts, config)]
+    notes += [*prompts.notes, *([] if config.agent else check_lengths(prompts, config))]  # agents write their prompts
     return PreparedJob(config, line, builders, given, prompts, tuple(notes), tuple(loggers))
 
 
