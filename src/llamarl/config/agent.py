@@ -40,8 +40,8 @@ class AgentConfig(Section, frozen=True):
     ] = 4
     replicas: Annotated[int, Meta(ge=1, le=1024, description="executors that run agents")] = 1
     timeout_s: Annotated[
-        float, Meta(gt=0, le=86_400, description="time limit of one agent, with all its model calls")
-    ] = 120.0
+        float, Meta(gt=0, le=86_400, description="time limit of one agent, with all its model calls and their waiting")
+    ] = 600.0
     memory_mb: Annotated[
         int, Meta(ge=0, description="memory of one process, beyond what the agent itself loads; 0: no limit")
     ] = 2048

@@ -172,6 +172,35 @@ def test_requests_become_calls_with_the_sampling_of_the_job() -> None:
     assert endpoint.backend.version == 4
 
 
+def test_requests_of_several_sessions_at_once_stay_apart() -> None:
+    _, endpoint, runner = make()
+    other = endpoint.access.open(6, Sampling(max_new_tokens=2, temperature=0.5))
+
+    async def ask(key: str, token: int) -> None:
+        endpoint.access.session(key, {})
+        await asyncio.sleep(0)
+        await pieces(endpoint, Ask(tokens=[token], sampling=Sampling()))
+
+    async def talk() -> dict[int, tuple[int, float]]:
+        keys = [runner.started[0][1].api_key, other] * 4
+        asked = [asyncio.create_task(ask(key, number)) for number, key in enumerate(keys)]
+        while endpoint.backend.num_waiting < len(keys):
+            await asyncio.sleep(0)
+        calls = endpoint.backend.take()
+        for one in asked:
+            one.cancel()
+        await asyncio.wait(asked)
+        assert all(isinstance(call, msg.CallRequested) for call in calls)
+        return {
+            int(bytes_to_tokens(call.prompt_tokens)[0]): (call.ordinal, call.sampling.temperature)
+            for call in calls
+            if isinstance(call, msg.CallRequested)
+        }
+
+    found = asyncio.run(talk())
+    assert found == {number: (6, 0.5) if number % 2 else (5, 1.0) for number in range(8)}
+
+
 def test_a_request_that_is_cancelled_ends_its_call() -> None:
     _, endpoint, runner = make()
 

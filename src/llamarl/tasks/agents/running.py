@@ -11,6 +11,7 @@ import signal
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +26,7 @@ from llamarl.tasks.workers.protocol import AgentItem, Verdict
 from llamarl.types import Problem
 
 Agent = Callable[[Problem, AgentClient], Awaitable[Any]]
+_THREADS_EACH = 4
 REWARD = "reward"  # the key of a returned dict that holds the reward
 
 
@@ -65,6 +67,8 @@ def run_agents(agent: Agent, items: Sequence[AgentItem], settings: AgentConfig) 
     threads that never end would keep it waiting, and the process ends anyway."""
 
     async def each() -> list[Verdict]:
+        threads = ThreadPoolExecutor(_THREADS_EACH * len(items))  # no agent waits for the threads of another
+        asyncio.get_running_loop().set_default_executor(threads)
         return await asyncio.gather(*(_run_one(agent, item, settings) for item in items))
 
     return Verdict("ok", each=tuple(asyncio.new_event_loop().run_until_complete(each())))
