@@ -91,8 +91,8 @@ class ServeApp:
             work.cancel()
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-        except (TimeoutError, OSError):
-            metrics.cancelled += 1  # the client took nothing in, or is gone; without an end, its connection is closed
+        except OSError:
+            metrics.cancelled += 1  # the client is gone; without an end, its connection is closed
         finally:
             watch.cancel()
             metrics.seconds[name] += time.monotonic() - started
@@ -112,25 +112,24 @@ class ServeApp:
             reply = error_reply(RequestRefused(400, "the text is not valid unicode"), path)
         except Exception as error:
             reply = error_reply(self._unexpected(error, path), path)
-        await send_reply(reply, send, self._limits.write_s)
+        await send_reply(reply, send)
         return reply.status
 
     async def _stream(self, stream: EventStream, path: str, send: Send) -> int:
         """Send events as they come. What goes wrong before the first one still has a status of its own."""
         first = await anext(stream.events)
         await send_start_of_stream(stream, send)
-        write_s = self._limits.write_s
-        await send_event(first, send, write_s)
+        await send_event(first, send)
         try:
             async for event in stream.events:
-                await send_event(event, send, write_s)
+                await send_event(event, send)
         except (RequestRefused, InputError) as error:
-            await send_event(stream.describe_failure(str(error)), send, write_s)
-        except (OSError, TimeoutError):
+            await send_event(stream.describe_failure(str(error)), send)
+        except OSError:
             raise
         except Exception as error:
-            await send_event(stream.describe_failure(str(self._unexpected(error, path))), send, write_s)
-        await send_event(b"", send, write_s, more=False)
+            await send_event(stream.describe_failure(str(self._unexpected(error, path))), send)
+        await send_event(b"", send, more=False)
         return 200
 
     def _unexpected(self, error: Exception, path: str) -> RequestRefused:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -51,11 +50,10 @@ def named_event(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
 
 
-async def send_reply(reply: Reply, send: Send, write_s: float) -> None:
+async def send_reply(reply: Reply, send: Send) -> None:
     headers = {"content-type": reply.content_type, "content-length": str(len(reply.body)), **reply.headers}
-    async with asyncio.timeout(write_s):
-        await send({"type": "http.response.start", "status": reply.status, "headers": _encoded(headers)})
-        await send({"type": "http.response.body", "body": reply.body})
+    await send({"type": "http.response.start", "status": reply.status, "headers": _encoded(headers)})
+    await send({"type": "http.response.body", "body": reply.body})
 
 
 async def send_start_of_stream(stream: EventStream, send: Send) -> None:
@@ -63,9 +61,8 @@ async def send_start_of_stream(stream: EventStream, send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": _encoded(headers)})
 
 
-async def send_event(event: bytes, send: Send, write_s: float, *, more: bool = True) -> None:
-    async with asyncio.timeout(write_s):
-        await send({"type": "http.response.body", "body": event, "more_body": more})
+async def send_event(event: bytes, send: Send, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": event, "more_body": more})
 
 
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

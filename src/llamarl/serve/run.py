@@ -7,6 +7,8 @@ import logging
 import resource
 import signal
 import socket
+import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,12 +29,14 @@ _START_S = 30.0
 
 
 def guarded_protocol(limits: ServeLimits) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, for clients that may be hostile: it limits connections, and the time and size of headers."""
+    """uvicorn's protocol, for clients that may be hostile: it limits connections, the time and size of headers, and how long
+    a client may take nothing in of what is sent to it."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     max_connections = max(1, min(limits.max_connections, files - _SPARE_FILES))
 
     class GuardedProtocol(HttpToolsProtocol):
         _timer: asyncio.TimerHandle | None = None
+        _write_timer: asyncio.TimerHandle | None = None
         _head_bytes = 0
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -48,7 +52,32 @@ def guarded_protocol(limits: ServeLimits) -> type[HttpToolsProtocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
+            self._stop_write_timer()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch_reader(sys.maxsize)
+
+        def resume_writing(self) -> None:
+            self._stop_write_timer()
+            super().resume_writing()
+
+        def _watch_reader(self, unsent_bytes: int) -> None:
+            """Cut off a client that took in nothing of what is ready for it since the last look."""
+            left_bytes = self.transport.get_write_buffer_size()
+            if left_bytes >= unsent_bytes:
+                # Without lingering, the kernel throws away what it still holds for the client.
+                reset = struct.pack("ii", 1, 0)
+                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                self.transport.abort()
+                return
+            self._write_timer = self.loop.call_later(limits.write_s, self._watch_reader, left_bytes)
+
+        def _stop_write_timer(self) -> None:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
 
         def _watch_headers(self, num_bytes: int) -> None:
             """Give up on a connection that does not send the headers of a request in time, or far too many; nor is the rest

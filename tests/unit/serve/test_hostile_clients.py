@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import select
 import socket
 import threading
 import time
@@ -180,6 +181,21 @@ def test_a_client_that_goes_away_ends_the_sampling(
     backend.said = ["Hello."]
     until(lambda: "llamarl_requests_in_flight 1" in client.get("/metrics").text.splitlines())
     assert "llamarl_cancelled_requests_total 1" in client.get("/metrics").text
+
+
+def test_a_client_that_reads_nothing_is_cut_off(tokenizer: Tokenizer) -> None:
+    """With far more to send than the kernel keeps for it."""
+    backend = ScriptedBackend(tokenizer, ["x" * 150_000], max_positions=1_000_000)
+    with served(backend, limits=ServeLimits(write_s=1, grace_s=1)) as client, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect((client.base_url.host, client.base_url.port or 0))
+        body = json.dumps({"messages": USER, "logprobs": True}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+        deaf.sendall(head.encode() + body)
+        ended = select.poll()
+        ended.register(deaf, 0)  # no reading: only its end
+        assert ended.poll(60_000), "it still holds its connection"
+        still_answers(client)
 
 
 def test_connections_beyond_the_limit_are_closed_and_the_others_live(client: httpx.Client) -> None:
