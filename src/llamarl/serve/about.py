@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from llamarl.serve.calls import Call, now_s
+from llamarl.serve.calls import ClientCall, now_s
 from llamarl.serve.fields import StrictRequest, check_tokens, decode_request
 from llamarl.serve.openai_messages import ChatMessage, ChatTool, messages_for_template, tools_for_template
 from llamarl.serve.refusals import bad_request
-from llamarl.serve.replies import Reply, json_reply
+from llamarl.serve.replies import HttpReply, json_reply
 from llamarl.serve.session import Chat
 
 
@@ -43,15 +43,15 @@ class RewardRequest(StrictRequest):
     reward: float
 
 
-async def list_models(call: Call) -> Reply:
+async def list_models(call: ClientCall) -> HttpReply:
     return json_reply({"object": "list", "data": [_model(call)]}, headers=call.version_header)
 
 
-async def show_model(call: Call) -> Reply:
+async def show_model(call: ClientCall) -> HttpReply:
     return json_reply(_model(call), headers=call.version_header)
 
 
-def _model(call: Call) -> dict[str, Any]:
+def _model(call: ClientCall) -> dict[str, Any]:
     return {
         "id": call.backend.name,
         "object": "model",
@@ -62,7 +62,7 @@ def _model(call: Call) -> dict[str, Any]:
     }
 
 
-async def tokenize(call: Call) -> Reply:
+async def tokenize(call: ClientCall) -> HttpReply:
     request = decode_request(call.body, TokenizeRequest)
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("prompt", "give either prompt or messages")
@@ -82,18 +82,18 @@ async def tokenize(call: Call) -> Reply:
     return json_reply(found)
 
 
-async def detokenize(call: Call) -> Reply:
+async def detokenize(call: ClientCall) -> HttpReply:
     request = decode_request(call.body, DetokenizeRequest)
     check_tokens(call.backend, request.tokens, "tokens")
     return json_reply({"prompt": call.backend.tokenizer.decode(request.tokens, skip_special_tokens=False)})
 
 
-async def show_metrics(call: Call) -> Reply:
+async def show_metrics(call: ClientCall) -> HttpReply:
     text = call.metrics.to_text(call.backend)
-    return Reply(body=text.encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
+    return HttpReply(body=text.encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def take_reward(call: Call) -> Reply:
+async def take_reward(call: ClientCall) -> HttpReply:
     request = decode_request(call.body, RewardRequest)
     call.session.add_reward(request.reward)
     return json_reply({"reward": request.reward})

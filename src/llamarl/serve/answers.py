@@ -87,7 +87,7 @@ class _Underway:
         )
 
 
-class Answers:
+class PromptAnswers:
     """The answers to one prompt."""
 
     def __init__(

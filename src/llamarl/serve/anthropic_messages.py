@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
-from llamarl.serve.answers import Answers, TextAnswer, TextDelta
+from llamarl.serve.answers import PromptAnswers, TextAnswer, TextDelta
 from llamarl.serve.backend import Ask
-from llamarl.serve.calls import Call, new_id, runs_of
+from llamarl.serve.calls import ClientCall, new_id, runs_of
 from llamarl.serve.errors_json import anthropic_error_event
 from llamarl.serve.fields import StrictRequest, decode_request, sampling_of, stops_of
 from llamarl.serve.openai_messages import FunctionTool, tools_for_template
 from llamarl.serve.refusals import bad_request
-from llamarl.serve.replies import EventStream, Reply, json_reply, named_event
+from llamarl.serve.replies import EventStream, HttpReply, json_reply, named_event
 from llamarl.serve.session import Chat, Message
 
 
@@ -167,12 +167,12 @@ def _messages(message: BlockMessage, field: str) -> list[Message]:
     return results if results and not text else [*results, rest]
 
 
-async def count_tokens(call: Call) -> Reply:
+async def count_tokens(call: ClientCall) -> HttpReply:
     request = decode_request(call.body, CountRequest)
     return json_reply({"input_tokens": len(call.prompt(chat_of(request)))})
 
 
-async def answer_messages(call: Call) -> Reply | EventStream:
+async def answer_messages(call: ClientCall) -> HttpReply | EventStream:
     request = decode_request(call.body, MessagesRequest)
     chat = chat_of(request)
     tokens = call.prompt(chat)
@@ -196,7 +196,7 @@ async def answer_messages(call: Call) -> Reply | EventStream:
 class _MessageWriter:
     """Writes one message, whole or as the events of its blocks."""
 
-    def __init__(self, call: Call, answers: Answers) -> None:
+    def __init__(self, call: ClientCall, answers: PromptAnswers) -> None:
         self._call, self._answers, self._id = call, answers, new_id("msg_")
         self._block, self._in_text = -1, False  # number of the block being written; whether it is text
 
@@ -218,7 +218,7 @@ class _MessageWriter:
             },
         }
 
-    async def whole(self) -> Reply:
+    async def whole(self) -> HttpReply:
         (answer,) = await self._answers.whole()
         content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text else []
         content += [

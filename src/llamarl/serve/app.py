@@ -16,7 +16,7 @@ from llamarl.errors import InputError
 from llamarl.serve.about import detokenize, list_models, show_metrics, show_model, take_reward, tokenize
 from llamarl.serve.anthropic_messages import answer_messages, count_tokens
 from llamarl.serve.backend import Backend
-from llamarl.serve.calls import Call, Handler
+from llamarl.serve.calls import ClientCall, Handler
 from llamarl.serve.errors_json import error_reply
 from llamarl.serve.generate_tokens import answer_generate
 from llamarl.serve.limits import ServeLimits
@@ -27,8 +27,8 @@ from llamarl.serve.openai_responses import answer_responses
 from llamarl.serve.refusals import RequestRefused
 from llamarl.serve.replies import (
     EventStream,
+    HttpReply,
     Receive,
-    Reply,
     Scope,
     Send,
     json_reply,
@@ -137,7 +137,7 @@ class ServeApp:
         log.error("%s failed: %s", path if path in _PATHS else "a request", type(error).__name__, exc_info=error)
         return RequestRefused(500, "an error inside the server; its log says more")
 
-    async def _reply(self, scope: Scope, receive: Receive, body_read: asyncio.Event) -> Reply | EventStream:
+    async def _reply(self, scope: Scope, receive: Receive, body_read: asyncio.Event) -> HttpReply | EventStream:
         path, headers = scope["path"], _headers(scope)
         if path == "/health" and scope["method"] in ("GET", "HEAD"):
             body_read.set()
@@ -183,8 +183,8 @@ class ServeApp:
             raise RequestRefused(405, "this path does not take the method")
         raise RequestRefused(404, "there is no such path; docs/endpoint.md lists them")
 
-    def _call(self, session: Session, headers: Mapping[str, str], body: bytes) -> Call:
-        return Call(
+    def _call(self, session: Session, headers: Mapping[str, str], body: bytes) -> ClientCall:
+        return ClientCall(
             backend=self._backend,
             session=session,
             limits=self._limits,
@@ -194,7 +194,7 @@ class ServeApp:
             body=body,
         )
 
-    def _health(self) -> Reply:
+    def _health(self) -> HttpReply:
         broken = getattr(self._backend, "failure", None) is not None
         return json_reply({"status": "failed" if broken else "ok"}, status=503 if broken else 200)
 

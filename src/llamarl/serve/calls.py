@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llamarl.serve.answers import Answers, TextAnswer
+from llamarl.serve.answers import PromptAnswers, TextAnswer
 from llamarl.serve.backend import Ask, Backend
 from llamarl.serve.fields import check_tokens
 from llamarl.serve.limits import ServeLimits
 from llamarl.serve.metrics import Metrics
 from llamarl.serve.refusals import bad_request
-from llamarl.serve.replies import VERSION_HEADER, EventStream, Reply
+from llamarl.serve.replies import VERSION_HEADER, EventStream, HttpReply
 from llamarl.serve.session import Chat, Session
 from llamarl.serve.token_json import TokenNames
 from llamarl.serve.tool_calls import tool_form
@@ -22,7 +22,7 @@ from llamarl.types import VersionRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ClientCall:
     """A request with its body, whose sender is known."""
 
     backend: Backend
@@ -41,10 +41,10 @@ class Call:
         check_tokens(self.backend, tokens, "messages")
         return tokens
 
-    def answers(self, ask: Ask, chat: Chat | None = None) -> Answers:
+    def answers(self, ask: Ask, chat: Chat | None = None) -> PromptAnswers:
         """Calls of tools are looked for only where the request has tools."""
         form = tool_form(self.backend.tokenizer.chat_source) if chat is not None and chat.tools else None
-        return Answers(self.backend, self.session, self.metrics, ask, chat=chat, form=form)
+        return PromptAnswers(self.backend, self.session, self.metrics, ask, chat=chat, form=form)
 
     @property
     def version_header(self) -> dict[str, str]:
@@ -57,7 +57,7 @@ class Call:
         return {VERSION_HEADER: str(max(versions, default=self.backend.version))}
 
 
-Handler = Callable[[Call], Awaitable[Reply | EventStream]]
+Handler = Callable[[ClientCall], Awaitable[HttpReply | EventStream]]
 
 
 def new_id(prefix: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llamarl.serve.refusals import RequestRefused
-from llamarl.serve.replies import Reply, data_event, json_reply, named_event
+from llamarl.serve.replies import HttpReply, data_event, json_reply, named_event
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -20,7 +20,7 @@ _ANTHROPIC_TYPES = {
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def error_reply(refusal: RequestRefused, path: str) -> Reply:
+def error_reply(refusal: RequestRefused, path: str) -> HttpReply:
     """A refusal in the dialect of the path it was sent to."""
     headers = {"retry-after": str(refusal.retry_after_s)} if refusal.retry_after_s else {}
     if refusal.status == 401:

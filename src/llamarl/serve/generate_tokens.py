@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from llamarl.serve.answers import Answers
+from llamarl.serve.answers import PromptAnswers
 from llamarl.serve.backend import Ask, Scores
-from llamarl.serve.calls import Call, new_id, openai_usage, runs_of
+from llamarl.serve.calls import ClientCall, new_id, openai_usage, runs_of
 from llamarl.serve.errors_json import openai_error_event
 from llamarl.serve.fields import (
     StrictRequest,
@@ -23,7 +23,7 @@ from llamarl.serve.fields import (
 )
 from llamarl.serve.openai_chat import StreamOptions
 from llamarl.serve.refusals import bad_request
-from llamarl.serve.replies import EventStream, Reply, data_event, json_reply
+from llamarl.serve.replies import EventStream, HttpReply, data_event, json_reply
 
 IGNORED_HEADER = "x-ignored-fields"  # keys of sampling_params that are unknown here
 _MAX_TOP = 20
@@ -95,7 +95,7 @@ class GenerateRequest(StrictRequest):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"features": (), "kv_transfer_params": ()}
 
 
-async def answer_generate(call: Call) -> Reply | EventStream:
+async def answer_generate(call: ClientCall) -> HttpReply | EventStream:
     request = decode_request(call.body, GenerateRequest)
     known = {
         name: request.sampling_params[name]
@@ -157,13 +157,18 @@ def _printable(names: Sequence[str]) -> str:
 
 class _TokenWriter:
     def __init__(
-        self, call: Call, request: GenerateRequest, params: SamplingParams, answers: Answers, headers: dict[str, str]
+        self,
+        call: ClientCall,
+        request: GenerateRequest,
+        params: SamplingParams,
+        answers: PromptAnswers,
+        headers: dict[str, str],
     ) -> None:
         self._call, self._params, self._answers, self._headers = call, params, answers, headers
         self._id = request.request_id or new_id("gen-")
         self._with_usage = request.stream_options is not None and request.stream_options.include_usage
 
-    async def whole(self) -> Reply:
+    async def whole(self) -> HttpReply:
         scores = None
         if self._params.prompt_logprobs is not None:
             scores = await self._call.backend.score(self._answers.ask.tokens, self._params.prompt_logprobs)

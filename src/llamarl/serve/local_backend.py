@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from queue import Empty, SimpleQueue
 
+import torch
+
 from llamarl.generate.decoder import ContinuousDecoder, Limits, StreamedTokens
 from llamarl.generate.llm import LLM
 from llamarl.generate.scheduler import GroupOptions, Sampled
@@ -42,7 +44,7 @@ _NOTHING = Problem("", "")
 Work = Callable[[], None]
 
 
-class Inbox:
+class PieceInbox:
     """What has arrived for one request and was not read yet; used on the event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, answers: int) -> None:
@@ -92,7 +94,7 @@ class LocalBackend:
         llm.check_cache(limits, "lower --slots or --max-model-len")
         self._llm, self._name, self._limits, self._seed = llm, name, limits, seed
         self._work: SimpleQueue[Work] = SimpleQueue()
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, PieceInbox] = {}
         self._ordinals = itertools.count()
         self._stats, self._version = BackendStats(), 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -130,6 +132,7 @@ class LocalBackend:
 
     def load(self) -> None:
         """Read the weights and answer one prompt, so that the first client does not wait for it."""
+        self._use_device()
         decoder = self._llm.decoder(self._limits, seed=self._seed)
         decoder.version = self._version
         once = PromptGroup(next(self._ordinals), _NOTHING, tokens_to_bytes([0, 0]), Sampling(max_new_tokens=1))
@@ -155,7 +158,7 @@ class LocalBackend:
         self._loop = loop = asyncio.get_running_loop()
         if self.failure is not None:
             raise _gone()
-        ordinal, inbox = next(self._ordinals), Inbox(loop, ask.sampling.samples)
+        ordinal, inbox = next(self._ordinals), PieceInbox(loop, ask.sampling.samples)
         self._inboxes[ordinal] = inbox
         self._work.put(lambda: self._add(ordinal, ask))
         try:
@@ -198,6 +201,7 @@ class LocalBackend:
 
     def _run(self) -> None:
         try:
+            self._use_device()
             assert self._decoder is not None, "load was not called"
             while not self._closing:
                 self._take_work(self._decoder)
@@ -207,6 +211,11 @@ class LocalBackend:
             self.failure = error
             self.on_failure()
         self._tell(self._end_all)
+
+    def _use_device(self) -> None:
+        """Every thread has a current GPU of its own; streams and events are made on it."""
+        if ":" in self._llm.device:
+            torch.cuda.set_device(self._llm.device)
 
     def _take_work(self, decoder: ContinuousDecoder) -> None:
         """Do what was asked for; without anything to decode, wait for it."""

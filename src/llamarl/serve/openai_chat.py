@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
-from llamarl.serve.answers import Answers, TextAnswer, TextDelta
+from llamarl.serve.answers import PromptAnswers, TextAnswer, TextDelta
 from llamarl.serve.backend import Ask
-from llamarl.serve.calls import Call, new_id, now_s, openai_usage, runs_of
+from llamarl.serve.calls import ClientCall, new_id, now_s, openai_usage, runs_of
 from llamarl.serve.errors_json import openai_error_event
 from llamarl.serve.fields import StrictRequest, check_stop_tokens, decode_request, sampling_of, stops_of
 from llamarl.serve.openai_messages import ChatMessage, ChatTool, messages_for_template, tools_for_template
 from llamarl.serve.refusals import bad_request
-from llamarl.serve.replies import EventStream, Reply, data_event, json_reply
+from llamarl.serve.replies import EventStream, HttpReply, data_event, json_reply
 from llamarl.serve.session import Chat
 from llamarl.serve.tool_calls import ToolCall
 
@@ -153,7 +153,7 @@ class ChatRequest(StrictRequest):
     }
 
 
-async def answer_chat(call: Call) -> Reply | EventStream:
+async def answer_chat(call: ClientCall) -> HttpReply | EventStream:
     request = decode_request(call.body, ChatRequest)
     chat = Chat(
         messages=messages_for_template(request.messages),
@@ -196,11 +196,11 @@ def check_top_logprobs(field: str, top: int | None, temperature: float) -> None:
 class _ChatWriter:
     """Writes the answers to one chat, whole or as a stream of chunks."""
 
-    def __init__(self, call: Call, request: ChatRequest, answers: Answers) -> None:
+    def __init__(self, call: ClientCall, request: ChatRequest, answers: PromptAnswers) -> None:
         self._call, self._request, self._answers = call, request, answers
         self._id, self._created = new_id("chatcmpl-"), now_s()
 
-    async def whole(self) -> Reply:
+    async def whole(self) -> HttpReply:
         answers = await self._answers.whole()
         found = {
             "id": self._id,

@@ -8,14 +8,14 @@ from contextlib import aclosing
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from llamarl.serve.answers import Answers, TextAnswer, TextDelta
+from llamarl.serve.answers import PromptAnswers, TextAnswer, TextDelta
 from llamarl.serve.backend import Ask, Scores
-from llamarl.serve.calls import Call, new_id, now_s, openai_usage, runs_of
+from llamarl.serve.calls import ClientCall, new_id, now_s, openai_usage, runs_of
 from llamarl.serve.errors_json import openai_error_event
 from llamarl.serve.fields import StrictRequest, check_stop_tokens, check_tokens, decode_request, sampling_of, stops_of
 from llamarl.serve.openai_chat import StreamOptions, check_top_logprobs
 from llamarl.serve.refusals import bad_request
-from llamarl.serve.replies import EventStream, Reply, data_event, json_reply
+from llamarl.serve.replies import EventStream, HttpReply, data_event, json_reply
 
 _DEFAULT_TOKENS = 16  # as in OpenAI's own
 _MAX_TOP = 20
@@ -96,7 +96,7 @@ class CompletionRequest(StrictRequest):
     }
 
 
-async def answer_completion(call: Call) -> Reply | EventStream:
+async def answer_completion(call: ClientCall) -> HttpReply | EventStream:
     request = decode_request(call.body, CompletionRequest)
     prompts = [_tokens_of(call, prompt, request) for prompt in _prompts(request)]
     if len(prompts) * max(1, request.n or 1) > call.limits.max_answers:
@@ -133,7 +133,7 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     return [numbers] if numbers else [*texts, *lists]
 
 
-def _tokens_of(call: Call, prompt: str | list[int], request: CompletionRequest) -> list[int]:
+def _tokens_of(call: ClientCall, prompt: str | list[int], request: CompletionRequest) -> list[int]:
     if isinstance(prompt, str):
         prompt = call.backend.tokenizer.encode(prompt, add_special_tokens=bool(request.add_special_tokens))
     check_tokens(call.backend, prompt, "prompt")
@@ -143,7 +143,7 @@ def _tokens_of(call: Call, prompt: str | list[int], request: CompletionRequest) 
 class _CompletionWriter:
     """Writes the answers to one plain prompt."""
 
-    def __init__(self, call: Call, request: CompletionRequest, tokens: list[int]) -> None:
+    def __init__(self, call: ClientCall, request: CompletionRequest, tokens: list[int]) -> None:
         self._call, self._request, self.tokens = call, request, tokens
         self._id, self._created = new_id("cmpl-"), now_s()
         sampling = sampling_of(
@@ -169,7 +169,7 @@ class _CompletionWriter:
             seed=request.seed,
             stream=bool(request.stream),
         )
-        self._answers: Answers = call.answers(ask)
+        self._answers: PromptAnswers = call.answers(ask)
 
     async def whole(self) -> tuple[list[TextAnswer], list[dict[str, Any]]]:
         """The answers, and what the client sees of them, without the numbers of the choices."""
@@ -280,11 +280,11 @@ def _legacy(
 
 
 def _joined(
-    call: Call,
+    call: ClientCall,
     request: CompletionRequest,
     writers: Sequence[_CompletionWriter],
     found: Sequence[tuple[list[TextAnswer], list[dict[str, Any]]]],
-) -> Reply:
+) -> HttpReply:
     answers = [answer for some, _ in found for answer in some]
     choices = [choice for _, some in found for choice in some]
     body = {

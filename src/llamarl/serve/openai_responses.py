@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
-from llamarl.serve.answers import Answers, TextAnswer
+from llamarl.serve.answers import PromptAnswers, TextAnswer
 from llamarl.serve.backend import Ask
-from llamarl.serve.calls import Call, new_id, now_s, runs_of
+from llamarl.serve.calls import ClientCall, new_id, now_s, runs_of
 from llamarl.serve.errors_json import responses_error_event
 from llamarl.serve.fields import StrictRequest, decode_request, sampling_of
 from llamarl.serve.openai_messages import FunctionTool, TextPart, call_for_template, text_of, tools_for_template
 from llamarl.serve.refusals import bad_request
-from llamarl.serve.replies import EventStream, Reply, json_reply, named_event
+from llamarl.serve.replies import EventStream, HttpReply, json_reply, named_event
 from llamarl.serve.session import Chat, Message
 from llamarl.serve.tool_calls import ToolCall
 
@@ -143,7 +143,7 @@ def _tools(request: ResponsesRequest) -> tuple[dict[str, Any], ...]:
     return tools_for_template(found, request.tool_choice)
 
 
-async def answer_responses(call: Call) -> Reply | EventStream:
+async def answer_responses(call: ClientCall) -> HttpReply | EventStream:
     request = decode_request(call.body, ResponsesRequest)
     chat = chat_of_items(request)
     tokens = call.prompt(chat)
@@ -166,7 +166,7 @@ async def answer_responses(call: Call) -> Reply | EventStream:
 class _ResponseWriter:
     """Writes one response, whole or as the events of its items."""
 
-    def __init__(self, call: Call, request: ResponsesRequest, answers: Answers) -> None:
+    def __init__(self, call: ClientCall, request: ResponsesRequest, answers: PromptAnswers) -> None:
         self._call, self._request, self._answers = call, request, answers
         self._id, self._created, self._sequence = new_id("resp_"), now_s(), -1
         self._output: list[dict[str, Any]] = []  # items that are complete
@@ -209,7 +209,7 @@ class _ResponseWriter:
             }
         return found
 
-    async def whole(self) -> Reply:
+    async def whole(self) -> HttpReply:
         (answer,) = await self._answers.whole()
         status = _status(answer)
         output = [_message_item(new_id("msg_"), answer.text, status)] if answer.text or not answer.calls else []

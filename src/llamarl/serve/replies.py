@@ -16,7 +16,7 @@ VERSION_HEADER = "x-weight-version"
 _ENCODER = msgspec.json.Encoder()
 
 
-class Reply(Struct, frozen=True, kw_only=True):
+class HttpReply(Struct, frozen=True, kw_only=True):
     """A whole answer."""
 
     body: bytes
@@ -38,8 +38,8 @@ def to_json(value: Any) -> bytes:
     return _ENCODER.encode(value)
 
 
-def json_reply(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
-    return Reply(body=to_json(value), status=status, headers=headers or {})
+def json_reply(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpReply:
+    return HttpReply(body=to_json(value), status=status, headers=headers or {})
 
 
 def data_event(value: Any) -> bytes:
@@ -50,7 +50,7 @@ def named_event(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
 
 
-async def send_reply(reply: Reply, send: Send) -> None:
+async def send_reply(reply: HttpReply, send: Send) -> None:
     headers = {"content-type": reply.content_type, "content-length": str(len(reply.body)), **reply.headers}
     await send({"type": "http.response.start", "status": reply.status, "headers": _encoded(headers)})
     await send({"type": "http.response.body", "body": reply.body})

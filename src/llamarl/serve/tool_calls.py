@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -35,6 +36,7 @@ class ToolCall(Struct, frozen=True):
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
+@lru_cache(16)
 def tool_form(chat_source: str) -> ToolForm | None:
     """The form in which a model with this chat template calls tools; None if the template takes no tools."""
     if not re.search(r"\btools\b", chat_source):

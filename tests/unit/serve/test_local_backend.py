@@ -26,7 +26,7 @@ def llm() -> LLM:
 
 @pytest.fixture
 def backend(llm: LLM) -> Iterator[LocalBackend]:
-    found = LocalBackend(llm, name="tiny", slots=4)
+    found = LocalBackend(llm, name="tiny", slots=4, max_length=96)
     found.load()
     found.start()
     yield found
@@ -88,7 +88,7 @@ def test_a_stream_has_the_same_tokens_as_the_whole(llm: LLM, backend: LocalBacke
 
 def test_a_stream_comes_while_it_is_sampled(llm: LLM, backend: LocalBackend) -> None:
     async def first_pieces() -> list[Piece]:
-        sampling = Sampling(max_new_tokens=200, temperature=WILD)
+        sampling = Sampling(max_new_tokens=80, temperature=WILD)
         async with aclosing(backend.ask(ask_of(llm, sampling=sampling, stream=True, seed=1))) as pieces:  # type: ignore[type-var]
             return [await anext(pieces) for _ in range(3)]
 
@@ -129,7 +129,7 @@ def test_each_request_has_its_own_stop_strings_and_tokens(llm: LLM, backend: Loc
 
 def test_a_client_that_goes_away_frees_its_slots(llm: LLM, backend: LocalBackend) -> None:
     """With every slot taken by answers that nobody reads any more, the next one is answered at once."""
-    long = Sampling(samples=4, max_new_tokens=240, temperature=WILD)
+    long = Sampling(samples=4, max_new_tokens=88, temperature=WILD)
 
     async def leave_and_ask() -> dict[int, Piece]:
         for _ in range(5):
@@ -146,7 +146,7 @@ def test_a_client_that_goes_away_frees_its_slots(llm: LLM, backend: LocalBackend
 
 def test_many_more_requests_than_slots_are_all_answered(llm: LLM, backend: LocalBackend) -> None:
     async def crowd() -> list[dict[int, Piece]]:
-        asks = (ask_of(llm, seed=seed, stream=bool(seed % 2)) for seed in range(40))
+        asks = (ask_of(llm, seed=seed, stream=bool(seed % 2)) for seed in range(24))
         return list(await asyncio.gather(*(answers(backend, ask) for ask in asks)))
 
     found = run(crowd)
@@ -166,8 +166,8 @@ def test_scores_are_the_log_probs_of_sampling(llm: LLM, backend: LocalBackend) -
 
 
 def test_what_can_never_be_decoded_is_refused(llm: LLM, backend: LocalBackend) -> None:
-    with pytest.raises(RequestRefused, match="at most 256"):
-        run(lambda: answers(backend, ask_of(llm, sampling=Sampling(max_new_tokens=254))))
+    with pytest.raises(RequestRefused, match="at most 96"):
+        run(lambda: answers(backend, ask_of(llm, sampling=Sampling(max_new_tokens=94))))
 
 
 def test_a_decoder_that_fails_refuses_all_and_is_told(llm: LLM, backend: LocalBackend) -> None:

@@ -39,7 +39,7 @@ TEXTS = st.text(alphabet="ab🎉é\n <tol_c>/{}", max_size=40)
 STOPS = st.lists(st.text(alphabet="ab🎉\n", min_size=1, max_size=4), max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=TEXTS, stops=STOPS, sizes=SIZES, ended=st.booleans())
 def test_streamed_text_is_the_whole_text(
     tokenizer: Tokenizer, text: str, stops: list[str], sizes: list[int], ended: bool
@@ -70,7 +70,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 BROKEN = "<tool_call>{name: add}</tool_call>"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     parts=st.lists(st.one_of(TEXTS, st.sampled_from([CALL, BROKEN, "<tool_call>", "</tool_call>", "\n"])), max_size=6),
     sizes=SIZES,
