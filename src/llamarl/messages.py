@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from llamarl.types import CompletionGroup, PromptGroup, RolloutGroup
+from llamarl.types import Completion, CompletionGroup, PromptGroup, RolloutGroup, Sampling
 
 
 class ToExecutor(Struct, frozen=True, tag=True, tag_field="to"):
@@ -21,6 +21,26 @@ class LoadWeights(ToExecutor, frozen=True):
 
 class WorkOnGroup(ToExecutor, frozen=True):
     group: PromptGroup | CompletionGroup | RolloutGroup
+
+
+class DropCall(ToExecutor, frozen=True):
+    """Nobody waits for the answer to this call, which was given as a group of this ordinal: stop sampling it."""
+
+    ordinal: int
+
+
+class CallAnswered(ToExecutor, frozen=True):
+    """The answers to a call, for the executor that made it under this number."""
+
+    number: int
+    completions: tuple[Completion, ...]
+
+
+class CallRefused(ToExecutor, frozen=True):
+    """A call that cannot be answered, for the executor that made it under this number."""
+
+    number: int
+    reason: str
 
 
 class WorkOnBatch(ToExecutor, frozen=True):
@@ -48,7 +68,9 @@ class Stop(ToExecutor, frozen=True):
     pass
 
 
-Message = LoadWeights | WorkOnGroup | WorkOnBatch | PublishWeights | SaveState | Stop
+Message = (
+    LoadWeights | WorkOnGroup | DropCall | CallAnswered | CallRefused | WorkOnBatch | PublishWeights | SaveState | Stop
+)
 
 
 class FromExecutor(Struct, frozen=True, tag=True, tag_field="from"):
@@ -78,6 +100,34 @@ class GroupResult(FromExecutor, frozen=True):
 class GroupRefused(FromExecutor, frozen=True):
     ordinal: int
     reason: str
+
+
+class CallRequested(FromExecutor, frozen=True):
+    """An agent of group `ordinal` asks the policy. The executor numbers its own calls."""
+
+    number: int
+    ordinal: int
+    prompt_tokens: bytes
+    sampling: Sampling
+    stop: tuple[str, ...] = ()  # texts that end an answer
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class CallDropped(FromExecutor, frozen=True):
+    """Nobody waits for the answer to this call any more."""
+
+    number: int
+
+
+class AgentsCounted(FromExecutor, frozen=True):
+    """What agents did since the last such report: attempts that failed, and the sessions of groups that came through."""
+
+    failures: int = 0
+    timeouts: int = 0
+    sessions: int = 0
+    calls: int = 0
+    branches: int = 0
+    unmatched: int = 0  # chats whose history was not what the session had told its client
 
 
 class ScoresFailed(FromExecutor, frozen=True):
@@ -157,6 +207,9 @@ Report = (
     | GroupRefused
     | ScoresFailed
     | ToolsFailed
+    | CallRequested
+    | CallDropped
+    | AgentsCounted
     | Noted
     | MustStop
     | BatchResult

@@ -52,7 +52,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-GroupKind = Literal["train", "evaluation", "probe"]
+GroupKind = Literal["train", "evaluation", "probe", "call"]
+"""Where a group goes: into a batch, into an evaluation, to be measured, or back to the agent that asked."""
 
 
 class PromptGroup(Struct, frozen=True, tag="prompt", omit_defaults=True):
@@ -63,6 +64,8 @@ class PromptGroup(Struct, frozen=True, tag="prompt", omit_defaults=True):
     prompt_tokens: bytes
     sampling: Sampling
     kind: GroupKind = "train"
+    stop: tuple[str, ...] = ()  # texts that end an answer, besides the job's own
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end an answer, besides the model's own
 
 
 class VersionRun(Struct, frozen=True, array_like=True):
@@ -73,7 +76,8 @@ class VersionRun(Struct, frozen=True, array_like=True):
 
 
 class Given(Struct, frozen=True, array_like=True):
-    """A tool's reply inside a completion: `count` tokens from `start` on, not sampled by the policy."""
+    """A part of a completion that is not trained: `count` tokens from `start` on. A tool's reply or, with agents, anything
+    that was not sampled here, or is trained in another branch."""
 
     start: int
     count: int
@@ -89,6 +93,7 @@ class Completion(Struct, frozen=True, omit_defaults=True):
     given: tuple[Given, ...] = ()  # tool replies between the model's turns
     base_logprobs: bytes = b""  # of the sampled tokens under the base without its adapters; only where it was measured
     adapter_effect: bytes = b""  # log-probs with minus without adapters, of the same tokens
+    sample: int | None = None  # the agent's sample that it is a branch of; None: it is a sample of its own
 
     @property
     def num_tokens(self) -> int:
@@ -146,7 +151,8 @@ class RolloutGroup(Struct, frozen=True, tag="rollout"):
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        return tuple(rollout.reward for rollout in self.rollouts)
+        """One reward for each sample; the branches of an agent's sample share theirs."""
+        return tuple(self.rollouts[first].reward for first in first_of_samples(completions_of(self)))
 
 
 Group = PromptGroup | CompletionGroup | RolloutGroup
@@ -157,6 +163,24 @@ def completions_of(group: Group) -> tuple[Completion, ...]:
     if isinstance(group, RolloutGroup):
         return tuple(rollout.completion for rollout in group.rollouts)
     return group.completions if isinstance(group, CompletionGroup) else ()
+
+
+def first_of_samples(completions: Sequence[Completion]) -> list[int]:
+    """Index of the first completion of each sample: of all, unless they are branches."""
+    seen: set[int] = set()
+    first: list[int] = []
+    for number, completion in enumerate(completions):
+        if completion.sample is None or completion.sample not in seen:
+            first.append(number)
+        if completion.sample is not None:
+            seen.add(completion.sample)
+    return first
+
+
+def last_of_samples(completions: Sequence[Completion]) -> list[Completion]:
+    """The last completion of each sample, which is judged: all of them, unless they are branches."""
+    last = {number if one.sample is None else one.sample: one for number, one in enumerate(completions)}
+    return list(last.values())
 
 
 class GroupFacts(Struct, frozen=True):

@@ -63,8 +63,17 @@ def advantages_for(kind: str, loss: str) -> Advantages:
 
 
 def estimate_advantages(group: RolloutGroup, algo: AlgoConfig) -> list[float]:
-    """The estimator's advantage of each rollout, after the penalty for answers that were cut off."""
-    return advantages_for(algo.advantage, algo.loss)([_penalized(rollout, algo) for rollout in group.rollouts])
+    """The estimator's advantage of each rollout, after the penalty for answers that were cut off. Where an agent's sample has
+    several branches, they count once in the group and share their sample's advantage; one that was cut off costs it the
+    penalty."""
+    samples = [rollout.completion.sample for rollout in group.rollouts]
+    if all(sample is None for sample in samples):
+        return advantages_for(algo.advantage, algo.loss)([_penalized(rollout, algo) for rollout in group.rollouts])
+    rewards: dict[int | None, float] = {}
+    for sample, rollout in zip(samples, group.rollouts, strict=True):
+        rewards[sample] = min(rewards.get(sample, rollout.reward), _penalized(rollout, algo))
+    of_sample = dict(zip(rewards, advantages_for(algo.advantage, algo.loss)([*rewards.values()]), strict=True))
+    return [of_sample[sample] for sample in samples]
 
 
 def _penalized(rollout: Rollout, algo: AlgoConfig) -> float:

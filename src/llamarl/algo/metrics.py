@@ -74,14 +74,16 @@ def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     if not rollouts:
         return {"groups": 0.0, "completions": 0.0}
     lengths = [rollout.completion.num_tokens for rollout in rollouts]
+    rewards = [reward for group in groups for reward in group.rewards]
     return {
         "groups": float(len(groups)),
-        "completions": float(len(rollouts)),
-        "reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
+        "completions": float(len(rewards)),
+        "reward": sum(rewards) / len(rewards),
         "zero_variance_share": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
         "answer_tokens": sum(lengths) / len(lengths),
         "truncated_share": sum(rollout.completion.truncated for rollout in rollouts) / len(rollouts),
         **_describe_turns([rollout.completion for rollout in rollouts]),
+        **({"branches": len(rollouts) / len(rewards)} if rollouts[0].completion.sample is not None else {}),
     }
 
 

@@ -12,7 +12,7 @@ from llamarl.builders.base import generator_has_base, load_base
 from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, dtype_of, gpu_for
 from llamarl.builders.weights import make_weight_reader, wire_precision
-from llamarl.config import Config, ScheduleConfig
+from llamarl.config import Config
 from llamarl.config.lora import NO_LORA
 from llamarl.executors.executor import Executor
 from llamarl.executors.generator import Generator
@@ -63,7 +63,8 @@ def build_generator(context: BuildContext) -> Executor:
         max_failure_share=config.conversation.max_failure_share,
         deterministic=config.schedule.deterministic,
         log=context.log,
-        adapters=AdapterCheck(decoder, part, partial(is_measured, config.schedule)) if config.model.lora else None,
+        adapters=AdapterCheck(decoder, part, partial(is_measured, config)) if config.model.lora else None,
+        tokenizer=tokenizer,
     )
 
 
@@ -86,10 +87,11 @@ def add_adapters(model: Transformer, config: Config, part: TensorRank) -> Adapte
     return add(model, config.model.lora, lambda parameter: shape_of(part.box(parameter)))
 
 
-def is_measured(schedule: ScheduleConfig, group: CompletionGroup) -> bool:
+def is_measured(config: Config, group: CompletionGroup) -> bool:
     """Whether the trainer compares the effect of the adapters on this group: on probes, and, where all groups are sampled by
     the version that is trained, on the first group of every update that would have a probe."""
-    if schedule.max_staleness or not schedule.probe_every:
+    schedule = config.schedule
+    if schedule.max_staleness or config.agent or not schedule.probe_every:
         return group.kind == "probe"
     return group.kind == "train" and group.ordinal % (schedule.groups_per_update * schedule.probe_every) == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+from llamarl.builders.agent import build_agents
 from llamarl.builders.context import Builder
 from llamarl.builders.generator import build_generator
 from llamarl.builders.reference import build_reference
@@ -14,6 +15,7 @@ from llamarl.errors import ConfigError
 from llamarl.plugins import load_function
 
 BUILDERS: dict[str, Builder] = {
+    "agent": build_agents,
     "generator": build_generator,
     "reward": build_reward,
     "reward_model": build_reward_model,

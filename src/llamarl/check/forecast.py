@@ -30,6 +30,9 @@ _CALIBRATE = "better: llamarl bench --calibrate --json machine.json, then check 
 def forecast(config: Config, facts: MachineFacts, prompts: Prompts, gpu: Gpu | None, answers: str) -> Iterator[Finding]:
     """Yield the predicted time, and a plan that would be faster. `gpu` describes the machine, if it was measured or named.
     `answers` are their lengths; empty: unknown, so between those of the task's own answers and the longest possible."""
+    if config.agent:
+        yield Finding("time", "ok", "not predicted for agents: what they do between their calls is not known")
+        return
     if not config.generator.replicas or config.engine.hosts:
         yield Finding("time", "ok", "not predicted for generators that join, or for other hosts; see llamarl simulate")
         return

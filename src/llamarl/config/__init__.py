@@ -6,6 +6,7 @@ follows from other values is a property, not a setting.
 
 from __future__ import annotations
 
+from llamarl.config.agent import AgentConfig
 from llamarl.config.algo import AlgoConfig
 from llamarl.config.conversation import ConversationConfig
 from llamarl.config.engine import EngineConfig, HostConfig
@@ -28,6 +29,7 @@ from llamarl.config.trainer import TrainerConfig
 from llamarl.config.weights import WeightsConfig
 
 __all__ = [
+    "AgentConfig",
     "AlgoConfig",
     "Config",
     "ConversationConfig",

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 from msgspec.structs import replace
 
+from llamarl.config.agent import AgentConfig
 from llamarl.config.algo import AlgoConfig
 from llamarl.config.conversation import ConversationConfig
 from llamarl.config.engine import EngineConfig
@@ -50,6 +51,7 @@ class Config(Section, frozen=True):
     llm_judge: LLMJudgeConfig = LLMJudgeConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     conversation: ConversationConfig = ConversationConfig()
+    agent: AgentConfig = AgentConfig()
     generator: GeneratorConfig = GeneratorConfig()
     trainer: TrainerConfig = TrainerConfig()
     algo: AlgoConfig = AlgoConfig()
@@ -72,6 +74,8 @@ class Config(Section, frozen=True):
         if self.model.base != "auto":
             _check_base(self)
         _check_joining(self)
+        if self.agent:
+            _check_agent(self)
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
 
@@ -87,6 +91,7 @@ class Config(Section, frozen=True):
     def score_name(self) -> str:
         """Name of an evaluation's mean score: "accuracy" if every answer is right or wrong, else "mean reward"."""
         scorer, graded = self.reward.scorer, bool(self.reward.combine or self.reward_model.path)
+        graded = graded or (bool(self.agent) and self.agent.reward == "agent")
         programs = scorer == "code" or (scorer == "auto" and self.task.kind == "code")
         graded = graded or (programs and self.reward.tests == "share")
         return "accuracy" if scorer in RIGHT_OR_WRONG and not graded else "mean reward"
@@ -182,6 +187,19 @@ def _check_base(config: Config) -> None:
     ):
         if ranks > 1:
             raise ConfigError(f"model.base: fp8 is not split over ranks; set {key} to 1")
+
+
+def _check_agent(config: Config) -> None:
+    if config.conversation.tool:
+        raise ConfigError("agent: cannot take effect with conversation.tool; the agent calls its tools itself")
+    if config.schedule.deterministic:
+        raise ConfigError(
+            "agent: agents' calls come in any order, which schedule.deterministic rules out; leave it false"
+        )
+    if config.reward_model.path:
+        raise ConfigError("agent: a reward model judges single answers, not sessions; leave reward_model.path empty")
+    if config.generator.stop:
+        raise ConfigError("generator.stop: cannot take effect with agents, which send their own stop texts")
 
 
 def _check_joining(config: Config) -> None:

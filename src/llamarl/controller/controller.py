@@ -7,6 +7,7 @@ The rules, in the words of docs/architecture.md:
 - A batch is P ordinals, consecutive or (window) nearly so. Dropped groups keep their ordinal's place in it, empty.
 - Death: the groups that the executor held are handed out again under the same ordinals; a role that trains is rewound.
 - An executor that joins is one more replica; one that leaves gives its groups back, and nobody waits for it.
+- With agents, the first role holds groups whose agents make calls; `calls.py` says which replica answers which call.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from llamarl.config import EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
+from llamarl.controller.calls import Calls
 from llamarl.controller.evaluation import Evaluation
 from llamarl.controller.groups import GroupSpec
 from llamarl.controller.line import Line, role_of
@@ -42,15 +44,20 @@ class Controller:
         self.pools = [
             ExecutorPool(role, at, role.name in line.weights_source) for at, role in enumerate(line.group_roles)
         ]
+        call_role = line.call_role
+        reads = call_role is not None and call_role.name in line.weights_source
+        self.calls = Calls(ExecutorPool(call_role, len(self.pools), reads)) if call_role else None
+        self._staff = [*self.pools, *([self.calls.pool] if self.calls else [])]  # by the position of their executors
+        self.sampling_pool = self.calls.pool if self.calls else self.pools[0]  # the replicas of the policy
         self._policy: VersionPolicy = ExactVersion(schedule) if schedule.deterministic else NewestVersion()
-        self.probes = Probes(schedule)
+        self.probes = Probes(schedule, agents=line.call_role is not None)
         self.snapshots = SnapshotSchedule(snapshots, self._policy)
         self.training = Training(line, schedule.updates, self.snapshots, self.probes, self._say)
         self.window = Window(schedule.groups_per_update, schedule.window)
         self.evaluation = Evaluation(evaluate, schedule.updates)
         self.executors: dict[str, ExecutorState] = {
             executor.name: executor
-            for executor in [one for pool in self.pools for one in pool.executors]
+            for executor in [one for pool in self._staff for one in pool.executors]
             + [stage.executor for stage in self.training.stages]
         }
         self.next_ordinal = 0
@@ -62,8 +69,8 @@ class Controller:
         self._recovered: set[int] = set()  # groups that were settled before this run began, and are not admitted yet
         self._attempts: dict[int, int] = {}  # ordinal -> number of executors that died holding the group
         self._idle_target = -1  # the version that idle executors were last asked to hold
-        # Per group role, a heap of (priority, ordinal, group): groups that need an executor, in the order they get one.
-        self._waiting: list[list[tuple[int, int, GroupSpec]]] = [[] for _ in self.pools]
+        # Per position, a heap of (priority, ordinal, group): groups that need an executor, in the order they get one.
+        self._waiting: list[list[tuple[int, int, GroupSpec]]] = [[] for _ in self._staff]
         self._dropped: set[int] = set()
         self._commands: list[ev.AnyCommand] = []
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
@@ -73,6 +80,8 @@ class Controller:
             ev.LoadFailed: self._on_load_failed,
             ev.GroupDone: self._on_group_done,
             ev.GroupFailed: self._on_group_failed,
+            ev.CallMade: self._on_call_made,
+            ev.CallEnded: lambda event: self._cancel(event.call),
             ev.GaveUp: lambda event: self._end(ev.Abort(event.reason), closed=f"stopped: {event.reason}"),
             ev.BatchDone: self._on_batch_done,
             ev.Published: self._on_published,
@@ -154,11 +163,15 @@ class Controller:
         executor = self.executors[event.executor]
         if (group := executor.groups.get(event.ordinal)) is None:
             return  # a duplicate
+        if group.kind == "call":
+            self._end_call(executor, group.ordinal)
+            return
         executor.release(group)
+        self._end_agents(executor, group.ordinal)
         if group.kind == "train":
             self._write(_passed(group.ordinal, executor.role.done, event.facts))
         elif group.kind == "evaluation":
-            self.evaluation.passed(group.ordinal, executor)
+            self._pass_evaluation(group.ordinal)
         self._make_available(executor)
         self._move_on(group, executor.position + 1)
 
@@ -166,15 +179,62 @@ class Controller:
         executor = self.executors[event.executor]
         if (group := executor.groups.get(event.ordinal)) is None:
             return  # a duplicate
+        if group.kind == "call":
+            self._end_call(executor, group.ordinal)
+            return
         executor.release(group)
+        self._end_agents(executor, group.ordinal)
         if group.kind == "train":
             self._drop(group.ordinal, event.reason)
         elif group.kind == "evaluation":
-            self.evaluation.passed(group.ordinal, executor)
+            self._pass_evaluation(group.ordinal)
             self._settle_evaluation(group.ordinal)
         else:
             self._give_up_probe(group.ordinal)
         self._make_available(executor)
+
+    def _on_call_made(self, event: ev.CallMade) -> None:
+        caller = self.executors[event.executor]
+        if self.calls is not None and event.ordinal in caller.groups:
+            self.calls.make(event.call, caller.name, event.ordinal, event.num_completions)
+
+    def _end_call(self, replica: ExecutorState, call: int) -> None:
+        """The call is answered, or can never be; the driver has told its caller."""
+        if self.calls is not None and call in self.calls:
+            self.calls.end(call)
+            self._say(ev.Forget((call,)))
+        self._make_available(replica)
+
+    def _cancel(self, call: int) -> None:
+        """Nobody waits for the answer any more."""
+        if self.calls is None or call not in self.calls:
+            return
+        if (replica := self.calls.end(call).replica) is not None:
+            self._say(ev.CancelCall(replica.name, replica.incarnation, call))
+            self._make_available(replica)
+        self._say(ev.Forget((call,)))
+
+    def _end_agents(self, executor: ExecutorState, ordinal: int) -> None:
+        """The group leaves the first role: calls that its agents left behind are cancelled."""
+        if self.calls is not None and executor.position == 0:
+            self._cancel_all(ordinal)
+            self.calls.leave(ordinal)
+
+    def _cancel_all(self, ordinal: int) -> None:
+        for call in self.calls.of_group(ordinal) if self.calls else ():
+            self._cancel(call)
+
+    def _return_call(self, call: int, reason: str) -> None:
+        """The replica died: another one answers the call, unless the call seems to be the cause."""
+        if self.calls is None or call not in self.calls:
+            return
+        attempts = self.calls.give_back(call, died=bool(reason))
+        if attempts < self.schedule.max_attempts:
+            return
+        caller = self.executors[self.calls.end(call).caller]
+        told = f"{attempts} replicas died while they answered it, the last one: {reason}"
+        self._say(ev.RefuseCall(caller.name, caller.incarnation, call, told))
+        self._say(ev.Forget((call,)))
 
     def _give_up_probe(self, ordinal: int) -> None:
         self.probes.failed(ordinal)
@@ -226,8 +286,8 @@ class Controller:
     def _on_joined(self, event: ev.Joined) -> None:
         executor = self.executors.get(event.executor)
         if executor is None:
-            position = [role.name for role in self.line.group_roles].index(role_of(event.executor))
-            executor = self.executors[event.executor] = self.pools[position].add(event.executor, position)
+            position = [pool.role.name for pool in self._staff].index(role_of(event.executor))
+            executor = self.executors[event.executor] = self._staff[position].add(event.executor, position)
         elif not executor.away:
             return  # a duplicate
         executor.away = False
@@ -277,12 +337,13 @@ class Controller:
             # One by one, for evaluations; a resumed job begins with the version of its snapshot.
             self._make_visible(max(self.newest + 1, self._resumed_at))
             self._advance_training()
-        for position in range(len(self.pools) - 1, 0, -1):
+        for position in range(len(self._staff) - 1, 0, -1):
             self._hand_out(position)
         self._admit()
+        self._route_calls()
         if self._idle_target != (target := self._find_idle_target()):
             self._idle_target = target
-            for executor in self.pools[0].executors:
+            for executor in self.sampling_pool.executors:
                 self._offer_weights(executor)
         if self.training.trained == self.training.final_version:
             self._wind_up(self.training.final_version)
@@ -314,8 +375,11 @@ class Controller:
         pool, returned = self.pools[0], self._waiting[0]
         self._issue_probe()
         self._hand_out(0)
-        for executor, group in self.evaluation.assign(pool, self.newest, self._policy):
+        agents = pool if self.calls else None
+        for executor, group in self.evaluation.assign(self.sampling_pool, self.newest, self._policy, agents):
             self._assign(executor, group)
+        if self.newest < 0 and self.calls:
+            return  # agents hold no weights themselves, so they could begin before there are any
         while self.may_admit:
             group = self._train_group(self.next_ordinal)
             if returned and returned[0][0] <= group.priority:
@@ -332,7 +396,11 @@ class Controller:
     def _issue_probe(self) -> None:
         version = self.training.to_be_probed
         if version is not None and version == self.newest and (ordinal := self.probes.issue(version)) is not None:
-            self._wait(0, GroupSpec(ordinal, "probe", self.schedule.samples_per_group, self._policy.pin(version)))
+            position = self._staff.index(self.sampling_pool)
+            pinned = self._policy.pin(version)
+            self._wait(position, GroupSpec(ordinal, "probe", self.schedule.samples_per_group, pinned))
+            if position:
+                self._hand_out(position)
 
     def _train_group(self, ordinal: int) -> GroupSpec:
         version = self._policy.pin(self.schedule.sampling_version(ordinal))
@@ -354,7 +422,7 @@ class Controller:
         return False
 
     def _hand_out(self, position: int) -> None:
-        waiting, pool = self._waiting[position], self.pools[position]
+        waiting, pool = self._waiting[position], self._staff[position]
         while waiting:
             group = waiting[0][2]
             executor = pool.least_busy(group.num_completions, self._version_for(group))
@@ -363,14 +431,21 @@ class Controller:
             heapq.heappop(waiting)
             self._assign(executor, group)
 
+    def _route_calls(self) -> None:
+        for replica, call in self.calls.assign(self.evaluation.replica_of) if self.calls else ():
+            self._assign(replica, call)
+
     def _wait(self, position: int, group: GroupSpec) -> None:
         heapq.heappush(self._waiting[position], (group.priority, group.ordinal, group))
 
     def _assign(self, executor: ExecutorState, group: GroupSpec) -> None:
         executor.assign(group)
-        self.pools[executor.position].touch(executor)
+        self._staff[executor.position].touch(executor)
+        version = executor.version
+        if executor.position == 0 and self.calls:
+            version = self.calls.admit(group.ordinal, self.newest)
         if executor.position == 0 and group.kind == "train":
-            self._write(ledger.Issued(group.ordinal, executor.name, executor.version))
+            self._write(ledger.Issued(group.ordinal, executor.name, version))
         self._say(ev.RunGroup(executor.name, executor.incarnation, group.ordinal, group.kind))
 
     def _move_on(self, group: GroupSpec, position: int) -> None:
@@ -388,6 +463,10 @@ class Controller:
         for batch in self.window.settle(ordinal):
             self.training.add_batch(batch)
 
+    def _pass_evaluation(self, ordinal: int) -> None:
+        if (replica := self.evaluation.passed(ordinal)) is not None and self.calls:
+            self._offer_weights(replica)  # otherwise it is the one that has just reported, and is offered them anyway
+
     def _settle_evaluation(self, ordinal: int) -> None:
         if not self.evaluation.owns(ordinal):
             self._say(ev.Forget((ordinal,)))
@@ -396,6 +475,8 @@ class Controller:
             self._say(ev.Forget(finished.ordinals))
 
     def _drop(self, ordinal: int, reason: str) -> None:
+        if self.calls:
+            self.calls.leave(ordinal)
         self._dropped.add(ordinal)
         self._write(ledger.Dropped(ordinal, reason))
         self._settle(ordinal)
@@ -409,6 +490,10 @@ class Controller:
 
     def _return(self, group: GroupSpec, position: int, reason: str) -> None:
         """The holder died: the group waits for another executor of the same role, unless it seems to be the cause."""
+        if group.kind == "call":
+            self._return_call(group.ordinal, reason)
+            return
+        self._cancel_all(group.ordinal)
         self._attempts[group.ordinal] = attempts = self._attempts.get(group.ordinal, 0) + 1
         worn_out = attempts >= self.schedule.max_attempts
         if group.kind == "probe" and worn_out:
@@ -419,6 +504,10 @@ class Controller:
             self._wait_again(group, position)
 
     def _wait_again(self, group: GroupSpec, position: int) -> None:
+        if group.kind == "call":
+            self._return_call(group.ordinal, "")
+            return
+        self._cancel_all(group.ordinal)
         if group.kind == "evaluation" and not self.evaluation.owns(group.ordinal):
             self._say(ev.Forget((group.ordinal,)))
         else:
@@ -426,7 +515,7 @@ class Controller:
 
     def _make_available(self, executor: ExecutorState) -> None:
         self._offer_weights(executor)
-        self.pools[executor.position].touch(executor)
+        self._staff[executor.position].touch(executor)
 
     def _offer_weights(self, executor: ExecutorState) -> None:
         """The executor loads the weights that it should hold, unless it is answering an evaluation."""

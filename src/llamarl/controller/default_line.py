@@ -1,4 +1,5 @@
-"""The line of a job that declares none: task -> generator -> reward -> trainer, and weights back."""
+"""The line of a job that declares none: task -> generator -> reward -> trainer, and weights back. With agents, these take the
+place of the generator, which answers their calls; rewards that agents give themselves need no role."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ GENERATOR_AHEAD = 3  # capacity per slot: no slot should be empty while the long
 def default_line(config: Config) -> Line:
     """A reward model and a reference policy stand between reward and trainer if the config asks for them."""
     samples = config.schedule.samples_per_group
-    between, to_trainer = _way_to_trainer(config)
+    stops, between, to_trainer = _way_to_trainer(config)
+    judges = [Role(name="reward", unit="group", done="scored", capacity=GROUPS_AHEAD * samples, threads=1)]
     return Line(
         [
+            *_agents(config),
             Role(
                 name="generator",
-                unit="group",
-                done="generated",
+                unit="call" if config.agent else "group",
+                done="answered" if config.agent else "generated",
                 executors=config.generator.replicas,
                 ranks=config.generator.tensor,
                 capacity=GENERATOR_AHEAD * config.generator.slots + config.num_parked,
@@ -26,7 +29,7 @@ def default_line(config: Config) -> Line:
                 threads=config.generator.threads,
                 gpu=True,
             ),
-            Role(name="reward", unit="group", done="scored", capacity=GROUPS_AHEAD * samples, threads=1),
+            *(judges if "reward" in stops else ()),
             Role(
                 name="trainer",
                 unit="batch",
@@ -38,17 +41,26 @@ def default_line(config: Config) -> Line:
             *between,
         ],
         [
-            Channel("prompts", "groups", SOURCE, "generator"),
-            Channel("completions", "groups", "generator", "reward"),
+            Channel("prompts", "groups", SOURCE, stops[0]),
             *to_trainer,
+            *([Channel("calls", "calls", "agent", "generator")] if config.agent else ()),
             Channel("weights", "weights", "trainer", "generator"),
         ],
     )
 
 
-def _way_to_trainer(config: Config) -> tuple[list[Role], list[Channel]]:
-    """The roles between reward and trainer, and the channels through them: a reward model, a reference policy with ranks of
-    its own, both or neither."""
+def _agents(config: Config) -> list[Role]:
+    """The role that runs agents, if the job has any. It holds one group for each of its processes."""
+    if not config.agent:
+        return []
+    capacity = config.agent.workers * config.schedule.samples_per_group
+    done = "generated" if config.agent.reward == "scorer" else "scored"
+    return [Role(name="agent", unit="group", done=done, executors=config.agent.replicas, capacity=capacity, threads=1)]
+
+
+def _way_to_trainer(config: Config) -> tuple[list[str], list[Role], list[Channel]]:
+    """The stops of a group, the roles between reward and trainer (a reward model, a reference policy with ranks of its own,
+    both or neither), and the channels from stop to stop."""
     roles: list[Role] = []
     if config.reward_model.path:
         ahead = GROUPS_AHEAD * config.schedule.samples_per_group
@@ -66,6 +78,7 @@ def _way_to_trainer(config: Config) -> tuple[list[Role], list[Channel]]:
                 gpu=True,
             )
         )
-    stops = ["reward", *(role.name for role in roles), "trainer"]
-    names = ["rollouts", *(role.done for role in roles)]
-    return roles, [Channel(names[at], "groups", stops[at], stops[at + 1]) for at in range(len(stops) - 1)]
+    first, judged = ("agent", config.agent.reward == "scorer") if config.agent else ("generator", True)
+    stops = [first, *(["reward"] if judged else []), *(role.name for role in roles), "trainer"]
+    names = [*(["completions"] if judged else []), "rollouts", *(role.done for role in roles)]
+    return stops, roles, [Channel(names[at], "groups", stops[at], stops[at + 1]) for at in range(len(stops) - 1)]

@@ -59,9 +59,10 @@ class Evaluation:
         self._done_before = frozenset(evaluated)
 
     def assign(
-        self, pool: ExecutorPool, newest: int, policy: VersionPolicy
+        self, pool: ExecutorPool, newest: int, policy: VersionPolicy, agents: ExecutorPool | None = None
     ) -> Iterator[tuple[ExecutorState, GroupSpec]]:
-        """Hand unanswered problems of the oldest round to its replica, as far as there is room."""
+        """Hand unanswered problems of the oldest round to its replica, as far as there is room. With `agents`, these get the
+        problems, and the replica their calls."""
         if not self._rounds:
             return
         current = self._rounds[0]
@@ -71,17 +72,27 @@ class Evaluation:
             if current.replica is not None:
                 current.version = current.replica.version
         replica = current.replica
-        while replica is not None and current.unassigned and replica.occupied < pool.role.capacity:
-            yield replica, GroupSpec(current.unassigned.pop(), "evaluation", 1, pinned)
+        while replica is not None and current.unassigned:
+            holder = agents.least_busy(1, newest) if agents else replica
+            if holder is None or holder.occupied >= holder.role.capacity:
+                return
+            yield holder, GroupSpec(current.unassigned.pop(), "evaluation", 1, pinned)
+
+    def replica_of(self, ordinal: int) -> ExecutorState | None:
+        """The replica that answers all of the round that this problem belongs to; None for any other group."""
+        return next((one.replica for one in self._rounds if ordinal in one.ungenerated), None)
 
     def pins(self, executor: ExecutorState) -> bool:
         """Whether the executor must keep its weights for a round."""
         return any(one.replica is executor and bool(one.ungenerated) for one in self._rounds)
 
-    def passed(self, ordinal: int, executor: ExecutorState) -> None:
+    def passed(self, ordinal: int) -> ExecutorState | None:
+        """The problem is answered. Returns the replica of its round if it need not keep its weights any more."""
         for one in self._rounds:
-            if one.replica is executor:
-                one.ungenerated.discard(ordinal)
+            if ordinal in one.ungenerated:
+                one.ungenerated.remove(ordinal)
+                return None if one.ungenerated else one.replica
+        return None
 
     def settled(self, ordinal: int) -> EvaluationRound | None:
         """Returns the round that this group finishes, if it does."""

@@ -11,6 +11,8 @@ from msgspec import Struct
 from llamarl.controller.ledger import Record
 from llamarl.types import GroupFacts, GroupKind
 
+FIRST_CALL = 1 << 40  # calls are numbered from here on, beyond all groups
+
 
 class Event(Struct, frozen=True, tag=True, tag_field="event"):
     pass
@@ -50,6 +52,21 @@ class GroupFailed(ExecutorEvent, frozen=True):
 
     ordinal: int
     reason: str
+
+
+class CallMade(ExecutorEvent, frozen=True):
+    """An agent of a group asks the policy: `num_completions` answers to one prompt. `call` is its number, from `FIRST_CALL`
+    on; a replica that answers it knows it as the ordinal of a group."""
+
+    call: int
+    ordinal: int
+    num_completions: int
+
+
+class CallEnded(ExecutorEvent, frozen=True):
+    """Nobody waits for the answer to this call any more."""
+
+    call: int
 
 
 class GaveUp(ExecutorEvent, frozen=True):
@@ -130,6 +147,8 @@ AnyEvent = (
     | LoadFailed
     | GroupDone
     | GroupFailed
+    | CallMade
+    | CallEnded
     | GaveUp
     | BatchDone
     | Published
@@ -172,6 +191,19 @@ class Load(ExecutorCommand, frozen=True):
 class RunGroup(ExecutorCommand, frozen=True):
     ordinal: int
     kind: GroupKind = "train"
+
+
+class CancelCall(ExecutorCommand, frozen=True):
+    """Nobody waits for this answer: stop sampling it."""
+
+    call: int
+
+
+class RefuseCall(ExecutorCommand, frozen=True):
+    """Tell the executor that made the call that it cannot be answered."""
+
+    call: int
+    reason: str
 
 
 class RunBatch(ExecutorCommand, frozen=True):
@@ -240,6 +272,8 @@ AnyCommand = (
     | Dismiss
     | Load
     | RunGroup
+    | CancelCall
+    | RefuseCall
     | RunBatch
     | Publish
     | Save

@@ -17,20 +17,24 @@ SOURCE = "task"  # the beginning of every line: prompts come from the task, whic
 
 class Role(Struct, frozen=True, kw_only=True):
     name: str
-    unit: Literal["group", "batch"]  # the role works on one group at a time, or on the groups of one update
+    unit: Literal[
+        "group", "batch", "call"
+    ]  # works on one group at a time, on the groups of one update, or on model calls
     done: str  # the state of a group behind this role, as the ledger names it, such as "generated" or "scored"
     executors: int = 1
     ranks: int = 1  # number of processes of one executor; the engine talks to rank 0
     threads: int = 0  # number of cores for each rank; 0: all
     gpu: bool = False  # whether each rank takes a GPU, where there is one
-    capacity: int = 1  # number of completions that one executor holds at once (unit "group")
+    capacity: int = 1  # number of completions that one executor holds at once (units "group" and "call")
     at_once: int = 0  # number of completions that it works on at once, while the others wait there; 0: all
     restartable: bool = True  # False: its state cannot be restored, so its death ends the job
 
 
 class Channel(Struct, frozen=True):
     name: str
-    kind: Literal["groups", "weights"]  # groups pass down the line, weights go back to a role that reads them
+    kind: Literal[
+        "groups", "weights", "calls"
+    ]  # groups pass down the line; weights go back; calls go and come back answered
     source: str
     target: str
 
@@ -42,13 +46,17 @@ class Line:
         by_name = {role.name: role for role in roles}
         _check_names(roles, channels, by_name)
         ordered = [by_name[name] for name in _follow(channels)]
-        if unused := by_name.keys() - {role.name for role in ordered}:
+        self.call_role = _call_role(by_name, channels)
+        known = {role.name for role in (*ordered, *filter(None, [self.call_role]))}
+        if unused := by_name.keys() - known:
             raise ConfigError(f"line: no channel leads to role '{sorted(unused)[0]}'")
         self.channels = tuple(channels)
         self.group_roles = tuple(role for role in ordered if role.unit == "group")
         self.batch_roles = tuple(role for role in ordered if role.unit == "batch")
         if tuple(ordered) != self.group_roles + self.batch_roles:
             raise ConfigError("line: a role that works on groups cannot come after one that works on batches")
+        if self.call_role and not any(c.kind == "calls" and c.source == ordered[0].name for c in channels):
+            raise ConfigError(f"line: calls come from the first role; '{ordered[0].name}' has no channel of calls")
         if not self.group_roles or not self.batch_roles:
             raise ConfigError("line: needs at least one role for groups and one for batches")
         self.weights_source = {channel.target: channel.source for channel in channels if channel.kind == "weights"}
@@ -58,7 +66,12 @@ class Line:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        return self.group_roles + self.batch_roles
+        return self.group_roles + self.batch_roles + ((self.call_role,) if self.call_role else ())
+
+    @property
+    def sampling_role(self) -> Role:
+        """The role that samples: the one that answers calls, else the first on the line."""
+        return self.call_role or self.group_roles[0]
 
     @property
     def publishers(self) -> frozenset[str]:
@@ -94,11 +107,24 @@ def _check_names(roles: Sequence[Role], channels: Sequence[Channel], by_name: di
             readers.add(channel.target)
 
 
+def _call_role(by_name: dict[str, Role], channels: Sequence[Channel]) -> Role | None:
+    """The role that answers calls, if there is one."""
+    found = [by_name[channel.target] for channel in channels if channel.kind == "calls"]
+    if len(found) > 1:
+        raise ConfigError("line: calls go to one role")
+    for role in by_name.values():
+        if (role.unit == "call") != (role in found):
+            raise ConfigError(
+                f"line: '{role.name}' needs unit=call and a channel of calls that leads to it, or neither"
+            )
+    return found[0] if found else None
+
+
 def _follow(channels: Sequence[Channel]) -> list[str]:
     """Walk the payload channels from the task to the end of the line."""
     following: dict[str, str] = {}
     for channel in channels:
-        if channel.kind == "weights":
+        if channel.kind != "groups":
             continue
         if channel.source in following:
             raise ConfigError(f"line: two channels leave '{channel.source}'; a line does not branch")

@@ -1,7 +1,8 @@
 """A probe: one group sampled by the version that is about to be trained. The trainer measures it and never trains on it.
 
 Generator and trainer then hold the same weights, so their log-probs differ by their arithmetic alone. With S = 0 this is true
-of every group; otherwise, every `probe_every` updates, the update waits until its probe is answered.
+of every group; otherwise, and with agents, whose answers come in pieces, every `probe_every` updates the update waits until
+its probe is answered.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ def probed_version(ordinal: int) -> int:
 
 
 class Probes:
-    def __init__(self, schedule: ScheduleConfig) -> None:
-        self._every = schedule.probe_every if schedule.max_staleness else 0
+    def __init__(self, schedule: ScheduleConfig, *, agents: bool = False) -> None:
+        self._every = schedule.probe_every if schedule.max_staleness or agents else 0
         self._exact = schedule.deterministic
         self._issued: int | None = None
         self._answered: set[int] = set()  # versions whose answers are kept

@@ -13,6 +13,7 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.ledger import FINISHED, Dropped, Rewound, Trained
 from llamarl.controller.line import role_of
 from llamarl.controller.replay import setting_of
+from llamarl.engine.call_table import Asked, CallTable
 from llamarl.engine.engine import Arrival, Death, Engine, EngineEvent, ExecutorJoined, ExecutorLeft
 from llamarl.engine.group_store import GroupStore
 from llamarl.engine.kept_rollouts import KeptRollouts
@@ -24,7 +25,7 @@ from llamarl.observe.callbacks import CallbackRunner
 from llamarl.observe.run_folder import RunFolder, log_file
 from llamarl.observe.summary import STOPPED
 from llamarl.observe.watcher import Watcher
-from llamarl.types import facts_of
+from llamarl.types import CompletionGroup, facts_of
 
 
 class Driver:
@@ -46,6 +47,7 @@ class Driver:
         self._store, self._snapshots = store, snapshots
         self._rollouts = KeptRollouts(run_folder.rollouts, store, prompts, reasons=drop_reasons, note=watcher.note)
         self._callbacks = callbacks
+        self._calls = CallTable(run_folder.run)
         self._events: deque[ev.AnyEvent] = deque()
         self._adapters: dict[int, set[str]] = {}  # hashes of the adapters that were published, by version
         self._stop_requested = ""  # the outcome to record; empty: no stop was requested
@@ -57,6 +59,8 @@ class Driver:
             ev.Dismiss: self._dismiss,
             ev.Load: lambda c: engine.send(c.executor, msg.LoadWeights(c.version)),
             ev.RunGroup: self._run_group,
+            ev.CancelCall: lambda c: engine.send(c.executor, msg.DropCall(c.call)),
+            ev.RefuseCall: self._refuse_call,
             ev.RunBatch: self._run_batch,
             ev.Publish: lambda c: engine.send(c.executor, msg.PublishWeights(c.version)),
             ev.Save: self._save,
@@ -144,7 +148,16 @@ class Driver:
             case msg.GroupResult():
                 return self._group_result(arrival, report)
             case msg.GroupRefused():
+                self._refuse(report.ordinal, report.reason)
                 return ev.GroupFailed(*who, report.ordinal, report.reason)
+            case msg.CallRequested():
+                return self._call_made(arrival, report)
+            case msg.CallDropped():
+                call = self._calls.call_of(Asked(*who, report.number))
+                return None if call is None else ev.CallEnded(*who, call)
+            case msg.AgentsCounted():
+                self._watcher.agents_counted(report)
+                return None
             case msg.ScoresFailed():
                 self._watcher.scores_failed(report.failures, report.timeouts)
                 return None
@@ -187,12 +200,36 @@ class Driver:
     def _group_result(self, arrival: Arrival, report: msg.GroupResult) -> ev.AnyEvent:
         group = report.group
         facts = facts_of(group)
-        if group.ordinal in self._controller.executors[arrival.executor].groups:
+        if isinstance(group, CompletionGroup) and group.kind == "call":
+            self._answer(arrival.executor, group)
+        elif group.ordinal in self._controller.executors[arrival.executor].groups:
             last = self._controller.line.group_roles[-1].name
             self._store.put(group, passing=role_of(arrival.executor) != last)
             if group.kind == "train":
                 self._watcher.group_done(arrival.executor, facts)
         return ev.GroupDone(arrival.executor, arrival.incarnation, group.ordinal, facts)
+
+    def _call_made(self, arrival: Arrival, report: msg.CallRequested) -> ev.AnyEvent | None:
+        """A call of a group that its executor still holds; the agents of any other group are ending."""
+        if report.ordinal not in self._controller.executors[arrival.executor].groups:
+            return None
+        call = self._calls.add(Asked(arrival.executor, arrival.incarnation, report.number), report)
+        self._store.put(call)
+        return ev.CallMade(arrival.executor, arrival.incarnation, call.ordinal, report.ordinal, report.sampling.samples)
+
+    def _answer(self, executor: str, group: CompletionGroup) -> None:
+        """Pass the answer to a call on to whoever asked. A replica that has lost the call is not heard."""
+        asked = self._calls.asked(group.ordinal)
+        if asked is not None and group.ordinal in self._controller.executors[executor].groups:
+            self._engine.send(asked.executor, msg.CallAnswered(asked.number, group.completions))
+
+    def _refuse_call(self, command: ev.RefuseCall) -> None:
+        self._refuse(command.call, command.reason)
+
+    def _refuse(self, call: int, reason: str) -> None:
+        """Tell whoever asked that the call cannot be answered; nothing happens for a group."""
+        if (asked := self._calls.asked(call)) is not None:
+            self._engine.send(asked.executor, msg.CallRefused(asked.number, reason))
 
     def _batch_result(self, arrival: Arrival, report: msg.BatchResult) -> ev.AnyEvent:
         skipped = bool(report.metrics.get("skipped"))
@@ -217,7 +254,7 @@ class Driver:
         self._engine.dismiss(command.executor, f"{command.reason}{self._log_of(command.executor)}")
 
     def _note_if_nobody_generates(self) -> None:
-        pool = self._controller.pools[0]
+        pool = self._controller.sampling_pool
         if all(executor.away for executor in pool.executors):
             self._watcher.note(f"no {pool.role.name} is there: the job waits until a host joins (engine.join)")
 
@@ -291,6 +328,7 @@ class Driver:
         self._rollouts.forget(command.ordinals)
         for ordinal in command.ordinals:
             self._store.drop(ordinal)
+            self._calls.forget(ordinal)
 
     def _evaluated(self, command: ev.Evaluated) -> None:
         groups = self._store.rollouts(command.ordinals)

@@ -9,7 +9,10 @@ from llamarl.executors.executor import UnexpectedMessage
 from llamarl.generate.adapter_check import AdapterCheck
 from llamarl.generate.conversation import Conversations
 from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.scheduler import AS_ALL_OTHERS, GroupOptions
+from llamarl.generate.stop_strings import StopStrings
 from llamarl.messages import (
+    DropCall,
     GroupRefused,
     GroupResult,
     LoadWeights,
@@ -22,6 +25,7 @@ from llamarl.messages import (
     WeightsNotLoaded,
     WorkOnGroup,
 )
+from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.failures import FailureLog, FailureShare, to_stderr
 from llamarl.types import CompletionGroup, PromptGroup
 from llamarl.weights.transport import WeightReader
@@ -42,7 +46,9 @@ class Generator:
         deterministic: bool = False,
         log: Callable[[str], None] = to_stderr,
         adapters: AdapterCheck | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
+        self._tokenizer = tokenizer  # needed for stop texts of calls
         self._decoder, self._weights, self._conversations = decoder, weights, conversations
         self._max_failure_share, self._deterministic = max_failure_share, deterministic
         self._adapters = adapters
@@ -54,9 +60,12 @@ class Generator:
                 yield self._load(message.version)
             case WorkOnGroup(group=PromptGroup() as group):
                 try:
-                    self._decoder.add(group)
+                    self._decoder.add(group, self._options(group))
                 except ValueError as error:
                     yield GroupRefused(group.ordinal, str(error))
+            case DropCall():
+                if self._decoder.holds(message.ordinal):
+                    self._decoder.drop(message.ordinal)
             case _:
                 raise UnexpectedMessage("generator", message)
 
@@ -69,6 +78,12 @@ class Generator:
     @property
     def idle(self) -> bool:
         return self._decoder.idle
+
+    def _options(self, group: PromptGroup) -> GroupOptions:
+        """What a call asks for beyond its sampling."""
+        if self._tokenizer is None or not (group.stop or group.stop_token_ids):
+            return AS_ALL_OTHERS
+        return GroupOptions(stop=StopStrings(self._tokenizer, group.stop, group.stop_token_ids))
 
     def _load(self, version: int) -> Report:
         try:

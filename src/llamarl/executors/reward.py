@@ -11,7 +11,7 @@ from llamarl.messages import GroupRefused, GroupResult, Message, MustStop, Noted
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.failures import FailureLog, FailureShare, to_stderr
 from llamarl.tasks.judge import Judge, Judgment
-from llamarl.types import Completion, CompletionGroup, Rollout, RolloutGroup
+from llamarl.types import Completion, CompletionGroup, Rollout, RolloutGroup, last_of_samples
 
 _SLICE_S = 0.02  # the time that a new message may wait
 
@@ -51,8 +51,9 @@ class Reward:
         return self._collect(_SLICE_S)
 
     def _begin(self, group: CompletionGroup) -> None:
-        self._underway[group.ordinal] = (group, [None] * len(group.completions))
-        texts = [judged_text(self._tokenizer, completion, self._judged) for completion in group.completions]
+        judged = last_of_samples(group.completions)
+        self._underway[group.ordinal] = (group, [None] * len(judged))
+        texts = [judged_text(self._tokenizer, completion, self._judged) for completion in judged]
         keys = [(group.ordinal, sample) for sample in range(len(texts))]
         self._judge.ask_all(keys, texts, group.prompt.problem)
 
@@ -89,8 +90,16 @@ def _report(group: CompletionGroup, outcomes: list[Judgment]) -> Report:
     for outcome in outcomes:
         if outcome.status != "ok":
             return GroupRefused(group.ordinal, _in_words(outcome))
-    pairs = zip(group.completions, outcomes, strict=True)
+    pairs = zip(group.completions, _of_branches(group, outcomes), strict=True)
     return GroupResult(RolloutGroup(group.prompt, tuple(_rollout(c, outcome) for c, outcome in pairs)))
+
+
+def _of_branches(group: CompletionGroup, outcomes: list[Judgment]) -> list[Judgment]:
+    """The outcome of each completion: its own, or that of the agent's sample that it is a branch of."""
+    if len(outcomes) == len(group.completions):
+        return outcomes
+    samples = dict(zip((one.sample for one in last_of_samples(group.completions)), outcomes, strict=True))
+    return [samples[completion.sample] for completion in group.completions]
 
 
 def _rollout(completion: Completion, outcome: Judgment) -> Rollout:

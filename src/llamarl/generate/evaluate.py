@@ -177,6 +177,10 @@ def evaluate(
 ) -> EvaluationResult:
     """Ask a model the problems. `tell` gets each answer once it is judged; `starting` is called when all checks passed."""
     settings, talk = config.generator, config.conversation
+    if config.agent:
+        raise InputError(
+            "agent: agents run only in a job, which evaluates with them; leave agent out, or see llamarl serve"
+        )
     limits = Limits.of(config, sequences=max(1, len(problems)) * samples)
     llm = LLM(config.model_folder, device=device, dtype=settings.dtype, chat_options=config.task.chat_options)
     for problem in problems[:1]:

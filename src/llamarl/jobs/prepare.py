@@ -22,7 +22,7 @@ from llamarl.engine.prompts import Prompts, check_lengths
 from llamarl.errors import ConfigError
 from llamarl.jobs.memory_check import check_memory
 from llamarl.jobs.model_check import check_model
-from llamarl.jobs.task_check import check_tool, prepare_prompts
+from llamarl.jobs.task_check import check_agent, check_tool, prepare_prompts
 from llamarl.observe.advice import advice_before
 from llamarl.observe.loggers import check_loggers
 from llamarl.observe.metric_logger import MetricLogger
@@ -75,6 +75,7 @@ def prepare_job(
     check_loss(config)
     prompts = prepare_prompts(config, tokenizer, given, task)
     check_tool(config, tokenizer, prompts.group(0).problem)
+    check_agent(config)
     notes = [
         *describe_devices(config, gpus),
         *describe_base(config, gpus),
@@ -82,7 +83,7 @@ def prepare_job(
         *memory_notes,
         *advice_before(config),
     ]
-    notes += [*prompts.notes, *check_lengths(prompts, config)]
+    notes += [*prompts.notes, *([] if config.agent else check_lengths(prompts, config))]  # agents write their prompts
     return PreparedJob(config, line, builders, given, prompts, tuple(notes), tuple(loggers))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,17 +14,25 @@ from llamarl.errors import ConfigError, LlamaRLError, ModelError
 from llamarl.generate.prompting import check_chat_options, reply_tokens
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.plugins import describe_error
+from llamarl.serve.endpoint import load_server
+from llamarl.tasks.agents.runner import AgentRunner
+from llamarl.tasks.custom_scorers import ScorerRequirements
 from llamarl.tasks.judge import Judge
 from llamarl.tasks.registry import make_task, own_scorers
 from llamarl.tasks.task import Prompter
 from llamarl.tasks.tools.client import ToolClient
 from llamarl.types import Problem
 
+EVERY_COLUMN = ScorerRequirements(everything=True, answer=False)  # agents see whole rows of the data
+
 
 def prepare_prompts(
     config: Config, tokenizer: Tokenizer, given: Mapping[str, Callable[..., Any]], task: Prompter | None
 ) -> Prompts:
-    """The job's prompts. A scorer that fails on a task's own answer is refused: it would fail on every group."""
+    """The job's prompts. A scorer that fails on a task's own answer is refused: it would fail on every group. Agents that
+    give their own rewards need none."""
+    if config.agent and config.agent.reward == "agent":
+        return Prompts(task or make_task(config.task, config.seed, EVERY_COLUMN), tokenizer, config)
     judge = Judge.of(config, own_scorers(config.task), workers=1, given=given)
     try:
         judge.prepare()
@@ -59,3 +68,17 @@ def check_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:
         client.prepare()
     finally:
         client.close()
+
+
+def check_agent(config: Config) -> None:
+    """Refuse an agent that cannot be loaded, or an installation that cannot serve it."""
+    if not config.agent:
+        return
+    load_server()
+    if config.agent.command and shutil.which(config.agent.command[0]) is None:
+        raise ConfigError(f"agent.command: no program {config.agent.command[0]}")
+    runner = AgentRunner(replace(config.agent, workers=1))
+    try:
+        runner.prepare()
+    finally:
+        runner.close()

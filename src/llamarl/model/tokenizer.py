@@ -73,16 +73,38 @@ class Tokenizer:
     def has_chat(self) -> bool:
         return not isinstance(self._template, NoChatTemplate)
 
-    def chat_reply(self, messages: Sequence[Mapping[str, str]], role: str, content: str) -> list[int]:
+    def chat_reply(self, messages: Messages, role: str, content: str) -> list[int]:
         """Tokens behind the model's turn in a chat: a message of `role` in the template's format, ready for the next turn.
         The model's turn itself is not rendered, since its tokens exist already, with the stop token that ended it."""
-        chat = [*messages, {"role": "assistant", "content": _HERE}, {"role": role, "content": content}]
-        _, found, behind = self._template.render(chat, add_generation_prompt=True).partition(_HERE)
+        return self.chat_behind(messages, [{"role": role, "content": content}])
+
+    def chat_behind(
+        self,
+        before: Messages,
+        behind: Messages,
+        *,
+        ended: bool = True,
+        tools: Tools = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of the messages behind a turn of the model that followed the messages `before`, ready for the next turn.
+        `ended`: the turn's own tokens end with a stop token, so the template's is left out. Raises ModelError where the
+        template cannot tell."""
+        mark = _HERE
+        while any(mark in str(message) for message in (*before, *behind)):
+            mark = f"({mark})"
+        text = self._template.render(
+            [*before, {"role": "assistant", "content": mark}, *behind],
+            add_generation_prompt=True,
+            tools=tools,
+            options=options,
+        )
+        _, found, rest = text.partition(mark)
         if not found:
             raise ModelError("chat template: leaves out what the model said, so a conversation cannot go on with it")
-        for stop in self._stops:
-            behind = behind.removeprefix(stop)
-        return self.encode(behind)
+        for stop in self._stops if ended else ():
+            rest = rest.removeprefix(stop)
+        return self.encode(rest)
 
     @property
     def _stops(self) -> list[str]:

@@ -46,6 +46,7 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
             if summary.tool_failures or summary.tool_timeouts
             else []
         ),
+        *_agents(summary),
         f"staleness          mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
         f"tokens             {summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
         f"time spent waiting {waiting}",
@@ -66,3 +67,21 @@ def _updates(summary: Summary) -> str:
 
 def resume_command(folder: Path) -> str:
     return f"llamarl train --run {shlex.quote(str(folder))} --resume"
+
+
+def _agents(summary: Summary) -> list[str]:
+    counts = summary.agents
+    if not isinstance(counts, dict) or not counts.get("agent_sessions"):
+        return []
+    calls, sessions = counts["agent_calls"], counts["agent_sessions"]
+    unmatched = counts["agent_unmatched"] / max(1, calls)
+    lines = [
+        f"agents             {sessions:,} sessions, {calls / sessions:.1f} calls and "
+        f"{counts['agent_branches'] / sessions:.2f} branches each; {unmatched:.1%} of calls with another history"
+    ]
+    if counts["agent_failures"] or counts["agent_timeouts"]:
+        lines.append(
+            f"agents             failed {counts['agent_failures']} times, were late {counts['agent_timeouts']} times: "
+            "tried again or dropped, never taken for wrong"
+        )
+    return lines

@@ -100,7 +100,8 @@ class RolloutLog:
         places = []
         for saved in groups:
             segment = self._groups.append(_encode(saved))
-            rewards = saved.group.rewards if isinstance(saved.group, RolloutGroup) and not saved.dropped else ()
+            scored = saved.group.rollouts if isinstance(saved.group, RolloutGroup) and not saved.dropped else ()
+            rewards = tuple(rollout.reward for rollout in scored)
             places.append(GroupPlace(saved.group.ordinal, segment, self._groups.offset, rewards, saved.dropped))
         self._groups.flush()
         failpoint("rollouts.index")

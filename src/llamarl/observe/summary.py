@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 STOPPED, INTERRUPTED = "stopped on request", "interrupted"  # outcomes
 
@@ -39,6 +39,7 @@ class Summary(Struct, kw_only=True):
     score_timeouts: int = 0  # attempts to score an answer that took too long
     tool_failures: int = 0  # calls of a conversation's tool that crashed
     tool_timeouts: int = 0  # calls of a conversation's tool that took too long
+    agents: dict[str, int] | UnsetType = UNSET  # what agents did: failures, sessions, calls, branches; only with agents
     policy: str  # folder of the trained model, relative to the run folder
     advice: list[str] = []  # obstacles to learning, each with the setting to change
 
@@ -71,6 +72,7 @@ class Tally:
         self.score_timeouts = 0
         self.tool_failures = 0
         self.tool_timeouts = 0
+        self.agents: dict[str, int] = {}
         self.evaluations: dict[int, float] = {}  # held-out accuracy by version
         self.updates = 0
         self._made = array("d")  # NaN where an update or its reward is missing

@@ -6,7 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import UNSET
+from msgspec.structs import asdict
+
 from llamarl.config import Config
+from llamarl.messages import AgentsCounted
 from llamarl.observe.advice import Advisor
 from llamarl.observe.display import Display, Progress
 from llamarl.observe.loggers import Loggers
@@ -16,6 +20,7 @@ from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.timeline import Span, Timeline, lane_name
 from llamarl.types import GroupFacts, RolloutGroup
 
+AGENT_COUNTS = tuple(f"agent_{name}" for name in AgentsCounted.__struct_fields__)
 _RECENT_S = 10.0  # period over which the live view shows waiting; the last update, if that took longer
 _TOLD_ONE_BY_ONE = 5  # number of dropped groups that get a note each
 
@@ -50,6 +55,9 @@ class Watcher:
         self._num_dropped = 0  # groups dropped since this start of the job
         self._advisor = Advisor(config)
         self._failed = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
+        if config.agent:
+            self._failed |= dict.fromkeys(AGENT_COUNTS, 0)
+            tally.agents = dict.fromkeys(AGENT_COUNTS, 0)
         self._span_rows = SpanRows(folder.spans, folder.run, self._start_s, config.observe.spans_mb)
 
     def begin(self) -> None:
@@ -162,6 +170,12 @@ class Watcher:
         self._failed["tool_failures"] += failures
         self._failed["tool_timeouts"] += timeouts
 
+    def agents_counted(self, counted: AgentsCounted) -> None:
+        """Count what agents did. It is written with the timings, since it depends on the agents, not on the seed."""
+        for name, value in asdict(counted).items():
+            self.tally.agents[f"agent_{name}"] += value
+            self._failed[f"agent_{name}"] += value
+
     def _take_failed(self) -> dict[str, int]:
         """Take the failure counts since the last update, and reset them."""
         taken, self._failed = self._failed, dict.fromkeys(self._failed, 0)
@@ -237,6 +251,7 @@ class Watcher:
             score_timeouts=tally.score_timeouts,
             tool_failures=tally.tool_failures,
             tool_timeouts=tally.tool_timeouts,
+            agents=tally.agents or UNSET,
             policy=policy,
             advice=self._advisor.final(),
         )

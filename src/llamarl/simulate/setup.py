@@ -121,6 +121,8 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
 
 def make_simulation(scene: SimulationSetup, hear: Callable[[Record], None] = lambda record: None) -> Simulation:
     config, line, timeline = scene.config, default_line(scene.config), Timeline()
+    if config.agent:
+        raise InputError("agent: what agents do between their calls is not known, so such a job cannot be simulated")
     clock, answers = Clock(timeline), _answers(scene)
     _seat(scene, line, clock, answers)
     return Simulation(

@@ -100,7 +100,7 @@ class MonarchEngine(Supervision[MonarchRank]):
         self._job = f"{secrets.token_hex(4)}:"
         self._client = Client(config.engine, self._answer)
         self._hosts = _hosts(config, slots, log_folder)  # those that the settings name
-        self._guest_role = line.group_roles[0]  # whose executors may join
+        self._guest_role = line.sampling_role  # whose executors may join
         self._joined = JoinedHosts(config, self._guest_role, self._make_guest, self._on_host_left)
         self._waits_for_guests = False
         self._network = interface_for(config.engine.host_names, config.engine.trusted_network)

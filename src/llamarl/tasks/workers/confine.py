@@ -51,9 +51,10 @@ def adopt_orphans() -> None:
 
 
 def limit(memory_mb: int, timeout_s: float, *, on_top: bool) -> None:
-    """Set the kernel's limits. With `on_top`, the memory limit is added to what the process already uses."""
+    """Set the kernel's limits. With `on_top`, the memory limit is added to what the process already uses; 0: no limit."""
     held = _address_space() if on_top else 0
-    _set(resource.RLIMIT_AS, held + memory_mb * 2**20)
+    if memory_mb:
+        _set(resource.RLIMIT_AS, held + memory_mb * 2**20)
     _set(resource.RLIMIT_CPU, int(timeout_s) + 2)  # a second safeguard; the worker watches the wall clock
     _set(resource.RLIMIT_CORE, 0)
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from llamarl.config import ConversationConfig, LLMJudgeConfig, SandboxConfig
+from llamarl.config import AgentConfig, ConversationConfig, LLMJudgeConfig, SandboxConfig
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.tasks.custom_scorers import Signature
 from llamarl.types import Turn
@@ -31,6 +31,7 @@ class Setup(Struct, frozen=True):
     share_of_tests: bool = False
     llm: LLMJudgeConfig = LLMJudgeConfig()
     conversation: ConversationConfig = ConversationConfig()  # names the tool, if the worker runs one
+    agent: AgentConfig = AgentConfig()  # names the agent, if the worker runs one
 
 
 class Ready(Struct, frozen=True, tag=True):
@@ -63,13 +64,28 @@ class Call(Struct, frozen=True, array_like=True):
     turns: bytes
 
 
+class AgentItem(Struct, frozen=True, array_like=True):
+    """One run of an agent: the problem as JSON, and the session it talks to."""
+
+    problem: bytes
+    url: str
+    api_key: str
+    model: str
+
+
 class WorkRequest(Struct, frozen=True):
-    """An answer for scorers, or a turn for a tool. If `gathered`, items for the user's coroutines, which run concurrently in
-    one process, each with its own verdict."""
+    """An answer for scorers, a turn for a tool, or runs of an agent at the same time. If `gathered`, items for the user's
+    coroutines, which run concurrently in one process, each with its own verdict."""
 
     items: tuple[Item, ...]
     call: Call | None = None
     gathered: bool = False
+    agents: tuple[AgentItem, ...] = ()
+
+    @property
+    def num_verdicts(self) -> int:
+        """Number of verdicts in `Verdict.each`."""
+        return len(self.agents) or (len(self.items) if self.gathered else 0)
 
     @property
     def num_rewards(self) -> int:
@@ -78,12 +94,14 @@ class WorkRequest(Struct, frozen=True):
 
 class Verdict(Struct, frozen=True, tag=True):
     """The result of a request. `rewards` has the order of items and completions, and is empty if judging failed, which is not
-    a wrong answer. `each` has a verdict for each gathered item. `reply` is the tool's; None ends the conversation."""
+    a wrong answer. `each` has a verdict for each gathered item or agent. `reply` is the tool's; None ends the
+    conversation."""
 
     status: Status
     rewards: tuple[float, ...] = ()
     each: tuple[Verdict, ...] = ()
     reply: bytes | None = None
+    parts: dict[str, float] = {}  # further numbers that an agent gave
     reason: str = ""
     trace: str = ""  # traceback of an exception in the user's own function, for the log
     seconds: float = 0.0

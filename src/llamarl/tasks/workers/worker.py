@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +29,7 @@ from llamarl.errors import LlamaRLError
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.plugins import is_reference, load_function
 from llamarl.processes import die_with_parent
+from llamarl.tasks.agents.running import load_agent, run_agents
 from llamarl.tasks.custom_scorers import Signature, call, rewards_in, signature_of
 from llamarl.tasks.in_process_scorers import failure, timed
 from llamarl.tasks.math.symbolic import load_equal
@@ -36,6 +38,7 @@ from llamarl.tasks.tools.registry import Tool, load_tool
 from llamarl.tasks.workers.confine import Refused, adopt_orphans, limit, seal
 from llamarl.tasks.workers.protocol import (
     KILL_SHARE,
+    AgentItem,
     Call,
     Inbox,
     Item,
@@ -96,11 +99,12 @@ def _regex_scorer(source: str) -> Scorer:
 
 
 class LoadedScorers(NamedTuple):
-    """What a worker has loaded: scorers, or a tool."""
+    """What a worker has loaded: scorers, a tool, or an agent."""
 
     scorers: dict[str, Scorer]
     tool: Tool | None
     signatures: dict[str, Signature]
+    run_agents: Callable[[tuple[AgentItem, ...]], Verdict] | None = None
 
 
 class Worker:
@@ -108,7 +112,7 @@ class Worker:
 
     def __init__(self, setup: Setup, loaded: LoadedScorers, connection: socket.socket) -> None:
         self._setup, self._loaded, self._connection = setup, loaded, connection
-        self._needs_io = loaded.tool is not None or any(map(_needs_io, setup.scorers))
+        self._needs_io = bool(loaded.tool or loaded.run_agents) or any(map(_needs_io, setup.scorers))
         # The sandbox limits programs; the limit of this process must not be below the sandbox's.
         runs = "code" in setup.scorers or setup.conversation.tool == "python"
         self._memory_mb = max(setup.memory_mb, setup.sandbox.memory_mb if runs else 0)
@@ -135,11 +139,8 @@ class Worker:
             return Verdict("timeout", reason=f"took longer than {self._setup.timeout_s:g} s")
         with suppress(msgspec.MsgspecError):
             verdict = decode_verdict(message)
-            whole = (
-                len(verdict.each) == len(request.items)
-                if request.gathered
-                else len(verdict.rewards) == request.num_rewards
-            )
+            several = request.num_verdicts
+            whole = len(verdict.each) == several if several else len(verdict.rewards) == request.num_rewards
             if verdict.status != "ok" or whole:
                 return verdict
         return Verdict("error", reason=f"its process ended without a verdict ({_describe(status)})")
@@ -161,6 +162,8 @@ class Worker:
 
 def _judge_request(request: WorkRequest, loaded: LoadedScorers, limit_s: float) -> Verdict:
     try:
+        if loaded.run_agents and request.agents:
+            return loaded.run_agents(request.agents)
         if loaded.tool and request.call:
             return _call_tool(loaded.tool, request.call)
         return _gather(request.items, loaded, limit_s) if request.gathered else Verdict("ok", _rewards(request, loaded))
@@ -286,7 +289,8 @@ def _prepare(setup: Setup) -> LoadedScorers | NotReady:
         tool = load_tool(setup.conversation, setup.sandbox) if setup.conversation.tool else None
         scorers = load_scorers(setup)
         own = {name: signature_of(name, scorer) for name, scorer in scorers.items() if is_reference(name)}
-        loaded = LoadedScorers(scorers, tool, own)
+        agents = partial(run_agents, load_agent(setup.agent), settings=setup.agent) if setup.agent else None
+        loaded = LoadedScorers(scorers, tool, own, agents)
     except re.error as error:
         return NotReady(f"reward.pattern: {error}")
     except LlamaRLError as error:

@@ -1,0 +1,64 @@
+"""`agent`: agents of your own, which talk to the policy over HTTP and are trained through it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from llamarl.config.section import Section
+from llamarl.errors import ConfigError
+
+
+class AgentConfig(Section, frozen=True):
+    """Agents that talk to the policy at a URL, one for each sample; see docs/agents.md."""
+
+    run: Annotated[
+        str,
+        Meta(
+            description="FILE.py:NAME of a function run(problem, client), or of a class whose objects have such a method; "
+            "empty: no function"
+        ),
+    ] = ""
+    command: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="program and arguments instead of a function; finds URL and key in OPENAI_BASE_URL and so on, "
+            "and the problem as JSON on standard input"
+        ),
+    ] = ()
+    reward: Annotated[
+        Literal["agent", "scorer"],
+        Meta(
+            description="agent: what the function returns, the last line of the command, or POST /rl/reward; scorer: "
+            "reward.scorer judges what the model wrote last"
+        ),
+    ] = "agent"
+    max_calls: Annotated[int, Meta(ge=1, le=100_000, description="model calls of one agent; one more fails it")] = 50
+    workers: Annotated[
+        int, Meta(ge=1, le=1024, description="processes per executor; each runs the agents of one group at a time")
+    ] = 4
+    replicas: Annotated[int, Meta(ge=1, le=1024, description="executors that run agents")] = 1
+    timeout_s: Annotated[
+        float, Meta(gt=0, le=86_400, description="time limit of one agent, with all its model calls and their waiting")
+    ] = 600.0
+    memory_mb: Annotated[
+        int, Meta(ge=0, description="memory of one process, beyond what the agent itself loads; 0: no limit")
+    ] = 2048
+    retries: Annotated[int, Meta(ge=0, le=10, description="retries of a failed agent, each in a new session")] = 1
+    max_failure_share: Annotated[
+        float,
+        Meta(ge=0, le=1, description="the job stops when more than this share of the last 1,000 agents failed"),
+    ] = 0.1
+
+    def __post_init__(self) -> None:
+        if self.run and self.command:
+            raise ConfigError("agent.command: cannot take effect beside agent.run; leave one of them out")
+        if self.run and ":" not in self.run:
+            raise ConfigError(f"agent.run: '{self.run}' is not FILE.py:NAME")
+        if self.command and not self.command[0]:
+            raise ConfigError("agent.command: the program is empty")
+
+    def __bool__(self) -> bool:
+        """Whether agents sample the answers of the job."""
+        return bool(self.run or self.command)

@@ -1,0 +1,1 @@
+"""Agents of the user: what they are given, how they run in worker processes, and what they give back."""

@@ -1,0 +1,232 @@
+"""The executor that runs agents: sessions become groups, failures are tried again, and calls go out and come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pytest
+from helpers.chat_tokenizer import chat_tokenizer
+
+from llamarl import messages as msg
+from llamarl.config import AgentConfig
+from llamarl.executors.agent import Agents
+from llamarl.serve.backend import Ask
+from llamarl.serve.call_backend import CallBackend, CallLimits
+from llamarl.serve.refusals import RequestRefused
+from llamarl.serve.session import Answered
+from llamarl.serve.session_access import SessionAccess
+from llamarl.tasks.agents.client import AgentClient
+from llamarl.tasks.workers.protocol import Verdict
+from llamarl.types import (
+    Completion,
+    Given,
+    Problem,
+    PromptGroup,
+    RolloutGroup,
+    Sampling,
+    VersionRun,
+    bytes_to_tokens,
+    floats_to_bytes,
+    tokens_to_bytes,
+)
+
+TOKENIZER = chat_tokenizer()
+OK = Verdict("ok", (1.0,))
+
+
+class Endpoint:
+    """An endpoint without a network."""
+
+    url = "http://nowhere"
+
+    def __init__(self, max_calls: int = 9) -> None:
+        self.backend = CallBackend(TOKENIZER, "m", CallLimits(max_prompt_tokens=8, max_new_tokens=4))
+        self.access = SessionAccess(TOKENIZER, max_calls=max_calls)
+
+
+class Runner:
+    """Agents that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Hashable, AgentClient]] = []
+        self.ended: list[tuple[Hashable, Verdict]] = []
+
+    def start(self, keys: Sequence[Hashable], problem: Problem, clients: Sequence[AgentClient]) -> None:
+        self.started += zip(keys, clients, strict=True)
+
+    def collect(self, wait_s: float) -> list[tuple[Hashable, Verdict]]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def end(self, number: int, verdict: Verdict = OK) -> None:
+        self.ended.append((self.started[number][0], verdict))
+
+
+def make(**settings: Any) -> tuple[Agents, Endpoint, Runner]:
+    endpoint, runner = Endpoint(), Runner()
+    agents = Agents(endpoint, runner, AgentConfig(run="a.py:b", **settings), log=lambda text: None)  # type: ignore[arg-type]
+    agents.handle(msg.WorkOnGroup(PromptGroup(5, Problem("q", "a"), b"", Sampling(samples=2, max_new_tokens=4))))
+    return agents, endpoint, runner
+
+
+def answer(endpoint: Endpoint, runner: Runner, number: int, prompt: list[int], tokens: list[int]) -> None:
+    session = endpoint.access.session(runner.started[number][1].api_key, {})
+    session.record(
+        Answered(
+            prompt_tokens=prompt,
+            index=0,
+            tokens=tokens,
+            logprobs=[-1.0] * len(tokens),
+            versions=(VersionRun(3, len(tokens)),),
+            finish="stop",
+        )
+    )
+
+
+def test_sessions_become_a_group_of_branches() -> None:
+    agents, endpoint, runner = make()
+    answer(endpoint, runner, 0, [1, 2], [3])
+    answer(endpoint, runner, 0, [1, 2, 3, 4], [5])
+    answer(endpoint, runner, 1, [1, 2], [6])
+    answer(endpoint, runner, 1, [1, 7], [8])
+    runner.end(1, Verdict("ok", (0.5,), parts={"steps": 2.0}))
+    assert list(agents.work()) == []
+    runner.end(0)
+    result, counted = agents.work()
+    assert isinstance(result, msg.GroupResult) and isinstance(result.group, RolloutGroup)
+    group = result.group
+    assert bytes_to_tokens(group.prompt.prompt_tokens).tolist() == [1]
+    told = [
+        (bytes_to_tokens(one.completion.tokens).tolist(), one.completion.given, one.completion.sample, one.reward)
+        for one in group.rollouts
+    ]
+    assert told == [
+        ([2, 3, 4, 5], (Given(0, 1), Given(2, 1)), 0, 1.0),
+        ([2, 6], (Given(0, 1),), 1, 0.5),
+        ([7, 8], (Given(0, 1),), 1, 0.5),
+    ]
+    assert group.rewards == (1.0, 0.5)
+    assert counted == msg.AgentsCounted(sessions=2, branches=3)
+    assert agents.idle
+
+
+def test_a_failed_agent_is_tried_again_in_a_new_session_then_its_group_is_dropped() -> None:
+    agents, endpoint, runner = make(retries=1)
+    answer(endpoint, runner, 0, [1], [2])
+    runner.end(0, Verdict("error", reason="agent failed: lost"))
+    reports = list(agents.work())
+    assert msg.AgentsCounted(failures=1) in reports and msg.Noted("agent failed: lost") in reports
+    assert [key[:2] for key, _ in runner.started] == [(5, 0), (5, 1), (5, 0)]  # type: ignore[index]
+    with pytest.raises(RequestRefused, match="of a session that has ended"):
+        endpoint.access.session(runner.started[0][1].api_key, {})
+    runner.end(2, Verdict("timeout", reason="took too long"))
+    reports = list(agents.work())
+    assert msg.GroupRefused(5, "agent took too long") in reports and msg.AgentsCounted(timeouts=1) in reports
+    with pytest.raises(RequestRefused):
+        endpoint.access.session(runner.started[1][1].api_key, {})
+    runner.end(1)  # of the group that was given up
+    assert list(agents.work()) == [] and agents.idle
+
+
+def test_agents_without_calls_or_rewards_have_failed() -> None:
+    agents, endpoint, runner = make(retries=0)
+    runner.end(0)
+    assert msg.GroupRefused(5, "agent made no call that was answered") in list(agents.work())
+    agents, endpoint, runner = make(retries=0)
+    answer(endpoint, runner, 0, [1], [2])
+    runner.end(0, Verdict("ok"))
+    (told,) = [report.reason for report in agents.work() if isinstance(report, msg.GroupRefused)]
+    assert told.startswith("agent gave no reward")
+
+
+async def pieces(endpoint: Endpoint, ask: Ask) -> list[Any]:
+    return [piece async for piece in endpoint.backend.ask(ask)]
+
+
+def test_requests_become_calls_with_the_sampling_of_the_job() -> None:
+    agents, endpoint, runner = make()
+
+    async def talk() -> list[Any]:
+        endpoint.access.session(runner.started[0][1].api_key, {})
+        asked = asyncio.create_task(
+            pieces(
+                endpoint,
+                Ask(tokens=[1, 2], sampling=Sampling(samples=2, max_new_tokens=99, temperature=0.0), stop=("x",)),
+            )
+        )
+        await asyncio.sleep(0)
+        (call,) = endpoint.backend.take()
+        assert isinstance(call, msg.CallRequested)
+        assert (call.ordinal, call.sampling, call.stop) == (5, Sampling(samples=2, max_new_tokens=4), ("x",))
+        done = Completion(tokens_to_bytes([7]), floats_to_bytes([-0.5]), (VersionRun(4, 1),), truncated=True)
+        list(agents.handle(msg.CallAnswered(call.number, (done, done))))
+        return await asked
+
+    told = asyncio.run(talk())
+    assert [(piece.index, list(piece.tokens), piece.finish) for piece in told] == [
+        (0, [7], "length"),
+        (1, [7], "length"),
+    ]
+    assert endpoint.backend.version == 4
+
+
+def test_requests_of_several_sessions_at_once_stay_apart() -> None:
+    _, endpoint, runner = make()
+    other = endpoint.access.open(6, Sampling(max_new_tokens=2, temperature=0.5))
+
+    async def ask(key: str, token: int) -> None:
+        endpoint.access.session(key, {})
+        await asyncio.sleep(0)
+        await pieces(endpoint, Ask(tokens=[token], sampling=Sampling()))
+
+    async def talk() -> dict[int, tuple[int, float]]:
+        keys = [runner.started[0][1].api_key, other] * 4
+        asked = [asyncio.create_task(ask(key, number)) for number, key in enumerate(keys)]
+        while endpoint.backend.num_waiting < len(keys):
+            await asyncio.sleep(0)
+        calls = endpoint.backend.take()
+        for one in asked:
+            one.cancel()
+        await asyncio.wait(asked)
+        assert all(isinstance(call, msg.CallRequested) for call in calls)
+        return {
+            int(bytes_to_tokens(call.prompt_tokens)[0]): (call.ordinal, call.sampling.temperature)
+            for call in calls
+            if isinstance(call, msg.CallRequested)
+        }
+
+    found = asyncio.run(talk())
+    assert found == {number: (6, 0.5) if number % 2 else (5, 1.0) for number in range(8)}
+
+
+def test_a_request_that_is_cancelled_ends_its_call() -> None:
+    _, endpoint, runner = make()
+
+    async def talk() -> None:
+        endpoint.access.session(runner.started[0][1].api_key, {})
+        asked = asyncio.create_task(pieces(endpoint, Ask(tokens=[1], sampling=Sampling())))
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait([asked])
+
+    asyncio.run(talk())
+    assert [type(one) for one in endpoint.backend.take()] == [msg.CallRequested, msg.CallDropped]
+
+
+def test_long_prompts_and_refused_calls_are_told_to_the_client() -> None:
+    agents, endpoint, runner = make()
+
+    async def talk(tokens: list[int]) -> None:
+        endpoint.access.session(runner.started[0][1].api_key, {})
+        asked = asyncio.create_task(pieces(endpoint, Ask(tokens=tokens, sampling=Sampling())))
+        await asyncio.sleep(0)
+        for call in endpoint.backend.take():
+            list(agents.handle(msg.CallRefused(call.number, "3 replicas died")))
+        await asked
+
+    with pytest.raises(RequestRefused, match="max_prompt_tokens=8"):
+        asyncio.run(talk([1] * 9))
+    with pytest.raises(RequestRefused, match="3 replicas died"):
+        asyncio.run(talk([1]))
