@@ -10,8 +10,9 @@ from typing import Any
 from llamarl import messages as msg
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
-from llamarl.controller.ledger import FINISHED, Dropped, Rewound, Trained
+from llamarl.controller.ledger import FINISHED, Dropped, Replaced, Rewound, Trained
 from llamarl.controller.line import role_of
+from llamarl.controller.replacements import replacement_metrics
 from llamarl.controller.replay import setting_of
 from llamarl.engine.engine import Arrival, Death, Engine, EngineEvent, ExecutorJoined, ExecutorLeft
 from llamarl.engine.group_store import GroupStore
@@ -40,7 +41,9 @@ class Driver:
         watcher: Watcher,
         drop_reasons: Mapping[int, str],
         callbacks: CallbackRunner,
+        cut_off_penalty: float = 0.0,
     ) -> None:
+        self._cut_off_penalty = cut_off_penalty
         self._controller, self._engine, self._prompts = controller, engine, prompts
         self._folder, self._watcher = run_folder, watcher
         self._store, self._snapshots = store, snapshots
@@ -186,7 +189,7 @@ class Driver:
 
     def _group_result(self, arrival: Arrival, report: msg.GroupResult) -> ev.AnyEvent:
         group = report.group
-        facts = facts_of(group)
+        facts = facts_of(group, self._cut_off_penalty)
         if group.ordinal in self._controller.executors[arrival.executor].groups:
             last = self._controller.line.group_roles[-1].name
             self._store.put(group, passing=role_of(arrival.executor) != last)
@@ -198,9 +201,11 @@ class Driver:
         skipped = bool(report.metrics.get("skipped"))
         self._store.amend(report.groups)
         self._rollouts.add_logprobs(report.update, report.logprobs)
+        metrics = report.metrics
         if role_of(arrival.executor) == self._controller.line.batch_roles[-1].name:
-            self._callbacks.hear(report.update, report.metrics, report.timings)
-        self._watcher.batch_done(arrival.executor, report.update, report.metrics, report.timings)
+            metrics = {**metrics, **replacement_metrics(self._controller.replacements, report.update, metrics)}
+            self._callbacks.hear(report.update, metrics, report.timings)
+        self._watcher.batch_done(arrival.executor, report.update, metrics, report.timings)
         if skipped:
             self._watcher.skipped(arrival.executor, report.update, self._controller.training.batches[report.update])
         return ev.BatchDone(arrival.executor, arrival.incarnation, report.update, skipped)
@@ -278,6 +283,8 @@ class Driver:
             self._rollouts.drop(command.record.ordinal, command.record.reason)
             self._store.drop(command.record.ordinal)
             self._watcher.dropped(command.record.ordinal, command.record.reason)
+        elif isinstance(command.record, Replaced):
+            self._watcher.replaced()
         elif isinstance(command.record, Rewound):
             self._snapshots.rewind(command.record.to_update)
             self._folder.metrics.rewind(command.record.to_update, role_of(command.record.executor))

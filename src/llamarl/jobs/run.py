@@ -54,6 +54,7 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequ
         watcher=watcher,
         drop_reasons=opened.drop_reasons,
         callbacks=called,
+        cut_off_penalty=config.algo.cut_off_penalty,
     )
     outcome = INTERRUPTED
     try:

@@ -15,9 +15,12 @@ _KEPT = 64  # number of blocks that are kept
 
 
 class Answers:
-    def __init__(self, lengths: Lengths, *, samples: int, prompt: int, seed: int, skipped: float = 0.0) -> None:
-        """`skipped`: the share of groups whose rewards are all equal, so that nothing is trained on them."""
-        self._lengths, self._samples, self._prompt, self._seed, self._skipped = lengths, samples, prompt, seed, skipped
+    def __init__(
+        self, lengths: Lengths, *, samples: int, prompt: int, seed: int, flat: float = 0.0, skip_flat: bool = True
+    ) -> None:
+        """`flat`: the share of groups whose rewards are all equal; `skip_flat`: nothing is trained on them."""
+        self._lengths, self._samples, self._prompt, self._seed = lengths, samples, prompt, seed
+        self._flat, self._skip_flat = flat, skip_flat
         self._blocks: dict[int, list[list[int]]] = {}
 
     def of(self, ordinal: int) -> list[int]:
@@ -35,10 +38,11 @@ class Answers:
 
     def batch(self, gpu: Gpu, ordinals: tuple[int, ...]) -> UpdateLoad:
         """The load of an update on these groups; skipped ones excluded."""
-        kept = [ordinal for ordinal in ordinals if not self._is_skipped(ordinal)]
+        kept = [ordinal for ordinal in ordinals if not (self._skip_flat and self.is_flat(ordinal))]
         answers = [length for ordinal in kept for length in self.of(ordinal)]
         documents = [self._prompt + length for length in answers]
         return packed(gpu, documents, sum(answers) / max(1, sum(documents)))
 
-    def _is_skipped(self, ordinal: int) -> bool:
-        return self._skipped > 0 and Random(self._seed * 1_000_003 + ordinal).random() < self._skipped
+    def is_flat(self, ordinal: int) -> bool:
+        """Whether all rewards of the group are equal."""
+        return self._flat > 0 and Random(self._seed * 1_000_003 + ordinal).random() < self._flat
