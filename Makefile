@@ -4,7 +4,7 @@ BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before.
 FORKING := $(wildcard tests/dist/test_transfer_*.py) tests/unit/weights
 
-.PHONY: train demo test test-view test-monarch test-cluster test-loggers test-wheel docs soak venv format bench clean
+.PHONY: train demo test test-view test-monarch test-cluster test-loggers test-environments test-wheel docs soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -49,6 +49,11 @@ LOGGERS := .venv-loggers/bin
 test-loggers: .venv-loggers/dev
 	$(LOGGERS)/pytest tests/loggers
 
+# Environments of others with their real packages, in an environment of their own.
+ENVIRONMENTS := .venv-environments/bin
+test-environments: .venv-environments/dev
+	$(ENVIRONMENTS)/pytest tests/environments
+
 # The wheel in an environment with nothing but pip: names on a hub on loopback and an own reward train without a checkout.
 test-wheel: .venv/dev
 	LLAMARL_TEST_WHEEL=1 $(BIN)/pytest tests/wheel
@@ -92,6 +97,11 @@ venv: .venv/dev
 		pytest pytest-timeout hypothesis
 	touch $@
 
+.venv-environments/dev: pyproject.toml
+	$(PYTHON) -m venv .venv-environments
+	$(ENVIRONMENTS)/pip install --quiet --disable-pip-version-check -e '.[reasoning-gym]' pytest pytest-timeout hypothesis
+	touch $@
+
 # Docstrings are read, not imported, so the packages of the extra are enough.
 .venv-docs/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
@@ -104,4 +114,4 @@ format: .venv/dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-monarch .venv-loggers .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-monarch .venv-loggers .venv-environments .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

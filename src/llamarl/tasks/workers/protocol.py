@@ -31,6 +31,7 @@ class Setup(Struct, frozen=True):
     share_of_tests: bool = False
     llm: LLMJudgeConfig = LLMJudgeConfig()
     conversation: ConversationConfig = ConversationConfig()  # names the tool, if the worker runs one
+    answer_from: str = "auto"
 
 
 class Ready(Struct, frozen=True, tag=True):
