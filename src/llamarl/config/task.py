@@ -94,6 +94,18 @@ class TaskConfig(DatasetConfig, frozen=True):
         dict[str, bool | int | float | str],
         Meta(description="chat: options of the model's chat template, such as {enable_thinking: false}"),
     ] = field(default_factory=dict)
+    curriculum: Annotated[
+        bool,
+        Meta(
+            description="ask problems by their success rate: solved ones rarer, too hard ones later; see docs/difficulty.md"
+        ),
+    ] = False
+    solved_from: Annotated[
+        float, Meta(description="curriculum: mean reward of a group from which its problem counts as solved")
+    ] = 1.0
+    hard_up_to: Annotated[
+        float, Meta(description="curriculum: mean reward of a group up to which its problem counts as too hard")
+    ] = 0.0
     parts: Annotated[
         tuple[MixturePart, ...], Meta(description="mixture: its datasets, each with kind, weight, path and so on")
     ] = ()
@@ -106,6 +118,8 @@ class TaskConfig(DatasetConfig, frozen=True):
         if self.parts and (self.config or self.min_chars or self.max_chars):
             raise ConfigError("task.parts: config, min_chars and max_chars are set in each part of a mixture")
         _check_path("task.path", self)
+        if not self.hard_up_to < self.solved_from:
+            raise ConfigError(f"task.solved_from: must be above task.hard_up_to={self.hard_up_to:g}")
         if self.system and not self.chat:
             raise ConfigError("task.system: cannot take effect without task.chat=true")
 

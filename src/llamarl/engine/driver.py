@@ -14,6 +14,7 @@ from llamarl.controller.ledger import FINISHED, Dropped, Replaced, Rewound, Trai
 from llamarl.controller.line import role_of
 from llamarl.controller.replacements import replacement_metrics
 from llamarl.controller.replay import setting_of
+from llamarl.engine.curriculum_log import OutcomeLog
 from llamarl.engine.engine import Arrival, Death, Engine, EngineEvent, ExecutorJoined, ExecutorLeft
 from llamarl.engine.group_store import GroupStore
 from llamarl.engine.kept_rollouts import KeptRollouts
@@ -41,8 +42,10 @@ class Driver:
         watcher: Watcher,
         drop_reasons: Mapping[int, str],
         callbacks: CallbackRunner,
+        outcomes: OutcomeLog,
         cut_off_penalty: float = 0.0,
     ) -> None:
+        self._outcomes = outcomes
         self._cut_off_penalty = cut_off_penalty
         self._controller, self._engine, self._prompts = controller, engine, prompts
         self._folder, self._watcher = run_folder, watcher
@@ -195,6 +198,8 @@ class Driver:
             self._store.put(group, passing=role_of(arrival.executor) != last)
             if group.kind == "train":
                 self._watcher.group_done(arrival.executor, facts)
+                if role_of(arrival.executor) == last:
+                    self._outcomes.hear(group.ordinal, facts.reward)
         return ev.GroupDone(arrival.executor, arrival.incarnation, group.ordinal, facts)
 
     def _batch_result(self, arrival: Arrival, report: msg.BatchResult) -> ev.AnyEvent:
@@ -203,7 +208,9 @@ class Driver:
         self._rollouts.add_logprobs(report.update, report.logprobs)
         metrics = report.metrics
         if role_of(arrival.executor) == self._controller.line.batch_roles[-1].name:
+            ordinals = self._controller.training.batches[report.update]
             metrics = {**metrics, **replacement_metrics(self._controller.replacements, report.update, metrics)}
+            metrics = {**metrics, **self._outcomes.metrics(ordinals)}
             self._callbacks.hear(report.update, metrics, report.timings)
         self._watcher.batch_done(arrival.executor, report.update, metrics, report.timings)
         if skipped:
@@ -250,6 +257,7 @@ class Driver:
     def _commit(self, command: ev.Commit) -> None:
         try:
             self._store.sync()  # a job that resumes from here needs all groups and rows before it
+            self._outcomes.sync()
             self._folder.sync()
             self._folder.metrics.sync()
             self._folder.evaluations.sync()
@@ -275,11 +283,13 @@ class Driver:
 
     def _sync(self, command: ev.Sync) -> None:
         self._store.sync()
+        self._outcomes.sync()
         self._folder.sync()
         self._callbacks.deliver()
 
     def _write(self, command: ev.Write) -> None:
         if isinstance(command.record, Dropped):
+            self._outcomes.hear(command.record.ordinal, None)
             self._rollouts.drop(command.record.ordinal, command.record.reason)
             self._store.drop(command.record.ordinal)
             self._watcher.dropped(command.record.ordinal, command.record.reason)
