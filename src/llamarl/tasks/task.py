@@ -81,6 +81,7 @@ class Task:
 
     @property
     def weights(self) -> tuple[float, ...]:
+        """Shares of the prompts, for a curriculum: this task is a single part."""
         return (1.0,)
 
     def numbered(self, part: int, number: int) -> Problem:
