@@ -4,7 +4,7 @@ BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before.
 FORKING := $(wildcard tests/dist/test_transfer_*.py) tests/unit/weights
 
-.PHONY: train demo test test-view test-monarch test-cluster test-loggers test-serve test-wheel docs soak venv format bench clean
+.PHONY: train demo test test-view test-monarch test-cluster test-loggers test-serve test-environments test-wheel docs soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -53,6 +53,11 @@ test-loggers: .venv-loggers/dev
 SERVE := .venv-serve/bin
 test-serve: .venv-serve/dev
 	$(SERVE)/pytest tests/clients
+
+# Environments of others with their real packages, in an environment of their own.
+ENVIRONMENTS := .venv-environments/bin
+test-environments: .venv-environments/dev
+	$(ENVIRONMENTS)/pytest tests/environments
 
 # The wheel in an environment with nothing but pip: names on a hub on loopback and an own reward train without a checkout.
 test-wheel: .venv/dev
@@ -103,6 +108,11 @@ venv: .venv/dev
 		pytest pytest-timeout hypothesis httpx openai anthropic 'lm_eval[api]' transformers
 	touch $@
 
+.venv-environments/dev: pyproject.toml
+	$(PYTHON) -m venv .venv-environments
+	$(ENVIRONMENTS)/pip install --quiet --disable-pip-version-check -e '.[reasoning-gym]' pytest pytest-timeout hypothesis
+	touch $@
+
 # Docstrings are read, not imported, so the packages of the extra are enough.
 .venv-docs/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
@@ -115,4 +125,4 @@ format: .venv/dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-monarch .venv-loggers .venv-serve .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-monarch .venv-loggers .venv-serve .venv-environments .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

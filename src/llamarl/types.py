@@ -190,9 +190,11 @@ class GroupFacts(Struct, frozen=True):
     first_version: int = 0  # oldest version that sampled any of them
     last_version: int = 0  # newest such version
     reward: float = 0.0  # mean over the group
+    same_rewards: bool = False  # all answers are scored, and equally: there is nothing to learn from them
 
 
-def facts_of(group: Group) -> GroupFacts:
+def facts_of(group: Group, cut_off_penalty: float = 0.0) -> GroupFacts:
+    """Facts of a group. `cut_off_penalty` is what the update will take off the reward of answers that were cut off."""
     completions = completions_of(group)
     versions = [run.version for completion in completions for run in completion.versions]
     rewards = group.rewards if isinstance(group, RolloutGroup) else ()
@@ -201,7 +203,13 @@ def facts_of(group: Group) -> GroupFacts:
         first_version=min(versions, default=0),
         last_version=max(versions, default=0),
         reward=sum(rewards) / len(rewards) if rewards else 0.0,
+        same_rewards=isinstance(group, RolloutGroup) and has_same_rewards(group, cut_off_penalty),
     )
+
+
+def has_same_rewards(group: RolloutGroup, cut_off_penalty: float = 0.0) -> bool:
+    """Whether all advantages of the group would be zero."""
+    return len({one.reward - cut_off_penalty * one.completion.truncated for one in group.rollouts}) <= 1
 
 
 def tokens_to_bytes(tokens: Sequence[int]) -> bytes:

@@ -4,7 +4,9 @@ of dead executors, hangs and restarts. The simulated world checks the rules of t
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from helpers.world import World, standard_line
 from llamarl.config import ScheduleConfig
@@ -25,6 +27,7 @@ class SimulationSetup:
     evaluate_every: int
     save_every: int
     faults: int
+    flat_share: float = 0.0  # share of groups whose rewards are all equal
 
 
 def scene_of(seed: int) -> SimulationSetup:
@@ -44,7 +47,7 @@ def scene_of(seed: int) -> SimulationSetup:
         max_attempts=10_000,
     )
     line = standard_line(replicas=chance.randint(1, 3), capacity=chance.randint(2, 12))
-    return SimulationSetup(
+    scene = SimulationSetup(
         line,
         schedule,
         chance.choice([0, 2]),
@@ -52,6 +55,9 @@ def scene_of(seed: int) -> SimulationSetup:
         chance.choice([0, 1, 3]),
         chance.randint(MIN_FAULTS, 8),
     )
+    # Drawn last, so that the other choices of a seed stay as they were.
+    budget = chance.randint(1, 4) if chance.random() < 0.4 and not (deterministic and staleness > 1) else 0
+    return replace(scene, schedule=structs.replace(schedule, dynamic_sampling=budget), flat_share=chance.random())
 
 
 class Chaos(World):
@@ -64,7 +70,14 @@ class Chaos(World):
         self._done_at_s: dict[int, float] = {}  # keyed by the identity of the command
         self._kept: list[ev.AnyCommand] = []
         self._late: list[ev.AnyEvent] = []  # messages that arrive a second time, or after their sender's death
-        super().__init__(scene.line, scene.schedule, scene.prompts, scene.evaluate_every, scene.save_every)
+        super().__init__(
+            scene.line,
+            scene.schedule,
+            scene.prompts,
+            scene.evaluate_every,
+            scene.save_every,
+            flat=lambda ordinal: random.Random(seed * 1_000_003 + ordinal).random() < scene.flat_share,
+        )
 
     def play(self, max_events: int = 50_000) -> None:
         for _ in range(max_events):

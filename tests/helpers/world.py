@@ -5,6 +5,7 @@ It checks the rules of the flow at every command, from its own observations, not
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal
@@ -12,7 +13,7 @@ from typing import Literal
 from llamarl.config import EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
-from llamarl.controller.ledger import Dropped, Record
+from llamarl.controller.ledger import Dropped, Record, Replaced
 from llamarl.controller.ledger_state import audit
 from llamarl.controller.line import Channel, Line, Role
 from llamarl.types import GroupFacts, GroupKind
@@ -45,15 +46,18 @@ class World:
         save_every: int = 0,
         begin: ev.AnyEvent | None = None,
         at_end: Literal["whole", "policy", "none"] = "whole",
+        flat: Callable[[int], bool] = lambda ordinal: False,
+        records: Sequence[Record] = (),
     ) -> None:
-        self.schedule = schedule
+        """`flat(ordinal)`: all rewards of the group are equal. `records` are those of earlier starts."""
+        self.schedule, self.flat = schedule, flat
         snapshots = SnapshotsConfig(every=save_every, at_end=at_end)
         self.controller = Controller(line, schedule, EvaluateConfig(prompts=prompts, every=every), snapshots)
         self.line = line
         self.capacity = {role.name: role.capacity for role in line.roles}
         self.outstanding: list[ev.AnyCommand] = []
         self.history: list[ev.AnyEvent] = []
-        self.records: list[Record] = []
+        self.records: list[Record] = list(records)
         self.newest = -1
         self.told_to_publish = -1
         self.holds: dict[str, int] = {}  # version of each executor's weights
@@ -95,7 +99,8 @@ class World:
                 if fail:
                     self.feed(ev.GroupFailed(command.executor, command.incarnation, command.ordinal, fail))
                 else:
-                    facts = GroupFacts(1, self.first_version.get(command.ordinal, 0), self.newest, 0.5)
+                    flat = command.executor.startswith("reward") and self.flat(command.ordinal)
+                    facts = GroupFacts(1, self.first_version.get(command.ordinal, 0), self.newest, 0.5, flat)
                     self.feed(ev.GroupDone(command.executor, command.incarnation, command.ordinal, facts))
             case ev.RunBatch():
                 self.feed(ev.BatchDone(command.executor, command.incarnation, command.update))
@@ -138,6 +143,25 @@ class World:
         assert report.clean, report
         assert isinstance(self.end, ev.Finish)
         assert report.updates == self.schedule.updates
+        replaced = self.replaced
+        assert max(Counter(replaced.values()).values(), default=0) <= self.schedule.dynamic_sampling, "over the budget"
+        assert report.num_groups == self.schedule.num_groups + len(replaced)
+        assert all(map(self.flat, replaced)), "replaced a group that has variance"
+
+    @property
+    def replaced(self) -> dict[int, int]:
+        """Replaced groups, and the update in whose batch another took their place."""
+        return {record.ordinal: record.update for record in self.records if isinstance(record, Replaced)}
+
+    def due_version(self, ordinal: int) -> int:
+        """The version that must sample a group in deterministic mode. Version v samples P groups, the first one (S+1)*P, and
+        one more for each group that was replaced in batch v."""
+        places, replaced = self.schedule.num_places, Counter(self.replaced.values())
+        version = 0
+        while ordinal >= (places := places + replaced[version]):
+            places += self.schedule.groups_per_update
+            version += 1
+        return version
 
     def _obey(self, command: ev.AnyCommand) -> None:
         match command:
@@ -192,7 +216,7 @@ class World:
         assert version is not None, "admitted to a replica without weights"
         if command.kind == "train":
             if self.schedule.deterministic:
-                assert version == self.schedule.sampling_version(command.ordinal), "sampled by another version"
+                assert version == self.due_version(command.ordinal), "sampled by another version"
             else:
                 assert version == self.controller.newest, "admitted to a stale replica"
             self.first_version[command.ordinal] = version
@@ -200,6 +224,7 @@ class World:
     def _check_batch(self, command: ev.RunBatch) -> None:
         assert len(command.ordinals) == self.schedule.groups_per_update
         assert not set(command.ordinals) & self.forgotten, "trains on groups that were forgotten"
+        assert not self.replaced.keys() & set(command.ordinals), "trains on a group that was replaced"
         dropped = {record.ordinal for record in self.records if isinstance(record, Dropped)}
         for ordinal in set(command.ordinals) - dropped:  # a dropped group has no tokens that could be stale
             staleness = command.update - self.first_version[ordinal]

@@ -77,8 +77,7 @@ def estimate_advantages(group: RolloutGroup, algo: AlgoConfig) -> list[float]:
 
 
 def _penalized(rollout: Rollout, algo: AlgoConfig) -> float:
-    cut_off = algo.overlong == "penalize" and rollout.completion.truncated
-    return rollout.reward - algo.overlong_penalty if cut_off else rollout.reward
+    return rollout.reward - algo.cut_off_penalty if rollout.completion.truncated else rollout.reward
 
 
 def why_left_out(rollout: Rollout, *, flat: bool, algo: AlgoConfig) -> str:

@@ -14,22 +14,43 @@ from llamarl.errors import InputError
 from llamarl.io.record_log import segment_files
 from llamarl.observe.event_log import event_files, read_events
 from llamarl.observe.final_report import resume_command
-from llamarl.observe.run_folder import LEDGER
+from llamarl.observe.run_folder import CURRICULUM, LEDGER
 
 _UNFINISHED = 4  # exit code of `audit`
 
 
 def audit_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]) -> None:
-    """Say whether every group was trained exactly once or dropped with a reason; reads only the ledger. Exit code 0: yes; 1:
-    no; 4: so far, but the run is unfinished."""
+    """Say whether every group was trained exactly once or dropped with a reason; reads only the ledger, and the record of a
+    curriculum. Exit code 0: yes; 1: no; 4: so far, but the run is unfinished."""
     if not run.is_dir():
         raise InputError(f"{run}: no such run folder")
     if not segment_files(run / LEDGER):
         raise InputError(f"{run}: holds no run: no ledger there")
     found = audit(read_ledger(run / LEDGER))
-    print(_describe_audit(found, run))
+    asked = _audit_choices(run)
+    print("\n".join(filter(None, [asked, _describe_audit(found, run)])))
+    if asked.startswith("NOT"):
+        raise typer.Exit(1)
     if not found.clean:
         raise typer.Exit(_UNFINISHED if found.only_unfinished else 1)
+
+
+def _audit_choices(run: Path) -> str:
+    """Whether a curriculum asked what its rule says, in one line; empty: the run has none."""
+    if not segment_files(run / CURRICULUM):
+        return ""
+    from llamarl.engine.curriculum_log import read_curriculum
+    from llamarl.tasks.curriculum import audit_curriculum
+
+    rule, outcomes = read_curriculum(run / CURRICULUM)
+    if rule is None:
+        return ""
+    found = audit_curriculum(rule, outcomes)
+    if found.differences or found.told_twice:
+        ordinals = ", ".join(map(str, (found.differences or found.told_twice)[:10]))
+        what = "asked another problem than the rule says" if found.differences else "with two outcomes"
+        return f"NOT as the curriculum says: groups {what}: {ordinals}"
+    return f"curriculum: the problems of {found.num_outcomes} groups are those that its rule says"
 
 
 def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]) -> None:

@@ -56,3 +56,8 @@ class AlgoConfig(Section, frozen=True):
             description="groups whose rewards are all equal: keep their tokens in the loss's denominator, or skip them"
         ),
     ] = "skip"
+
+    @property
+    def cut_off_penalty(self) -> float:
+        """What is taken off the reward of an answer that was cut off."""
+        return self.overlong_penalty if self.overlong == "penalize" else 0.0

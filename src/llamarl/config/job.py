@@ -93,8 +93,15 @@ class Config(Section, frozen=True):
         scorer, graded = self.reward.scorer, bool(self.reward.combine or self.reward_model.path)
         graded = graded or (bool(self.agent) and self.agent.reward == "agent")
         programs = scorer == "code" or (scorer == "auto" and self.task.kind == "code")
-        graded = graded or (programs and self.reward.tests == "share")
+        graded = graded or (programs and self.reward.tests == "share") or self._scored_by_sets
         return "accuracy" if scorer in RIGHT_OR_WRONG and not graded else "mean reward"
+
+    @property
+    def _scored_by_sets(self) -> bool:
+        """Whether sets of reasoning-gym score answers; many of them give part of the reward for part of the answer."""
+        return self.reward.scorer == "auto" and any(
+            one.kind == "reasoning_gym" for one in (self.task, *self.task.parts)
+        )
 
     @property
     def num_parked(self) -> int:

@@ -72,7 +72,7 @@ _OURS: dict[str, tuple[str, ...]] = {
     "algo.reference_kl": ("beta", "kl_coef", "kl_coeff", "kl_loss_coef", "init_kl_coef", "use_kl_loss", "kl_beta"),
     "algo.entropy": ("entropy_coef", "entropy_coeff", "ent_coef", "entropy_bonus"),
     "algo.overlong": ("mask_truncated_completions", "overlong_buffer", "overlong_filtering"),
-    "algo.zero_variance": ("dynamic_sampling", "filter_groups", "dynamic_filtering"),
+    "schedule.dynamic_sampling": ("filter_groups", "dynamic_filtering", "enable_dynamic_sampling"),
     "reference.model": ("ref_model", "ref_policy", "reference_model", "ref_pretrain"),
     "schedule.updates": (
         "max_steps",

@@ -17,9 +17,9 @@ class RewardConfig(Section, frozen=True):
     scorer: Annotated[
         str,
         Meta(
-            description="auto (suits the task), exact, numeric, choice, regex, math, format, length, code, llm_judge, none "
-            "(always 0), or FILE.py:FUNCTION called as score(completion, answer, prompt), with the columns its parameters "
-            "name, or with all completions of a prompt; it may be async; see docs/tasks.md"
+            description="auto (suits the task), exact, numeric, choice, regex, math, format, length, code, llm_judge, "
+            "reasoning_gym (the set's own), none (always 0), or FILE.py:FUNCTION called as score(completion, answer, prompt),"
+            " with the columns its parameters name, or with all completions of a prompt; it may be async; see docs/tasks.md"
         ),
     ] = "auto"
     trusted: Annotated[
@@ -43,7 +43,8 @@ class RewardConfig(Section, frozen=True):
     answer_from: Annotated[
         Literal["auto", "whole", "boxed", "hashes", "last_number"],
         Meta(
-            description="numeric, math: the final answer is the whole text, in \\boxed{}, after ####, or the last number"
+            description="numeric, math, reasoning_gym: the final answer is the whole text, in \\boxed{}, after ####, or the "
+            "last number"
         ),
     ] = "auto"
     pattern: Annotated[

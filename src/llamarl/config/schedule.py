@@ -27,6 +27,14 @@ class ScheduleConfig(Section, frozen=True):
         bool,
         Meta(description="same seed, same bytes, also when asynchronous: batch u is sampled by version u - S only"),
     ] = False
+    dynamic_sampling: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="groups per update that may be replaced because all their rewards are equal; 0: none; see "
+            "docs/difficulty.md",
+        ),
+    ] = 0
     max_restarts: Annotated[
         int, Meta(ge=0, description="consecutive restarts of one executor without any work done before the job stops")
     ] = 3
@@ -55,9 +63,15 @@ class ScheduleConfig(Section, frozen=True):
                 f"schedule.window: {self.window} lets timing choose the batches, which schedule.deterministic rules out; "
                 "set it to 1"
             )
+        if self.deterministic and self.dynamic_sampling and self.max_staleness > 1:
+            raise ConfigError(
+                f"schedule.dynamic_sampling: with schedule.deterministic, max_staleness={self.max_staleness} is too much, "
+                "since a snapshot would wait for versions that are not made yet; set it to 0 or 1"
+            )
 
     @property
     def num_groups(self) -> int:
+        """Groups in all batches; those that `dynamic_sampling` replaces come on top."""
         return self.updates * self.groups_per_update
 
     @property
@@ -70,7 +84,7 @@ class ScheduleConfig(Section, frozen=True):
         return (self.max_staleness + 1) * self.groups_per_update
 
     def sampling_version(self, ordinal: int) -> int:
-        """Version that samples this group in deterministic mode."""
+        """Version that samples this group in deterministic mode, where no group was replaced."""
         return max(0, ordinal // self.groups_per_update - self.max_staleness)
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
@@ -14,7 +15,9 @@ class DatasetConfig(Section, frozen=True):
     """One source of problems, and how a problem becomes a prompt."""
 
     kind: Annotated[
-        Literal["arithmetic", "gsm8k", "math", "svamp", "dataset", "jsonl", "code", "mixture", "given"],
+        Literal[
+            "arithmetic", "gsm8k", "math", "svamp", "dataset", "jsonl", "code", "reasoning_gym", "mixture", "given"
+        ],
         Meta(
             description="source of the prompts; dataset: any, earlier called jsonl; given: from Python, by "
             "Job(config, task=...)"
@@ -35,6 +38,19 @@ class DatasetConfig(Section, frozen=True):
     split: Annotated[str, Meta(min_length=1, description="split of path that is trained on")] = "train"
     test_split: Annotated[str, Meta(min_length=1, description="split with the fixed test problems, if any")] = "test"
     max_operand: Annotated[int, Meta(ge=9, le=999, description="arithmetic: largest operand")] = 99
+    datasets: Annotated[
+        dict[str, float],
+        Meta(
+            description="reasoning_gym: its sets and their shares of the prompts, such as {chain_sum: 1, countdown: 2}"
+        ),
+    ] = field(default_factory=dict)
+    options: Annotated[
+        dict[str, dict[str, Any]],
+        Meta(
+            description="reasoning_gym: options of its sets, such as {chain_sum: {max_terms: 3}}; they set the difficulty"
+        ),
+    ] = field(default_factory=dict)
+    size: Annotated[int, Meta(ge=10, le=10**9, description="reasoning_gym: number of problems of each set")] = 10_000
     held_out: Annotated[
         float, Meta(gt=0, lt=1, description="share of the problems held out for evaluation, chosen by hash")
     ] = 0.1
@@ -78,6 +94,18 @@ class TaskConfig(DatasetConfig, frozen=True):
         dict[str, bool | int | float | str],
         Meta(description="chat: options of the model's chat template, such as {enable_thinking: false}"),
     ] = field(default_factory=dict)
+    curriculum: Annotated[
+        bool,
+        Meta(
+            description="ask problems by their success rate: solved ones rarer, too hard ones later; see docs/difficulty.md"
+        ),
+    ] = False
+    solved_from: Annotated[
+        float, Meta(description="curriculum: mean reward of a group from which its problem counts as solved")
+    ] = 1.0
+    hard_up_to: Annotated[
+        float, Meta(description="curriculum: mean reward of a group up to which its problem counts as too hard")
+    ] = 0.0
     parts: Annotated[
         tuple[MixturePart, ...], Meta(description="mixture: its datasets, each with kind, weight, path and so on")
     ] = ()
@@ -90,14 +118,29 @@ class TaskConfig(DatasetConfig, frozen=True):
         if self.parts and (self.config or self.min_chars or self.max_chars):
             raise ConfigError("task.parts: config, min_chars and max_chars are set in each part of a mixture")
         _check_path("task.path", self)
+        if not self.hard_up_to < self.solved_from:
+            raise ConfigError(f"task.solved_from: must be above task.hard_up_to={self.hard_up_to:g}")
         if self.system and not self.chat:
             raise ConfigError("task.system: cannot take effect without task.chat=true")
 
 
 def _check_path(key: str, source: DatasetConfig) -> None:
+    section = key.removesuffix(".path")
+    if (source.kind == "reasoning_gym") != bool(source.datasets):
+        raise ConfigError(
+            f"{section}.datasets: name sets of reasoning-gym with their weights for kind reasoning_gym, and for no other"
+        )
+    if source.datasets and (source.path or source.test_path or source.few_shot or source.min_chars or source.max_chars):
+        raise ConfigError(
+            f"{key}: reasoning_gym makes its own problems; path, few_shot, min_chars, max_chars cannot apply"
+        )
+    if not all(weight > 0 and math.isfinite(weight) for weight in source.datasets.values()):
+        raise ConfigError(f"{section}.datasets: weights must be above 0")
+    if unknown := sorted(source.options.keys() - source.datasets.keys()):
+        raise ConfigError(f"{section}.options: '{unknown[0]}' is none of the sets in {section}.datasets")
     if source.kind == "arithmetic" and (source.path or source.test_path):
         raise ConfigError(
             f"{key}: arithmetic makes its own problems; to read data, set the kind too, such as task=dataset"
         )
     if source.max_chars and source.max_chars < source.min_chars:
-        raise ConfigError(f"{key.removesuffix('.path')}.max_chars: is below min_chars={source.min_chars}")
+        raise ConfigError(f"{section}.max_chars: is below min_chars={source.min_chars}")

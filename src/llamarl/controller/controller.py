@@ -4,7 +4,8 @@ The rules, in the words of docs/architecture.md:
 - The job has (S+1)*P places. A group takes one when it is admitted; its batch frees P when the version that the batch made
   is visible, not when it was trained. This bounds staleness, and no stale data is thrown away.
 - A group goes to the replica with the fewest groups among those that hold the newest visible version and have room.
-- A batch is P ordinals, consecutive or (window) nearly so. Dropped groups keep their ordinal's place in it, empty.
+- A batch is P ordinals, consecutive or (window) nearly so. Dropped groups keep their ordinal's place in it, empty. A group
+  that is replaced is in no batch: it gives its place to one more group at the end (replacements.py).
 - Death: the groups that the executor held are handed out again under the same ordinals; a role that trains is rewound.
 - An executor that joins is one more replica; one that leaves gives its groups back, and nobody waits for it.
 - With agents, the first role holds groups whose agents make calls; `calls.py` says which replica answers which call.
@@ -26,6 +27,7 @@ from llamarl.controller.groups import GroupSpec
 from llamarl.controller.line import Line, role_of
 from llamarl.controller.pool import ExecutorPool, ExecutorState
 from llamarl.controller.probe import Probes
+from llamarl.controller.replacements import Replacements
 from llamarl.controller.snapshot_schedule import SnapshotSchedule
 from llamarl.controller.training import Training
 from llamarl.controller.version_policy import ExactVersion, NewestVersion, VersionPolicy
@@ -53,7 +55,8 @@ class Controller:
         self.probes = Probes(schedule, agents=line.call_role is not None)
         self.snapshots = SnapshotSchedule(snapshots, self._policy)
         self.training = Training(line, schedule.updates, self.snapshots, self.probes, self._say)
-        self.window = Window(schedule.groups_per_update, schedule.window)
+        self.replacements = Replacements(schedule)
+        self.window = Window(schedule.groups_per_update, schedule.window, self._replace)
         self.evaluation = Evaluation(evaluate, schedule.updates)
         self.executors: dict[str, ExecutorState] = {
             executor.name: executor
@@ -122,7 +125,8 @@ class Controller:
         for batch in event.batches:
             self.training.add_batch(batch)
             self.places_used += len(batch)
-        self.window.resume(event.oldest, event.taken)
+        self.replacements.resume(event.replaced, event.same_rewards)
+        self.window.resume(event.oldest, event.taken, event.version + len(event.batches))
         self.next_ordinal = event.oldest
         self._write(ledger.Rewound(event.version, ledger.RESUME, event.run))
         self._write(ledger.Opened(self.schedule.num_groups, self.schedule.groups_per_update))
@@ -170,6 +174,7 @@ class Controller:
         self._end_agents(executor, group.ordinal)
         if group.kind == "train":
             self._write(_passed(group.ordinal, executor.role.done, event.facts))
+            self.replacements.note(group.ordinal, event.facts)
         elif group.kind == "evaluation":
             self._pass_evaluation(group.ordinal)
         self._make_available(executor)
@@ -403,7 +408,7 @@ class Controller:
                 self._hand_out(position)
 
     def _train_group(self, ordinal: int) -> GroupSpec:
-        version = self._policy.pin(self.schedule.sampling_version(ordinal))
+        version = self._policy.pin(self.replacements.sampling_version(ordinal))
         return GroupSpec(ordinal, "train", self.schedule.samples_per_group, version)
 
     def _skip_known(self) -> bool:
@@ -466,6 +471,16 @@ class Controller:
     def _pass_evaluation(self, ordinal: int) -> None:
         if (replica := self.evaluation.passed(ordinal)) is not None and self.calls:
             self._offer_weights(replica)  # otherwise it is the one that has just reported, and is offered them anyway
+
+    def _replace(self, ordinal: int, update: int) -> bool:
+        """Whether another group takes the place of this one in the batch of `update`. If so, its place is free at once."""
+        if not self.replacements.replace(ordinal, update):
+            return False
+        self.places_used -= 1
+        self._attempts.pop(ordinal, None)
+        self._write(ledger.Replaced(ordinal, update))
+        self._say(ev.Forget((ordinal,)))
+        return True
 
     def _settle_evaluation(self, ordinal: int) -> None:
         if not self.evaluation.owns(ordinal):
@@ -544,7 +559,7 @@ class Controller:
         if (version := self.evaluation.oldest_unassigned) is not None:
             yield version
         if self.may_admit:
-            yield self.schedule.sampling_version(self.next_ordinal)
+            yield self.replacements.sampling_version(self.next_ordinal)
 
     def _ungenerated_versions(self) -> Iterator[int]:
         """The versions due for groups that are not generated yet: the oldest of each kind. All groups that a replica holds
@@ -554,8 +569,8 @@ class Controller:
                 yield group.priority
         for priority, _, _ in self._waiting[0][:1]:
             yield priority
-        if self.next_ordinal < self.schedule.num_groups:
-            yield self.schedule.sampling_version(self.next_ordinal)
+        if self.next_ordinal < self.schedule.num_groups + self.replacements.total:
+            yield self.replacements.sampling_version(self.next_ordinal)
         if (version := self.evaluation.oldest_ungenerated) is not None:
             yield version
 
@@ -614,7 +629,7 @@ class Controller:
     def may_admit(self) -> bool:
         """The next group exists, there is a place for it, and it will be needed."""
         end = self._policy.last_ordinal(self.training.final_version) if self.stopping else self.schedule.num_groups
-        return self.next_ordinal < end and self.places_used < self.schedule.num_places
+        return self.next_ordinal < end + self.replacements.total and self.places_used < self.schedule.num_places
 
     def _is_void(self, event: ev.AnyEvent) -> bool:
         """Whether the event is of a dead incarnation, or one that this role cannot cause."""

@@ -134,6 +134,8 @@ class Resumed(Event, frozen=True):
     dropped: tuple[int, ...]
     evaluated: tuple[int, ...]  # versions that were evaluated before
     run: int = 0  # number of this start of the job; the first is 0
+    replaced: tuple[tuple[int, int], ...] = ()  # update and number of groups that were replaced in its batch
+    same_rewards: tuple[int, ...] = ()  # settled ordinals whose rewards are all equal
 
 
 class StopRequested(Event, frozen=True):

@@ -49,6 +49,16 @@ class Dropped(LedgerRecord, frozen=True):
     reason: str
 
 
+class Replaced(LedgerRecord, frozen=True):
+    """All rewards of the group are equal, so another one was taken into the batch of `update` in its place."""
+
+    ordinal: int
+    update: int
+
+
+NO_VARIANCE = "no variance: replaced (schedule.dynamic_sampling)"  # the reason under which an audit counts such groups
+
+
 class Trained(LedgerRecord, frozen=True):
     """Every role that trains has trained these groups. `dropped` groups had a place in the batch, but no tokens."""
 
@@ -95,6 +105,7 @@ class Folded(Struct, frozen=True, omit_defaults=True):
     digest: str = ""  # over the trained groups, update by update
     counted_twice: tuple[int, ...] = ()
     never_issued: tuple[int, ...] = ()
+    replaced: int = 0  # number of groups that were replaced in their batches
 
 
 class RunRecords(Struct, frozen=True, array_like=True):
@@ -121,9 +132,10 @@ class LedgerTotals(LedgerRecord, frozen=True, omit_defaults=True, tag="Checkpoin
     updates: tuple[int, ...]  # updates that count
     batches: tuple[tuple[int, tuple[int, ...]], ...]  # by update, including those that a rewind took back
     trained: tuple[tuple[int, tuple[int, ...]], ...]  # ordinal and its updates that count
+    replaced: tuple[tuple[int, int], ...] = ()  # ordinal and update of the fields of `Replaced`
 
 
-Record = Opened | Issued | Passed | Dropped | Trained | Visible | Rewound | Closed | LedgerTotals
+Record = Opened | Issued | Passed | Dropped | Replaced | Trained | Visible | Rewound | Closed | LedgerTotals
 
 _decoder = msgspec.json.Decoder(Record)
 

@@ -65,6 +65,7 @@ class LedgerState:
         self._issued: set[int] = set()
         self._passed: dict[int, ledger.Passed] = {}
         self._dropped: dict[int, list[str]] = {}
+        self._replaced: dict[int, list[int]] = {}  # ordinal -> updates; one, unless the ledger contradicts itself
         self._trained_in: dict[int, list[int]] = {}
         self._updates: set[int] = set()  # updates that count
         self.batches: dict[int, tuple[int, ...]] = {}  # by update; a batch that a rewind took back will be made again
@@ -95,6 +96,8 @@ class LedgerState:
                     self._trained_in.setdefault(ordinal, []).append(record.update)
             case ledger.Dropped():
                 self._dropped.setdefault(record.ordinal, []).append(record.reason)
+            case ledger.Replaced():
+                self._replaced.setdefault(record.ordinal, []).append(record.update)
             case ledger.Rewound():
                 self._rewind(record)
             case ledger.Closed():
@@ -129,6 +132,15 @@ class LedgerState:
         return sum(self.folded.dropped.values()) + len(self._dropped)
 
     @property
+    def replaced(self) -> dict[int, int]:
+        """Replaced groups that are not folded, and the update in whose batch another one took their place."""
+        return {ordinal: updates[-1] for ordinal, updates in self._replaced.items()}
+
+    @property
+    def num_replaced(self) -> int:
+        return self.folded.replaced + len(self._replaced)
+
+    @property
     def num_tokens(self) -> int:
         """Number of sampled tokens of all groups."""
         return self.folded.num_tokens + sum(passed.num_tokens for passed in self._passed.values())
@@ -138,19 +150,20 @@ class LedgerState:
         return {o: passed.last_version for o, passed in self._passed.items() if passed.state == state}
 
     def audit(self) -> Audit:
-        """Each ordinal must have exactly one `Trained` or `Dropped` that no later rewind cancels."""
+        """Each ordinal must have exactly one `Trained`, `Dropped` or `Replaced` that no later rewind cancels."""
         folded = self.folded
-        known = self._issued | self._trained_in.keys() | self._dropped.keys()
-        counts = {o: len(self._trained_in.get(o, ())) + len(self._dropped.get(o, ())) for o in known}
+        known = self._issued | self._trained_in.keys() | self._dropped.keys() | self._replaced.keys()
+        counts = {o: self._count(o) for o in known}
         twice = [o for o, count in counts.items() if count + self._is_folded(o) > 1]
         unissued = [o for o, count in counts.items() if count and o not in self._issued]
-        end = max(self.num_groups, folded.oldest)
+        end = max(self.num_groups + self.num_replaced, folded.oldest)
         high = min(end, 1 + max(known | {*folded.taken, folded.oldest - 1}))
         missing = [o for o in range(folded.oldest, high) if not counts.get(o) and not self._is_folded(o)]
         missing += sorted(o for o, count in counts.items() if not count and not folded.oldest <= o < high)
         reasons = Counter(folded.dropped) + Counter(chain.from_iterable(self._dropped.values()))
+        reasons += Counter({ledger.NO_VARIANCE: self.num_replaced})
         return Audit(
-            num_groups=self.num_groups,
+            num_groups=self.num_groups + self.num_replaced,
             trained=folded.trained + sum(1 for made_in in self._trained_in.values() if made_in),
             dropped=dict(sorted(reasons.items())),
             updates=self.updates,
@@ -185,9 +198,11 @@ class LedgerState:
         for ordinal in batch:
             for reason in self._dropped.get(ordinal, ()):
                 reasons[reason if reason in reasons or len(reasons) < _MAX_REASONS else OTHER_REASONS] += 1
-        twice = (o for o in batch if len(self._trained_in.get(o, ())) + len(self._dropped.get(o, ())) != 1)
-        again = (o for o in batch if self._is_folded(o))
-        oldest, taken = before.oldest, {*before.taken, *batch}
+        replaced = [o for o, updates in self._replaced.items() if updates[-1] <= update]
+        gone = (*batch, *replaced)
+        twice = (o for o in gone if self._count(o) != 1)
+        again = (o for o in gone if self._is_folded(o))
+        oldest, taken = before.oldest, {*before.taken, *gone}
         while oldest in taken:
             taken.remove(oldest)
             oldest += 1
@@ -195,18 +210,19 @@ class LedgerState:
             updates=update + 1,
             trained=before.trained + len(trained),
             dropped=dict(sorted(reasons.items())),
-            num_tokens=before.num_tokens + sum(self._passed[o].num_tokens for o in batch if o in self._passed),
+            num_tokens=before.num_tokens + sum(self._passed[o].num_tokens for o in gone if o in self._passed),
             max_staleness=max(before.max_staleness, self._max_staleness(trained)),
             oldest=oldest,
             taken=tuple(sorted(o for o in taken if o > oldest)),
             digest=self._digest_update(before.digest, update, batch),
             counted_twice=_listed({*before.counted_twice, *twice, *again}),
-            never_issued=_listed({*before.never_issued, *(o for o in batch if o not in self._issued)}),
+            never_issued=_listed({*before.never_issued, *(o for o in gone if o not in self._issued)}),
+            replaced=before.replaced + len(replaced),
         )
-        for ordinal in batch:
-            for kept in (self._passed, self._dropped, self._trained_in):
+        for ordinal in gone:
+            for kept in (self._passed, self._dropped, self._replaced, self._trained_in):
                 kept.pop(ordinal, None)
-        self._issued.difference_update(batch)
+        self._issued.difference_update(gone)
         self._updates.discard(update)
 
     def checkpoint(self) -> LedgerTotals:
@@ -223,6 +239,7 @@ class LedgerState:
             updates=tuple(sorted(self._updates)),
             batches=tuple(sorted(self.batches.items())),
             trained=tuple((ordinal, tuple(made_in)) for ordinal, made_in in sorted(self._trained_in.items())),
+            replaced=tuple((o, update) for o, updates in sorted(self._replaced.items()) for update in updates),
         )
 
     def _restore(self, record: LedgerTotals) -> None:
@@ -234,6 +251,9 @@ class LedgerState:
         self._dropped = {ordinal: list(reasons) for ordinal, reasons in record.dropped}
         self._trained_in = {ordinal: list(made_in) for ordinal, made_in in record.trained}
         self._updates, self.batches = set(record.updates), dict(record.batches)
+        self._replaced = {}
+        for ordinal, update in record.replaced:
+            self._replaced.setdefault(ordinal, []).append(update)
 
     # Details
 
@@ -253,6 +273,10 @@ class LedgerState:
         elif not self.runs:
             self.runs.append(RunRecords(0, 0, ""))
         self.runs[-1] = add_to_run(self.runs[-1], record)
+
+    def _count(self, ordinal: int) -> int:
+        """How often the group was trained, dropped or replaced."""
+        return sum(len(found.get(ordinal, ())) for found in (self._trained_in, self._dropped, self._replaced))
 
     def _is_folded(self, ordinal: int) -> bool:
         return 0 <= ordinal < self.folded.oldest or ordinal in self.folded.taken

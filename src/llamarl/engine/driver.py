@@ -10,10 +10,12 @@ from typing import Any
 from llamarl import messages as msg
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
-from llamarl.controller.ledger import FINISHED, Dropped, Rewound, Trained
+from llamarl.controller.ledger import FINISHED, Dropped, Replaced, Rewound, Trained
 from llamarl.controller.line import role_of
+from llamarl.controller.replacements import replacement_metrics
 from llamarl.controller.replay import setting_of
 from llamarl.engine.call_table import Asked, CallTable
+from llamarl.engine.curriculum_log import OutcomeLog
 from llamarl.engine.engine import Arrival, Death, Engine, EngineEvent, ExecutorJoined, ExecutorLeft
 from llamarl.engine.group_store import GroupStore
 from llamarl.engine.kept_rollouts import KeptRollouts
@@ -41,7 +43,11 @@ class Driver:
         watcher: Watcher,
         drop_reasons: Mapping[int, str],
         callbacks: CallbackRunner,
+        outcomes: OutcomeLog,
+        cut_off_penalty: float = 0.0,
     ) -> None:
+        self._outcomes = outcomes
+        self._cut_off_penalty = cut_off_penalty
         self._controller, self._engine, self._prompts = controller, engine, prompts
         self._folder, self._watcher = run_folder, watcher
         self._store, self._snapshots = store, snapshots
@@ -199,7 +205,7 @@ class Driver:
 
     def _group_result(self, arrival: Arrival, report: msg.GroupResult) -> ev.AnyEvent:
         group = report.group
-        facts = facts_of(group)
+        facts = facts_of(group, self._cut_off_penalty)
         if isinstance(group, CompletionGroup) and group.kind == "call":
             self._answer(arrival.executor, group)
         elif group.ordinal in self._controller.executors[arrival.executor].groups:
@@ -207,6 +213,8 @@ class Driver:
             self._store.put(group, passing=role_of(arrival.executor) != last)
             if group.kind == "train":
                 self._watcher.group_done(arrival.executor, facts)
+                if role_of(arrival.executor) == last:
+                    self._outcomes.hear(group.ordinal, facts.reward)
         return ev.GroupDone(arrival.executor, arrival.incarnation, group.ordinal, facts)
 
     def _call_made(self, arrival: Arrival, report: msg.CallRequested) -> ev.AnyEvent | None:
@@ -235,9 +243,13 @@ class Driver:
         skipped = bool(report.metrics.get("skipped"))
         self._store.amend(report.groups)
         self._rollouts.add_logprobs(report.update, report.logprobs)
+        metrics = report.metrics
         if role_of(arrival.executor) == self._controller.line.batch_roles[-1].name:
-            self._callbacks.hear(report.update, report.metrics, report.timings)
-        self._watcher.batch_done(arrival.executor, report.update, report.metrics, report.timings)
+            ordinals = self._controller.training.batches[report.update]
+            metrics = {**metrics, **replacement_metrics(self._controller.replacements, report.update, metrics)}
+            metrics = {**metrics, **self._outcomes.metrics(ordinals)}
+            self._callbacks.hear(report.update, metrics, report.timings)
+        self._watcher.batch_done(arrival.executor, report.update, metrics, report.timings)
         if skipped:
             self._watcher.skipped(arrival.executor, report.update, self._controller.training.batches[report.update])
         return ev.BatchDone(arrival.executor, arrival.incarnation, report.update, skipped)
@@ -282,6 +294,7 @@ class Driver:
     def _commit(self, command: ev.Commit) -> None:
         try:
             self._store.sync()  # a job that resumes from here needs all groups and rows before it
+            self._outcomes.sync()
             self._folder.sync()
             self._folder.metrics.sync()
             self._folder.evaluations.sync()
@@ -307,14 +320,18 @@ class Driver:
 
     def _sync(self, command: ev.Sync) -> None:
         self._store.sync()
+        self._outcomes.sync()
         self._folder.sync()
         self._callbacks.deliver()
 
     def _write(self, command: ev.Write) -> None:
         if isinstance(command.record, Dropped):
+            self._outcomes.hear(command.record.ordinal, None)
             self._rollouts.drop(command.record.ordinal, command.record.reason)
             self._store.drop(command.record.ordinal)
             self._watcher.dropped(command.record.ordinal, command.record.reason)
+        elif isinstance(command.record, Replaced):
+            self._watcher.replaced()
         elif isinstance(command.record, Rewound):
             self._snapshots.rewind(command.record.to_update)
             self._folder.metrics.rewind(command.record.to_update, role_of(command.record.executor))

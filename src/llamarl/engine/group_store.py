@@ -14,7 +14,7 @@ import msgspec
 from llamarl.errors import InputError
 from llamarl.failpoints import failpoint
 from llamarl.io.record_log import SegmentWriter, read_records
-from llamarl.types import CompletionGroup, Group, RolloutGroup
+from llamarl.types import CompletionGroup, Group, RolloutGroup, has_same_rewards
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RolloutGroup).decode
@@ -69,6 +69,11 @@ class GroupStore:
     @property
     def scored(self) -> set[int]:
         return {ordinal for ordinal, group in self._groups.items() if isinstance(group, RolloutGroup)}
+
+    def without_variance(self, cut_off_penalty: float) -> set[int]:
+        """Scored groups from which there is nothing to learn."""
+        found = ((o, group) for o, group in self._groups.items() if isinstance(group, RolloutGroup))
+        return {ordinal for ordinal, group in found if has_same_rewards(group, cut_off_penalty)}
 
     def sync(self) -> None:
         self._writer.sync()

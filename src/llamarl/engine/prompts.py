@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 from msgspec.structs import replace
 
@@ -11,8 +12,15 @@ from llamarl.controller.probe import probed_version
 from llamarl.errors import InputError
 from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.tokenizer import Tokenizer
+from llamarl.tasks.curriculum import Choice, curriculum_rule
 from llamarl.tasks.task import Prompter
-from llamarl.types import GroupKind, PromptGroup, tokens_to_bytes
+from llamarl.types import GroupKind, Problem, PromptGroup, tokens_to_bytes
+
+
+class Numbered(Protocol):
+    """A task whose training problems have numbers, as a curriculum needs."""
+
+    def numbered(self, part: int, number: int) -> Problem: ...
 
 
 class Prompts:
@@ -22,13 +30,23 @@ class Prompts:
         self._task, self._tokenizer = task, tokenizer
         self.notes: tuple[str, ...] = tuple(getattr(task, "notes", ()))  # of the task, for the user
         self._training, self._greedy = config.training_sampling, config.greedy_sampling
+        self._choice: Callable[[int], Choice | None] = lambda ordinal: None
+        self.curriculum = (
+            curriculum_rule(config.task, config.schedule, config.seed, task) if config.task.curriculum else None
+        )
         self._evaluation = task.evaluation(config.evaluate.prompts, config.evaluate.split)
         # A small task may hold out fewer problems than evaluate.prompts asks for; then each is asked once.
         self.evaluate = replace(config.evaluate, prompts=len(self._evaluation))
 
+    def choose_by(self, choice: Callable[[int], Choice | None]) -> None:
+        """From now on, ask the training problems that a curriculum chooses."""
+        self._choice = choice
+
     def group(self, ordinal: int, kind: GroupKind = "train") -> PromptGroup:
         if kind == "evaluation":
             problem = self._evaluation[(-ordinal - 1) % len(self._evaluation)]
+        elif kind == "train" and (chosen := self._choice(ordinal)) is not None:
+            problem = cast(Numbered, self._task).numbered(chosen.part, chosen.number)
         else:
             problem = self._task.problem(probed_version(ordinal) if kind == "probe" else ordinal)
         sampling = self._greedy if kind == "evaluation" else self._training

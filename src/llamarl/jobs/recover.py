@@ -48,13 +48,15 @@ def recover(folder: Path, config: Config, settled_state: str, last_role: str) ->
     begin: Began | Resumed = Began()  # as it stays if the run was killed before anything was on disk
     needed: tuple[int, ...] = ()
     if ledger_state is not None:
-        begin = resumption(ledger_state, store.scored, version, sorted(evaluated), settled_state)
+        flat = store.without_variance(config.algo.cut_off_penalty) if config.schedule.dynamic_sampling else ()
+        begin = resumption(ledger_state, store.scored, version, sorted(evaluated), settled_state, flat)
         needed = begin.settled + tuple(ordinal for batch in begin.batches for ordinal in batch)
     store.keep_only(needed)
     tally = _read_tally(folder / METRICS, version, last_role, notes)
     tally.evaluations = evaluated
     if ledger_state is not None:
         tally.tokens_generated, tally.groups_dropped = ledger_state.num_tokens, ledger_state.num_dropped
+        tally.groups_replaced = ledger_state.num_replaced
     last_run = ledger_state.runs[-1].run if ledger_state and ledger_state.runs else -1  # a ledger may hold no row yet
     reasons = ledger_state.drop_reasons if ledger_state else {}
     return Recovered(version, tuple(notes), unknown, last_run, begin, store, tally, reasons)

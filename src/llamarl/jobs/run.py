@@ -8,6 +8,7 @@ from contextlib import closing
 from llamarl.controller.controller import Controller
 from llamarl.controller.events import Resumed
 from llamarl.controller.ledger import FINISHED
+from llamarl.engine.curriculum_log import CurriculumLog, NoCurriculum, OutcomeLog
 from llamarl.engine.driver import Driver
 from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import JobFailed, LlamaRLError, OwnCodeFailed
@@ -19,10 +20,11 @@ from llamarl.model.training_state import POLICY
 from llamarl.observe.callbacks import Callback, CallbackRunner
 from llamarl.observe.display import Display
 from llamarl.observe.loggers import Loggers
-from llamarl.observe.run_folder import SNAPSHOTS
+from llamarl.observe.run_folder import CURRICULUM, SNAPSHOTS
 from llamarl.observe.summary import INTERRUPTED, STOPPED, Summary
 from llamarl.observe.watcher import Watcher
 from llamarl.plugins import format_traceback
+from llamarl.types import facts_of
 from llamarl.weights.slot_file import SlotFile
 
 _UNWRITABLE = "the record of the run cannot be written"
@@ -44,6 +46,7 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequ
     slots = {role: SlotFile() for role in job.line.publishers}
     engine = make_engine(job, slots, run_folder)
     snapshots = SnapshotStore(run_folder.snapshots, config.snapshots.keep)
+    outcomes = _open_outcomes(job, opened)
     driver = Driver(
         Controller(job.line, config.schedule, job.prompts.evaluate, config.snapshots),
         engine,
@@ -54,6 +57,8 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequ
         watcher=watcher,
         drop_reasons=opened.drop_reasons,
         callbacks=called,
+        outcomes=outcomes,
+        cut_off_penalty=config.algo.cut_off_penalty,
     )
     outcome = INTERRUPTED
     try:
@@ -77,6 +82,7 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequ
         try:
             with closing(run_folder):
                 opened.store.close()
+                outcomes.close()
                 newest = snapshots.versions()[-1:]
                 summary = watcher.finish(outcome, policy=f"{SNAPSHOTS}/{newest[0]}/{POLICY}" if newest else "")
                 called.end(summary)
@@ -84,6 +90,22 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequ
             if outcome in (FINISHED, STOPPED, INTERRUPTED):  # otherwise an error that says why is being raised
                 raise JobFailed(f"{_UNWRITABLE}: {error}") from error
     return summary
+
+
+def _open_outcomes(job: PreparedJob, opened: OpenRun) -> OutcomeLog:
+    """The job's curriculum, with the outcomes of earlier starts. Settled groups that a kill kept from its record are told
+    to it again."""
+    if job.prompts.curriculum is None:
+        return NoCurriculum()
+    outcomes = CurriculumLog(opened.folder.path / CURRICULUM, job.prompts.curriculum)
+    job.prompts.choose_by(outcomes.choice)
+    if isinstance(opened.begin, Resumed):
+        for ordinal in (*(o for batch in opened.begin.batches for o in batch), *opened.begin.settled):
+            for group in opened.store.rollouts([ordinal]):
+                outcomes.hear(ordinal, facts_of(group).reward)
+        for ordinal in opened.begin.dropped:
+            outcomes.hear(ordinal, None)
+    return outcomes
 
 
 def _make_watcher(job: PreparedJob, opened: OpenRun, display: Display) -> Watcher:

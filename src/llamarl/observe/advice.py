@@ -77,12 +77,23 @@ def _empty_batches(config: Config, means: Means) -> str:
     )
 
 
+def _budget_used_up(config: Config, means: Means) -> str:
+    share = means.get("replacements_used_up", 0.0)
+    if share < _MOST or means.get("zero_variance_share", 0.0) >= _MOST:
+        return ""
+    return (
+        f"schedule.dynamic_sampling={config.schedule.dynamic_sampling} was used up in {share:.0%} of the last updates, and "
+        f"{means.get('no_variance_share', 0.0):.0%} of all groups had no variance; raise it, or choose easier or harder data"
+    )
+
+
 _RULES: dict[str, Rule] = {
     "got worse": _got_worse,
     "no variance": _no_variance,
     "cut off": _cut_off,
     "no tokens": _no_tokens,
     "empty batches": _empty_batches,
+    "budget used up": _budget_used_up,
 }
 
 # The metric that each piece of advice rests on, and the setting that it is about.
@@ -92,6 +103,7 @@ BASIS: dict[str, tuple[str, str]] = {
     "cut off": ("truncated_share", "generator.max_new_tokens"),
     "no tokens": ("trained_tokens", "algo.zero_variance"),
     "empty batches": ("groups", "generator.max_prompt_tokens"),
+    "budget used up": ("replacements_used_up", "schedule.dynamic_sampling"),
 }
 
 

@@ -27,7 +27,8 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
         f"reward             {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
         f"updates            {_updates(summary)} in {format_seconds(summary.train_s)}"
         f" (whole run {format_seconds(summary.wall_s)})",
-        f"groups             {summary.groups_trained} trained, {summary.groups_dropped} dropped",
+        f"groups             {summary.groups_trained} trained, {summary.groups_dropped} dropped"
+        + (f", {summary.groups_replaced} replaced" if summary.groups_replaced else ""),
         *(
             [f"skipped            {summary.skipped} updates: loss or gradient was not a number"]
             if summary.skipped

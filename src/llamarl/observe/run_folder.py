@@ -22,6 +22,7 @@ from llamarl.observe.rows import Row, cut_rows, read_rows
 from llamarl.observe.run_lock import RunLock
 
 LEDGER = "ledger"
+CURRICULUM = "curriculum"
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 TIMINGS = "timings.jsonl"

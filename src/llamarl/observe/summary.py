@@ -22,6 +22,7 @@ class Summary(Struct, kw_only=True):
     updates: int
     groups_trained: int
     groups_dropped: int
+    groups_replaced: int = 0  # groups without variance whose place in a batch another took (schedule.dynamic_sampling)
     skipped: int  # updates without effect, because the loss or gradient was not finite
     staleness_mean: float
     staleness_max: int
@@ -65,6 +66,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.groups_dropped = 0
+        self.groups_replaced = 0
         self.tokens_generated = 0
         self.staleness_max = 0
         self.restarts = 0

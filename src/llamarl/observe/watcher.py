@@ -151,6 +151,10 @@ class Watcher:
         elif str(self._num_dropped).rstrip("0") in ("1", "2", "5"):
             self._display.note(f"{self._num_dropped} groups dropped so far, the last: {reason}")
 
+    def replaced(self) -> None:
+        """Count a group without variance that another one replaced; the metrics of its update tell how many."""
+        self.tally.groups_replaced += 1
+
     def skipped(self, executor: str, update: int, ordinals: Sequence[int]) -> None:
         self._display.note(
             f"{executor} skipped update {update}: loss or gradient was not a number; weights unchanged; "
@@ -235,6 +239,7 @@ class Watcher:
             updates_before=self._before[0],
             groups_trained=tally.groups_trained,
             groups_dropped=tally.groups_dropped,
+            groups_replaced=tally.groups_replaced,
             skipped=tally.skipped,
             staleness_mean=tally.staleness_mean,
             staleness_max=tally.staleness_max,

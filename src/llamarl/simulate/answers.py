@@ -23,13 +23,14 @@ class Answers:
         samples: int,
         prompt: int,
         seed: int,
-        skipped: float = 0.0,
+        flat: float = 0.0,
+        skip_flat: bool = True,
         share_prompts: bool = False,
     ) -> None:
-        """`skipped`: the share of groups whose rewards are all equal, so that nothing is trained on them. `share_prompts`:
+        """`flat`: the share of groups whose rewards are all equal; `skip_flat`: nothing is trained on them. `share_prompts`:
         whether the trainer computes a prompt once for all its answers, where that pays."""
-        self._share_prompts = share_prompts
-        self._lengths, self._samples, self._prompt, self._seed, self._skipped = lengths, samples, prompt, seed, skipped
+        self._lengths, self._samples, self._prompt, self._seed = lengths, samples, prompt, seed
+        self._flat, self._skip_flat, self._share_prompts = flat, skip_flat, share_prompts
         self._blocks: dict[int, list[list[int]]] = {}
 
     def of(self, ordinal: int) -> list[int]:
@@ -47,12 +48,13 @@ class Answers:
 
     def batch(self, gpu: Gpu, ordinals: tuple[int, ...]) -> UpdateLoad:
         """The load of an update on these groups; skipped ones excluded."""
-        kept = [ordinal for ordinal in ordinals if not self._is_skipped(ordinal)]
+        kept = [ordinal for ordinal in ordinals if not (self._skip_flat and self.is_flat(ordinal))]
         answers = [length for ordinal in kept for length in self.of(ordinal)]
         documents = [self._prompt + length for length in answers]
         load = packed(gpu, documents, sum(answers) / max(1, sum(documents)))
         shared = shared_prompts(gpu, len(kept), self._prompt, self._samples) if self._share_prompts else None
         return replace(load, shared=shared)
 
-    def _is_skipped(self, ordinal: int) -> bool:
-        return self._skipped > 0 and Random(self._seed * 1_000_003 + ordinal).random() < self._skipped
+    def is_flat(self, ordinal: int) -> bool:
+        """Whether all rewards of the group are equal."""
+        return self._flat > 0 and Random(self._seed * 1_000_003 + ordinal).random() < self._flat

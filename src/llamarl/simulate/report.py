@@ -20,6 +20,8 @@ def describe_outcome(found: SimulationResult, useful_share: float | None) -> Ite
     yield f"waiting        {idle}"
     ages = ", ".join(f"{age}: {share:.0%}" for age, share in found.staleness.items())
     yield f"staleness      {ages} of the groups"
+    if found.replaced:
+        yield f"replaced       {found.replaced / found.updates:,.1f} groups without variance for each update"
     if useful_share is not None:
         yield (
             f"useful time    {useful_share:.1%}, with {found.deaths} deaths and {found.redone_updates} updates made twice"

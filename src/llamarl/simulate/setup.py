@@ -30,7 +30,6 @@ from llamarl.simulate.simulation import Faults, Simulation
 from llamarl.simulate.workers import GeneratorWorker, QueueWorker, WorkItem
 from llamarl.types import GroupFacts
 
-_NOTHING = GroupFacts()
 STATE_BYTES = 12  # bytes of a snapshot per parameter: master and two moments
 POLICY_BYTES = 2  # bytes per parameter of a snapshot that keeps the policy alone
 DISK_BYTES_PER_S = 1e9
@@ -160,7 +159,8 @@ def _answers(scene: SimulationSetup) -> Answers:
         samples=schedule.samples_per_group,
         prompt=scene.prompt,
         seed=scene.config.seed,
-        skipped=scene.skipped if scene.config.algo.zero_variance == "skip" else 0.0,
+        flat=scene.skipped,
+        skip_flat=scene.config.algo.zero_variance == "skip",
         share_prompts=scene.config.trainer.share_prompts != "off",
     )
 
@@ -185,7 +185,7 @@ def _seat(scene: SimulationSetup, line: Line, clock: Clock, answers: Answers) ->
                 threads = _threads(scene, config.trainer.threads, "trainer")
                 clock.seat(QueueWorker(name, plan), trainer_device, threads)
             else:
-                clock.seat(QueueWorker(name, _reward_plan(scene)), reward_device)
+                clock.seat(QueueWorker(name, _reward_plan(scene, answers)), reward_device)
 
 
 def _devices(scene: SimulationSetup) -> tuple[Device, Device, Device]:
@@ -243,13 +243,14 @@ def _reference_plan(scene: SimulationSetup, answers: Answers) -> Callable[[ev.Ex
     return plan
 
 
-def _reward_plan(scene: SimulationSetup) -> Callable[[ev.ExecutorCommand], WorkItem]:
+def _reward_plan(scene: SimulationSetup, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
     engine, samples = scene.gpu.engine, scene.config.schedule.samples_per_group
 
     def plan(command: ev.ExecutorCommand) -> WorkItem:
         if not isinstance(command, ev.RunGroup):
             raise AssertionError(f"a reward is not told {command}")
-        done = ev.GroupDone(command.executor, command.incarnation, command.ordinal, _NOTHING)
+        facts = GroupFacts(same_rewards=command.kind == "train" and answers.is_flat(command.ordinal))
+        done = ev.GroupDone(command.executor, command.incarnation, command.ordinal, facts)
         return WorkItem(samples * engine.score_s, "score", done)
 
     return plan

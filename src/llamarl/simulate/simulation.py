@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
-from llamarl.controller.ledger import Issued, Record
+from llamarl.controller.ledger import Issued, Record, Replaced
 from llamarl.errors import JobFailed
 from llamarl.observe.timeline import Timeline
 from llamarl.simulate.answers import Answers
@@ -44,6 +44,7 @@ class SimulationResult(Struct, frozen=True, kw_only=True):
     events: int
     controller_s: float  # real time that this machine spent in the controller
     groups: int
+    replaced: int = 0  # groups without variance whose place in a batch another took
 
 
 class Simulation:
@@ -71,6 +72,7 @@ class Simulation:
         self._ended = False
         self._issued: dict[int, int] = {}  # ordinal -> version that its executor held when it was handed out
         self._staleness: Counter[int] = Counter()
+        self._replaced = 0
         self._trained_s: dict[int, float] = {}
         self._dead: set[str] = set()
         self._deaths = self._redone = self._events = 0
@@ -140,6 +142,9 @@ class Simulation:
         self._hear(record)
         if isinstance(record, Issued):
             self._issued[record.ordinal] = record.version
+        elif isinstance(record, Replaced):
+            self._replaced += 1
+            self._issued.pop(record.ordinal, None)
 
     def _count_staleness(self, command: ev.RunBatch) -> None:
         for ordinal in command.ordinals:
@@ -181,4 +186,5 @@ class Simulation:
             events=self._events,
             controller_s=self._controller_s,
             groups=counted,
+            replaced=self._replaced,
         )

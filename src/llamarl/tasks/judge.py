@@ -32,8 +32,21 @@ from llamarl.tasks.workers.protocol import KILL_SHARE, Item, Setup, Status, Verd
 from llamarl.tasks.workers.retrying_pool import RetryingPool
 from llamarl.types import Problem
 
-NAMES = ("exact", "numeric", "choice", "regex", "math", "format", "length", "code", "llm_judge", "none")
-_IN_WORKERS = ("regex", "math", "code", "llm_judge")
+NAMES = (
+    "exact",
+    "numeric",
+    "choice",
+    "regex",
+    "math",
+    "format",
+    "length",
+    "code",
+    "llm_judge",
+    "reasoning_gym",
+    "none",
+)
+_IN_WORKERS = ("regex", "math", "code", "llm_judge", "reasoning_gym")
+_BY_COLUMNS = "reasoning_gym"  # its problems bring the columns that it asks for
 _MAX_CACHED = 10_000
 FALLBACK = "exact"  # for a task that names no scorer
 _DEFAULT_SANDBOX, _DEFAULT_LLM = SandboxConfig(), LLMJudgeConfig()
@@ -150,14 +163,14 @@ class Judge:
     @cached_property
     def signatures(self) -> dict[str, Signature]:
         """How the user's own scorers are called. Waits for the workers."""
-        if any(map(is_reference, self._pooled)):
+        if any(name == _BY_COLUMNS or is_reference(name) for name in self._pooled):
             self.prepare()
         return {**self._pool.signatures, **self._trusted.signatures}
 
     @property
     def wanted(self) -> ScorerRequirements:
         """What the scorers need of the data."""
-        signatures = self.signatures
+        signatures = {name: one for name, one in self.signatures.items() if name != _BY_COLUMNS}
         others = set(self._names) - signatures.keys()
         return ScorerRequirements.by(signatures, answer=not others <= _WITHOUT_ANSWER)
 
@@ -332,6 +345,7 @@ class Judge:
             sandbox=self._sandbox,
             llm=self._llm,
             share_of_tests=settings.tests == "share",
+            answer_from=settings.answer_from,
         )
 
     @property

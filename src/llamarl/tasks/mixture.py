@@ -46,11 +46,17 @@ class Mixture:
     def __init__(self, parts: Sequence[tuple[Task, float]], *, seed: int) -> None:
         self._tasks = [task for task, _ in parts]
         self.notes = tuple(note for task in self._tasks for note in task.notes)
-        self._order = PartOrder([weight for _, weight in parts], seed=seed)
+        self.sizes = tuple(len(task.train) for task in self._tasks)
+        self.weights = tuple(weight for _, weight in parts)
+        self._order = PartOrder(self.weights, seed=seed)
 
     def problem(self, ordinal: int) -> Problem:
         part, number = self._order.locate(ordinal)
         return self._tasks[part].problem(number)
+
+    def numbered(self, part: int, number: int) -> Problem:
+        """The training problem with this number in the data of a part."""
+        return self._tasks[part].train[number]
 
     def evaluation(self, count: int, split: str = "held_out") -> Sequence[Problem]:
         """Return problems from the parts in turn."""

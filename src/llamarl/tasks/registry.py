@@ -5,12 +5,13 @@ from __future__ import annotations
 from llamarl.config import Config, DatasetConfig, TaskConfig
 from llamarl.errors import ConfigError
 from llamarl.plugins import is_reference
-from llamarl.tasks import arithmetic
+from llamarl.tasks import arithmetic, reasoning_gym
 from llamarl.tasks.custom_scorers import ScorerRequirements
 from llamarl.tasks.datasets import KINDS, Examples, read_examples
 from llamarl.tasks.judge import FALLBACK, Judge
 from llamarl.tasks.mixture import Mixture
 from llamarl.tasks.prompting import Prompting, choose_shots
+from llamarl.tasks.reasoning_gym import make_reasoning_gym_tasks
 from llamarl.tasks.task import Lazily, Prompter, Task
 
 _NOTHING = ScorerRequirements()
@@ -23,12 +24,27 @@ def make_task(settings: TaskConfig, seed: int, wanted: ScorerRequirements = _NOT
             "task.kind: the task of this job was given from Python; give it again: Job.resume(folder, task=...)"
         )
     if settings.kind != "mixture":
-        return make_single_task(settings, seed, wanted, chat=settings.chat, system=settings.system)
-    parts = [
-        (make_single_task(part, seed + index, wanted, chat=settings.chat, system=settings.system), part.weight)
-        for index, part in enumerate(settings.parts)
-    ]
-    return Mixture(parts, seed=seed)
+        parts = _tasks_of(settings, seed, wanted, settings)
+        return parts[0][0] if len(parts) == 1 else Mixture(parts, seed=seed)
+    return Mixture(
+        [
+            (task, part.weight * share)
+            for index, part in enumerate(settings.parts)
+            for task, share in _tasks_of(part, seed + index, wanted, settings)
+        ],
+        seed=seed,
+    )
+
+
+def _tasks_of(
+    source: DatasetConfig, seed: int, wanted: ScorerRequirements, asked: TaskConfig
+) -> list[tuple[Task, float]]:
+    """The tasks of one source, and their shares of its prompts."""
+    if source.kind != "reasoning_gym":
+        return [(make_single_task(source, seed, wanted, chat=asked.chat, system=asked.system), 1.0)]
+    tasks = make_reasoning_gym_tasks(source, seed, wanted, chat=asked.chat, system=asked.system)
+    whole = sum(weight for _, weight in tasks)
+    return [(task, weight / whole) for task, weight in tasks]
 
 
 def open_task(config: Config) -> Prompter:
@@ -66,6 +82,8 @@ def _habits(kind: str) -> tuple[str, str]:
         return "", FALLBACK
     if kind == "arithmetic":
         return arithmetic.TEMPLATE, arithmetic.SCORER
+    if kind == "reasoning_gym":
+        return reasoning_gym.TEMPLATE, reasoning_gym.SCORER
     return KINDS[kind].template, KINDS[kind].scorer
 
 

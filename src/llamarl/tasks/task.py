@@ -74,6 +74,20 @@ class Task:
             self._pass = number
         return self.train[int(self._order[index])]
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of training problems, for a curriculum."""
+        return (len(self.train),)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Shares of the prompts, for a curriculum: this task is a single part."""
+        return (1.0,)
+
+    def numbered(self, part: int, number: int) -> Problem:
+        """The training problem with this number in the data, whatever the order of a pass."""
+        return self.train[number]
+
     def evaluation(self, count: int, split: str = "held_out") -> Sequence[Problem]:
         """Return the first `count` held-out or test problems, in an order that is the same in every job."""
         kept = self.test if split == "test" else self.held_out

@@ -72,6 +72,7 @@ class TrainingState:
 
     def _copy_optimizer(self) -> dict[str, Tensor]:
         copies = self._optimizer_copy
+        copies.pop(STEPS, None)  # stays last, also where there were no moments yet: the same state has the same bytes
         for name, tensor in self._optimizer.state_tensors().items():
             if name not in copies:
                 copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)

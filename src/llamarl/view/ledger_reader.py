@@ -52,6 +52,8 @@ class LedgerReader:
                 self._step(record.ordinal, record.state, *facts)
             case ledger.Dropped():
                 self._step(record.ordinal, "dropped", record.reason)
+            case ledger.Replaced():
+                self._step(record.ordinal, "dropped", ledger.NO_VARIANCE)
             case ledger.Trained():
                 for ordinal in record.ordinals:
                     self._step(ordinal, "trained", record.update)
@@ -71,6 +73,9 @@ class LedgerReader:
         for ordinal, reasons in totals.dropped:
             if not self._has(ordinal, "dropped"):
                 self._step(ordinal, "dropped", *reasons[:1])
+        for ordinal, _ in totals.replaced:
+            if not self._has(ordinal, "dropped"):
+                self._step(ordinal, "dropped", ledger.NO_VARIANCE)
         for ordinal, updates in totals.trained:
             if updates and not self._has(ordinal, "trained"):
                 self._step(ordinal, "trained", updates[-1])
@@ -94,7 +99,7 @@ class LedgerReader:
                 "consistent": found.consistent,
                 "tokens": self._state.num_tokens,
                 "folded_updates": folded.updates,
-                "folded_groups": folded.trained + sum(folded.dropped.values()),
+                "folded_groups": folded.trained + sum(folded.dropped.values()) + folded.replaced,
                 "listed": len(self._lives),
                 "states": dict(Counter(steps[-1][1] for steps in self._lives.values())),
                 "rewind_list": [{"to_update": update, "executor": who} for _, update, who in self._rewinds[-50:]],

@@ -42,7 +42,7 @@ def test_a_place_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_batch_out_of_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     init = Window.__init__
-    monkeypatch.setattr(Window, "__init__", lambda self, size, width: init(self, size, width + 9))
+    monkeypatch.setattr(Window, "__init__", lambda self, size, width, out: init(self, size, width + 9, out))
     assert broken()
 
 

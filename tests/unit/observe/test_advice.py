@@ -25,8 +25,9 @@ WELL = {
         ({"truncated_share": 1.0}, "generator.max_new_tokens"),
         ({"trained_tokens": 0.0}, "algo.overlong=mask"),
         ({"groups": 2.0}, "generator.max_prompt_tokens"),
+        ({"replacements_used_up": 1.0, "no_variance_share": 0.8}, "schedule.dynamic_sampling"),
     ],
-    ids=["no variance", "cut off", "no tokens", "dropped"],
+    ids=["no variance", "cut off", "no tokens", "dropped", "budget"],
 )
 def test_what_stands_in_the_way_is_told_once_and_at_the_end(row: dict[str, float], setting: str) -> None:
     advisor = Advisor(CONFIG)

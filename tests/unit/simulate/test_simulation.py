@@ -80,6 +80,31 @@ def test_its_events_tell_a_fresh_controller_the_same(monkeypatch: pytest.MonkeyP
     assert [command.record for command in said if isinstance(command, ev.Write)] == heard
 
 
+@pytest.mark.parametrize(("share", "staleness"), [(0.25, 0), (0.5, 1), (0.75, 3)])
+def test_dynamic_sampling_generates_as_many_groups_as_the_formula_says(share: float, staleness: int) -> None:
+    """P / (1 - q) for an update; the sum over 60 updates is within four standard deviations of a negative binomial."""
+    one = scene(
+        "schedule.updates=60",
+        "schedule.dynamic_sampling=1000",
+        f"schedule.max_staleness={staleness}",
+        answers="fixed:32",
+        skipped=share,
+    )
+    found, records = play(one)
+    report, trained = audit(records), 60 * 16
+    assert report.clean
+    assert (report.trained, report.num_groups) == (trained, trained + found.replaced)
+    assert found.groups == trained
+    spread = (trained * share) ** 0.5 / (1 - share)
+    assert abs(report.num_groups - trained / (1 - share)) < 4 * spread
+
+
+def test_without_dynamic_sampling_flat_groups_are_trained_and_none_is_replaced() -> None:
+    found, records = play(scene(skipped=0.5))
+    assert found.replaced == 0
+    assert audit(records).num_groups == 20 * 16
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_the_bound_on_staleness_holds(staleness: int) -> None:
     found, records = play(scene(f"schedule.max_staleness={staleness}"))

@@ -47,13 +47,28 @@ def remove_eval() -> None:
         raise SyntaxError("not a plain number")
 
     _import_all()
-    _remove_monomial_code()
+    remove_monomial_code()
     _remove_lambdify()
     for module in (sympy.parsing.sympy_parser, math_verify.parser, latex2sympy2_extended.latex2sympy2):
         module.parse_expr = read_number
 
 
-def _remove_monomial_code() -> None:
+def take_names_without_exec() -> None:
+    """Let `parse_expr` take SymPy's names as they are, where it would execute `from sympy import *`."""
+    import sympy
+    import sympy.parsing.sympy_parser
+
+    names = {name: value for name, value in vars(sympy).items() if not name.startswith("_")}
+
+    def take(source: str, into: dict[str, Any]) -> None:
+        if source != "from sympy import *":
+            raise SyntaxError("not a formula")
+        into.update(names)
+
+    sympy.parsing.sympy_parser.exec = take
+
+
+def remove_monomial_code() -> None:
     """Use SymPy's plain functions for monomials instead of the Python code that it generates for each number of
     variables."""
     from sympy.polys import monomials

@@ -41,6 +41,10 @@ _HARMLESS = frozenset(
 )
 
 
+refusals: list[str] = []  # what this process was refused, also where a library's bare `except` went on
+_sealed: list[bool] = []  # not empty once this process is sealed
+
+
 class Refused(BaseException):
     """The process tried something forbidden. A BaseException, so that no library's `except Exception` swallows it."""
 
@@ -60,12 +64,16 @@ def limit(memory_mb: int, timeout_s: float, *, on_top: bool) -> None:
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def seal() -> None:
-    """Allow this process only to compute and import, for our own symbolic scorer. It can no longer run code from outside
-    installed files, nor write, connect, start or signal anything."""
+def seal(*, parses: bool = False) -> None:
+    """Allow this process only to compute and import, for scorers that read formulas. It can no longer run code from outside
+    installed files, nor write, connect, start or signal anything. With `parses`, it may still parse text, which executes
+    nothing. The first call is for good; others change nothing."""
+    if _sealed:
+        return
+    _sealed.append(True)
     _set(resource.RLIMIT_FSIZE, 0)
     _set(resource.RLIMIT_NPROC, 0)
-    sys.addaudithook(_refuse)
+    sys.addaudithook(_refuse_but_parse if parses else _refuse)
 
 
 def _address_space() -> int:
@@ -107,4 +115,10 @@ def _refuse(event: str, args: tuple[Any, ...]) -> None:
         return
     if event == "open" and _is_installed(args[0]) and args[1] in ("r", "rb"):
         return
+    refusals.append(event)
     raise Refused(f"tried to {event}")
+
+
+def _refuse_but_parse(event: str, args: tuple[Any, ...]) -> None:
+    if event != "compile":
+        _refuse(event, args)

@@ -32,6 +32,7 @@ class Setup(Struct, frozen=True):
     llm: LLMJudgeConfig = LLMJudgeConfig()
     conversation: ConversationConfig = ConversationConfig()  # names the tool, if the worker runs one
     agent: AgentConfig = AgentConfig()  # names the agent, if the worker runs one
+    answer_from: str = "auto"
 
 
 class Ready(Struct, frozen=True, tag=True):

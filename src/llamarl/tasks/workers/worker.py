@@ -80,6 +80,10 @@ def _load(name: str, setup: Setup) -> Scorer:
         from llamarl.tasks.llm_judge import load_llm_judge  # imports TLS and httpx, which no other worker needs
 
         return load_llm_judge(setup.llm)
+    if name == "reasoning_gym":
+        from llamarl.tasks.reasoning_gym import load_reasoning_gym_scorer  # imports much that no other worker needs
+
+        return load_reasoning_gym_scorer(setup.answer_from)
     return load_function("reward.scorer", name)
 
 
@@ -203,7 +207,7 @@ def _rewards(request: WorkRequest, loaded: LoadedScorers) -> tuple[float, ...]:
 
 
 def _needs_io(scorer: str) -> bool:
-    return is_reference(scorer) or scorer in ("code", "llm_judge")
+    return is_reference(scorer) or scorer in ("code", "llm_judge", "reasoning_gym")
 
 
 def _score(item: Item, loaded: LoadedScorers) -> tuple[float, ...]:
@@ -288,7 +292,11 @@ def _prepare(setup: Setup) -> LoadedScorers | NotReady:
     try:
         tool = load_tool(setup.conversation, setup.sandbox) if setup.conversation.tool else None
         scorers = load_scorers(setup)
-        own = {name: signature_of(name, scorer) for name, scorer in scorers.items() if is_reference(name)}
+        own = {
+            name: signature_of(name, scorer)
+            for name, scorer in scorers.items()
+            if is_reference(name) or name == "reasoning_gym"
+        }
         agents = partial(run_agents, load_agent(setup.agent), settings=setup.agent) if setup.agent else None
         loaded = LoadedScorers(scorers, tool, own, agents)
     except re.error as error:
