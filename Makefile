@@ -1,10 +1,11 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
-# These fork readers and writers off the process that runs them, which must not have computed anything before.
-FORKING := $(wildcard tests/dist/test_transfer_*.py) tests/unit/weights
+# These fork readers and writers off the process that runs them, which must not have computed anything before; so do
+# tests/unit/weights.
+FORKING := $(wildcard tests/dist/test_transfer_*.py)
 
-.PHONY: train demo test test-view test-monarch test-cluster test-loggers test-serve test-environments test-wheel docs soak venv format bench clean
+.PHONY: train demo test test-dist test-view test-monarch test-cluster test-loggers test-serve test-environments test-wheel docs soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -18,11 +19,15 @@ test: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest $(FORKING)
+	$(BIN)/pytest tests/unit/weights # alone, see FORKING
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit --ignore=tests/unit/weights --ignore=tests/unit/tasks
 	$(BIN)/pytest tests/unit/tasks # alone: they look for programs that are left on the whole machine
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/e2e
-	$(BIN)/pytest --ignore=tests/unit --ignore=tests/e2e --ignore=tests/browser $(addprefix --ignore=,$(FORKING))
+
+# Executors of several ranks, weights between processes, real kills and stops: seven minutes.
+test-dist: .venv/dev
+	$(BIN)/pytest $(FORKING)
+	$(BIN)/pytest tests/dist $(addprefix --ignore=,$(FORKING))
 
 # The page in a real browser: the system's Chromium, which is installed if it is missing and apt-get can.
 CHROMIUM := chromium chromium-browser google-chrome
