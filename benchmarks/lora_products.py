@@ -24,12 +24,14 @@ from llamarl.model_spec import ModelSpec, shape_named
 CUDA = torch.device("cuda", 0)
 COLD_BYTES = 400 << 20  # of weights in a graph: several times a GPU's cache
 CHOICES: dict[str, tuple[int, ...]] = {
-    "rows": (64, 128),
+    "shrink_rows": (16, 32, 64),
+    "sum_length": (256, 512, 1024),
+    "depth": (64, 128),
+    "rows": (32, 64, 128),
     "columns": (64, 128, 256),
     "warps": (4, 8),
-    "gated_columns": (32, 64, 128),
+    "gated_columns": (64, 128),
     "gated_warps": (4, 8),
-    "sum_length": (256, 512, 1024),
 }
 
 Step = Callable[[Tensor], Tensor]

@@ -75,7 +75,7 @@ def test_two_launches_add_what_plain_products_do(kind: str, rank: int, rows: int
             inner = 0.5 * x.double() @ a[number * rank : (number + 1) * rank].double().t()
             expected[:, one] += inner @ b[at:end].double().t()
             at = end
-        expand_add(out, shrink(given, a), b, tiles_of(columns, rank, CUDA), 0.5)
+        expand_add(out, shrink(given, a), b, tiles_of(columns), 0.5)
         error = (out.double() - expected).norm() / expected.norm()
         assert error < (1e-5 if kind == "float32" else 5e-3), float(error)
 

@@ -186,14 +186,15 @@ class AdaptedProduct:
     def _make_tiles(self) -> AdapterTiles:
         from llamarl.model.lora_kernels import tiles_of
 
-        return tiles_of([part.rows for part in self._parts], self._rank, self._a.device)
+        return tiles_of([part.rows for part in self._parts])
 
     def __call__(self, x: Any) -> Any:
         if not self._adapters.on:
             return self._base(x)
         if self._has_kernels(x):
-            inner = self._start(x)
-            return self._add(self._base(x), self._joined(inner))
+            begin = self._mark()
+            out = self._base(x)
+            return self._add(out, self._inner_beside(x, begin))
         out = self._base(x)
         for part, h, b in zip(self._parts, self._inner(x), self._all_b(), strict=True):
             out[..., part.rows] += F.linear(h, b)
@@ -204,27 +205,31 @@ class AdaptedProduct:
         if not self._adapters.on:
             return add_base(total)
         if self._has_kernels(x):
-            inner = self._start(x)
+            begin = self._mark()
             out = add_base(total)
-            self._add(total, self._joined(inner))  # the sum is made in place
+            self._add(total, self._inner_beside(x, begin))  # the sum is made in place
             return out
         return add_base(total + F.linear(self._inner(x)[0], self._b))
 
     def _has_kernels(self, x: Any) -> bool:
         return self._tiles is not None and fused(x[0] if isinstance(x, tuple) else x)
 
-    def _start(self, x: Any) -> Tensor:
-        """A's product, made beside what the current stream does until it is `_joined`. Its memory belongs to the other
-        stream, which waits for the current one before it uses any again."""
+    def _mark(self) -> torch.cuda.Event:
+        """The place in the current stream from which A's product may run."""
+        begin: torch.cuda.Event = torch.cuda.current_stream(self._a.device).record_event()
+        return begin
+
+    def _inner_beside(self, x: Any, begin: torch.cuda.Event) -> Tensor:
+        """A's product, made beside what the current stream did since `begin`. It is launched after that: a product with the
+        base wants all multiprocessors at once, and would wait for those that this one has taken. Its memory belongs to the
+        other stream, which waits for the current one before it uses any again."""
         from llamarl.model.lora_kernels import shrink
 
-        side = _side_stream(self._a.device)
-        side.wait_stream(torch.cuda.current_stream(self._a.device))
+        side, current = _side_stream(self._a.device), torch.cuda.current_stream(self._a.device)
+        side.wait_event(begin)
         with torch.cuda.stream(side):
-            return shrink(x, self._a)
-
-    def _joined(self, inner: Tensor) -> Tensor:
-        torch.cuda.current_stream(self._a.device).wait_stream(_side_stream(self._a.device))
+            inner = shrink(x, self._a)
+        current.wait_stream(side)
         return inner
 
     def _add(self, out: Tensor, inner: Tensor) -> Tensor:
@@ -259,8 +264,9 @@ class AdaptedGate(AdaptedProduct):
     def __call__(self, x: Any) -> Any:
         if not (self._adapters.on and len(self._parts) == 2 and self._has_kernels(x)):
             return super().__call__(x)
-        inner = self._start(x)
-        return Pending(self._base(x), self._joined(inner))
+        begin = self._mark()
+        out = self._base(x)
+        return Pending(out, self._inner_beside(x, begin))
 
     def activate(self, gate_up: Tensor | Pending) -> Tensor:
         """silu(gate) * up"""

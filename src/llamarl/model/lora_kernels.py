@@ -1,14 +1,15 @@
 """Triton kernels of adapters: for a product, or several joined ones, two launches. Imported only on a GPU.
 
 The first multiplies the input with all A: so few columns that one program for each tile would leave most of a GPU idle, so
-the long sum is cut into parts. The second sums the parts, multiplies them with B, each layer's with its own, and adds to the
-output in place; of gate and up it also makes the product of both, which reads the output anyway. Sums are made in a fixed
-order, so results do not depend on what runs beside.
+the long sum is cut into parts, and the program that ends last adds them up. The second multiplies that with B, each layer's
+with its own, and adds to the output in place; of gate and up it also makes the product of both, which reads the output
+anyway. Sums are made in a fixed order, so results do not depend on what runs beside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,16 +21,18 @@ from llamarl.model.kernels import narrowed
 
 _LEAST = 16  # smallest size of a tile's side
 _LARGE = 1024  # rows from which torch's product keeps a GPU busy
+_MOST_TILES = 4096  # whose sums are made in parts
 
 
 class Tuning(NamedTuple):
     """Sizes of tiles, measured by `benchmarks/lora_products.py`."""
 
-    rows: int = 64
-    width: int = 128
+    shrink_rows: int = 16
+    shrink_width: int = 128
     depth: int = 128
     sum_length: int = 512  # terms of a part of the first product's sum
-    max_parts: int = 8
+    max_parts: int = 16
+    rows: int = 64
     columns: int = 128
     warps: int = 4
     gated_columns: int = 64
@@ -39,24 +42,24 @@ class Tuning(NamedTuple):
 TUNING = Tuning()
 
 
+_MOST_LAYERS = 3  # of a joined product
+
+
 class AdapterTiles(NamedTuple):
     """Tiles of the output of a joined product, none of which belongs to two layers."""
 
-    table: (
-        Tensor  # [tiles, 4]: first column of the output, number of columns, first column of A's result, first row of B
-    )
     num_tiles: int
+    layers: tuple[int, ...]  # of each: tiles up to its end, first column of the output, end, first row of its B
 
 
-def tiles_of(columns: Sequence[slice], rank: int, device: torch.device) -> AdapterTiles:
+def tiles_of(columns: Sequence[slice]) -> AdapterTiles:
     """Tiles of layers with these columns of the output; their B lie one behind another."""
-    found, row = list[tuple[int, int, int, int]](), 0
-    for number, one in enumerate(columns):
-        for first in range(one.start, one.stop, TUNING.columns):
-            size = min(TUNING.columns, one.stop - first)
-            found.append((first, size, number * rank, row))
-            row += size
-    return AdapterTiles(torch.tensor(found, dtype=torch.int32, device=device), len(found))
+    found, tiles, row = list[int](), 0, 0
+    for one in columns:
+        tiles += triton.cdiv(one.stop - one.start, TUNING.columns)
+        found += [tiles, one.start, one.stop, row]
+        row += one.stop - one.start
+    return AdapterTiles(tiles, tuple(found + found[-4:] * (_MOST_LAYERS - len(columns))))
 
 
 @triton.jit
@@ -64,12 +67,15 @@ def _shrink(
     x_ptr,
     scales_ptr,
     a_ptr,
+    parts_ptr,
+    counts_ptr,
     out_ptr,
     rows,
     width,
     inner,
     chunk,
     SCALED: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -78,6 +84,7 @@ def _shrink(
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     part = tl.program_id(2)
     row_inside, column_inside = row < rows, column < width
+    inside_out = row_inside[:, None] & column_inside[None, :]
     total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for start in range(part * chunk, min(inner, (part + 1) * chunk), DEPTH):
         k = start + tl.arange(0, DEPTH)
@@ -93,49 +100,72 @@ def _shrink(
         total += tl.dot(x.to(a.dtype), tl.trans(a), input_precision="ieee")
     if SCALED:
         total *= tl.load(scales_ptr + row, mask=row_inside, other=0.0)[:, None]
-    at = out_ptr + (part * rows + row.to(tl.int64))[:, None] * width + column[None, :]
-    tl.store(at, total, mask=row_inside[:, None] & column_inside[None, :])
-
-
-@triton.jit
-def _summed_parts(at, inside, stride, PARTS: tl.constexpr):
-    h = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    for _ in tl.static_range(1, PARTS):
-        at += stride
-        h += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    return h
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    if PARTS == 1:
+        tl.store(out_ptr + at, total, mask=inside_out)
+    else:
+        stride = rows * width
+        tl.store(parts_ptr + part * stride + at, total, mask=inside_out)
+        count = counts_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.debug_barrier()  # all of the part is written before it counts
+        if tl.atomic_add(count, 1, sem="acq_rel") == PARTS - 1:
+            total = tl.load(parts_ptr + at, mask=inside_out, other=0.0, cache_modifier=".cg")
+            for one in range(1, PARTS):
+                total += tl.load(parts_ptr + one * stride + at, mask=inside_out, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptr + at, total, mask=inside_out)
+            tl.store(count, 0)  # for the next launch
 
 
 @triton.jit
 def _expand_add(
     h_ptr,
     b_ptr,
-    tiles_ptr,
     out_ptr,
     rows,
     width,
     out_width,
     scale,
-    PARTS: tl.constexpr,
+    tiles_0,
+    first_0,
+    end_0,
+    row_0,
+    tiles_1,
+    first_1,
+    end_1,
+    row_1,
+    tiles_2,
+    first_2,
+    end_2,
+    row_2,
     RANK: tl.constexpr,
     DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tile = tiles_ptr + tl.program_id(1) * 4
-    first, count, at_h, at_b = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-    k, column = tl.arange(0, DEPTH), tl.arange(0, COLUMNS)
-    row_inside, k_inside, column_inside = row < rows, k < RANK, column < count
-    inside = row_inside[:, None] & k_inside[None, :]
-    h = _summed_parts(h_ptr + row.to(tl.int64)[:, None] * width + at_h + k[None, :], inside, rows * width, PARTS)
-    b = tl.load(
-        b_ptr + (at_b + column)[:, None] * RANK + k[None, :], mask=column_inside[:, None] & k_inside[None, :], other=0.0
-    )
-    delta = tl.dot((h * scale).to(b.dtype), tl.trans(b), input_precision="ieee")
-    to = out_ptr + row.to(tl.int64)[:, None] * out_width + first + column[None, :]
+    tile = tl.program_id(1)
+    layer = (tile >= tiles_0).to(tl.int32) + (tile >= tiles_1).to(tl.int32)
+    before = tl.where(layer == 0, 0, tl.where(layer == 1, tiles_0, tiles_1))
+    first = tl.where(layer == 0, first_0, tl.where(layer == 1, first_1, first_2))
+    end = tl.where(layer == 0, end_0, tl.where(layer == 1, end_1, end_2))
+    first_row = tl.where(layer == 0, row_0, tl.where(layer == 1, row_1, row_2))
+    inner = (tile - before) * COLUMNS + tl.arange(0, COLUMNS)
+    row, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    row_inside, k_inside, column_inside = row < rows, k < RANK, first + inner < end
     inside = row_inside[:, None] & column_inside[None, :]
-    total = tl.load(to, mask=inside, other=0.0).to(tl.float32) + delta
+    to = out_ptr + row.to(tl.int64)[:, None] * out_width + first + inner[None, :]
+    total = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(
+        b_ptr + (first_row + inner)[:, None] * RANK + k[None, :],
+        mask=column_inside[:, None] & k_inside[None, :],
+        other=0.0,
+    )
+    h = tl.load(
+        h_ptr + row.to(tl.int64)[:, None] * width + layer * RANK + k[None, :],
+        mask=row_inside[:, None] & k_inside[None, :],
+        other=0.0,
+    )
+    h = (h.to(tl.float32) * scale).to(b.dtype)
+    total += tl.dot(h, tl.trans(b), input_precision="ieee")
     tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -153,7 +183,6 @@ def _expand_gated(
     gate_row,
     up_row,
     scale,
-    PARTS: tl.constexpr,
     RANK: tl.constexpr,
     DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -169,67 +198,78 @@ def _expand_gated(
     at = x_ptr + row.to(tl.int64)[:, None] * (2 * size) + column[None, :]
     inside = row_inside[:, None] & column_inside[None, :]
     gate, up = tl.load(at, mask=inside, other=0.0), tl.load(at + size, mask=inside, other=0.0)
-    b = tl.load(at_b + gate_row * RANK, mask=inside_b, other=0.0)
-    h = _summed_parts(at_h + at_gate, inside_h, rows * width, PARTS) * scale
-    gate_sum = (gate.to(tl.float32) + tl.dot(h.to(b.dtype), tl.trans(b), input_precision="ieee")).to(gate.dtype)
-    b = tl.load(at_b + up_row * RANK, mask=inside_b, other=0.0)
-    h = _summed_parts(at_h + at_up, inside_h, rows * width, PARTS) * scale
-    up_sum = (up.to(tl.float32) + tl.dot(h.to(b.dtype), tl.trans(b), input_precision="ieee")).to(up.dtype)
+    b_gate = tl.load(at_b + gate_row * RANK, mask=inside_b, other=0.0)
+    b_up = tl.load(at_b + up_row * RANK, mask=inside_b, other=0.0)
+    h_gate = (tl.load(at_h + at_gate, mask=inside_h, other=0.0).to(tl.float32) * scale).to(b_gate.dtype)
+    h_up = (tl.load(at_h + at_up, mask=inside_h, other=0.0).to(tl.float32) * scale).to(b_up.dtype)
+    gate_sum = (gate.to(tl.float32) + tl.dot(h_gate, tl.trans(b_gate), input_precision="ieee")).to(gate.dtype)
+    up_sum = (up.to(tl.float32) + tl.dot(h_up, tl.trans(b_up), input_precision="ieee")).to(up.dtype)
     wide = gate_sum.to(tl.float32)
     made = narrowed(wide * tl.sigmoid(wide) * up_sum.to(tl.float32), out_ptr.dtype.element_ty)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * size + column[None, :], made, mask=inside)
 
 
 def shrink(x: Tensor | tuple[Tensor, Tensor], a_RK: Tensor) -> Tensor:
-    """x @ A.t() as parts [P, M, R] to be summed. Quantized rows come with their scales."""
+    """x @ A.t(), [M, R]. Quantized rows come with their scales. All launches on a device share their counters, so they must
+    follow each other."""
     x, scales = x if isinstance(x, tuple) else (x, None)
     x_MK, width = x.flatten(0, -2).contiguous(), len(a_RK)
     rows, inner = x_MK.shape
     if scales is None and rows >= _LARGE:
-        return torch.mm(x_MK, a_RK.t())[None]
-    tile_rows, tile_width = _tile(rows, TUNING.rows), _tile(width, TUNING.width)
+        return torch.mm(x_MK, a_RK.t())
+    most_rows = TUNING.shrink_rows if rows < _LARGE else TUNING.rows
+    tile_rows, tile_width = _tile(rows, most_rows), _tile(width, TUNING.shrink_width)
     wanted = min(TUNING.max_parts, triton.cdiv(inner, TUNING.sum_length)) if rows < _LARGE else 1
     chunk = triton.cdiv(triton.cdiv(inner, wanted), TUNING.depth) * TUNING.depth
-    parts = triton.cdiv(inner, chunk)
-    out_PMR = torch.empty(parts, rows, width, dtype=torch.float32, device=x_MK.device)
-    _shrink[(triton.cdiv(rows, tile_rows), triton.cdiv(width, tile_width), parts)](
+    parts, grid = triton.cdiv(inner, chunk), (triton.cdiv(rows, tile_rows), triton.cdiv(width, tile_width))
+    assert parts == 1 or grid[0] * grid[1] <= _MOST_TILES
+    out_MR = torch.empty(rows, width, dtype=torch.float32, device=x_MK.device)
+    _shrink[(*grid, parts)](
         x_MK,
         x_MK if scales is None else scales.flatten(),
         a_RK,
-        out_PMR,
+        out_MR if parts == 1 else torch.empty(parts, rows, width, dtype=torch.float32, device=x_MK.device),
+        _counts(x_MK.device),
+        out_MR,
         rows,
         width,
         inner,
         chunk,
         SCALED=scales is not None,
+        PARTS=parts,
         ROWS=tile_rows,
         WIDTH=tile_width,
         DEPTH=TUNING.depth if x_MK.itemsize < 4 else 32,
         num_warps=4,
         num_stages=3,
     )
-    return out_PMR
+    return out_MR
+
+
+@cache
+def _counts(device: torch.device) -> Tensor:
+    """Parts of each tile that are written; zero between launches."""
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
 def _tile(size: int, most: int) -> int:
     return min(most, max(_LEAST, int(triton.next_power_of_2(size))))
 
 
-def expand_add(out: Tensor, h_PMR: Tensor, b_NR: Tensor, tiles: AdapterTiles, scale: float) -> None:
+def expand_add(out: Tensor, h_MR: Tensor, b_NR: Tensor, tiles: AdapterTiles, scale: float) -> None:
     """Adds scale * h @ B.t() of each layer to its columns of the output, which is contiguous."""
-    parts, rows, width = h_PMR.shape
-    rank, tile_rows = b_NR.shape[1], _tile(rows, TUNING.rows)
+    (rows, width), rank = h_MR.shape, b_NR.shape[1]
+    tile_rows = _tile(rows, TUNING.rows)
     assert out.is_contiguous()
     _expand_add[(triton.cdiv(rows, tile_rows), tiles.num_tiles)](
-        h_PMR,
+        h_MR,
         b_NR,
-        tiles.table,
         out,
         rows,
         width,
         out.shape[-1],
         scale,
-        PARTS=parts,
+        *tiles.layers,
         RANK=rank,
         DEPTH=max(_LEAST, triton.next_power_of_2(rank)),
         ROWS=tile_rows,
@@ -239,15 +279,15 @@ def expand_add(out: Tensor, h_PMR: Tensor, b_NR: Tensor, tiles: AdapterTiles, sc
     )
 
 
-def expand_gated(gate_up: Tensor, h_PMR: Tensor, b_NR: Tensor, gate_first: bool, scale: float) -> Tensor:
+def expand_gated(gate_up: Tensor, h_MR: Tensor, b_NR: Tensor, gate_first: bool, scale: float) -> Tensor:
     """silu(gate) * up, after the adapters' product was added to both. `gate_first`: whether A and B of gate come first."""
-    parts, rows, width = h_PMR.shape
-    rank, size, tile_rows = b_NR.shape[1], gate_up.shape[-1] // 2, _tile(rows, TUNING.rows)
+    (rows, width), rank, size = h_MR.shape, b_NR.shape[1], gate_up.shape[-1] // 2
+    tile_rows = _tile(rows, TUNING.rows)
     assert gate_up.is_contiguous() and len(b_NR) == 2 * size
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     order = (0, rank, 0, size) if gate_first else (rank, 0, size, 0)
     _expand_gated[(triton.cdiv(rows, tile_rows), triton.cdiv(size, TUNING.gated_columns))](
-        h_PMR,
+        h_MR,
         b_NR,
         gate_up,
         out,
@@ -256,7 +296,6 @@ def expand_gated(gate_up: Tensor, h_PMR: Tensor, b_NR: Tensor, gate_first: bool,
         size,
         *order,
         scale,
-        PARTS=parts,
         RANK=rank,
         DEPTH=max(_LEAST, triton.next_power_of_2(rank)),
         ROWS=tile_rows,
