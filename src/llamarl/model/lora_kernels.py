@@ -342,8 +342,11 @@ def _hash(
         if tl.float32 == HELD and tl.bfloat16 == WIRE:
             x = as_bfloat16(x)
         x = x.to(APPLIED)
-        place = first + (inside // width) * columns + inside % width
-        total += x.to(BITS, bitcast=True).to(tl.int64) * ((place * mix) * 2 + 1)
+        place = inside
+        if width != columns:  # divisions of 64 bits, or of matrices that are whole, would take longer than all else
+            place = (inside.to(tl.int32) // width.to(tl.int32)).to(tl.int64) * columns
+            place += (inside.to(tl.int32) % width.to(tl.int32)).to(tl.int64)
+        total += x.to(BITS, bitcast=True).to(tl.int64) * (((first + place) * mix) * 2 + 1)
     tl.atomic_add(total_ptr, tl.sum(total, axis=0) * factor)
 
 
@@ -361,6 +364,7 @@ def hash_tiles(
 
 def hash_table(parts: Sequence[tuple[Tensor, int, int, int]], device: torch.device) -> Tensor:
     """The table of `hash_tiles` for matrices, each with its place, the columns of the whole one, and its factor."""
+    assert all(tensor.numel() < 1 << 31 for tensor, *_ in parts)
     rows = [
         (tensor.data_ptr(), min(_HASHED, tensor.numel() - start), start, tensor.shape[1], place, columns, factor)
         for tensor, place, columns, factor in parts
