@@ -57,7 +57,8 @@ def random(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 7, 64, 256, 1500])
 @pytest.mark.parametrize("rank", [3, 16, 32, 64])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
-def test_two_launches_add_what_plain_products_do(kind: str, rank: int, rows: int) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_two_launches_add_what_plain_products_do(early: bool, kind: str, rank: int, rows: int) -> None:
     from llamarl.model.lora_kernels import expand_add, shrink, tiles_of
 
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
@@ -75,7 +76,7 @@ def test_two_launches_add_what_plain_products_do(kind: str, rank: int, rows: int
             inner = 0.5 * x.double() @ a[number * rank : (number + 1) * rank].double().t()
             expected[:, one] += inner @ b[at:end].double().t()
             at = end
-        expand_add(out, shrink(given, a), b, tiles_of(columns), 0.5)
+        expand_add(out, shrink(given, a, early=early), b, tiles_of(columns), 0.5, early=early)
         error = (out.double() - expected).norm() / expected.norm()
         assert error < (1e-5 if kind == "float32" else 5e-3), float(error)
 
@@ -92,7 +93,8 @@ def test_gate_and_up_are_multiplied_on_the_way(dtype: torch.dtype, gate_first: b
     deltas = [inner[:, :8] @ b[:200].double().t(), inner[:, 8:] @ b[200:].double().t()]
     gate, up = (gate_up.double() + torch.cat(deltas if gate_first else deltas[::-1], 1)).chunk(2, dim=1)
     expected = torch.nn.functional.silu(gate) * up
-    error = (expand_gated(gate_up, shrink(x, a), b, gate_first, 0.5).double() - expected).norm() / expected.norm()
+    inner = shrink(x, a, early=False)
+    error = (expand_gated(gate_up, inner, b, gate_first, 0.5, early=True).double() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2), float(error)
 
 
@@ -102,8 +104,9 @@ def test_the_hash_of_a_gpu_is_that_of_a_cpu() -> None:
         sizes = [(3, 70), (300, 4), (170, 200)]
         made = [torch.randn(size, generator=generator).to(device) for size in sizes]
         return [
-            HashedPart(f"{index}", one, ((index, index + one.shape[0]), (2, 2 + one.shape[1])), 999, 0.5)
+            HashedPart(f"{columns}", one, ((index, index + one.shape[0]), (first, first + one.shape[1])), columns, 0.5)
             for index, one in enumerate(made)
+            for first, columns in ((2, 999), (0, one.shape[1]))  # part of a matrix, and whole rows
         ]
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -37,11 +37,11 @@ class Tuning(NamedTuple):
     warps: int = 4
     gated_columns: int = 64
     gated_warps: int = 4
+    beside_from: int = 8 << 20  # weights of a product from which A's runs beside it, on a stream of its own
+    early: bool = True  # kernels start while the one before them ends (programmatic dependent launch)
 
 
 TUNING = Tuning()
-
-
 _MOST_LAYERS = 3  # of a joined product
 
 
@@ -79,7 +79,10 @@ def _shrink(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     part = tl.program_id(2)
@@ -98,6 +101,8 @@ def _shrink(
             a_ptr + column[:, None] * inner + k[None, :], mask=column_inside[:, None] & inside[None, :], other=0.0
         )
         total += tl.dot(x.to(a.dtype), tl.trans(a), input_precision="ieee")
+    if EARLY:  # the input was there before the base's product began; only what is written may wait for that to end
+        tl.extra.cuda.gdc_wait()
     if SCALED:
         total *= tl.load(scales_ptr + row, mask=row_inside, other=0.0)[:, None]
     at = row.to(tl.int64)[:, None] * width + column[None, :]
@@ -141,6 +146,7 @@ def _expand_add(
     DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     tile = tl.program_id(1)
     layer = (tile >= tiles_0).to(tl.int32) + (tile >= tiles_1).to(tl.int32)
@@ -153,12 +159,14 @@ def _expand_add(
     row_inside, k_inside, column_inside = row < rows, k < RANK, first + inner < end
     inside = row_inside[:, None] & column_inside[None, :]
     to = out_ptr + row.to(tl.int64)[:, None] * out_width + first + inner[None, :]
-    total = tl.load(to, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(
         b_ptr + (first_row + inner)[:, None] * RANK + k[None, :],
         mask=column_inside[:, None] & k_inside[None, :],
         other=0.0,
     )
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    total = tl.load(to, mask=inside, other=0.0).to(tl.float32)
     h = tl.load(
         h_ptr + row.to(tl.int64)[:, None] * width + layer * RANK + k[None, :],
         mask=row_inside[:, None] & k_inside[None, :],
@@ -187,6 +195,7 @@ def _expand_gated(
     DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -197,9 +206,11 @@ def _expand_gated(
     at_b = b_ptr + column[:, None] * RANK + k[None, :]
     at = x_ptr + row.to(tl.int64)[:, None] * (2 * size) + column[None, :]
     inside = row_inside[:, None] & column_inside[None, :]
-    gate, up = tl.load(at, mask=inside, other=0.0), tl.load(at + size, mask=inside, other=0.0)
     b_gate = tl.load(at_b + gate_row * RANK, mask=inside_b, other=0.0)
     b_up = tl.load(at_b + up_row * RANK, mask=inside_b, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    gate, up = tl.load(at, mask=inside, other=0.0), tl.load(at + size, mask=inside, other=0.0)
     h_gate = (tl.load(at_h + at_gate, mask=inside_h, other=0.0).to(tl.float32) * scale).to(b_gate.dtype)
     h_up = (tl.load(at_h + at_up, mask=inside_h, other=0.0).to(tl.float32) * scale).to(b_up.dtype)
     gate_sum = (gate.to(tl.float32) + tl.dot(h_gate, tl.trans(b_gate), input_precision="ieee")).to(gate.dtype)
@@ -209,9 +220,9 @@ def _expand_gated(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * size + column[None, :], made, mask=inside)
 
 
-def shrink(x: Tensor | tuple[Tensor, Tensor], a_RK: Tensor) -> Tensor:
+def shrink(x: Tensor | tuple[Tensor, Tensor], a_RK: Tensor, *, early: bool) -> Tensor:
     """x @ A.t(), [M, R]. Quantized rows come with their scales. All launches on a device share their counters, so they must
-    follow each other."""
+    follow each other. `early`: it follows a product of the same input on the same stream, and may begin before that ends."""
     x, scales = x if isinstance(x, tuple) else (x, None)
     x_MK, width = x.flatten(0, -2).contiguous(), len(a_RK)
     rows, inner = x_MK.shape
@@ -242,6 +253,7 @@ def shrink(x: Tensor | tuple[Tensor, Tensor], a_RK: Tensor) -> Tensor:
         DEPTH=TUNING.depth if x_MK.itemsize < 4 else 32,
         num_warps=4,
         num_stages=3,
+        **_early(early and x_MK.data_ptr() == x.data_ptr()),  # not right behind a copy of the input
     )
     return out_MR
 
@@ -252,12 +264,25 @@ def _counts(device: torch.device) -> Tensor:
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
+@cache
+def _can_begin_early() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def _early(wanted: bool) -> dict[str, bool]:
+    """Arguments of a launch: whether it may begin before the one before it has ended."""
+    if not (wanted and TUNING.early and _can_begin_early()):
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
+
+
 def _tile(size: int, most: int) -> int:
     return min(most, max(_LEAST, int(triton.next_power_of_2(size))))
 
 
-def expand_add(out: Tensor, h_MR: Tensor, b_NR: Tensor, tiles: AdapterTiles, scale: float) -> None:
-    """Adds scale * h @ B.t() of each layer to its columns of the output, which is contiguous."""
+def expand_add(out: Tensor, h_MR: Tensor, b_NR: Tensor, tiles: AdapterTiles, scale: float, *, early: bool) -> None:
+    """Adds scale * h @ B.t() of each layer to its columns of the output, which is contiguous. `early`: `shrink` is the
+    launch before it."""
     (rows, width), rank = h_MR.shape, b_NR.shape[1]
     tile_rows = _tile(rows, TUNING.rows)
     assert out.is_contiguous()
@@ -276,10 +301,11 @@ def expand_add(out: Tensor, h_MR: Tensor, b_NR: Tensor, tiles: AdapterTiles, sca
         COLUMNS=TUNING.columns,
         num_warps=TUNING.warps,
         num_stages=1,
+        **_early(early),
     )
 
 
-def expand_gated(gate_up: Tensor, h_MR: Tensor, b_NR: Tensor, gate_first: bool, scale: float) -> Tensor:
+def expand_gated(gate_up: Tensor, h_MR: Tensor, b_NR: Tensor, gate_first: bool, scale: float, *, early: bool) -> Tensor:
     """silu(gate) * up, after the adapters' product was added to both. `gate_first`: whether A and B of gate come first."""
     (rows, width), rank, size = h_MR.shape, b_NR.shape[1], gate_up.shape[-1] // 2
     tile_rows = _tile(rows, TUNING.rows)
@@ -302,6 +328,7 @@ def expand_gated(gate_up: Tensor, h_MR: Tensor, b_NR: Tensor, gate_first: bool, 
         COLUMNS=TUNING.gated_columns,
         num_warps=TUNING.gated_warps,
         num_stages=1,
+        **_early(early),
     )
     return out
 
@@ -335,18 +362,23 @@ def _hash(
     numbers, count, start = tl.load(row).to(tl.pointer_type(HELD)), tl.load(row + 1), tl.load(row + 2)
     width, first, columns, factor = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
     total = tl.zeros((STEP,), dtype=tl.int64)
+    steps = tl.arange(0, STEP).to(tl.int64) * (mix * 2)
     for begin in range(0, TILE, STEP):
-        at = begin + tl.arange(0, STEP).to(tl.int64)
+        at = begin + tl.arange(0, STEP)
         inside = start + at
         x = tl.load(numbers + inside, mask=at < count, other=0.0)
         if tl.float32 == HELD and tl.bfloat16 == WIRE:
             x = as_bfloat16(x)
         x = x.to(APPLIED)
-        place = inside
-        if width != columns:  # divisions of 64 bits, or of matrices that are whole, would take longer than all else
+        bits = x.to(BITS, bitcast=True).to(tl.int64)
+        if (
+            width == columns
+        ):  # the places follow each other; products and divisions of 64 bits would take longer than all else
+            total += bits * (steps + ((first + start + begin) * (mix * 2) + 1))
+        else:
             place = (inside.to(tl.int32) // width.to(tl.int32)).to(tl.int64) * columns
             place += (inside.to(tl.int32) % width.to(tl.int32)).to(tl.int64)
-        total += x.to(BITS, bitcast=True).to(tl.int64) * (((first + place) * mix) * 2 + 1)
+            total += bits * (((first + place) * mix) * 2 + 1)
     tl.atomic_add(total_ptr, tl.sum(total, axis=0) * factor)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from llamarl.algo.batch import document_of
 from llamarl.errors import JobFailed
 from llamarl.families.adapters import adapter_parameters
-from llamarl.model.adapter_digest import AdapterHash, HashedPart, hash_text
+from llamarl.model.adapter_digest import AdapterHash, HashedPart, PendingHash
 from llamarl.train.policy import Policy
 from llamarl.train.shards import trained_shards
 from llamarl.types import Completion, CompletionGroup, Group, RolloutGroup, bytes_to_floats, completions_of
@@ -152,7 +152,7 @@ class TrainedHash:
             for name in self._names
         ]
 
-    def digest(self) -> str:
+    def begin(self) -> PendingHash:
         """To be called by all ranks together (a collective)."""
         mesh, total = self._policy.computing.mesh, self._hash.total(self._parts)
-        return hash_text(mesh.sum_over_shards(total) if mesh.size > 1 else total)
+        return PendingHash(mesh.sum_over_shards(total) if mesh.size > 1 else total)
