@@ -33,7 +33,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "warps": (4, 8),
     "gated_columns": (64, 128),
     "gated_warps": (4, 8),
-    "beside_from": (0, 1 << 40),
     "early": (False,),
 }
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 OUTPUTS = ("attention_out", "mlp_out")  # layers whose product is added to the residual stream
 MakeParameter = Callable[[ParameterSpec], nn.Parameter]
 AddBase = Callable[[Tensor], Stream]  # adds the base's product to the residual stream
-Out = TypeVar("Out")
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -192,7 +191,8 @@ class AdaptedProduct:
         if not self._adapters.on:
             return self._base(x)
         if self._has_kernels(x):
-            return self._add(*self._products(x, lambda: self._base(x)))
+            out = self._base(x)
+            return self._add(out, self._inner_of(x))
         out = self._base(x)
         for part, h, b in zip(self._parts, self._inner(x), self._all_b(), strict=True):
             out[..., part.rows] += F.linear(h, b)
@@ -203,43 +203,26 @@ class AdaptedProduct:
         if not self._adapters.on:
             return add_base(total)
         if self._has_kernels(x):
-            out, inner = self._products(x, lambda: add_base(total))
-            self._add(total, inner)  # the sum is made in place
+            out = add_base(total)
+            self._add(total, self._inner_of(x))  # the sum is made in place
             return out
         return add_base(total + F.linear(self._inner(x)[0], self._b))
 
     def _has_kernels(self, x: Any) -> bool:
         return self._tiles is not None and fused(x[0] if isinstance(x, tuple) else x)
 
-    def _products(self, x: Any, base: Callable[[], Out]) -> tuple[Out, Tensor]:
-        """The base's product and A's. Beside a long one, A's runs on a stream of its own, and is launched after it: the
-        base's wants all multiprocessors at once, and would wait for those that A's has taken. Beside a short one, to part
-        and join streams would take longer. Memory of the other stream is used again only after that has waited."""
+    def _inner_of(self, x: Any) -> Tensor:
+        """A's product; to be made right behind the base's, from the same input."""
         from llamarl.model.lora_kernels import shrink
 
-        if not self._runs_beside:
-            return base(), shrink(x, self._a, early=True)
-        current, side = torch.cuda.current_stream(self._a.device), _side_stream(self._a.device)
-        begin = current.record_event()
-        out = base()
-        side.wait_event(begin)
-        with torch.cuda.stream(side):
-            inner = shrink(x, self._a, early=False)
-        current.wait_stream(side)
-        return out, inner
-
-    @property
-    def _runs_beside(self) -> bool:
-        from llamarl.model.lora_kernels import TUNING
-
-        return self._a.shape[1] * len(self._b) >= TUNING.beside_from
+        return shrink(x, self._a, early=True)
 
     def _add(self, out: Tensor, inner: Tensor) -> Tensor:
         """Adds B's product to `out`, in place."""
         from llamarl.model.lora_kernels import expand_add
 
         assert self._tiles is not None
-        expand_add(out, inner, self._b, self._tiles, self._scale, early=not self._runs_beside)
+        expand_add(out, inner, self._b, self._tiles, self._scale, early=True)
         return out
 
     def _inner(self, x: Any) -> Sequence[Tensor]:
@@ -266,7 +249,8 @@ class AdaptedGate(AdaptedProduct):
     def __call__(self, x: Any) -> Any:
         if not (self._adapters.on and len(self._parts) == 2 and self._has_kernels(x)):
             return super().__call__(x)
-        return Pending(*self._products(x, lambda: self._base(x)))
+        out = self._base(x)
+        return Pending(out, self._inner_of(x))
 
     def activate(self, gate_up: Tensor | Pending) -> Tensor:
         """silu(gate) * up"""
@@ -275,13 +259,7 @@ class AdaptedGate(AdaptedProduct):
         from llamarl.model.lora_kernels import expand_gated
 
         gate_first = self._parts[0].rows.start == 0
-        early = not self._runs_beside
-        return expand_gated(gate_up.out, gate_up.inner, self._b, gate_first, self._scale, early=early)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return expand_gated(gate_up.out, gate_up.inner, self._b, gate_first, self._scale, early=True)
 
 
 def _plain_input(x: Any, dtype: torch.dtype) -> Tensor:

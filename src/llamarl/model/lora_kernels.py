@@ -32,12 +32,11 @@ class Tuning(NamedTuple):
     depth: int = 128
     sum_length: int = 512  # terms of a part of the first product's sum
     max_parts: int = 16
-    rows: int = 64
+    rows: int = 32
     columns: int = 128
     warps: int = 4
     gated_columns: int = 64
     gated_warps: int = 4
-    beside_from: int = 8 << 20  # weights of a product from which A's runs beside it, on a stream of its own
     early: bool = True  # kernels start while the one before them ends (programmatic dependent launch)
 
 

@@ -1,20 +1,20 @@
-"""The process in which `llamarl serve` decodes: one thread does nothing else, so that HTTP never holds up a GPU.
+"""The process in which `llamarl serve` decodes: HTTP never holds up a GPU.
 
     python -m llamarl.serve.decoder_process FD PARENT
 
 Commands come over a socket and are taken between two bursts: requests join the running batch and leave it as they end, or as
-soon as their client is gone. What is new is sent by a second thread, since the other side may be busy with answers.
+soon as their client is gone.
 """
 
 from __future__ import annotations
 
 import gc
 import secrets
+import select
 import signal
 import socket
 import sys
-import threading
-from queue import SimpleQueue
+from contextlib import suppress
 
 import torch
 
@@ -63,18 +63,20 @@ class ParentGone(Exception):
 
 
 class ParentConnection:
-    """This process's end of the socket. Sending never waits."""
+    """This process's end of the socket. Nothing waits for the other side, which may be busy with answers."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._socket, self._reader = connection, FrameReader()
-        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self._sender = threading.Thread(target=self._send_all, name="sender", daemon=True)
-        self._sender.start()
+        self._socket, self._reader, self._unsent = connection, FrameReader(), bytearray()
+        connection.setblocking(False)
 
     def receive(self, *, wait: bool) -> list[Command]:
-        """Commands that have arrived; with `wait`, at least a part of one. Raises ParentGone."""
+        """Commands that have arrived; with `wait`, at least a part of one. Sends what could not be sent yet. Raises
+        ParentGone."""
+        if wait:
+            self._wait_to_read()
+        self._flush()
         try:
-            data = self._socket.recv(_READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
+            data = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
             return []
         except OSError:
@@ -84,19 +86,32 @@ class ParentConnection:
         return [decode_command(payload) for payload in self._reader.feed(data)]
 
     def send(self, told: Told) -> None:
-        self._outbox.put(encode_frame(encode(told)))
+        self._unsent += encode_frame(encode(told))
+        self._flush()
 
     def close(self) -> None:
         """After everything was sent."""
-        self._outbox.put(None)
-        self._sender.join()
+        with suppress(OSError):
+            self._socket.setblocking(True)
+            self._socket.sendall(self._unsent)
 
-    def _send_all(self) -> None:
-        while (frame := self._outbox.get()) is not None:
-            try:
-                self._socket.sendall(frame)
-            except OSError:
+    def _wait_to_read(self) -> None:
+        while True:
+            unsent = [self._socket] if self._unsent else []
+            readable, writable, _ = select.select([self._socket], unsent, [])
+            if writable:
+                self._flush()
+            if readable:
                 return
+
+    def _flush(self) -> None:
+        if self._unsent:
+            try:
+                del self._unsent[: self._socket.send(self._unsent)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                raise ParentGone from None
 
 
 def limits_for(llm: LLM, start: StartDecoder) -> Limits:

@@ -33,6 +33,7 @@ from llamarl.serve.refusals import RequestRefused
 
 _READ_BYTES = 1 << 20
 _END_S = 10.0
+_AT_ONCE = 8  # pieces delivered in one round of the event loop
 
 
 class PieceInbox:
@@ -94,6 +95,7 @@ class LocalBackend:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader, self._unsent = FrameReader(), bytearray()
+        self._arrived: deque[tuple[int, Piece]] = deque()  # not delivered yet
         self.failure = ""  # why nothing is answered any more
         self.on_failure: Callable[[], None] = lambda: None
 
@@ -247,9 +249,9 @@ class LocalBackend:
 
     def _hand_out(self, news: DecoderNews) -> None:
         self._stats = news.stats
-        for ordinal, piece in news.pieces:
-            if inbox := self._inboxes.get(ordinal):
-                inbox.put(piece)
+        if not self._arrived:
+            asyncio.get_running_loop().call_soon(self._deliver)
+        self._arrived.extend(news.pieces)
         for ordinal, reason in news.refused:
             if inbox := self._inboxes.get(ordinal):
                 inbox.put(RequestRefused(400, reason))
@@ -257,6 +259,15 @@ class LocalBackend:
             future = self._scoring.get(ordinal)
             if future is not None and not future.done():
                 future.set_result(scores)
+
+    def _deliver(self) -> None:
+        """A few pieces in each round of the loop: clients whose answers are written ask again while others are being written.
+        Otherwise the decoder would have nothing to do while a whole wave of answers that end together is written."""
+        for ordinal, piece in (self._arrived.popleft() for _ in range(min(_AT_ONCE, len(self._arrived)))):
+            if inbox := self._inboxes.get(ordinal):
+                inbox.put(piece)
+        if self._arrived:
+            asyncio.get_running_loop().call_soon(self._deliver)
 
     def _how_it_ended(self) -> str:
         assert self._process is not None
