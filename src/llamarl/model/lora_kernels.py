@@ -346,6 +346,27 @@ def as_bfloat16(x):
 
 
 @triton.jit
+def _hash_step(
+    numbers,
+    at,
+    count,
+    HELD: tl.constexpr,
+    WIRE: tl.constexpr,
+    APPLIED: tl.constexpr,
+    BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Bits of some numbers after the changes of type."""
+    if WHOLE:  # without a mask, so that each thread reads 16 bytes at once
+        x = tl.load(numbers + at)
+    else:
+        x = tl.load(numbers + at, mask=at < count, other=0.0)
+    if tl.float32 == HELD and tl.bfloat16 == WIRE:
+        x = as_bfloat16(x)
+    return x.to(APPLIED).to(BITS, bitcast=True).to(tl.int64)
+
+
+@triton.jit
 def _hash(
     tiles_ptr,
     total_ptr,
@@ -358,25 +379,23 @@ def _hash(
     STEP: tl.constexpr,
 ):
     row = tiles_ptr + tl.program_id(0) * 7
-    numbers, count, start = tl.load(row).to(tl.pointer_type(HELD)), tl.load(row + 1), tl.load(row + 2)
+    numbers = tl.load(row).to(tl.pointer_type(HELD))
+    count, start = tl.load(row + 1).to(tl.int32), tl.load(row + 2)
     width, first, columns, factor = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
-    total = tl.zeros((STEP,), dtype=tl.int64)
-    steps = tl.arange(0, STEP).to(tl.int64) * (mix * 2)
-    for begin in range(0, TILE, STEP):
-        at = begin + tl.arange(0, STEP)
-        inside = start + at
-        x = tl.load(numbers + inside, mask=at < count, other=0.0)
-        if tl.float32 == HELD and tl.bfloat16 == WIRE:
-            x = as_bfloat16(x)
-        x = x.to(APPLIED)
-        bits = x.to(BITS, bitcast=True).to(tl.int64)
-        if (
-            width == columns
-        ):  # the places follow each other; products and divisions of 64 bits would take longer than all else
-            total += bits * (steps + ((first + start + begin) * (mix * 2) + 1))
-        else:
-            place = (inside.to(tl.int32) // width.to(tl.int32)).to(tl.int64) * columns
-            place += (inside.to(tl.int32) % width.to(tl.int32)).to(tl.int64)
+    numbers += start
+    total, steps = tl.zeros((STEP,), dtype=tl.int64), tl.arange(0, STEP)
+    if (width == columns) & (count == TILE) & (numbers.to(tl.int64) % 16 == 0):
+        # Places follow each other, so one sum makes the next factor: products of 64 bits would take longer than all else.
+        aligned = tl.multiple_of(numbers, 16)
+        factors = steps.to(tl.int64) * (mix * 2) + ((first + start) * (mix * 2) + 1)
+        for begin in range(0, TILE, STEP):
+            total += _hash_step(aligned, begin + steps, count, HELD, WIRE, APPLIED, BITS, True) * factors
+            factors += mix * 2 * STEP
+    else:
+        for begin in range(0, TILE, STEP):
+            bits = _hash_step(numbers, begin + steps, count, HELD, WIRE, APPLIED, BITS, False)
+            inside = (start + begin + steps).to(tl.int32)
+            place = (inside // width.to(tl.int32)).to(tl.int64) * columns + inside % width.to(tl.int32)
             total += bits * (((first + place) * mix) * 2 + 1)
     tl.atomic_add(total_ptr, tl.sum(total, axis=0) * factor)
 

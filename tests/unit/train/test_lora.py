@@ -149,7 +149,9 @@ def test_few_tokens_with_much_rounding_prove_nothing() -> None:
 def test_the_same_answer_again_proves_nothing_more() -> None:
     """As measured by a job with an fp8 generator whose four answers were the same: three tokens, each counted four times."""
     prompt = PromptGroup(0, Problem("", ""), tokens_to_bytes([1, 2]), Sampling())
-    answers = [Completion(tokens_to_bytes(tokens), b"", (), truncated=False) for tokens in ([5, 6, 7], [5, 6, 7], [5, 8, 7])]
+    answers = [
+        Completion(tokens_to_bytes(tokens), b"", (), truncated=False) for tokens in ([5, 6, 7], [5, 6, 7], [5, 8, 7])
+    ]
     group = CompletionGroup(prompt, tuple(answers))
     new = first_seen([(group, one) for one in answers])
     assert new.tolist() == [True] * 3 + [False] * 3 + [False, True, True]
