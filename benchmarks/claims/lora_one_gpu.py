@@ -60,7 +60,7 @@ class Case(Struct, frozen=True):
 
 CASES = {
     "smollm2-135m": Case(3, 2, 24, 400, ("generator.slots=16",)),
-    "qwen3-8b": Case(4, 16, 1024, 12_000, ("trainer.tokens_per_pack=4096", "trainer.recompute=full"), most_gib=45),
+    "qwen3-8b": Case(4, 16, 1024, 8_400, ("trainer.tokens_per_pack=2048", "trainer.recompute=full"), most_gib=45),
     "qwen3-32b": Case(
         10, 16, 1024, 12_000, ("trainer.tokens_per_pack=8192", "trainer.recompute=full"), most_error=0.15
     ),
