@@ -31,7 +31,7 @@ from llamarl.generate.attention import Readings, attend_pages, members_of_readin
 from llamarl.generate.kv_cache import PagedCache, Pages
 from llamarl.model import ops
 from llamarl.model.quantize import FP8
-from llamarl.model.transformer import rope_up_to
+from llamarl.model.rope import rope_up_to
 from llamarl.model_spec import ModelSpec
 
 LAYERS, REPLAYS, TIMES = 8, 4, 7
@@ -237,7 +237,7 @@ def expected(scene: SimulationSetup, page: int) -> Tensor:
     positions_B, table_BP = scene.positions_S[scene.slots_B], scene.table_SP[scene.slots_B].long()
     at = tuple(part[positions_B][:, None] for part in scene.rope)
     mask_BT = torch.arange(table_BP.shape[1] * page, device=table_BP.device)[None] <= positions_B[:, None]
-    turned = ops.rotate(scene.qkv[0].float(), at).to(scene.qkv[0].dtype).float()  # type: ignore[arg-type]
+    turned = ops.rotate(scene.qkv[0].float(), at).to(scene.qkv[0].dtype).float()
     keys, values = (wide(pages) for pages in (scene.cache.keys(0), scene.cache.values(0)))
     return attend_pages(turned, keys, values, table_BP, mask_BT[:, None, None])
 
@@ -251,7 +251,7 @@ def written_error(scene: SimulationSetup, page: int) -> float:
     positions_B = scene.positions_S[scene.slots_B]
     pages_B = scene.table_SP[scene.slots_B].long().gather(1, positions_B[:, None] // page)[:, 0]
     at = tuple(part[positions_B][:, None] for part in scene.rope)
-    wanted = (ops.rotate(scene.qkv[1], at)[:, 0], scene.qkv[2][:, 0])  # type: ignore[arg-type]
+    wanted = (ops.rotate(scene.qkv[1], at)[:, 0], scene.qkv[2][:, 0])
     worst = 0.0
     for pages, new_BKD in zip((scene.cache.keys(0), scene.cache.values(0)), wanted, strict=True):
         read_BKTD = pages.read(pages_B[:, None], torch.float32).float()

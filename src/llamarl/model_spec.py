@@ -6,6 +6,7 @@ No torch here, so plans and `--help` start at once. `families/` lists the parame
 from __future__ import annotations
 
 import difflib
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -13,13 +14,72 @@ from msgspec.structs import replace
 from llamarl.errors import InputError
 
 
-class RopeScaling(Struct, frozen=True, kw_only=True):
+class Llama3Scaling(Struct, frozen=True, kw_only=True, tag="llama3"):
     """Llama 3.1's scaling of rotary frequencies (`rope_type: llama3`)."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
+
+
+class LinearScaling(Struct, frozen=True, kw_only=True, tag="linear"):
+    """All rotary frequencies divided by a factor."""
+
+    factor: float
+
+
+class DynamicScaling(Struct, frozen=True, kw_only=True, tag="dynamic"):
+    """Frequencies that shrink while a sequence grows beyond the model's positions. Up to there nothing is scaled, and longer
+    sequences are refused: a KV cache holds keys that were rotated by older frequencies."""
+
+    factor: float
+
+
+class YarnScaling(Struct, frozen=True, kw_only=True, tag="yarn"):
+    """YaRN: low frequencies divided by a factor, high ones kept, a ramp in between."""
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float
+    """Factor of cos and sin."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether the ends of the ramp are whole numbers."""
+
+
+class LongScaling(Struct, frozen=True, kw_only=True, tag="longrope"):
+    """LongRoPE (Phi-3): each frequency divided by a factor of its own. Sequences beyond the original positions would need the
+    long factors for all of their tokens, also for those in the cache; so the model has the original positions only."""
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    """Factors of sequences beyond the original positions; not computed with, but kept for `config.json`."""
+    attention_factor: float
+    long_max_positions: int
+    """Positions with the long factors."""
+
+
+RopeScaling = Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | LongScaling
+
+
+class AttentionOptions(NamedTuple):
+    """How the attention of one layer differs from the plain one."""
+
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(head_dim)."""
+    window: int = 0
+    """Number of latest tokens that a token sees, itself included; 0: all before it."""
+    softcap: float = 0.0
+    """Bound of the scores, which become softcap * tanh(score / softcap); 0: none."""
+    rope: int = 0
+    """Place of its cos in the tables of rotations: 0, or 2 for those of layers with a window."""
+
+
+PLAIN_ATTENTION = AttentionOptions()
+Norms = Literal["pre", "post", "sandwich"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -35,11 +95,36 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     max_positions: int
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float = 0.0
+    """RoPE base of layers with a window, whose frequencies are not scaled; 0: they rotate as all others do."""
+    rotary_dim: int = 0
+    """Number of leading features of a head that are rotated; 0: all."""
     norm_eps: float = 1e-5
+    norms: Norms = "pre"
+    """Norms before attention and MLP, behind them (OLMo 2), or both (Gemma)."""
+    norm_plus_one: bool = False
+    """Whether norms multiply with 1 + weight (Gemma)."""
+    activation: Activation = "silu"
     tied_head: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
-    family: str = "llama"  # whose table of parameters it has (families/)
+    """Whether each head of queries and keys has a norm (Qwen3, Gemma 3)."""
+    wide_qk_norm: bool = False
+    """Whether all heads of queries together, and of keys, have a norm (OLMo 2)."""
+    windows: tuple[int, ...] = ()
+    """Number of latest tokens that a token of each layer sees; 0: all before it. Empty: no layer has a window."""
+    attention_scale: float = 0.0
+    """Factor of attention scores; 0: 1 / sqrt(head_dim)."""
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    logit_divisor: float = 1.0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """Factor of what attention and MLP add to the residual stream."""
+    family: str = "llama"
+    """Its table of parameters and `model_type` in config.json (families/)."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -51,6 +136,10 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise InputError(f"model shape: head_dim must be even (rotary pairs), is {self.head_dim}")
+        if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise InputError(f"model shape: {self.rotary_dim} of {self.head_dim} features of a head cannot be rotated")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise InputError(f"model shape: {len(self.windows)} windows for {self.num_layers} layers")
 
     @property
     def q_size(self) -> int:
@@ -60,12 +149,33 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def rotated_size(self) -> int:
+        """Number of features of a head that are rotated."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def has_local_rope(self) -> bool:
+        """Whether layers with a window rotate by frequencies of their own."""
+        return self.local_rope_theta > 0 and any(self.windows)
+
+    def window_of(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def attention_of(self, layer: int) -> AttentionOptions | None:
+        """How the attention of a layer differs from the plain one; None: not at all."""
+        window = self.window_of(layer)
+        options = AttentionOptions(
+            self.attention_scale or None, window, self.attention_softcap, 2 if window and self.has_local_rope else 0
+        )
+        return None if options == PLAIN_ATTENTION else options
+
     def splits_over(self, ranks: int) -> bool:
         """Whether tensor-parallel ranks can share its heads and the inner width of its MLPs evenly."""
         return not (self.num_kv_heads % ranks or self.num_heads % ranks or self.intermediate_size % ranks)
 
 
-_LLAMA_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+_LLAMA_3_1 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 _LLAMA_3_2 = replace(_LLAMA_3_1, factor=32.0)
 
 
@@ -99,6 +209,7 @@ def _qwen2(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, voc
         norm_eps=1e-6,
         tied_head=tied,
         qkv_bias=True,
+        family="qwen2",
     )
 
 
@@ -116,10 +227,13 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> Mod
         norm_eps=1e-6,
         tied_head=tied,
         qk_norm=True,
+        family="qwen3",
     )
 
 
-def _mistral(hidden: int, ffn: int, layers: int, *, vocab: int, positions: int, theta: float) -> ModelSpec:
+def _mistral(
+    hidden: int, ffn: int, layers: int, *, vocab: int, positions: int, theta: float, window: int = 0
+) -> ModelSpec:
     return ModelSpec(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -130,6 +244,8 @@ def _mistral(hidden: int, ffn: int, layers: int, *, vocab: int, positions: int, 
         head_dim=128,
         max_positions=positions,
         rope_theta=theta,
+        windows=(window,) * layers if window else (),
+        family="mistral",
     )
 
 
@@ -172,8 +288,7 @@ SHAPES: dict[str, ModelSpec] = {
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
     "qwen3-14b": _qwen3(5120, 17_408, 40, 40, tied=False),
     "qwen3-32b": _qwen3(5120, 25_600, 64, 64, tied=False),
-    # Without its sliding window of 4,096 tokens, which no model here has.
-    "mistral-7b-v0.1": _mistral(4096, 14_336, 32, vocab=32_000, positions=32_768, theta=10_000.0),
+    "mistral-7b-v0.1": _mistral(4096, 14_336, 32, vocab=32_000, positions=32_768, theta=10_000.0, window=4096),
     "mistral-7b-v0.3": _mistral(4096, 14_336, 32, vocab=32_768, positions=32_768, theta=1_000_000.0),
     "mistral-nemo-12b": _mistral(5120, 14_336, 40, vocab=131_072, positions=128_000, theta=1_000_000.0),
     "mistral-small-24b": _mistral(5120, 32_768, 40, vocab=131_072, positions=32_768, theta=100_000_000.0),

@@ -19,8 +19,9 @@ from llamarl.generate.attention import DecodeAttention, PrefillAttention
 from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.sampling import sample_tokens, uniform_draws
 from llamarl.model.checkpoint import load_model
+from llamarl.model.rope import rope_up_to
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.model.transformer import Transformer, causal_attention, fuse, rope_up_to
+from llamarl.model.transformer import Transformer, causal_attention, fuse
 from llamarl.tasks.registry import make_task
 from llamarl.tasks.scorers import exact
 from llamarl.train.attention import MaskedDocuments

@@ -12,7 +12,7 @@ from llamarl.generate.sampling import filter_threshold, sample_tokens, seed_stat
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.model import ops
 from llamarl.model.quantize import FP8
-from llamarl.model.transformer import rope_up_to
+from llamarl.model.rope import rope_up_to
 from llamarl.model_spec import ModelSpec
 from llamarl.types import Sampling
 
@@ -108,10 +108,10 @@ def attention_agrees(
     positions_B, table_BP = positions_S[slots_B], table_SP[slots_B].long()
     at = tuple(part[positions_B][:, None] for part in rope)
     pages_B, within_B = table_BP.gather(1, positions_B[:, None] // page)[:, 0], positions_B % page
-    twin.keys(0).put(pages_B, within_B, ops.rotate(k, at)[:, 0])  # type: ignore[arg-type]
+    twin.keys(0).put(pages_B, within_B, ops.rotate(k, at)[:, 0])
     twin.values(0).put(pages_B, within_B, v[:, 0])
     mask = (torch.arange(page * width, device=device)[None] <= positions_B[:, None])[:, None, None]
-    turned = ops.rotate(q, at).float()  # type: ignore[arg-type]
+    turned = ops.rotate(q, at).float()
     expected = attend_pages(turned, _wide(twin.keys(0)), _wide(twin.values(0)), table_BP, mask)
     found = attention_kernels.attend_pages(
         (q, k, v), ours.keys(0), ours.values(0), table_SP, slots_B, positions_S, rope, readings, parts=parts

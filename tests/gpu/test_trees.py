@@ -102,7 +102,8 @@ def attend(
     ]
     given = [one.to(dtype).requires_grad_() for one in given]
     real = (pack.nodes_RT != PADDING)[..., None, None]
-    out = how(0, *given)
+    q, k, v = given
+    out = how(0, q, k, v)
     (out.float() * torch.randn(out.shape, device=GPU) * real).sum().backward()  # type: ignore[no-untyped-call]
     found = [out * real]
     for one in given:

@@ -66,10 +66,18 @@ def flash_on_cpu() -> Iterator[None]:
 
 
 def plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    causal: bool,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     narrow, (q, k, v) = q.dtype, (_wide(x) for x in (q, k, v))
-    scores_HQK = _scores(q, k, starts_q, starts_k, causal)
+    scores_HQK = _scores(q, k, starts_q, starts_k, causal, scale)
     sums_HQ = scores_HQK.logsumexp(-1)
     out = torch.einsum("hqk,khd->qhd", (scores_HQK - sums_HQ[..., None]).exp(), _for_each_head(v, q))
     return out.to(narrow), sums_HQ, q.new_zeros(2), q.new_zeros(0)
@@ -84,13 +92,14 @@ def plain_backward(
     causal: bool,
     random: Tensor,
     unused: Tensor,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What FlashAttention computes: weights from the sums that it is given, and the output's share from the output."""
     narrow, (grad, q, k, v, out, sums_HQ) = given[0].dtype, (_wide(x) for x in given)
     assert sums_HQ.is_contiguous(), "the kernel assumes it"
-    weights_HQK = (_scores(q, k, starts_q, starts_k, causal) - sums_HQ[..., None]).exp()
+    weights_HQK = (_scores(q, k, starts_q, starts_k, causal, scale) - sums_HQ[..., None]).exp()
     of_weights_HQK = torch.einsum("qhd,khd->hqk", grad, _for_each_head(v, q))
-    of_scores_HQK = weights_HQK * (of_weights_HQK - (grad * out).sum(-1).t()[..., None]) / q.shape[-1] ** 0.5
+    of_scores_HQK = weights_HQK * (of_weights_HQK - (grad * out).sum(-1).t()[..., None]) * _scale(q, scale)
     of_q = torch.einsum("hqk,khd->qhd", of_scores_HQK, _for_each_head(k, q))
     of_k, of_v = torch.einsum("hqk,qhd->khd", of_scores_HQK, q), torch.einsum("hqk,qhd->khd", weights_HQK, grad)
     return of_q.to(narrow), _of_groups(of_k, k).to(narrow), _of_groups(of_v, v).to(narrow)
@@ -100,12 +109,16 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _scores(q: Tensor, k: Tensor, starts_q: Tensor, starts_k: Tensor, causal: bool) -> Tensor:
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5) if scale is None else scale
+
+
+def _scores(q: Tensor, k: Tensor, starts_q: Tensor, starts_k: Tensor, causal: bool, scale: float | None) -> Tensor:
     rows, columns = (_runs(starts, x.shape[0]) for starts, x in ((starts_q, q), (starts_k, k)))
     mask_QK = rows[:, None] == columns
     if causal:
         mask_QK = mask_QK.tril()
-    scores_HQK: Tensor = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) / q.shape[-1] ** 0.5
+    scores_HQK: Tensor = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) * _scale(q, scale)
     return scores_HQK.masked_fill(~mask_QK, -torch.inf)
 
 

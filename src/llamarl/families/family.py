@@ -1,17 +1,28 @@
-"""What a table of parameters is made of: `ParameterSpec`, one row of it, and `Family`, the whole table."""
+"""What a model family is made of: its parameters (`ParameterSpec`), the keys of its config (`ConfigKey`), and `Family`, the
+table that holds both with all that its models have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from llamarl.model_spec import ModelSpec
 
 Kind = Literal[
-    "embedding", "norm", "head_norm", "bias", "attention_in", "attention_out", "mlp_in", "mlp_out", "head", "adapter"
+    "embedding",
+    "norm",
+    "head_norm",
+    "wide_norm",
+    "bias",
+    "attention_in",
+    "attention_out",
+    "mlp_in",
+    "mlp_out",
+    "head",
+    "adapter",
 ]
 ROWS, COLUMNS = 0, 1
 FP8_TILE = 16  # sizes of a matrix that a GPU multiplies in fp8 are multiples of it
@@ -31,6 +42,8 @@ class ParameterSpec(Struct, frozen=True):
     """Number of neighboring elements of that dimension that stay on one rank, such as those of a head."""
     copied: bool = False
     """Whether ranks hold copies of a unit where there are more ranks than units; the planner reckons with it."""
+    stored: str = ""
+    """Name of the tensor in files that holds it among others, one behind another, as Phi-3's do; empty: its own name."""
 
     @property
     def size(self) -> int:
@@ -61,10 +74,31 @@ class ParameterSpec(Struct, frozen=True):
 
 
 Table = Callable[[ModelSpec], Iterable[ParameterSpec]]
+Config = Mapping[str, Any]  # the contents of config.json, with the defaults of the family
+
+
+class ConfigKey(Struct, frozen=True):
+    """A key of config.json that sets fields of the spec."""
+
+    key: str
+    fields: tuple[str, ...]
+    default: Any
+    """Value in transformers where the key is missing."""
+    type: type = float
+    """Type of its value: bool, or float for any number."""
+    read: Callable[[Any], Any] = lambda value: value
+    """The spec's value of a value in the file."""
+    write: Callable[[Any], Any] = lambda value: value
+    """The inverse of `read`."""
+    written: bool = False
+    """Whether it is written even where it has its default."""
+    nullable: bool = False
+    """Whether null is a value of its own; otherwise it means the default."""
 
 
 class Family(Struct, frozen=True):
-    """The table of a model family, in the order of the model: `before` the layers, each `layer`, and `after` them."""
+    """The table of a model family: its parameters in the order of the model (`before` the layers, each `layer`, and `after`
+    them), and how config.json describes its models."""
 
     embedding: str
     """Name of the embedding. In a model with a tied head it is the head, too."""
@@ -77,3 +111,39 @@ class Family(Struct, frozen=True):
     layer_prefix: str = "model.layers.{index}."
     derived: str = ""
     """Pattern of tensor names that checkpoints may contain and that are not read, since the config determines them."""
+    name: str = ""
+    """`model_type` in config.json."""
+    title: str = ""
+    """Names of its models, for people."""
+    architecture: str = ""
+    """Class in transformers."""
+    fixed: Mapping[str, Any] = {}
+    """Fields of the spec that all of its models have in common."""
+    sized: Callable[[Config], Mapping[str, Any]] = lambda config: {}
+    """Fields of the spec that follow from sizes."""
+    keys: tuple[ConfigKey, ...] = ()
+    """Keys of its own."""
+    only: Mapping[str, tuple[Any, ...]] = {}
+    """Keys that may have these values only, besides those of all families (`model/hf_keys.py`)."""
+    harmless: tuple[str, ...] = ()
+    """Keys that its models carry and that change nothing."""
+    defaults: Mapping[str, Any] = {}
+    """Values in transformers of common keys that are missing, where they differ from those of `HFConfig`."""
+    needs: tuple[str, ...] = ()
+    """Keys that must be there, since their defaults are sizes of one model."""
+    windowed: Callable[[int, Config], bool] | None = None
+    """Whether a layer has a sliding window where `layer_types` does not say; None: no layer can have one."""
+    window_switch: str = ""
+    """Key that switches windows on; empty: a window that is given is on."""
+    layer_types: bool = False
+    """Whether its config can list the type of every layer."""
+    local_rope: Literal["none", "theta", "same theta"] = "none"
+    """Whether layers with a window rotate apart from the others: by a base of their own, or by the same one, unscaled."""
+    rope_theta: float = 10_000.0
+    """RoPE base where config.json does not say."""
+    ropes: tuple[str, ...] = ("default", "llama3", "linear", "dynamic", "yarn", "longrope")
+    """Types of RoPE that its models may have."""
+    rope_names: Mapping[str, str] = {}
+    """Old names of these types."""
+    partial_rotary: bool = False
+    """Whether a part of each head may be rotated."""

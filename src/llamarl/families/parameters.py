@@ -8,11 +8,11 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
+from llamarl.families.dense import DENSE
 from llamarl.families.family import Family, ParameterSpec
-from llamarl.families.llama import LLAMA
 from llamarl.model_spec import ModelSpec
 
-FAMILIES: dict[str, Family] = {"llama": LLAMA}
+FAMILIES: dict[str, Family] = {family.name: family for family in DENSE}
 
 
 def family_of(spec: ModelSpec) -> Family:
@@ -31,8 +31,21 @@ def _all(spec: ModelSpec) -> Iterator[ParameterSpec]:
     yield from family.before(spec)
     for index in range(spec.num_layers):
         prefix = family.layer_prefix.format(index=index)
-        yield from (replace(parameter, name=prefix + parameter.name) for parameter in layer)
+        yield from (_in_layer(parameter, prefix) for parameter in layer)
     yield from (parameter for parameter in family.after(spec) if parameter.name != family.head or not spec.tied_head)
+
+
+def _in_layer(parameter: ParameterSpec, prefix: str) -> ParameterSpec:
+    stored = prefix + parameter.stored if parameter.stored else ""
+    return replace(parameter, name=prefix + parameter.name, stored=stored)
+
+
+def stored_tensors(spec: ModelSpec) -> Mapping[str, list[ParameterSpec]]:
+    """Maps the name of every tensor in a model's files to the parameters whose rows it holds, one behind another."""
+    found: dict[str, list[ParameterSpec]] = {}
+    for parameter in parameters(spec).values():
+        found.setdefault(parameter.stored or parameter.name, []).append(parameter)
+    return found
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

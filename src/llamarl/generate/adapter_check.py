@@ -21,7 +21,8 @@ from llamarl.generate.parallel import TensorRank
 from llamarl.model.adapter_digest import AdapterHash, HashedPart, hash_text
 from llamarl.model.lora import Adapters
 from llamarl.model.quantize import FP8, quantize_rows
-from llamarl.model.transformer import Attend, causal_attention
+from llamarl.model.transformer import causal_attention
+from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
 from llamarl.types import (
     Completion,
     CompletionGroup,
@@ -105,10 +106,11 @@ class AdapterCheck:
         return torch.cat(found).float().cpu()
 
 
-def _narrow_attention(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+def _narrow_attention(
+    layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions = PLAIN_ATTENTION
+) -> Tensor:
     """To keys and values as an fp8 cache holds them."""
-    attend: Attend = causal_attention
-    return attend(layer, q_BTHD, _through_fp8(k_BTKD), _through_fp8(v_BTKD))
+    return causal_attention(layer, q_BTHD, _through_fp8(k_BTKD), _through_fp8(v_BTKD), options)
 
 
 def _through_fp8(x: Tensor) -> Tensor:

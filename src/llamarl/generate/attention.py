@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from llamarl.generate.kv_cache import PagedCache, Pages
 from llamarl.model.ops import Rope, rotate
+from llamarl.model.plain_attention import attend_heads, causal_mask, masked_attention, seen
+from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
 
 
 class PrefillAttention:
@@ -25,9 +26,16 @@ class PrefillAttention:
         within_T = torch.arange(pages_RT.shape[1], device=pages_RT.device) % cache.page_tokens
         self._within_N = within_T.repeat(len(pages_RT))
 
-    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q_RTHD, *self._write(layer, k_RTKD, v_RTKD)))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    def __call__(
+        self,
+        layer: int,
+        q_RTHD: Tensor,
+        k_RTKD: Tensor,
+        v_RTKD: Tensor,
+        options: AttentionOptions = PLAIN_ATTENTION,
+    ) -> Tensor:
+        written = self._write(layer, k_RTKD, v_RTKD)
+        return masked_attention(q_RTHD, *written, causal_mask(q_RTHD, options), options)
 
     def _write(self, layer: int, k_RTKD: Tensor, v_RTKD: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values; returns them as they can be read afterwards."""
@@ -51,14 +59,23 @@ class ExtendAttention:
         self._cache, self._table_RP = cache, table_RP
         self._pages_N = pages_RT.flatten()
         self._within_N = (positions_RT % cache.page_tokens).flatten()
-        steps_L = torch.arange(table_RP.shape[1] * cache.page_tokens, device=table_RP.device)
-        self._mask_R1TL = (steps_L <= positions_RT[..., None])[:, None]
+        self._steps_L = torch.arange(table_RP.shape[1] * cache.page_tokens, device=table_RP.device)
+        self._positions_R1T1 = positions_RT[:, None, :, None]
+        self._mask_R1TL = seen(self._positions_R1T1, self._steps_L, 0)
 
-    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q_RTHD: Tensor,
+        k_RTKD: Tensor,
+        v_RTKD: Tensor,
+        options: AttentionOptions = PLAIN_ATTENTION,
+    ) -> Tensor:
         keys, values = self._cache.keys(layer), self._cache.values(layer)
         for pages, new_RTKD in ((keys, k_RTKD), (values, v_RTKD)):
             pages.put(self._pages_N, self._within_N, new_RTKD.flatten(0, 1))
-        return attend_pages(q_RTHD, keys, values, self._table_RP, self._mask_R1TL)
+        mask = seen(self._positions_R1T1, self._steps_L, options.window) if options.window else self._mask_R1TL
+        return attend_pages(q_RTHD, keys, values, self._table_RP, mask, options)
 
 
 class Readings(NamedTuple):
@@ -96,34 +113,54 @@ class DecodeAttention:
         *,
         parts: int = 0,
     ) -> None:
-        """`rope`: cos and sin of all positions, [T, 1, D]. `parts`: see `DecodeBatch`."""
+        """`rope`: tables of all positions, [T, 1, D]. `parts`: see `DecodeBatch`."""
         self._cache, self._table_SP, self._slots_B, self._positions_S = cache, table_SP, slots_B, positions_S
         self._rope, self._readings, self._parts = rope, readings, parts
         if table_SP.is_cuda:
             return
         positions_B = positions_S[slots_B]
-        self._rope_B = rope[0][positions_B][:, None], rope[1][positions_B][:, None]
+        self._rope_B = tuple(part[positions_B][:, None] for part in rope)
         self._table_BP = table_SP[slots_B].long()
-        steps_T = torch.arange(table_SP.shape[1] * cache.page_tokens)
-        self._mask_B11T = (steps_T[None] <= positions_B[:, None])[:, None, None]
+        self._steps_T = torch.arange(table_SP.shape[1] * cache.page_tokens)
+        self._positions_B111 = positions_B[:, None, None, None]
+        self._mask_B11T = seen(self._positions_B111, self._steps_T, 0)
         self._pages_B = self._table_BP.gather(1, positions_B[:, None] // cache.page_tokens)[:, 0]
         self._within_B = positions_B % cache.page_tokens
 
-    def __call__(self, layer: int, q_B1HD: Tensor, k_B1KD: Tensor, v_B1KD: Tensor) -> Tensor:
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
+    def __call__(
+        self,
+        layer: int,
+        q_B1HD: Tensor,
+        k_B1KD: Tensor,
+        v_B1KD: Tensor,
+        options: AttentionOptions = PLAIN_ATTENTION,
+    ) -> Tensor:
+        keys, values, pair = self._cache.keys(layer), self._cache.values(layer), slice(options.rope, options.rope + 2)
         if q_B1HD.is_cuda:
             from llamarl.generate.attention_kernels import attend_pages as attend_pages_on_gpu
 
             qkv, where = (q_B1HD, k_B1KD, v_B1KD), (self._table_SP, self._slots_B, self._positions_S)
-            return attend_pages_on_gpu(qkv, keys, values, *where, self._rope, self._readings, parts=self._parts)
-        q_B1HD, k_B1KD = rotate(q_B1HD, self._rope_B), rotate(k_B1KD, self._rope_B)
+            # Sequences that begin alike see different parts of what they share through a window, so they read it apart.
+            readings = None if options.window else self._readings
+            return attend_pages_on_gpu(
+                qkv, keys, values, *where, self._rope[pair], readings, parts=self._parts, options=options
+            )
+        rope_B = self._rope_B[pair]
+        q_B1HD, k_B1KD = rotate(q_B1HD, rope_B), rotate(k_B1KD, rope_B)
         keys.put(self._pages_B, self._within_B, k_B1KD[:, 0])
         values.put(self._pages_B, self._within_B, v_B1KD[:, 0])
-        return attend_pages(q_B1HD, keys, values, self._table_BP, self._mask_B11T)
+        mask = seen(self._positions_B111, self._steps_T, options.window) if options.window else self._mask_B11T
+        return attend_pages(q_B1HD, keys, values, self._table_BP, mask, options)
 
 
-def attend_pages(q_B1HD: Tensor, keys: Pages, values: Pages, table_BP: Tensor, mask_B11T: Tensor) -> Tensor:
+def attend_pages(
+    q_B1HD: Tensor,
+    keys: Pages,
+    values: Pages,
+    table_BP: Tensor,
+    mask_B11T: Tensor,
+    options: AttentionOptions = PLAIN_ATTENTION,
+) -> Tensor:
     """Attention over the pages of each row."""
     k_BKTD, v_BKTD = (pages.read(table_BP, q_B1HD.dtype) for pages in (keys, values))
-    out = F.scaled_dot_product_attention(q_B1HD.transpose(1, 2), k_BKTD, v_BKTD, attn_mask=mask_B11T, enable_gqa=True)
-    return out.transpose(1, 2)
+    return attend_heads(q_B1HD.transpose(1, 2), k_BKTD, v_BKTD, mask_B11T, options).transpose(1, 2)

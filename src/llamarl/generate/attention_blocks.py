@@ -14,15 +14,22 @@ from llamarl.model.kernels import narrowed
 
 
 @triton.jit
-def turned(at, cos_at, sin_at, size, in_size, mask, SIZE: tl.constexpr):
-    """`ops.rotate` of the vectors that begin at these places: rotates each pair (i, i + SIZE / 2), rounded once."""
-    half: tl.constexpr = SIZE // 2
+def turned(at, cos_at, sin_at, size, in_size, mask, SIZE: tl.constexpr, ROTATED: tl.constexpr):
+    """`ops.rotate` of the vectors that begin at these places: rotates each pair (i, i + ROTATED / 2), rounded once. Features
+    from ROTATED on stay as they are."""
+    half: tl.constexpr = ROTATED // 2
     partner = tl.where(size < half, size + half, size - half)
     sign = tl.where(size < half, -1.0, 1.0)
+    rotates = size < ROTATED
+    if ROTATED < SIZE:
+        partner = tl.where(rotates, partner, size)
+        in_size = in_size & rotates
     x = tl.load(at + size, mask=mask, other=0.0)
     other = tl.load(at + partner, mask=mask, other=0.0)
     cos = tl.load(cos_at + size, mask=in_size, other=0.0)
     sin = tl.load(sin_at + size, mask=in_size, other=0.0)
+    if ROTATED < SIZE:
+        cos = tl.where(rotates, cos, 1.0)
     return (x.to(tl.float32) * cos + other.to(tl.float32) * (sign * sin)).to(x.dtype)
 
 
@@ -80,6 +87,14 @@ def put(low, high, values_ptr, scales_ptr, where, column, mask, WIDTH: tl.conste
 
 
 @triton.jit
+def capped(score, CAP: tl.constexpr):
+    """Scores to the base 2. With CAP, `score` is divided by the softcap already: CAP * tanh(score), without overflow."""
+    if CAP > 0:
+        score = CAP - 2 * CAP / (tl.exp2(score * 2.8853900817779268) + 1.0)
+    return score
+
+
+@triton.jit
 def _attend_block(
     q_low,
     q_high,
@@ -96,6 +111,7 @@ def _attend_block(
     scale,
     NARROW: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """The running softmax, extended by the tokens of one block. With narrow values, their scales go into the weights, which
     are taken relative to the largest of these products, so that they fit fp16."""
@@ -105,10 +121,11 @@ def _attend_block(
         score = tl.dot(k_low, q_low, input_precision="ieee")
         score = tl.dot(k_high, q_high, score, input_precision="ieee")
         score *= (tl.load(key_scales_at, mask=inside, other=0.0) * scale)[:, None]
+        score = capped(score, CAP)
         v_scale = tl.load(value_scales_at, mask=inside, other=1.0)
         bound = score + tl.log2(v_scale)[:, None]
     else:
-        score = tl.dot(k, q_low, input_precision="ieee") * scale
+        score = capped(tl.dot(k, q_low, input_precision="ieee") * scale, CAP)
         bound = score
     higher = tl.maximum(largest, tl.max(tl.where(inside[:, None], bound, float("-inf")), axis=0))
     weight = tl.exp2(tl.where(inside[:, None], score, float("-inf")) - higher[None, :])
@@ -150,9 +167,12 @@ def attend_range(
     BLOCK: tl.constexpr,
     NARROW: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    CAP: tl.constexpr = 0.0,
+    WINDOW: tl.constexpr = 0,
 ):
-    """The running softmax, extended by blocks `first` to before `last` of the tokens from `begin`, where a page begins, to
-    before `end`. Pages are looked up one block ahead: only then can the loads of several blocks overlap."""
+    """The running softmax, extended by blocks `first` to before `last` of the tokens from `begin`, where a block of a page
+    begins, to before `end`; with WINDOW, by the latest WINDOW - 1 of them. Pages are looked up one block ahead: only then can
+    the loads of several blocks overlap."""
     within = tl.arange(0, BLOCK)
     in_width = column < WIDTH
     one_page: tl.constexpr = PAGE % BLOCK == 0
@@ -161,6 +181,8 @@ def attend_range(
     for block in tl.range(first, last):
         start = begin + block * BLOCK
         inside = start + within < end
+        if WINDOW > 0:
+            inside = inside & (start + within > end - WINDOW)
         if one_page:
             where = base + page.to(tl.int64) * PAGE + start % PAGE
             places = where + within
@@ -177,7 +199,7 @@ def attend_range(
         largest, total, low, high = _attend_block(
             q_low, q_high, largest, total, low, high,
             keys_ptr + by_token, values_ptr + by_column, key_scales_ptr + places, value_scales_ptr + places,
-            inside, in_width, scale, NARROW, INTERPRETED,
+            inside, in_width, scale, NARROW, INTERPRETED, CAP,
         )
         # fmt: on
     return largest, total, low, high

@@ -20,10 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from llamarl.generate.attention import Readings, members_of_reading
-from llamarl.generate.attention_blocks import add_one, add_shared, attend_range, operand, put, store, turned
+from llamarl.generate.attention_blocks import add_one, add_shared, attend_range, capped, operand, put, store, turned
 from llamarl.generate.kv_cache import Pages
 from llamarl.generate.kv_splits import PART_TOKENS, parts_of_all
 from llamarl.model.ops import Rope
+from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
 
 _SHARED_PARTS = 4
 _MIN_COLUMNS = 8  # least columns of a tensor core's product; here they are query heads
@@ -68,6 +69,18 @@ def _cut(tokens, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
 
 
 @triton.jit
+def _begin(position, skip, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """First token to read: where the block begins that holds the first token of the window. A window of one token is the new
+    one, which is not read."""
+    begin = skip
+    if WINDOW == 1:
+        begin = position
+    elif WINDOW > 1:
+        begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK * BLOCK
+    return begin
+
+
+@triton.jit
 def _attend_pages(
     q_ptr,
     k_ptr,
@@ -105,6 +118,9 @@ def _attend_pages(
     NARROW: tl.constexpr,
     SHARED_PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    ROTATED: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One program: the query heads that share one key-value head of one sequence, over one part of its tokens. Long
     sequences come first. With SHARED_PARTS, tokens shared by several sequences were attended to before, in so many parts."""
@@ -112,7 +128,8 @@ def _attend_pages(
     slot = tl.load(slots_ptr + row)
     position = tl.load(positions_ptr + slot).to(tl.int32)
     skip = tl.load(skips_ptr + row).to(tl.int32) if SHARED_PARTS > 0 else 0
-    num_blocks, per_part, parts = _cut(position - skip, BLOCK, PARTS, LEAST)
+    begin = _begin(position, skip, BLOCK, WINDOW)
+    num_blocks, per_part, parts = _cut(position - begin, BLOCK, PARTS, LEAST)
     if PARTS > 1:  # noqa: SIM102 (known when it is compiled)
         if part >= parts:
             return
@@ -123,10 +140,10 @@ def _attend_pages(
     in_group, in_width = query < GROUP, column < width
     both = in_width[:, None] & in_group[None, :]
     size = step * column[:, None]
-    cos_at, sin_at = cos_ptr + position * SIZE, sin_ptr + position * SIZE
+    cos_at, sin_at = cos_ptr + position * ROTATED, sin_ptr + position * ROTATED
     q_at = q_ptr + row * q_row + (head * GROUP + query[None, :]) * SIZE
-    q_low = turned(q_at, cos_at, sin_at, size, in_width[:, None], both, SIZE)
-    q_high = turned(q_at, cos_at, sin_at, size + 1, in_width[:, None], both, SIZE) if NARROW else q_low
+    q_low = turned(q_at, cos_at, sin_at, size, in_width[:, None], both, SIZE, ROTATED)
+    q_high = turned(q_at, cos_at, sin_at, size + 1, in_width[:, None], both, SIZE, ROTATED) if NARROW else q_low
     base = head.to(tl.int64) * head_tokens
 
     largest, total = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.float32)
@@ -137,8 +154,8 @@ def _attend_pages(
     # fmt: off
     largest, total, low, high = attend_range(
         operand(q_low, NARROW), operand(q_high, NARROW), largest, total, low, high,
-        keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table, base, skip, first, last, position, column, scale,
-        width, PAGE, BLOCK, NARROW, INTERPRETED,
+        keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table, base, begin, first, last, position, column, scale,
+        width, PAGE, BLOCK, NARROW, INTERPRETED, CAP, WINDOW,
     )
     # fmt: on
     heads = row * HEADS + head * GROUP + query
@@ -146,8 +163,8 @@ def _attend_pages(
         # The new token is not in the cache yet; it is written there from here.
         new = step * column
         k_at, v_at = k_ptr + row * k_row + head * SIZE, v_ptr + row * v_row + head * SIZE
-        k_low = turned(k_at, cos_at, sin_at, new, in_width, in_width, SIZE)
-        k_high = turned(k_at, cos_at, sin_at, new + 1, in_width, in_width, SIZE) if NARROW else k_low
+        k_low = turned(k_at, cos_at, sin_at, new, in_width, in_width, SIZE, ROTATED)
+        k_high = turned(k_at, cos_at, sin_at, new + 1, in_width, in_width, SIZE, ROTATED) if NARROW else k_low
         v_low = tl.load(v_at + new, mask=in_width, other=0.0)
         v_high = tl.load(v_at + new + 1, mask=in_width, other=0.0) if NARROW else v_low
         where = base + tl.load(table + position // PAGE).to(tl.int64) * PAGE + position % PAGE
@@ -158,7 +175,7 @@ def _attend_pages(
             score += tl.sum(q_high.to(tl.float32) * k_high[:, None], axis=0)
         # fmt: off
         largest, total, low, high = add_one(
-            score * scale, v_low[:, None], v_high[:, None], largest, total, low, high, NARROW
+            capped(score * scale, CAP), v_low[:, None], v_high[:, None], largest, total, low, high, NARROW
         )
         # fmt: on
         if skip > 0:
@@ -212,6 +229,8 @@ def _attend_shared(
     PARTS: tl.constexpr,
     NARROW: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    ROTATED: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """One program: the query heads that share one key-value head, of all sequences that begin with the same pages, over one
     part of these pages, which are read once for all."""
@@ -228,11 +247,11 @@ def _attend_shared(
     both = in_width[:, None] & valid[None, :]
     size = step * column[:, None]
     rows = first_row + tl.where(valid, member, 0)
-    angle = tl.load(positions_ptr + tl.load(slots_ptr + rows))[None, :] * SIZE
+    angle = tl.load(positions_ptr + tl.load(slots_ptr + rows))[None, :] * ROTATED
     heads = head * GROUP + query % GROUP
     q_at = q_ptr + rows[None, :] * q_row + heads[None, :] * SIZE
-    q_low = turned(q_at, cos_ptr + angle, sin_ptr + angle, size, both, both, SIZE)
-    q_high = turned(q_at, cos_ptr + angle, sin_ptr + angle, size + 1, both, both, SIZE) if NARROW else q_low
+    q_low = turned(q_at, cos_ptr + angle, sin_ptr + angle, size, both, both, SIZE, ROTATED)
+    q_high = turned(q_at, cos_ptr + angle, sin_ptr + angle, size + 1, both, both, SIZE, ROTATED) if NARROW else q_low
 
     base = head.to(tl.int64) * head_tokens
     table = table_ptr + tl.load(slots_ptr + first_row) * table_row
@@ -248,7 +267,7 @@ def _attend_shared(
     largest, total, low, high = attend_range(
         operand(q_low, NARROW), operand(q_high, NARROW), largest, total, low, high,
         keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table, base, 0, first, last, end, column, scale,
-        width, PAGE, BLOCK, NARROW, INTERPRETED,
+        width, PAGE, BLOCK, NARROW, INTERPRETED, CAP,
     )
     # fmt: on
     inverse = (1.0 / tl.where(total > 0, total, 1.0))[None, :]
@@ -273,11 +292,12 @@ def _join_parts(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     LEAST: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One program: the query heads that share one key-value head of one sequence, if it was split."""
     head, row = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_ptr + tl.load(slots_ptr + row)).to(tl.int32)
-    _, _, parts = _cut(position, BLOCK, PARTS, LEAST)
+    _, _, parts = _cut(position - _begin(position, 0, BLOCK, WINDOW), BLOCK, PARTS, LEAST)
     if parts == 1:
         return
     query, part, size = tl.arange(0, COLUMNS), tl.arange(0, PARTS), tl.arange(0, PADDED)
@@ -307,13 +327,17 @@ def attend_pages(
     parts: int = 0,
     how: Tiling | None = None,
     shared_how: Tiling | None = None,
+    options: AttentionOptions = PLAIN_ATTENTION,
 ) -> Tensor:
-    """Write each row's new key and value to its page, and attend to all tokens up to it.
+    """Write each row's new key and value to its page, and attend to all tokens up to it, or to those in the window.
 
     `qkv` are as the product made them, [B, 1, heads, D]; `rope` holds cos and sin of every position, [T, 1, D] in fp32."""
     rows, _, heads, size = qkv[0].shape
     kv_heads, num_pages, page_tokens, _ = keys.values_KPTD.shape
-    group, head_tokens, scale = heads // kv_heads, num_pages * page_tokens, size**-0.5 * math.log2(math.e)
+    assert not (readings and options.window), "each sequence sees another part of shared pages through a window"
+    group, head_tokens = heads // kv_heads, num_pages * page_tokens
+    factor, cap = size**-0.5 if options.scale is None else options.scale, options.softcap
+    scale = factor / cap if cap else factor * math.log2(math.e)
     columns = max(_MIN_COLUMNS, triton.next_power_of_2(group))
     sizes = {
         "HEADS": heads,
@@ -323,6 +347,8 @@ def attend_pages(
         "PAGE": page_tokens,
         "NARROW": keys.narrow,
         "INTERPRETED": _INTERPRETED,
+        "ROTATED": rope[0].shape[-1],
+        "CAP": cap * math.log2(math.e),
     }
     how = how or tiling(size, columns, narrow=keys.narrow, parts=parts)
     num_parts = 1 if readings else how.parts or parts_of_all(rows * kv_heads)
@@ -380,6 +406,7 @@ def attend_pages(
         PARTS=num_parts,
         LEAST=how.least,
         SHARED_PARTS=_SHARED_PARTS if readings else 0,
+        WINDOW=options.window,
         **sizes,
         **how.options,
     )
@@ -398,6 +425,7 @@ def attend_pages(
             BLOCK=how.block,
             PARTS=num_parts,
             LEAST=how.least,
+            WINDOW=options.window,
             num_warps=4,
         )
     return out

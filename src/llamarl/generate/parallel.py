@@ -21,7 +21,7 @@ from llamarl.layout.boxes import Box
 from llamarl.layout.mesh import Mesh, box_on
 from llamarl.layout.model import placement_of
 from llamarl.model.linear import ReplacedLinear
-from llamarl.model.transformer import Block, Transformer
+from llamarl.model.transformer import AllHeadsNorm, Block, BranchBlock, Transformer
 from llamarl.model_spec import ModelSpec
 
 
@@ -81,11 +81,19 @@ def split_over_ranks(model: Transformer, part: TensorRank) -> None:
     model.gather = lambda scores: gather_vocabulary(scores, vocabulary, part.count)
 
 
-def split_block(block: Block, part: TensorRank) -> None:
-    """Let a block sum its two products over the ranks."""
+def split_block(block: Block | BranchBlock, part: TensorRank) -> None:
+    """Let a block sum its two products over the ranks, and the squares of norms that span all heads."""
     if part.count > 1 and not isinstance(block.mlp.down_proj, SummedLinear):
         block.self_attn.o_proj = SummedLinear(block.self_attn.o_proj)
         block.mlp.down_proj = SummedLinear(block.mlp.down_proj)
+        for norm in (block.self_attn.q_norm, block.self_attn.k_norm):
+            if isinstance(norm, AllHeadsNorm):
+                norm.sum_over_ranks = _summed
+
+
+def _summed(squares: Tensor) -> Tensor:
+    dist.all_reduce(squares)
+    return squares
 
 
 def gather_vocabulary(scores: Tensor, vocabulary: int, count: int) -> Tensor:

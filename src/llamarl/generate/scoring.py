@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from llamarl.model.transformer import Transformer, causal_attention, rope_table
+from llamarl.model.rope import rope_table
+from llamarl.model.transformer import Transformer, causal_attention
 
 _CHUNK = 256  # places whose scores are in memory at once
 

@@ -10,7 +10,8 @@ from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import SlotState
 from llamarl.model.ops import Rope
-from llamarl.model.transformer import Transformer, rope_up_to
+from llamarl.model.rope import rope_up_to
+from llamarl.model.transformer import Transformer
 
 
 class Steps:
@@ -52,5 +53,4 @@ class Steps:
         state.advance(slots_B, *sample_tokens(logits_BV, draws_B, state.sampling_of(slots_B), filtered=filtered))
 
     def _rope_at(self, positions_BT: Tensor) -> Rope:
-        cos, sin = self._rope
-        return cos[positions_BT], sin[positions_BT]
+        return tuple(part[positions_BT] for part in self._rope)

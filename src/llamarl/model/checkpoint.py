@@ -24,11 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 from llamarl.errors import ModelError
 from llamarl.families.family import Family, ParameterSpec
-from llamarl.families.parameters import family_of, parameter_shapes, parameters
+from llamarl.families.parameters import family_of, parameters, stored_tensors
 from llamarl.io.record_log import sync_path
 from llamarl.layout.boxes import Box, shape_of, whole
 from llamarl.model.folders import CARRIED_FILES, no_weights
 from llamarl.model.hf_config import carried_config, read_json_object, read_shape
+from llamarl.model.linear import joined
 from llamarl.model.safetensors_file import TensorSpan, read_spans
 from llamarl.model.tensor_io import DTYPES, read_tensor, same_bytes, write_tensors
 from llamarl.model.transformer import Transformer
@@ -86,7 +87,8 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Transformer:
-    """A model with untrained weights: matrices from N(0, 0.02), norms 1, biases 0. The seed fixes them on each device."""
+    """A model with untrained weights: matrices from N(0, 0.02), neutral norms, biases 0. The seed fixes them on each
+    device."""
     model = empty_model(shape, dtype=dtype, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
@@ -94,8 +96,8 @@ def random_model(
             match parameters(shape)[name].kind:
                 case "bias":
                     parameter.zero_()
-                case "norm" | "head_norm":
-                    parameter.fill_(1.0)
+                case "norm" | "head_norm" | "wide_norm":
+                    parameter.fill_(0.0 if shape.norm_plus_one else 1.0)
                 case _:
                     parameter.normal_(0.0, 0.02, generator=generator)
     return model
@@ -162,8 +164,9 @@ def checked_spans(
     folder: Path, shape: ModelSpec, more: Mapping[str, tuple[int, ...]] | None = None, *, compare_tied: bool = True
 ) -> dict[str, TensorSpan]:
     """Spans of the model's parameters and of the tensors in `more`. ModelError if one is missing, mis-shaped or surplus."""
-    spans, family = _all_spans(folder), family_of(shape)
-    expected = {**parameter_shapes(shape), **(more or {})}
+    spans, family, stored = _all_spans(folder), family_of(shape), stored_tensors(shape)
+    sizes = {name: (sum(one.shape[0] for one in parts), *parts[0].shape[1:]) for name, parts in stored.items()}
+    expected = {**sizes, **(more or {})}
     for name, size in expected.items():
         if name not in spans:
             raise ModelError(f"{folder}: tensor {name} is missing")
@@ -176,7 +179,17 @@ def checked_spans(
                 _check_tied_copy(folder, spans, family)
         elif not re.fullmatch(family.derived, name):
             raise ModelError(f"{folder}: tensor {name} is not part of the model that config.json describes")
-    return {name: spans[name] for name in expected}
+    own = {one.name: span for name, parts in stored.items() for one, span in _spans_of(spans[name], parts)}
+    return own | {name: spans[name] for name in more or {}}
+
+
+def _spans_of(whole: TensorSpan, parts: list[ParameterSpec]) -> Iterator[tuple[ParameterSpec, TensorSpan]]:
+    """The place of each parameter in a tensor that holds the rows of all, one behind another."""
+    offset, row_bytes = whole.offset, whole.num_bytes // max(1, whole.shape[0])
+    for one in parts:
+        num_bytes = one.shape[0] * row_bytes
+        yield one, TensorSpan(whole.path, whole.dtype, one.shape, offset, num_bytes)
+        offset += num_bytes
 
 
 def _check_tied_copy(folder: Path, spans: Mapping[str, TensorSpan], family: Family) -> None:
@@ -238,7 +251,7 @@ def save_model(
 
     With `carry_from`, the tokenizer, chat template and generation config of that folder are copied.
     """
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = _as_stored(model)
     chosen = dtype or next(iter(tensors.values())).dtype
     if chosen not in DTYPES.values():
         raise ModelError(f"{folder}: cannot save a model in {chosen}; expected one of {', '.join(DTYPES)}")
@@ -248,6 +261,16 @@ def save_model(
         if carry_from:
             carry_files(carry_from, temporary)
         _write_weights(temporary, tensors, chosen, max_shard_bytes)
+
+
+def _as_stored(model: Transformer) -> dict[str, Tensor]:
+    """The model's tensors as its family's files hold them, in the model's order."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = dict[str, Tensor]()
+    for name, parts in stored_tensors(model.shape).items():
+        rows = [own[one.name] for one in parts]
+        found[name] = joined(rows) if len(rows) > 1 else rows[0]
+    return found
 
 
 def carry_files(source: Path, folder: Path) -> None:

@@ -21,7 +21,7 @@ from llamarl.model.checkpoint import empty_model, save_model
 from llamarl.model.gguf_file import KINDS, GGUFFile, GGUFTensor, read_gguf
 from llamarl.model.gguf_tokenizer import write_tokenizer
 from llamarl.model.hf_config import write_config
-from llamarl.model.transformer import rope_frequencies
+from llamarl.model.rope import rope_frequencies
 from llamarl.model_spec import SHAPES, ModelSpec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -173,6 +173,7 @@ def _shape(gguf: GGUFFile, weights: _Weights) -> ModelSpec:
             norm_eps=_decimal(gguf, fields, "attention.layer_norm_rms_epsilon", default=1e-5),
             tied_head=_is_tied(gguf, weights),
             qkv_bias=architecture == "qwen2",
+            family=architecture,
         )
     except InputError as error:
         raise ModelError(f"{gguf.path}: {error}") from None

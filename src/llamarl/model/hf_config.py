@@ -12,28 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
+from msgspec.structs import replace
 
 from llamarl.errors import InputError, ModelError
+from llamarl.families.family import Config, ConfigKey, Family
+from llamarl.families.parameters import FAMILIES
 from llamarl.model.folders import no_config, no_folder
-from llamarl.model.hf_keys import HARMLESS, ONLY, ROPE_KEYS, is_off
-from llamarl.model_spec import SHAPES, ModelSpec, RopeScaling, shape_named
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+from llamarl.model.hf_keys import HARMLESS, ONLY, is_off
+from llamarl.model.hf_rope import number, rope_config, rope_fields
+from llamarl.model_spec import SHAPES, ModelSpec, shape_named
 
 # Far above any real model; keeps a false config from building a billion layers before its tensors are checked.
 _MAX_LAYERS = 2048
 _MAX_SIZE = 1 << 26
 _MAX_JSON_BYTES = 64 << 20
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class HFConfig(Struct, frozen=True, kw_only=True):
-    """The keys that fix the maths, as transformers 4 and 5 write them, with their defaults in transformers."""
+    """The keys of all families that fix the maths, as transformers 4 and 5 write them, with its defaults."""
 
     model_type: str
     vocab_size: int
@@ -49,7 +47,11 @@ class HFConfig(Struct, frozen=True, kw_only=True):
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    sliding_window: int | UnsetType | None = UNSET
+    rope_local_base_freq: float | None = None
+    partial_rotary_factor: float | None = None
+    sliding_window: int | None = None
+    sliding_window_pattern: int | None = None
+    max_window_layers: int | None = None
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
     architectures: list[str] | None = None
@@ -98,11 +100,12 @@ def read_classifier_shape(folder: Path) -> ModelSpec:
     """The spec of a sequence-classification folder: a supported model with one score instead of a head."""
     path = config_path(folder)
     raw = read_json_object(path)
-    expected = ARCHITECTURES.get(str(raw.get("model_type")), "").replace("ForCausalLM", "ForSequenceClassification")
+    family = FAMILIES.get(str(raw.get("model_type")))
+    expected = family.architecture.replace("ForCausalLM", "ForSequenceClassification") if family else ""
     if raw.get("architectures") != [expected]:
         raise ModelError(
             f"{path}: 'architectures': {_brief(raw.get('architectures'))} is no reward model of a family we support; "
-            f"expected ...ForSequenceClassification of {', '.join(ARCHITECTURES)}"
+            f"expected ...ForSequenceClassification of {', '.join(FAMILIES)}"
         )
     labels = raw.get("id2label")
     if raw.get("num_labels", 1) != 1 or (isinstance(labels, dict) and len(labels) != 1):
@@ -124,15 +127,20 @@ def config_path(folder: Path) -> Path:
 
 
 def _shape_of(raw: Mapping[str, Any]) -> ModelSpec:
-    _refuse_unsupported(raw)
+    family = _family_of(raw)
+    _refuse_unsupported(raw, family)
+    given = {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
     try:
-        config = msgspec.convert(raw, HFConfig)
+        config = msgspec.convert({**family.defaults, **given}, HFConfig)
     except msgspec.ValidationError as error:
         raise ModelError(str(error).replace("`", "'").replace("$.", "")) from None
-    _check_family(config)
+    _check_family(config, family, given)
     _check_sizes(config)
-    _check_sliding_window(config)
-    theta, scaling = _rope_of(config)
+    known: Config = {**family.defaults, **given}
+    fields = {**family.fixed, **family.sized(known)}
+    for key in family.keys:
+        fields |= dict.fromkeys(key.fields, _value_of(key, raw))
+    head_dim = _head_dim(config)
     return ModelSpec(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -140,37 +148,52 @@ def _shape_of(raw: Mapping[str, Any]) -> ModelSpec:
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=_num_kv_heads(config),
-        head_dim=_head_dim(config),
-        max_positions=config.max_position_embeddings,
-        rope_theta=theta,
-        rope_scaling=scaling,
+        head_dim=head_dim,
         norm_eps=config.rms_norm_eps,
         tied_head=config.tie_word_embeddings,
-        qkv_bias=config.model_type == "qwen2",
-        qk_norm=config.model_type == "qwen3",
+        windows=_windows(config, family, known),
+        family=family.name,
+        **fields,
+        **rope_fields(known, family, head_dim),
     )
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    family = raw.get("model_type")
-    if family not in list(ARCHITECTURES):
-        raise ModelError(f"model_type {_brief(family)} is not supported; supported: {', '.join(ARCHITECTURES)}")
+def _family_of(raw: Mapping[str, Any]) -> Family:
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelError(f"model_type {_brief(name)} is not supported; supported: {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def _value_of(key: ConfigKey, raw: Mapping[str, Any]) -> Any:
+    """The spec's value of a family's own key."""
+    value = raw.get(key.key, key.default)
+    if value is None and not key.nullable:
+        value = key.default
+    if key.type is bool and not isinstance(value, bool):
+        raise ModelError(f"'{key.key}' must be true or false, is {_brief(value)}")
+    return key.read(number(value, key.key) if key.type is float and value is not None else value)
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
+    own, only = {key.key for key in family.keys}, {**ONLY, **family.only}
     for key, value in raw.items():
         # null is how these files say "not in use"
-        if value is None:
+        if value is None or key in own or key in family.harmless:
             continue
-        if key in ONLY:
-            if value not in ONLY[key] and not (is_off(key, value) and not ONLY[key]):
-                raise ModelError(f"'{key}': {_brief(value)} is not supported{_expected(ONLY[key])}")
-        elif not _is_known(key) and not is_off(key, value):
+        if key in only:
+            if value not in only[key] and not (is_off(key, value) and not only[key]):
+                raise ModelError(f"'{key}': {_brief(value)} is not supported{_expected(only[key])}")
+        elif not _is_known(key, family) and not is_off(key, value):
             raise ModelError(
                 f"{_brief(key)} is not known here and could change the maths, since it is {_brief(value)}; "
                 "remove it if it is a note"
             )
 
 
-def _is_known(key: str) -> bool:
-    return key in HARMLESS or key in ONLY or key in HFConfig.__struct_fields__
+def _is_known(key: str, family: Family) -> bool:
+    own = key in family.harmless or key in family.only or any(key == one.key for one in family.keys)
+    return own or key in HARMLESS or key in ONLY or key in HFConfig.__struct_fields__
 
 
 def describe_ignored_keys(folder: Path) -> str:
@@ -184,7 +207,8 @@ def describe_ignored_keys(folder: Path) -> str:
 def ignored_keys(folder: Path) -> tuple[str, ...]:
     """Unknown keys of `folder/config.json` that `read_shape` accepts, since they are switched off."""
     raw = read_json_object(config_path(folder))
-    return tuple(key for key, value in raw.items() if value is not None and not _is_known(key))
+    family = _family_of(raw)
+    return tuple(key for key, value in raw.items() if value is not None and not _is_known(key, family))
 
 
 def _expected(values: tuple[Any, ...]) -> str:
@@ -196,12 +220,13 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _check_family(config: HFConfig) -> None:
-    expected = ARCHITECTURES[config.model_type]
-    if config.architectures not in (None, [expected]):
-        raise ModelError(f"'architectures': {_brief(config.architectures)} is not supported; expected {expected}")
-    if config.model_type != "llama" and config.num_key_value_heads is None:
-        raise ModelError("'num_key_value_heads' is missing")
+def _check_family(config: HFConfig, family: Family, given: Mapping[str, Any]) -> None:
+    if config.architectures not in (None, [family.architecture]):
+        found = _brief(config.architectures)
+        raise ModelError(f"'architectures': {found} is not supported; expected {family.architecture}")
+    for key in family.needs:
+        if key not in given:
+            raise ModelError(f"'{key}' is missing")
 
 
 def _check_sizes(config: HFConfig) -> None:
@@ -220,17 +245,31 @@ def _check_sizes(config: HFConfig) -> None:
             raise ModelError(f"'{name}' is {value}; expected 1 to {_MAX_SIZE}")
 
 
-def _check_sliding_window(config: HFConfig) -> None:
-    """Refuses a sliding window, unless it is at least as long as the context and so masks nothing."""
-    if config.layer_types is not None and set(config.layer_types) - {"full_attention"}:
-        raise ModelError("'layer_types' asks for more than full_attention, which is not supported")
-    window = config.sliding_window
-    if config.model_type in ("qwen2", "qwen3") and not config.use_sliding_window:
-        return
-    if window is UNSET and config.model_type == "mistral":
-        raise ModelError("'sliding_window' is missing, which means 4096 for mistral; write null if it is not in use")
-    if isinstance(window, int) and window < config.max_position_embeddings:
-        raise ModelError(f"'sliding_window': {window} is in use, which is not supported")
+def _windows(config: HFConfig, family: Family, known: Config) -> tuple[int, ...]:
+    """The window of each layer; none where all are at least as long as the context and so mask nothing."""
+    layers, window = config.num_hidden_layers, config.sliding_window
+    types = config.layer_types
+    if types is not None and (len(types) != layers or set(types) - {_FULL, _SLIDING}):
+        raise ModelError(f"'layer_types' must say {_FULL} or {_SLIDING} for each of {layers} layers")
+    if family.windowed is None:
+        return _no_windows(config)
+    if family.window_switch and not known.get(family.window_switch):
+        window = None
+    if window is not None and not 1 <= window <= _MAX_SIZE:
+        raise ModelError(f"'sliding_window' is {window}; expected 1 to {_MAX_SIZE}")
+    if types is not None and _SLIDING in types and window is None:
+        raise ModelError(f"'layer_types' says {_SLIDING}, but no 'sliding_window' is in use")
+    sliding = [types[n] == _SLIDING if types else family.windowed(n, known) for n in range(layers)]
+    masks = window is not None and (window < config.max_position_embeddings or family.local_rope != "none")
+    return tuple(window if one and window else 0 for one in sliding) if masks and any(sliding) else ()
+
+
+def _no_windows(config: HFConfig) -> tuple[int, ...]:
+    if config.layer_types is not None and _SLIDING in config.layer_types:
+        raise ModelError("'layer_types' asks for more than full_attention, which this family does not have")
+    if config.sliding_window is not None and config.sliding_window < config.max_position_embeddings:
+        raise ModelError(f"'sliding_window': {config.sliding_window} is in use, which this family does not have")
+    return ()
 
 
 def _num_kv_heads(config: HFConfig) -> int:
@@ -240,68 +279,44 @@ def _num_kv_heads(config: HFConfig) -> int:
 def _head_dim(config: HFConfig) -> int:
     if config.head_dim is not None:
         return config.head_dim
-    if config.model_type == "qwen3":
-        return 128  # Qwen3's own default, whatever the hidden size
     if config.hidden_size % config.num_attention_heads:
         sizes = f"'hidden_size' {config.hidden_size} does not divide into {config.num_attention_heads} heads"
         raise ModelError(f"{sizes}; give 'head_dim'")
     return config.hidden_size // config.num_attention_heads
 
 
-def _rope_of(config: HFConfig) -> tuple[float, RopeScaling | None]:
-    """RoPE base and scaling: transformers 4 writes `rope_theta` and `rope_scaling`, 5 writes both into `rope_parameters`."""
-    if config.rope_parameters is not None and config.rope_scaling is not None:
-        raise ModelError("'rope_parameters' and 'rope_scaling' are both given; keep one")
-    rope = config.rope_parameters if config.rope_parameters is not None else config.rope_scaling or {}
-    theta = rope.get("rope_theta", config.rope_theta)
-    if config.rope_theta is not None and theta != config.rope_theta:
-        raise ModelError(f"'rope_theta' is {config.rope_theta} but 'rope_parameters' says {_brief(theta)}")
-    theta = _number(10_000.0 if theta is None else theta, "rope_theta")
-    return theta, _rope_scaling(rope)
-
-
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ModelError(f"rope_type {_brief(kind)} is not supported; supported: default, llama3")
-    unknown = {key for key, value in rope.items() if not is_off(key, value)} - ROPE_KEYS
-    if unknown:
-        raise ModelError(f"rope: {_brief(min(unknown))} is not known here and could change the maths")
-    if rope.get("partial_rotary_factor", 1) not in (1, None):
-        raise ModelError("'partial_rotary_factor' is not supported; supported: 1")
-    if kind == "default":
-        return None
-    low, high = (_number(rope.get(f"{end}_freq_factor"), f"rope {end}_freq_factor") for end in ("low", "high"))
-    if low >= high:
-        raise ModelError(f"rope low_freq_factor {low} must be below high_freq_factor {high}")
-    original = rope.get("original_max_position_embeddings")
-    return RopeScaling(
-        factor=_number(rope.get("factor"), "rope factor"),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_positions=int(_number(original, "rope original_max_position_embeddings")),
+def model_type_of(shape: ModelSpec) -> str:
+    """The `model_type` whose maths the spec has: that of its family, or of the first family that can say the same."""
+    for family in (FAMILIES[shape.family], *FAMILIES.values()):
+        try:
+            if _shape_of(_config(shape, family, "float32")) == replace(shape, family=family.name):
+                return family.name
+        except InputError:
+            continue
+    raise ModelError(
+        f"no Hugging Face family has a model like this one ({', '.join(_switches(shape))}), so its config cannot be written"
     )
 
 
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-        raise ModelError(f"'{name}' must be a positive number, is {_brief(value)}")
-    return float(value)
+def _switches(shape: ModelSpec) -> list[str]:
+    """Names of fields that have not their default."""
+    plain = {name: default for name, default in _defaults().items() if name not in ("family", "tied_head")}
+    return [name for name, default in plain.items() if getattr(shape, name) != default]
 
 
-def model_type_of(shape: ModelSpec) -> str:
-    """The `model_type` whose maths the spec has. Mistral without a window is Llama under another name."""
-    if shape.qk_norm and shape.qkv_bias:
-        raise ModelError("no Hugging Face family has both QKV biases and QK norms")
-    return "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
+def _defaults() -> dict[str, Any]:
+    return {one.name: one.default for one in msgspec.structs.fields(ModelSpec) if not one.required}
 
 
 def config_of(shape: ModelSpec, *, dtype: str = "float32") -> dict[str, Any]:
     """Contents of `config.json`, in the form that both transformers 4 and 5 read."""
-    family = model_type_of(shape)
+    return _config(shape, FAMILIES[model_type_of(shape)], dtype)
+
+
+def _config(shape: ModelSpec, family: Family, dtype: str) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
+        "architectures": [family.architecture],
+        "model_type": family.name,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -309,31 +324,39 @@ def config_of(shape: ModelSpec, *, dtype: str = "float32") -> dict[str, Any]:
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
-        "hidden_act": "silu",
+        **_activation_config(shape, family),
         "max_position_embeddings": shape.max_positions,
         "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": _rope_scaling_config(shape.rope_scaling),
+        **rope_config(shape, family),
         "tie_word_embeddings": shape.tied_head,
         "torch_dtype": dtype,
     }
-    if family != "qwen2":
-        config["attention_bias"] = False
-    if family != "llama":
-        config["use_sliding_window"] = False
-    return config
+    for key in family.keys:
+        value = key.write(getattr(shape, key.fields[0]))
+        if key.written or value != key.default:
+            config[key.key] = value
+    return config | _window_config(shape, family)
 
 
-def _rope_scaling_config(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }
+def _activation_config(shape: ModelSpec, family: Family) -> dict[str, Any]:
+    if "hidden_activation" in family.only:
+        return {"hidden_activation": family.only["hidden_activation"][0]}
+    return {"hidden_act": "silu"}
+
+
+def _window_config(shape: ModelSpec, family: Family) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if family.windowed is None:
+        return found
+    if family.window_switch:
+        found[family.window_switch] = bool(shape.windows)
+    if shape.windows or not family.window_switch:
+        # transformers wants a number for a family whose layers are of several types, even if all are of one
+        none = shape.max_positions if family.layer_types else None
+        found["sliding_window"] = max(shape.windows, default=none)
+    if family.layer_types and (shape.windows or not family.window_switch):
+        found["layer_types"] = [_SLIDING if shape.window_of(n) else _FULL for n in range(shape.num_layers)]
+    return found
 
 
 def write_config(

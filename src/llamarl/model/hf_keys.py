@@ -12,7 +12,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "qkv_bias": (False,),
     "mlp_bias": (False,),
     "attention_dropout": (0,),
-    "partial_rotary_factor": (1,),
     "rope_interleaved": (False,),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
@@ -93,18 +92,6 @@ HARMLESS = frozenset(
         "tie_encoder_decoder",
         "typical_p",
         "use_bfloat16",
-    ]
-)
-ROPE_KEYS = frozenset(
-    [
-        "rope_theta",
-        "rope_type",
-        "type",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-        "partial_rotary_factor",
     ]
 )
 

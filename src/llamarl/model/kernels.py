@@ -24,7 +24,18 @@ def narrowed(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x_ptr, weight_ptr, out_ptr, inner, outer_stride, inner_stride, size, eps, BLOCK: tl.constexpr):
+def _rms_norm(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    inner,
+    outer_stride,
+    inner_stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    PLUS_ONE: tl.constexpr = False,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -32,17 +43,29 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, inner, outer_stride, inner_stride, siz
     x = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        weight += 1.0
     tl.store(out_ptr + row * size + columns, narrowed(weight * normed, out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
     """RMS norm of rows, which may be heads inside wider rows, as in Qwen3. The result is contiguous."""
     size, inner = x.shape[-1], x.shape[-2] if x.dim() == 4 else 1
     rows = x.reshape(-1, inner, size)
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     _rms_norm[(len(rows) * inner,)](
-        rows, weight, out, inner, rows.stride(0), rows.stride(1), size, eps, BLOCK=block, num_warps=_warps(block)
+        rows,
+        weight,
+        out,
+        inner,
+        rows.stride(0),
+        rows.stride(1),
+        size,
+        eps,
+        BLOCK=block,
+        PLUS_ONE=plus_one,
+        num_warps=_warps(block),
     )
     return out
 
@@ -59,6 +82,8 @@ def _rotate(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    REST_PAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -70,17 +95,22 @@ def _rotate(
     angle = row * (2 * HALF) + pair
     cos = tl.load(cos_ptr + angle, mask=pair < HALF, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=pair < HALF, other=0.0)
-    to = out_ptr + row * heads * (2 * HALF) + head * (2 * HALF) + pair
+    to = out_ptr + row * heads * SIZE + head * SIZE + pair
     tl.store(to, (left * cos - right * sin).to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(to + HALF, (right * cos + left * sin).to(out_ptr.dtype.element_ty), mask=inside)
+    if SIZE > 2 * HALF:
+        rest = 2 * HALF + tl.arange(0, REST_PAD)[None, :]
+        kept = (head < heads) & (rest < SIZE)
+        x = tl.load(x_ptr + row * row_stride + head * head_stride + rest, mask=kept, other=0.0)
+        tl.store(out_ptr + row * heads * SIZE + head * SIZE + rest, x, mask=kept)
 
 
-def rotate(x_BTHD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BTHD: Tensor, rope: tuple[Tensor, ...]) -> Tensor:
     cos, sin = (part.contiguous() for part in rope)
     heads, size = x_BTHD.shape[2:]
     rows = x_BTHD.reshape(-1, heads, size)
     out = torch.empty(x_BTHD.shape, dtype=x_BTHD.dtype, device=x_BTHD.device)
-    half = size // 2
+    half = cos.shape[-1] // 2
     _rotate[(len(rows),)](
         rows,
         cos,
@@ -92,30 +122,38 @@ def rotate(x_BTHD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         HALF=half,
         HALF_PAD=triton.next_power_of_2(half),
         HEADS=triton.next_power_of_2(heads),
+        SIZE=size,
+        REST_PAD=triton.next_power_of_2(max(1, size - 2 * half)),
         num_warps=4,
     )
     return out
 
 
 @triton.jit
-def _silu_times(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_times(x_ptr, out_ptr, size, BLOCK: tl.constexpr, GELU: tl.constexpr = False):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     at = x_ptr + row * 2 * size + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
+    inner = gate
+    if GELU:  # by tanh: 0.5 * (1 + tanh(z)) is sigmoid(2 z)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     tl.store(
-        out_ptr + row * size + columns, narrowed(gate * tl.sigmoid(gate) * up, out_ptr.dtype.element_ty), mask=inside
+        out_ptr + row * size + columns, narrowed(gate * tl.sigmoid(inner) * up, out_ptr.dtype.element_ty), mask=inside
     )
 
 
-def silu_times(gate_up: Tensor) -> Tensor:
+def silu_times(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
+    """The kernel of `ops.silu_times`, and of `ops.gelu_times`."""
     gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(_MAX_BLOCK, triton.next_power_of_2(size))
-    _silu_times[(out.numel() // size, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4)
+    _silu_times[(out.numel() // size, triton.cdiv(size, block))](
+        gate_up, out, size, BLOCK=block, GELU=gelu, num_warps=4
+    )
     return out
 
 
@@ -178,6 +216,7 @@ def _add_and_norm(
     PARTS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLUS_ONE: tl.constexpr = False,
 ):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < size
@@ -187,6 +226,8 @@ def _add_and_norm(
     # fmt: on
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        weight += 1.0
     tl.store(out_ptr + row * size + columns, narrowed(weight * normed, out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -214,7 +255,7 @@ def add_terms(residual: Tensor, terms: Terms) -> None:
     )
 
 
-def add_and_norm(residual: Tensor, terms: Terms, weight: Tensor, eps: float) -> Tensor:
+def add_and_norm(residual: Tensor, terms: Terms, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
     """`add_terms` and then `rms_norm`, in one pass."""
     _, rows, size = terms.parts_PMN.shape
     out = torch.empty(residual.shape, dtype=weight.dtype, device=residual.device)
@@ -229,6 +270,7 @@ def add_and_norm(residual: Tensor, terms: Terms, weight: Tensor, eps: float) -> 
         eps,
         **terms.options,
         BLOCK=block,
+        PLUS_ONE=plus_one,
         num_warps=_warps(block),
     )
     return out

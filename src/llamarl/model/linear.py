@@ -42,11 +42,12 @@ class JoinedLinear:
 
 
 class ReplacedLinear(nn.Linear):
-    """Replaces a layer and keeps its parameter, but computes the product in another way."""
+    """Replaces a layer and keeps its parameters, but computes the product in another way. Its bias is left to
+    `ops.add_projection`, which adds it once, however many ranks share the product."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(1, 1, bias=False, device="meta")
-        self.weight = layer.weight
+        self.weight, self.bias = layer.weight, layer.bias
         self.product: Product = JoinedLinear(layer.weight, None)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ and a GPU test compares both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +21,17 @@ from llamarl.errors import ConfigError
 from llamarl.families.family import FP8_TILE
 from llamarl.model.linear import JoinedLinear, ReplacedLinear, joined
 from llamarl.model.ops import Residual, Stream, fused, silu_times
-from llamarl.model.transformer import MLP, Attention, Block, RMSNorm, Transformer, layers_of
+from llamarl.model.transformer import (
+    MLP,
+    Attention,
+    Block,
+    BranchBlock,
+    RMSNorm,
+    StreamInput,
+    Transformer,
+    input_norms,
+    layers_of,
+)
 
 if TYPE_CHECKING:
     from llamarl.model import kernels
@@ -165,8 +175,15 @@ class NarrowNorm(RMSNorm):
             from llamarl.model import quantize_kernels
 
             total, terms = (x.sum, x.take_terms()) if isinstance(x, Residual) else (x, None)
-            return quantize_kernels.norm_rows(total, self.weight, self.eps, terms)
+            return quantize_kernels.norm_rows(total, self.weight, self.eps, terms, plus_one=self.plus_one)
         return quantize_rows(super().forward(x), FP8)
+
+
+class NarrowStreamInput(StreamInput):
+    """The residual stream, quantized, for products that take fp8 and have no norm before them."""
+
+    def forward(self, x: Stream, dtype: torch.dtype) -> Rows:
+        return quantize_rows(super().forward(x, dtype), FP8)
 
 
 def narrow_silu_times(gate_up: Tensor | kernels.Terms) -> Rows:
@@ -176,6 +193,16 @@ def narrow_silu_times(gate_up: Tensor | kernels.Terms) -> Rows:
     from llamarl.model import quantize_kernels
 
     return quantize_kernels.silu_rows(gate_up)
+
+
+class NarrowActivation:
+    """Another activation with quantized output, for a product that takes fp8."""
+
+    def __init__(self, activate: Callable[[Tensor], Tensor]) -> None:
+        self._activate = activate
+
+    def __call__(self, gate_up: Tensor) -> Rows:
+        return quantize_rows(self._activate(gate_up), FP8)
 
 
 class QuantizedLinear(ReplacedLinear):
@@ -196,12 +223,14 @@ def quantize(model: Transformer, kind: Quantization, *, keep_wide: bool = True) 
     return found if keep_wide else []
 
 
-def quantize_block(block: Block, kind: Quantization, *, keep_wide: bool) -> list[QuantizedWeight]:
+def quantize_block(block: Block | BranchBlock, kind: Quantization, *, keep_wide: bool) -> list[QuantizedWeight]:
     """Quantizes one fused block. Returns its narrow weights."""
     if kind == "fp8":
-        for norm in (block.input_layernorm, block.post_attention_layernorm):
+        for norm in input_norms(block):
             norm.__class__ = NarrowNorm
-    dtype = block.input_layernorm.weight.dtype
+        if isinstance(block, BranchBlock):
+            block.stream_input.__class__ = NarrowStreamInput
+    dtype = block.norm_dtype
     return [narrow for part in (block.self_attn, block.mlp) for narrow in _quantize_part(part, kind, keep_wide, dtype)]
 
 
@@ -215,9 +244,11 @@ def _quantize_part(
     joined_NK, out_NK = part.fused.weight, layer.weight
     whole = QuantizedWeight(_rows_of(joined_NK, layers) if is_narrow else joined_NK, part.fused.bias, kind, dtype)
     narrow = QuantizedWeight(_rows_of(out_NK, [layer]) if is_narrow else out_NK, None, kind, dtype)
-    part.fused = whole
+    has_bias, part.fused = part.fused.bias is not None, whole
     if isinstance(part, MLP) and kind == "fp8":
-        part.fused, part.activate = whole.unscaled, narrow_silu_times
+        plain = part.activate is silu_times and not has_bias
+        part.fused = whole.unscaled if plain else whole
+        part.activate = narrow_silu_times if plain else NarrowActivation(part.activate)
     if isinstance(layer, ReplacedLinear):  # it is split over ranks and sums over them
         layer.product = narrow
     else:

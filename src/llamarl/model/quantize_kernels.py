@@ -70,19 +70,44 @@ def silu_rows(gate_up: Terms) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _put_normed(x, weight_ptr, values_ptr, scales_ptr, row, columns, inside, size, eps, LARGEST: tl.constexpr):
+def _put_normed(
+    x,
+    weight_ptr,
+    values_ptr,
+    scales_ptr,
+    row,
+    columns,
+    inside,
+    size,
+    eps,
+    LARGEST: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+):
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps) * weight.to(tl.float32)
+    factors = weight.to(tl.float32)
+    if PLUS_ONE:
+        factors += 1.0
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps) * factors
     normed = normed.to(weight.dtype).to(tl.float32)  # as if the norm had been written
     _put_row(normed, values_ptr, scales_ptr, row, columns, inside, size, LARGEST)
 
 
 @triton.jit
-def _norm_rows(x_ptr, weight_ptr, values_ptr, scales_ptr, size, eps, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_rows(
+    x_ptr,
+    weight_ptr,
+    values_ptr,
+    scales_ptr,
+    size,
+    eps,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < size
     x = tl.load(x_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    _put_normed(x, weight_ptr, values_ptr, scales_ptr, row, columns, inside, size, eps, LARGEST)
+    _put_normed(x, weight_ptr, values_ptr, scales_ptr, row, columns, inside, size, eps, LARGEST, PLUS_ONE)
 
 
 @triton.jit
@@ -101,6 +126,7 @@ def _add_and_norm_rows(
     SCALED: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
 ):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < size
@@ -108,16 +134,18 @@ def _add_and_norm_rows(
     x = summed(residual_ptr, parts_ptr, row_scales_ptr, column_scales_ptr, row, columns, inside, size, part_stride,
                 PARTS, SCALED)
     # fmt: on
-    _put_normed(x, weight_ptr, values_ptr, scales_ptr, row, columns, inside, size, eps, LARGEST)
+    _put_normed(x, weight_ptr, values_ptr, scales_ptr, row, columns, inside, size, eps, LARGEST, PLUS_ONE)
 
 
-def norm_rows(x: Tensor, weight: Tensor, eps: float, terms: Terms | None = None) -> tuple[Tensor, Tensor]:
+def norm_rows(
+    x: Tensor, weight: Tensor, eps: float, terms: Terms | None = None, *, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
     """`ops.rms_norm`, quantized to fp8 row by row; first adds the terms that x still lacks."""
     size = x.shape[-1]
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     block, rows = triton.next_power_of_2(size), scales.numel()
-    options = {"LARGEST": 448.0, "BLOCK": block, "num_warps": _warps(block)}
+    options = {"LARGEST": 448.0, "BLOCK": block, "PLUS_ONE": plus_one, "num_warps": _warps(block)}
     if terms is None:
         _norm_rows[(rows,)](x.contiguous(), weight, values, scales, size, eps, **options)
     else:

@@ -1,4 +1,4 @@
-"""The one transformer: Llama 2-3.2, Mistral, SmolLM2, Qwen2 and Qwen3, in plain PyTorch.
+"""The one transformer of all dense families (`families/`), in plain PyTorch.
 
 It knows nothing of parallelism, caches or masks. Attention is a function passed by the caller: the trainer's masks
 documents, the generator's reads and writes its KV cache. Parameters have their Hugging Face names, so checkpoints and
@@ -7,34 +7,76 @@ publications need no renaming. `fuse` joins parameters that read the same input 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from llamarl.families.decoder import NORM_NAMES
 from llamarl.model.linear import JoinedLinear, Product, joined
-from llamarl.model.ops import Rope, Stream, add_projection, gated, rms_norm, rotate, scores, silu_times
-from llamarl.model_spec import ModelSpec
+from llamarl.model.ops import (
+    ACTIVATIONS,
+    Rope,
+    Stream,
+    add_projection,
+    narrowed,
+    rms_norm,
+    rotate,
+    scores,
+    settled,
+    softcapped,
+)
+from llamarl.model.plain_attention import causal_mask, masked_attention
+from llamarl.model.rope import rope_table
+from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions, ModelSpec
 
 if TYPE_CHECKING:
     from llamarl.model.lora import Adapters
 
 # attend(layer, q_BTHD, k_BTKD, v_BTKD) -> out_BTHD, with K key-value heads for H query heads. Queries and keys are already
-# rotated to their positions, unless `attend.rotates` says that it does so itself.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# rotated to their positions, unless `attend.rotates` says that it does so itself. Layers whose attention is not plain pass
+# their `AttentionOptions` as a fifth argument.
+Attend = Callable[..., Tensor]
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, plus_one: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.plus_one = eps, plus_one
 
     def forward(self, x: Stream) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.factors(), self.eps, plus_one=self.plus_one)
+
+    def factors(self) -> Tensor:
+        """The weight, in the precision of the result."""
+        return self.weight
+
+
+class AllHeadsNorm(RMSNorm):
+    """RMS norm over all heads of queries or of keys. Where ranks share the heads, `sum_over_ranks` completes the sums of
+    squares, and `size` is that of all ranks."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self.size = size
+        self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Stream) -> Tensor:
+        if self.sum_over_ranks is None:
+            return super().forward(x)
+        wide = settled(x).float()
+        mean = self.sum_over_ranks(wide.pow(2).sum(-1, keepdim=True)) / self.size
+        factors = self.factors()
+        return narrowed(factors * (wide * torch.rsqrt(mean + self.eps)), factors.dtype)
+
+
+class StreamInput(nn.Module):
+    """The residual stream as products take it, where no norm stands before them: in the precision of the weights."""
+
+    def forward(self, x: Stream, dtype: torch.dtype) -> Any:
+        return narrowed(settled(x), dtype)
 
 
 class Attention(nn.Module):
@@ -45,18 +87,32 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(shape.hidden_size, q_size, bias=shape.qkv_bias)
         self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
-        self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
-
+        self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=shape.out_bias)
+        self.q_norm = _head_norm(shape) if shape.qk_norm else nn.Identity()
+        self.k_norm = _head_norm(shape) if shape.qk_norm else nn.Identity()
+        if shape.wide_qk_norm:
+            self.q_norm, self.k_norm = (AllHeadsNorm(size, shape.norm_eps) for size in (q_size, kv_size))
+        self.norms_all_heads = shape.wide_qk_norm
+        self.options = shape.attention_of(layer)  # None: plain attention
+        self.rope_at = self.options.rope if self.options else 0
         self.fused: Product | None = None  # q, k and v as one product; see `fuse`
 
     def forward(self, x_BTC: Tensor, rope: Rope | None, attend: Attend, residual: Stream) -> Stream:
-        q, k, v_BTKD = (part.view(*part.shape[:2], -1, self.head_dim) for part in self._project(x_BTC))
-        q_BTHD, k_BTKD = self.q_norm(q), self.k_norm(k)
+        q, k, v_BTKD = (part.view(*part.shape[:2], -1, self.head_dim) for part in self._normed(self._project(x_BTC)))
+        q_BTHD, k_BTKD = (q, k) if self.norms_all_heads else (self.q_norm(q), self.k_norm(k))
         if rope is not None:
+            rope = rope[self.rope_at : self.rope_at + 2]
             q_BTHD, k_BTKD = rotate(q_BTHD, rope), rotate(k_BTKD, rope)
-        return add_projection(residual, self.o_proj, attend(self.layer, q_BTHD, k_BTKD, v_BTKD).flatten(2))
+        if self.options is None:
+            out_BTHD = attend(self.layer, q_BTHD, k_BTKD, v_BTKD)
+        else:
+            out_BTHD = attend(self.layer, q_BTHD, k_BTKD, v_BTKD, self.options)
+        return add_projection(residual, self.o_proj, out_BTHD.flatten(2))
+
+    def _normed(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Queries, keys and values, with norms that span all heads."""
+        q, k, v = parts
+        return (self.q_norm(q), self.k_norm(k), v) if self.norms_all_heads else parts
 
     def _project(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
         if self.fused is None:
@@ -65,18 +121,23 @@ class Attention(nn.Module):
         return torch.split(self.fused(x_BTC), sizes, dim=-1)
 
 
+def _head_norm(shape: ModelSpec) -> RMSNorm:
+    return RMSNorm(shape.head_dim, shape.norm_eps, plus_one=shape.norm_plus_one)
+
+
 class MLP(nn.Module):
     def __init__(self, shape: ModelSpec) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=shape.mlp_bias)
         self.fused: Callable[[Any], Any] | None = None  # gate and up as one product, in this order; see `fuse`
-        self.activate: Callable[[Tensor], Any] = silu_times  # makes the input of `down_proj`
+        self.gated, activate = ACTIVATIONS[shape.activation]
+        self.activate: Callable[[Tensor], Any] = activate  # makes the input of `down_proj`
 
     def forward(self, x: Tensor, residual: Stream) -> Stream:
         if self.fused is None:
-            inner = gated(self.gate_proj(x), self.up_proj(x))
+            inner = self.gated(self.gate_proj(x), self.up_proj(x))
         else:
             inner = self.activate(self.fused(x))
         return add_projection(residual, self.down_proj, inner)
@@ -85,15 +146,76 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, shape: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, plus_one=shape.norm_plus_one)
         self.self_attn = Attention(shape, layer)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, plus_one=shape.norm_plus_one)
         self.mlp = MLP(shape)
 
     def forward(self, x: Stream, rope: Rope | None, attend: Attend) -> Stream:
         x = self.self_attn(self.input_layernorm(x), rope, attend, residual=x)
         out: Stream = self.mlp(self.post_attention_layernorm(x), residual=x)
         return out
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """Type of the norms' weights, which is that of the input of products."""
+        return self.input_layernorm.weight.dtype
+
+
+class BranchBlock(nn.Module):
+    """A block that does something to the results of attention and MLP before it adds them to the residual stream: a norm
+    (OLMo 2, Gemma), a factor (Granite), or both. Attention and MLP may have norms before them, too."""
+
+    def __init__(self, shape: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.norm_names, self.multiplier = NORM_NAMES[shape.norms], shape.residual_multiplier
+        before_attention, after_attention, before_mlp, after_mlp = self.norm_names
+        self._add_norm(before_attention, shape)
+        self.self_attn = Attention(shape, layer)
+        self._add_norm(after_attention, shape)
+        self._add_norm(before_mlp, shape)
+        self.mlp = MLP(shape)
+        self._add_norm(after_mlp, shape)
+        self.stream_input = StreamInput()
+
+    def _add_norm(self, name: str, shape: ModelSpec) -> None:
+        if name:
+            setattr(self, name, RMSNorm(shape.hidden_size, shape.norm_eps, plus_one=shape.norm_plus_one))
+
+    def forward(self, x: Stream, rope: Rope | None, attend: Attend) -> Stream:
+        before_attention, after_attention, before_mlp, after_mlp = self.norm_names
+        stream = settled(x)
+        nothing = torch.zeros_like(stream)
+        branch = self.self_attn(self._input(stream, before_attention), rope, attend, residual=nothing)
+        stream = self._add(stream, branch, after_attention)
+        branch = self.mlp(self._input(stream, before_mlp), residual=torch.zeros_like(stream))
+        return self._add(stream, branch, after_mlp)
+
+    def _input(self, stream: Tensor, norm: str) -> Any:
+        """The input of attention or MLP."""
+        return getattr(self, norm)(stream) if norm else self.stream_input(stream, self.norm_dtype)
+
+    def _add(self, stream: Tensor, branch: Stream, norm: str) -> Tensor:
+        out: Tensor = getattr(self, norm)(branch) if norm else settled(branch)
+        return stream + (out if self.multiplier == 1.0 else self.multiplier * out)
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """Type of the norms' weights, which is that of the input of products."""
+        first: RMSNorm = getattr(self, next(filter(None, self.norm_names)))
+        return first.weight.dtype
+
+
+def input_norms(block: Block | BranchBlock) -> list[RMSNorm]:
+    """The norms whose results products take."""
+    if isinstance(block, Block):
+        return [block.input_layernorm, block.post_attention_layernorm]
+    return [getattr(block, name) for name in block.norm_names[::2] if name]
+
+
+def _block(shape: ModelSpec, layer: int) -> Block | BranchBlock:
+    plain = shape.norms == "pre" and shape.residual_multiplier == 1.0
+    return Block(shape, layer) if plain else BranchBlock(shape, layer)
 
 
 class Decoder(nn.Module):
@@ -102,8 +224,8 @@ class Decoder(nn.Module):
     def __init__(self, shape: ModelSpec) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.layers = nn.ModuleList(_block(shape, layer) for layer in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, plus_one=shape.norm_plus_one)
 
 
 class Transformer(nn.Module):
@@ -125,6 +247,8 @@ class Transformer(nn.Module):
         `rope` is the table of these positions, for callers that already have it.
         """
         x_BTC: Tensor = self.model.embed_tokens(tokens_BT).float()
+        if self.shape.embedding_multiplier != 1.0:
+            x_BTC = x_BTC * self.shape.embedding_multiplier
         if not getattr(attend, "rotates", False):
             rope = rope or rope_table(self.shape, positions_BT)
         stream: Stream = x_BTC
@@ -135,7 +259,10 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 scores over the vocabulary."""
-        return self.gather(scores(hidden, self.lm_head.weight))
+        found = self.gather(scores(hidden, self.lm_head.weight))
+        if self.shape.logit_divisor != 1.0:
+            found = found / self.shape.logit_divisor
+        return softcapped(found, self.shape.logit_softcap)
 
 
 def fuse(model: nn.Module) -> None:
@@ -169,36 +296,8 @@ def _join_named(name: str, layers: list[nn.Linear]) -> Tensor:
     return whole
 
 
-def rope_frequencies(shape: ModelSpec, device: torch.device | None = None) -> Tensor:
-    """Rotary frequencies [D/2] in fp32, with Llama 3.1's scaling of the low ones where the spec has it."""
-    steps = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device=device).float() / shape.head_dim
-    frequencies = 1.0 / (shape.rope_theta**steps)
-    scaling = shape.rope_scaling
-    if scaling is None:
-        return frequencies
-    wavelength = 2 * math.pi / frequencies
-    turns = scaling.original_max_positions / wavelength
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0.0, 1.0)
-    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
-
-
-def rope_table(shape: ModelSpec, positions_BT: Tensor) -> Rope:
-    """cos and sin for every position, [B, T, 1, D], in fp32."""
-    angles = positions_BT[..., None].float() * rope_frequencies(shape, positions_BT.device)
-    angles = torch.cat((angles, angles), dim=-1)[:, :, None]
-    return angles.cos(), angles.sin()
-
-
-def rope_up_to(shape: ModelSpec, length: int, device: torch.device | str) -> Rope:
-    """cos and sin for all positions below `length`, [T, 1, D], for callers that look up theirs."""
-    cos_1T1D, sin_1T1D = rope_table(shape, torch.arange(length, device=device)[None])
-    return cos_1T1D[0], sin_1T1D[0]
-
-
-def causal_attention(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+def causal_attention(
+    layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions = PLAIN_ATTENTION
+) -> Tensor:
     """Plain causal attention over each row, for whole sequences that start at position 0."""
-    out = F.scaled_dot_product_attention(
-        q_BTHD.transpose(1, 2), k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2), is_causal=True, enable_gqa=True
-    )
-    return out.transpose(1, 2)
+    return masked_attention(q_BTHD, k_BTKD, v_BTKD, causal_mask(q_BTHD, options), options)

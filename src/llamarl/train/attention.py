@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llamarl.model.gpu_paths import on_gpu
+from llamarl.model.plain_attention import masked_attention
 from llamarl.model.transformer import Attend
-from llamarl.train.fp16 import HalfFlash
+from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
 from llamarl.train.packing import NO_PARENT, Pack
-from llamarl.train.tree_attention import FlashTrees, longest_of, starts_of
+from llamarl.train.tree_attention import FlashTrees, causal_flash, flash_options, longest_of, starts_of
 
 CUDNN = SDPBackend.CUDNN_ATTENTION
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -25,13 +26,14 @@ def uses_long_rows(device: torch.device, dtype: torch.dtype) -> bool:
     return on_gpu(device) and dtype in _FLASH_DTYPES
 
 
-def document_attention(pack: Pack, *, long_rows: bool, cudnn_from: int = 0) -> Attend:
-    """The attention of a pack. `cudnn_from`: length from which documents that cuDNN can take are given to it; 0: none."""
+def document_attention(pack: Pack, *, long_rows: bool, cudnn_from: int = 0, window: int = 0) -> Attend:
+    """The attention of a pack. `cudnn_from`: length from which documents that cuDNN can take are given to it; 0: none.
+    `window`: longest window of the model's layers, which cuDNN's attention here does not have; 0: none."""
     if not long_rows:
         return MaskedDocuments(pack)
     if pack.is_shared:
-        return FlashTrees(pack)
-    suits = cudnn_from and CudnnDocuments.takes(pack) and max(pack.lengths) >= cudnn_from
+        return FlashTrees(pack, window)
+    suits = cudnn_from and not window and CudnnDocuments.takes(pack) and max(pack.lengths) >= cudnn_from
     return CudnnDocuments(pack) if suits else FlashDocuments(pack)
 
 
@@ -45,16 +47,23 @@ class MaskedDocuments:
         else:
             seen_RTT = numbers_RT[:, :, None] == numbers_RT[:, None, :]
         self.mask_R1TT = seen_RTT.tril_()[:, None]
+        self.positions_RT = pack.positions_RT
 
-    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
-        out_RHTD = F.scaled_dot_product_attention(
-            q_RTHD.transpose(1, 2),
-            k_RTKD.transpose(1, 2),
-            v_RTKD.transpose(1, 2),
-            attn_mask=self.mask_R1TT,
-            enable_gqa=True,
-        )
-        return out_RHTD.transpose(1, 2)
+    def __call__(
+        self,
+        layer: int,
+        q_RTHD: Tensor,
+        k_RTKD: Tensor,
+        v_RTKD: Tensor,
+        options: AttentionOptions = PLAIN_ATTENTION,
+    ) -> Tensor:
+        return masked_attention(q_RTHD, k_RTKD, v_RTKD, self._mask(options.window), options)
+
+    def _mask(self, window: int) -> Tensor:
+        if not window:
+            return self.mask_R1TT
+        queries_R1T1, keys_R11T = self.positions_RT[:, None, :, None], self.positions_RT[:, None, None]
+        return self.mask_R1TT & (keys_R11T > queries_R1T1 - window)
 
 
 class FlashDocuments:
@@ -65,14 +74,16 @@ class FlashDocuments:
         lengths = [*pack.lengths, width - sum(pack.lengths)]  # the tail is a document that is ignored
         self.starts_D, self.longest = starts_of(lengths, device), longest_of(lengths)
 
-    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
-        if q_RTHD.dtype == torch.float32:  # the blocks take fp16 operands
-            half_THD: Tensor = HalfFlash.apply(q_RTHD[0], k_RTKD[0], v_RTKD[0], self.starts_D, self.longest)  # type: ignore[no-untyped-call]
-            return half_THD[None]
-        out_THD: Tensor = torch.ops.aten._flash_attention_forward(
-            q_RTHD[0], k_RTKD[0], v_RTKD[0], self.starts_D, self.starts_D, self.longest, self.longest, 0.0, True, False
-        )[0]
-        return out_THD[None]
+    def __call__(
+        self,
+        layer: int,
+        q_RTHD: Tensor,
+        k_RTKD: Tensor,
+        v_RTKD: Tensor,
+        options: AttentionOptions = PLAIN_ATTENTION,
+    ) -> Tensor:
+        ends = self.starts_D, self.starts_D, self.longest, self.longest
+        return causal_flash(q_RTHD[0], k_RTKD[0], v_RTKD[0], *ends, flash_options(options))[None]
 
 
 class CudnnDocuments:
@@ -87,10 +98,18 @@ class CudnnDocuments:
         lengths = pack.lengths
         return len(lengths) == 1 or (len(set(lengths)) == 1 and sum(lengths) == pack.tokens_RT.numel())
 
-    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q_RTHD: Tensor,
+        k_RTKD: Tensor,
+        v_RTKD: Tensor,
+        options: AttentionOptions = PLAIN_ATTENTION,
+    ) -> Tensor:
+        assert not options.window
         q, k, v = (x.reshape(self.count, -1, *x.shape[2:]).transpose(1, 2) for x in (q_RTHD, k_RTKD, v_RTKD))
         with sdpa_kernel(CUDNN):
-            out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=options.scale)
         return out_BHLD.transpose(1, 2).flatten(0, 1)[None]
 
 

@@ -10,20 +10,25 @@ The backward pass is that of bf16: gradients need its range, so that no loss has
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llamarl.model.ops import Stream, narrowed, rms_norm
-from llamarl.model.transformer import MLP, Attention, RMSNorm, Transformer
+from llamarl.model.ops import Stream, narrowed, settled
+from llamarl.model.transformer import MLP, AllHeadsNorm, Attention, RMSNorm, StreamInput, Transformer
 
 
 def take_half_operands(model: Transformer) -> None:
     """Makes the layers of all blocks take fp16 operands; the head takes the output of the last norm in bf16."""
     for module in model.model.layers.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, AllHeadsNorm):
+            module.__class__ = WideAllHeadsNorm
+        elif isinstance(module, RMSNorm):
             module.__class__ = WideNorm
+        elif isinstance(module, StreamInput):
+            module.__class__ = WideStreamInput
         elif isinstance(module, nn.Linear):
             module.__class__ = HalfLinear
     for module in model.model.layers.modules():
@@ -36,8 +41,22 @@ def take_half_operands(model: Transformer) -> None:
 class WideNorm(RMSNorm):
     """RMS norm in fp32; the layers that read it round to fp16."""
 
-    def forward(self, x: Stream) -> Tensor:
-        return rms_norm(x, self.weight.float(), self.eps)
+    def factors(self) -> Tensor:
+        return self.weight.float()
+
+
+class WideAllHeadsNorm(AllHeadsNorm):
+    """The same for a norm that spans all heads."""
+
+    def factors(self) -> Tensor:
+        return self.weight.float()
+
+
+class WideStreamInput(StreamInput):
+    """The residual stream as it is; the layers that read it round to fp16."""
+
+    def forward(self, x: Stream, dtype: torch.dtype) -> Tensor:
+        return settled(x)
 
 
 class HalfLinear(nn.Linear):
@@ -51,7 +70,7 @@ class WideLinear(HalfLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _HalfProduct.apply(x, self.weight, True)  # type: ignore[no-untyped-call]
-        return out
+        return out if self.bias is None else out + self.bias
 
 
 class _HalfProduct(torch.autograd.Function):
@@ -79,24 +98,34 @@ def to_half(x: Tensor) -> Tensor:
 
 
 class HalfFlash(torch.autograd.Function):
-    """FlashAttention over documents: fp16 forward, bf16 backward."""
+    """FlashAttention over documents: fp16 forward, bf16 backward. `options`: of the operation, by name."""
 
     @staticmethod
-    def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts_D: Tensor, longest: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+        longest_q: int,
+        longest_k: int,
+        options: Mapping[str, Any],
+    ) -> Tensor:
         halves = tuple(to_half(x) for x in (q_THD, k_TKD, v_TKD))
         out, sums, random, unused, _ = torch.ops.aten._flash_attention_forward(
-            *halves, starts_D, starts_D, longest, longest, 0.0, True, False
+            *halves, starts_q, starts_k, longest_q, longest_k, 0.0, True, False, **options
         )
-        ctx.save_for_backward(*halves, out, sums, starts_D, random, unused)
-        ctx.longest = longest
+        ctx.save_for_backward(*halves, out, sums, starts_q, starts_k, random, unused)
+        ctx.longest, ctx.options = (longest_q, longest_k), options
         wide: Tensor = out.float()
         return wide
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *halves, out, sums, starts_D, random, unused = ctx.saved_tensors
+        *halves, out, sums, starts_q, starts_k, random, unused = ctx.saved_tensors
         narrow = [x.to(torch.bfloat16) for x in (grads[0], *halves, out)]
         found = torch.ops.aten._flash_attention_backward(
-            *narrow, sums, starts_D, starts_D, ctx.longest, ctx.longest, 0.0, True, random, unused
+            *narrow, sums, starts_q, starts_k, *ctx.longest, 0.0, True, random, unused, **ctx.options
         )
-        return *(grad.float() for grad in found), None, None
+        return *(grad.float() for grad in found), None, None, None, None, None

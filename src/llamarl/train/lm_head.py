@@ -50,12 +50,15 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Head:
-    """How scores are computed: divided by the sampling temperature, `chunk` tokens at a time."""
+    """How scores are computed: divided by the model's own divisor, bounded by its softcap, divided by the sampling
+    temperature; `chunk` tokens at a time."""
 
     temperature: float = 1.0
     vocabulary: Vocabulary = Vocabulary()
     chunk: int = 0  # tokens; 0: as many as `_SCORE_BYTES` allows
     compiled: bool = False
+    divisor: float = 1.0
+    softcap: float = 0.0  # 0: none
 
     def parts(self, num_tokens: int, vocab_size: int) -> Iterator[slice]:
         size = self.chunk or max(_TILE, _SCORE_BYTES // (4 * vocab_size) // _TILE * _TILE)
@@ -64,6 +67,10 @@ class Head:
 
     def scores(self, hidden_nC: Tensor, weight_VC: Tensor) -> Tensor:
         scores_nV = _product(hidden_nC, weight_VC.t())
+        if self.divisor != 1.0:
+            scores_nV.div_(self.divisor)
+        if self.softcap:
+            scores_nV.div_(self.softcap).tanh_().mul_(self.softcap)
         return scores_nV if self.temperature == 1.0 else scores_nV.div_(self.temperature)
 
     def statistics(self, scores_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,11 +91,15 @@ class Head:
         grads: tuple[Tensor, Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Gradient of the loss with respect to the scores before the division, in the precision of their operands."""
+        """Gradient of the loss with respect to the product, before all that `scores` does to it, in the precision of its
+        operands."""
         differentiate = _compiled(_score_gradient, compile_backend()) if self.compiled else _score_gradient
         local_n = targets_n - self.vocabulary.first
-        of_logprob_n, of_entropy_n = (grad / self.temperature for grad in grads)
-        found: Tensor = differentiate(scores_nV, local_n, normalizer_n, entropy_n, of_logprob_n, of_entropy_n, dtype)
+        of_logprob_n, of_entropy_n = (grad / (self.temperature * self.divisor) for grad in grads)
+        wide = torch.float32 if self.softcap else dtype
+        found: Tensor = differentiate(scores_nV, local_n, normalizer_n, entropy_n, of_logprob_n, of_entropy_n, wide)
+        if self.softcap:  # the derivative of tanh
+            found = (found * (1.0 - (scores_nV * (self.temperature / self.softcap)).square())).to(dtype)
         return found
 
 

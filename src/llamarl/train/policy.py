@@ -71,7 +71,13 @@ class ComputeSettings:
 class Policy:
     def __init__(self, model: Transformer, computing: ComputeSettings) -> None:
         self.model, self.computing = model, computing
-        self.head = Head(computing.temperature, _vocabulary_of(model, computing.mesh), compiled=computing.compiled)
+        self.head = Head(
+            computing.temperature,
+            _vocabulary_of(model, computing.mesh),
+            compiled=computing.compiled,
+            divisor=model.shape.logit_divisor,
+            softcap=model.shape.logit_softcap,
+        )
         self._sharing = sharing_of(model.shape, computing)
 
     @property
@@ -79,6 +85,11 @@ class Policy:
         """Weight of the head; valid right after a pass, when FSDP has gathered it."""
         weight = self.model.lm_head.weight
         return weight.to_local() if isinstance(weight, DTensor) else weight
+
+    @property
+    def long_rows(self) -> bool:
+        """Whether packs are one long row. No FlashAttention bounds its scores, so models that do have rows and masks."""
+        return self.computing.long_rows and not self.model.shape.attention_softcap
 
     def packs(self, documents: Sequence[Document], *, same_everywhere: bool = False) -> list[Pack]:
         """This rank's share of the documents, or all of them on every rank."""
@@ -89,7 +100,7 @@ class Policy:
             how.tokens_per_pack,
             rank=rank,
             num_ranks=num_ranks,
-            long_rows=how.long_rows,
+            long_rows=self.long_rows,
             multiple_of=how.rows_multiple_of,
             sharing=self._sharing,
         )
@@ -98,7 +109,8 @@ class Policy:
         """The states [N, C] that predict the pack's answer tokens."""
         how = self.computing
         cudnn_from = 0 if how.dtype == torch.float16 else how.cudnn_from  # its operands are fp32 here
-        attend = document_attention(pack, long_rows=how.long_rows, cudnn_from=cudnn_from)
+        window = max(self.model.shape.windows, default=0)
+        attend = document_attention(pack, long_rows=self.long_rows, cudnn_from=cudnn_from, window=window)
         hidden_RTC: Tensor = self.model(pack.tokens_RT, pack.positions_RT, attend)
         return hidden_RTC.flatten(0, 1).index_select(0, pack.at_N)
 
@@ -121,7 +133,7 @@ def sharing_of(shape: ModelSpec, computing: ComputeSettings) -> Sharing:
     if computing.share_prompts != "auto":
         return Sharing(computing.share_prompts)
     products, features = 6.0 * block_parameters(shape), shape.num_layers * shape.q_size
-    join = _JOIN_OPERATIONS if computing.long_rows else 0.0
+    join = _JOIN_OPERATIONS if computing.long_rows and not shape.attention_softcap else 0.0
     return Sharing("auto", LEAST_SHARED, 6.0 * _ATTENTION * features / products, join * features / products)
 
 

@@ -5,11 +5,14 @@ in another one, and is a single call of PyTorch's variable-length FlashAttention
 
 Parts are joined by the logarithms of their sums, as FlashAttention joins its blocks. The backward pass of a part is given the
 joined output and the joined sums. Then its weights are those of the whole softmax, and its gradients are exact.
+
+Layers with a window see little of what comes before a node. There, each node has a copy of the keys and values that its first
+tokens see, in front of its own, and all nodes are documents of one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llamarl.train.fp16 import to_half
-from llamarl.train.packing import NO_PARENT, Pack
+from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
+from llamarl.train.fp16 import HalfFlash, to_half
+from llamarl.train.packing import NO_PARENT, Node, Pack
 
 _LONGEST = 1024  # tokens; longest document that attention is launched for at least
 _LONGEST_BRANCHES = 4096  # the same for all documents behind a node together, which are few and long
@@ -37,10 +41,79 @@ def longest_of(lengths: Sequence[int], least: int = _LONGEST) -> int:
     return max(least, 1 << (max(lengths) - 1).bit_length())
 
 
-class FlashTrees:
-    """Attention over one long row of trees."""
+def flash_options(options: AttentionOptions) -> dict[str, Any]:
+    """Arguments of FlashAttention, beside its operands, for what is not plain. A window counts the token itself."""
+    found: dict[str, Any] = {}
+    if options.scale is not None:
+        found["scale"] = options.scale
+    if options.window:
+        found |= {"window_size_left": options.window - 1, "window_size_right": 0}
+    return found
 
-    def __init__(self, pack: Pack) -> None:
+
+def causal_flash(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    options: dict[str, Any],
+) -> Tensor:
+    """PyTorch's variable-length FlashAttention; the last query of a document is at its last key. fp32 operands mean an fp16
+    forward and a bf16 backward pass."""
+    ends = starts_q, starts_k, longest_q, longest_k
+    if q_THD.dtype == torch.float32:
+        half_THD: Tensor = HalfFlash.apply(q_THD, k_TKD, v_TKD, *ends, options)  # type: ignore[no-untyped-call]
+        return half_THD
+    out_THD: Tensor = torch.ops.aten._flash_attention_forward(q_THD, k_TKD, v_TKD, *ends, 0.0, True, False, **options)[
+        0
+    ]
+    return out_THD
+
+
+class WindowedNodes:
+    """Which keys each node of a row needs where tokens see the latest `window` only: its own, and those before it that its
+    first token sees."""
+
+    def __init__(self, pack: Pack, window: int, device: torch.device) -> None:
+        places, lengths = list[Tensor](), list[int]()
+        for node in pack.nodes:
+            runs = list(_runs_before(pack, node, window))
+            places += [torch.arange(first, first + count) for first, count in runs]
+            lengths.append(sum(count for _, count in runs))
+        used = sum(pack.lengths)
+        tail = pack.tokens_RT.numel() - used
+        self.keys_at = torch.cat([*places, torch.arange(used, used + tail)]).to(device, non_blocking=True)
+        torch._dynamo.maybe_mark_dynamic(self.keys_at, 0)
+        self.starts = starts_of([*lengths, tail], device)
+        self.longest = longest_of([*lengths, tail])
+
+
+def _runs_before(pack: Pack, node: Node, window: int) -> Iterator[tuple[int, int]]:
+    """Runs of tokens, as first index and length: those that a node sees before it, in order, and its own."""
+    if node.parent != NO_PARENT:
+        yield from _last_of(pack, pack.nodes[node.parent], node.start - window + 1)
+    yield node.first, node.length
+
+
+def _last_of(pack: Pack, node: Node, lowest: int) -> Iterator[tuple[int, int]]:
+    """Runs of a node and those before it, from position `lowest` on."""
+    if node.end <= lowest:
+        return
+    if node.parent != NO_PARENT:
+        yield from _last_of(pack, pack.nodes[node.parent], lowest)
+    skipped = max(0, lowest - node.start)
+    yield node.first + skipped, node.length - skipped
+
+
+class FlashTrees:
+    """Attention over one long row of trees. `window`: that of the layers that have one; 0: none has."""
+
+    def __init__(self, pack: Pack, window: int = 0) -> None:
+        self.nodes = WindowedNodes(pack, window, pack.tokens_RT.device) if window else None
+        self.window = window
         self.device = pack.tokens_RT.device
         lengths = [*pack.lengths, pack.tokens_RT.numel() - sum(pack.lengths)]  # the tail is a node that is ignored
         self.starts_D, self.longest = starts_of(lengths, self.device), longest_of(lengths)
@@ -70,7 +143,19 @@ class FlashTrees:
         self.starts += [starts_of(queries, self.device), starts_of(keys, self.device)]
         self.longests += (longest_of(queries, _LONGEST_BRANCHES), longest_of(keys))
 
-    def __call__(self, layer: int, q_RTHD: Tensor, k_RTKD: Tensor, v_RTKD: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q_RTHD: Tensor,
+        k_RTKD: Tensor,
+        v_RTKD: Tensor,
+        options: AttentionOptions = PLAIN_ATTENTION,
+    ) -> Tensor:
+        if options.window:
+            assert self.nodes is not None and options.window <= self.window
+            keys, values = (x[0].index_select(0, self.nodes.keys_at) for x in (k_RTKD, v_RTKD))
+            ends = self.starts_D, self.nodes.starts, self.longest, self.nodes.longest
+            return causal_flash(q_RTHD[0], keys, values, *ends, flash_options(options))[None]
         out_THD: Tensor = TreeFlash.apply(  # type: ignore[no-untyped-call]
             q_RTHD[0],
             k_RTKD[0],
@@ -78,6 +163,7 @@ class FlashTrees:
             self.longest,
             self.longests,
             self.pairs,
+            options.scale,
             self.starts_D,
             *self.levels,
             *self.starts,
@@ -109,21 +195,22 @@ class TreeFlash(torch.autograd.Function):
         longest: int,
         longests: tuple[int, ...],
         pairs: tuple[tuple[int, int], ...],
+        scale: float | None,
         *where: Tensor,
     ) -> Tensor:
         wide = q_THD.dtype == torch.float32
         q, k, v = (to_half(x) if wide else x for x in (q_THD, k_TKD, v_TKD))
         starts_D, levels, starts = _unfold(where, len(pairs))
-        out, sums, random, unused = flash_forward(q, k, v, starts_D, starts_D, longest, longest, True)
+        out, sums, random, unused = flash_forward(q, k, v, starts_D, starts_D, longest, longest, True, scale)
         outs, sums_of = _slices(out, levels), _slices(sums.t(), levels)
         qs, ks, vs = (_slices(x, levels) for x in (q, k, v))
         for part, (above, below) in enumerate(pairs):
             ends = starts[2 * part], starts[2 * part + 1], longests[2 * part], longests[2 * part + 1]
-            other, others, *_ = flash_forward(qs[below], ks[above], vs[above], *ends, False)
+            other, others, *_ = flash_forward(qs[below], ks[above], vs[above], *ends, False, scale)
             outs[below], sums_of[below] = join(outs[below], sums_of[below], other, others.t())
         out, sums = torch.cat(outs), torch.cat(sums_of).t().contiguous()
         ctx.save_for_backward(q, k, v, out, sums, random, unused, *where)
-        ctx.longest, ctx.longests, ctx.pairs, ctx.wide = longest, longests, pairs, wide
+        ctx.longest, ctx.longests, ctx.pairs, ctx.wide, ctx.scale = longest, longests, pairs, wide, scale
         return out.float() if wide else out
 
     @staticmethod
@@ -134,19 +221,19 @@ class TreeFlash(torch.autograd.Function):
         if ctx.wide:
             grad, q, k, v, out = (x.to(torch.bfloat16) for x in (grad, q, k, v, out))
         whole = flash_backward(
-            (grad, q, k, v, out, sums), starts_D, starts_D, ctx.longest, ctx.longest, True, random, unused
+            (grad, q, k, v, out, sums), starts_D, starts_D, ctx.longest, ctx.longest, True, random, unused, ctx.scale
         )
         of_q, of_k, of_v = (_slices(x, levels) for x in whole)
         tops, qs, ks, vs, outs, sums_of = (_slices(x, levels) for x in (grad, q, k, v, out, sums.t()))
         for part, (above, below) in enumerate(ctx.pairs):
             ends = starts[2 * part], starts[2 * part + 1], ctx.longests[2 * part], ctx.longests[2 * part + 1]
             given = tops[below], qs[below], ks[above], vs[above], outs[below], sums_of[below].t().contiguous()
-            more_q, more_k, more_v = flash_backward(given, *ends, False, random, unused)
+            more_q, more_k, more_v = flash_backward(given, *ends, False, random, unused, ctx.scale)
             of_q[below] = of_q[below] + more_q
             of_k[above], of_v[above] = of_k[above] + more_k, of_v[above] + more_v
         found = [torch.cat(parts) for parts in (of_q, of_k, of_v)]
         found = [x.float() for x in found] if ctx.wide else found
-        return *found, None, None, None, *(None for _ in where)
+        return *found, None, None, None, None, *(None for _ in where)
 
 
 def _unfold(where: Sequence[Tensor], parts: int) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
@@ -169,11 +256,19 @@ def join(out_QHD: Tensor, sums_QH: Tensor, other_QHD: Tensor, others_QH: Tensor)
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    causal: bool,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, logarithms of the sums [H, Q] of the softmax, and what the backward pass wants besides."""
     found = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False
+        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False, **_scaled(scale)
     )
     return found[0], found[1], found[2], found[3]
 
@@ -187,9 +282,14 @@ def flash_backward(
     causal: bool,
     random: Tensor,
     unused: Tensor,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, given those of the output, then q, k, v, the output and its sums."""
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *given, starts_q, starts_k, longest_q, longest_k, 0.0, causal, random, unused
+        *given, starts_q, starts_k, longest_q, longest_k, 0.0, causal, random, unused, **_scaled(scale)
     )
     return found
+
+
+def _scaled(scale: float | None) -> dict[str, float]:
+    return {} if scale is None else {"scale": scale}

@@ -17,7 +17,8 @@ from torch import Tensor
 from llamarl.generate.attention import DecodeAttention, PrefillAttention
 from llamarl.generate.kv_cache import PagedCache
 from llamarl.model.checkpoint import random_model
-from llamarl.model.transformer import Transformer, rope_up_to
+from llamarl.model.rope import rope_up_to
+from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3")

@@ -23,8 +23,9 @@ from llamarl.errors import InputError, ModelError
 from llamarl.model.checkpoint import load_model, random_model
 from llamarl.model.gguf_file import read_gguf
 from llamarl.model.gguf_import import import_gguf
+from llamarl.model.rope import rope_frequencies
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.model.transformer import Transformer, rope_frequencies
+from llamarl.model.transformer import Transformer
 from llamarl.model_spec import SHAPES, ModelSpec
 
 SHAPE = ModelSpec(
@@ -123,7 +124,14 @@ def write_gguf(
 def test_an_import_is_the_model_the_file_was_made_from(
     gguf: ModuleType, tmp_path: Path, architecture: str, tied: bool
 ) -> None:
-    shape = replace(SHAPE, tied_head=tied, qkv_bias=architecture == "qwen2", rope_theta=1e6, norm_eps=1e-6)
+    shape = replace(
+        SHAPE,
+        tied_head=tied,
+        qkv_bias=architecture == "qwen2",
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        family=architecture,
+    )
     model = random_model(shape, seed=2)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):

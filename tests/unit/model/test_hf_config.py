@@ -1,4 +1,4 @@
-"""What `config.json` may say: four families, as transformers 4 and 5 write them, and nothing that changes the maths."""
+"""What `config.json` may say: ten families, as transformers 4 and 5 write them, and nothing that changes the maths."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from llamarl.errors import ModelError
 from llamarl.model.hf_config import config_of, describe_ignored_keys, ignored_keys, read_shape
-from llamarl.model_spec import SHAPES, RopeScaling
+from llamarl.model_spec import SHAPES, RopeScaling, YarnScaling
 
 LLAMA_3_1: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -119,12 +120,13 @@ def test_llama_2_without_its_later_keys_gets_transformers_defaults(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "gemma2"}, "gemma2"),
+        ({"model_type": "gpt2"}, "gpt2"),
         ({"model_type": "mixtral"}, "mixtral"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": "some"}, "attention_bias"),
+        ({"mlp_bias": 1}, "mlp_bias"),
+        ({"qkv_bias": True}, "qkv_bias"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
         ({"sliding_window": 4096}, "sliding_window"),
@@ -134,8 +136,12 @@ def test_llama_2_without_its_later_keys_gets_transformers_defaults(tmp_path: Pat
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
         ({"residual_multiplier": 0.22}, "residual_multiplier"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "ntk"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta": 2.0}}, "beta"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}}, "truncate"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor"),
         ({"rope_scaling": {**LLAMA_3_1["rope_scaling"], "attention_factor": 2.0}}, "attention_factor"),
         ({"rope_scaling": {**LLAMA_3_1["rope_scaling"], "low_freq_factor": 4.0}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "rope_parameters"),
@@ -195,17 +201,61 @@ def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
 
 
 def test_mistral_has_a_window_unless_it_says_null(tmp_path: Path) -> None:
+    """Missing, it is 4096, as in transformers; one as long as the context masks nothing."""
     mistral = LLAMA_3_1 | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "rope_scaling": None}
+    assert read(tmp_path, mistral).windows == (4096,) * 32
+    assert read(tmp_path, mistral | {"sliding_window": None}).windows == ()
+    assert read(tmp_path, mistral | {"sliding_window": 131072}).windows == ()
     with pytest.raises(ModelError, match="sliding_window"):
-        read(tmp_path, mistral)
-    assert read(tmp_path, mistral | {"sliding_window": None}).num_layers == 32
+        read(tmp_path, mistral | {"sliding_window": 0})
 
 
 def test_a_qwen_window_counts_only_when_switched_on(tmp_path: Path) -> None:
-    narrow = QWEN2_5_7B | {"sliding_window": 4096}
+    narrow = QWEN2_5_7B | {"sliding_window": 4096, "max_window_layers": 20}
     assert read(tmp_path, narrow) == SHAPES["qwen2.5-7b"]
-    with pytest.raises(ModelError, match="sliding_window"):
-        read(tmp_path, narrow | {"use_sliding_window": True})
+    assert read(tmp_path, narrow | {"use_sliding_window": True}).windows == (0,) * 20 + (4096,) * 8
+    types = ["sliding_attention", "full_attention"] * 14
+    assert read(tmp_path, narrow | {"use_sliding_window": True, "layer_types": types}).windows == (4096, 0) * 14
+    with pytest.raises(ModelError, match="no 'sliding_window' is in use"):
+        read(tmp_path, narrow | {"layer_types": types})
+
+
+def test_qwens_long_contexts_are_read_as_published(tmp_path: Path) -> None:
+    """Both models' cards say to add this object for contexts beyond 32,768 tokens."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    shape = read(tmp_path, QWEN2_5_7B | {"rope_scaling": yarn, "max_position_embeddings": 131072})
+    assert shape.rope_scaling == YarnScaling(
+        factor=4.0, original_max_positions=32768, attention_factor=1.1386294361119891
+    )
+    assert shape.max_positions == 131072
+
+
+def test_longrope_leaves_the_original_positions(tmp_path: Path) -> None:
+    """Beyond them all tokens, cached ones too, would have to be rotated by other factors."""
+    rope = {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    phi = {
+        **{key: value for key, value in LLAMA_3_1.items() if key not in ("attention_bias", "mlp_bias")},
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": rope,
+        "sliding_window": 262144,
+        "resid_pdrop": 0.0,
+    }
+    shape = read(tmp_path, phi)
+    assert (shape.max_positions, shape.windows, shape.rotary_dim) == (4096, (), 0)
+    assert config_of(shape)["max_position_embeddings"] == 131072
+
+
+@pytest.mark.parametrize("field", ["qkv_bias", "wide_qk_norm", "norm_plus_one", "logit_softcap"])
+def test_a_spec_that_no_family_has_cannot_be_written(field: str) -> None:
+    """By name, and not as a config of something else."""
+    value: Any = 30.0 if field == "logit_softcap" else True
+    with pytest.raises(ModelError, match=field):
+        config_of(replace(SHAPES["qwen3-0.6b"], **{field: value}))
 
 
 def test_a_missing_folder_is_one_line_that_says_what_belongs_there(tmp_path: Path) -> None:

@@ -184,7 +184,8 @@ def attend(pack: Pack, how: MaskedDocuments | FlashTrees | FlashDocuments) -> li
     torch.manual_seed(0)
     shapes = [(*pack.tokens_RT.shape, heads, 8) for heads in (4, 2, 2)]
     given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    out = how(0, *given)
+    q, k, v = given
+    out = how(0, q, k, v)
     weights = torch.randn(out.shape) * (pack.nodes_RT != PADDING)[..., None, None]
     (out * weights).sum().backward()  # type: ignore[no-untyped-call]
     grads = [one.grad for one in given]
@@ -350,7 +351,8 @@ def test_compiled_blocks_share_one_graph_for_trees_of_all_sizes() -> None:
             for one in given:
                 torch._dynamo.maybe_mark_dynamic(one, 1)
                 one.requires_grad_()
-            expected, found = how(0, *given), attend_compiled(how, *given)
+            q, k, v = given
+            expected, found = how(0, q, k, v), attend_compiled(how, q, k, v)
             assert torch.allclose(found, expected)
             grads = [torch.autograd.grad(out.square().sum(), given) for out in (expected, found)]
             assert all(torch.allclose(mine, other) for mine, other in zip(*grads, strict=True))
