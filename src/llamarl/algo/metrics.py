@@ -88,7 +88,8 @@ def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Figures of the groups that were sampled; rows of data are only counted."""
     rows = sum(group.prompt.written is not None for group in groups)
     if rows:
-        return {**describe_groups([one for one in groups if one.prompt.written is None]), "sft_rows": float(rows)}
+        sampled = describe_groups([one for one in groups if one.prompt.written is None])
+        return {**sampled, "groups": float(len(groups)), "sft_rows": float(rows)}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {"groups": 0.0, "completions": 0.0}

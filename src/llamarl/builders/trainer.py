@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from llamarl.algo.streams import StreamWeights
 from llamarl.builders.base import load_base, trainer_has_base
 from llamarl.builders.compute import compute_settings
 from llamarl.builders.context import BuildContext
@@ -49,6 +50,7 @@ def build_trainer(context: BuildContext) -> Executor:
         algo=config.algo,
         updates=config.schedule.updates,
         tolerance=_tolerance(config, computing.dtype) if config.model.lora else None,
+        weights=StreamWeights(imitation=config.sft.weight),
     )
     load_masters(policy.model, learner.optimizer, folder)
     if context.snapshot and not keeps_policy_only(context.snapshot):
@@ -56,14 +58,14 @@ def build_trainer(context: BuildContext) -> Executor:
     hosted = config.algo.reference_kl > 0 and not config.reference_alone
     reference = _hosted_reference(config, policy) if hosted else None
     # Publishing beside training needs a process group of its own with several ranks; on a CPU it would only take cores.
-    beside = config.engine.kind != "inline" and device.type == "cuda" and context.num_ranks == 1
+    beside = config.engine.kind != "inline" and device.type == "cuda" and context.num_ranks == 1 and config.samples
     return Trainer(
         learner,
         make_weight_writer(context, policy),
         carry_from=config.model_folder,
         reference=reference,
         tell=context.tell_engine if beside else None,
-        adapter_types=applied_types(config) if config.model.lora else (),
+        adapter_types=applied_types(config) if config.model.lora and config.samples else (),
         policy_only_at=config.schedule.updates if config.snapshots.at_end == "policy" else None,
     )
 

@@ -24,6 +24,7 @@ from llamarl.config.reward_model import RewardModelConfig
 from llamarl.config.sandbox import SandboxConfig
 from llamarl.config.schedule import ScheduleConfig
 from llamarl.config.section import Section
+from llamarl.config.sft import SftConfig
 from llamarl.config.snapshots import SnapshotsConfig
 from llamarl.config.task import TaskConfig
 from llamarl.config.trainer import TrainerConfig
@@ -56,6 +57,7 @@ class Config(Section, frozen=True):
     trainer: TrainerConfig = TrainerConfig()
     algo: AlgoConfig = AlgoConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    sft: SftConfig = SftConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -76,6 +78,10 @@ class Config(Section, frozen=True):
         _check_joining(self)
         if self.agent:
             _check_agent(self)
+        if self.sft:
+            _check_sft(self)
+        if not self.algo.reward_weight and not self.learns_otherwise:
+            raise ConfigError("algo.reward_weight: 0 leaves nothing to learn from; it is for jobs with a teacher")
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
 
@@ -107,6 +113,21 @@ class Config(Section, frozen=True):
     def num_parked(self) -> int:
         """Conversations per generator that may wait for a tool's reply while others use the slots."""
         return self.generator.slots if self.conversation.tool else 0
+
+    @property
+    def supervised(self) -> bool:
+        """Whether every group is a row of data, so that nothing is sampled but evaluations."""
+        return bool(self.sft) and self.sft.share == 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether anything is sampled at all, so that there are generators and rewards."""
+        return not self.supervised or bool(self.evaluate.prompts)
+
+    @property
+    def learns_otherwise(self) -> bool:
+        """Whether there is anything to learn from besides rewards."""
+        return self.supervised
 
     @property
     def model_folder(self) -> Path:
@@ -207,6 +228,27 @@ def _check_agent(config: Config) -> None:
         raise ConfigError("agent: a reward model judges single answers, not sessions; leave reward_model.path empty")
     if config.generator.stop:
         raise ConfigError("generator.stop: cannot take effect with agents, which send their own stop texts")
+
+
+def _check_sft(config: Config) -> None:
+    if config.agent:
+        raise ConfigError(
+            "sft.path: agents write their own prompts, so rows have no way beside them; leave one of them out"
+        )
+    if config.task.curriculum:
+        raise ConfigError("sft.path: a curriculum counts groups of its own problems; set task.curriculum to false")
+    if not config.supervised:
+        return
+    if config.schedule.dynamic_sampling or config.schedule.window > 1:
+        raise ConfigError(
+            "sft.share: 1 trains rows in their order; leave schedule.dynamic_sampling at 0 and schedule.window at 1"
+        )
+    if config.algo.reference_kl:
+        raise ConfigError("algo.reference_kl: cannot take effect with sft.share=1, where nothing is sampled")
+    if config.reward_model.path:
+        raise ConfigError("reward_model.path: cannot take effect with sft.share=1, where nothing is sampled")
+    if config.conversation.tool:
+        raise ConfigError("conversation.tool: cannot take effect with sft.share=1, where nothing is sampled")
 
 
 def _check_joining(config: Config) -> None:

@@ -29,6 +29,7 @@ def with_absolute_paths(config: Config) -> Config:
     raw["reward"]["combine"] = {_absolute_function(name): share for name, share in raw["reward"]["combine"].items()}
     for part in (raw["task"], *raw["task"]["parts"]):
         part.update({name: _absolute_unless_named(part[name]) for name in DATA})
+    raw["sft"]["path"] = _absolute_unless_named(raw["sft"]["path"])
     return msgspec.convert(raw, Config)
 
 

@@ -18,7 +18,14 @@ def with_hub_files(config: Config) -> Config:
     """The same settings with every model and dataset of the hub pinned to a commit, and on this machine."""
     config = with_hub_models(config)
     parts = tuple(fetch_dataset(part, f"task.parts[{index}]") for index, part in enumerate(config.task.parts))
-    return replace(config, task=fetch_dataset(replace(config.task, parts=parts)))
+    return with_hub_rows(replace(config, task=fetch_dataset(replace(config.task, parts=parts))))
+
+
+def with_hub_rows(config: Config) -> Config:
+    """The same, for the rows that are imitated."""
+    if not config.sft:
+        return config
+    return replace(config, sft=replace(config.sft, path=fetch_dataset(config.sft.source, "sft").path))
 
 
 def with_hub_models(config: Config) -> Config:
@@ -42,6 +49,7 @@ def with_commits_of(before: Config, now: Config) -> Config:
             new_part |= {key: new_part[key] or old_part[key] for key in BUILT_IN[new_part["kind"]]}
         for key in DATA:
             new_part[key] = _pinned(old_part[key], new_part[key])
+    new["sft"]["path"] = _pinned(old["sft"]["path"], new["sft"]["path"])
     return msgspec.convert(new, Config)
 
 

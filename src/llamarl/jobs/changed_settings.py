@@ -38,6 +38,7 @@ FREE = (
     "reference.tensor",
     "reference.device",
     "reference.threads",
+    "sft.epochs",
     "reward.workers",
     "reward.trusted",
     "reward.concurrency",

@@ -159,6 +159,8 @@ def _trainer_parts(
         yield MemoryItem("optimizer state in host memory", HOST, away, "take a smaller model")
     schedule, longest = config.schedule, config.generator.max_prompt_tokens + config.generator.max_new_tokens
     answers = schedule.groups_per_update * schedule.samples_per_group
+    if config.supervised:
+        longest = config.sft.max_tokens or longest
     tokens = max(longest, min(settings.tokens_per_pack, answers * longest / settings.batch_ranks))
     width = WIDTH["bf16" if on_gpu else "fp32"]
     lora = config.model.lora
@@ -203,12 +205,13 @@ def _copies_of_policy(config: Config, shape: ModelSpec, place: str) -> Iterator[
     ranks = config.trainer.shard_ranks
     on_device = weight_transport(config, _first_gpus(config), can_reach=lambda reader, writer: True) == "cuda"
     published = NUM_SLOTS * published_bytes(shape, wire_precision(config), config.model.lora) / ranks
-    yield MemoryItem(
-        "published weights",
-        place if on_device else HOST,
-        published,
-        "set weights.transport=memfd" if on_device else "set generator.dtype=bfloat16",
-    )
+    if config.samples:
+        yield MemoryItem(
+            "published weights",
+            place if on_device else HOST,
+            published,
+            "set weights.transport=memfd" if on_device else "set generator.dtype=bfloat16",
+        )
     if _saves_whole(config):
         copied = 12 * num_trained(shape, config.model.lora) / ranks
         yield MemoryItem("copy for snapshots", HOST, copied, "set snapshots.every=0 and snapshots.at_end=policy")

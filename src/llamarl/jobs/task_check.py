@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from llamarl.config import Config
 from llamarl.engine.prompts import Prompts
+from llamarl.engine.rows import DataRows
 from llamarl.errors import ConfigError, LlamaRLError, ModelError
 from llamarl.generate.prompting import check_chat_options, reply_tokens
 from llamarl.model.tokenizer import Tokenizer
@@ -27,7 +28,11 @@ EVERY_COLUMN = ScorerRequirements(everything=True, answer=False)  # agents see w
 
 
 def prepare_prompts(
-    config: Config, tokenizer: Tokenizer, given: Mapping[str, Callable[..., Any]], task: Prompter | None
+    config: Config,
+    tokenizer: Tokenizer,
+    given: Mapping[str, Callable[..., Any]],
+    task: Prompter | None,
+    rows: DataRows | None = None,
 ) -> Prompts:
     """The job's prompts. A scorer that fails on a task's own answer is refused: it would fail on every group. Agents that
     give their own rewards need none."""
@@ -36,8 +41,8 @@ def prepare_prompts(
     judge = Judge.of(config, own_scorers(config.task), workers=1, given=given)
     try:
         judge.prepare()
-        prompts = Prompts(task or make_task(config.task, config.seed, judge.wanted), tokenizer, config)
-        problem = prompts.group(0).problem
+        prompts = Prompts(task or make_task(config.task, config.seed, judge.wanted), tokenizer, config, rows)
+        problem = prompts.problem(0)
         check_chat_options(config.task, problem)
         outcome = judge.score(problem.answer, problem)
     except LlamaRLError:
