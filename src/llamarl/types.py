@@ -29,6 +29,7 @@ class Problem(Struct, frozen=True, omit_defaults=True):
     turns: tuple[Turn, ...] = ()  # the prompt as a chat, for models with a chat template; empty: it is plain text
     scorer: str = ""  # the scorer to use when reward.scorer=auto
     columns: dict[str, Any] = {}  # columns of its data row that a user's scorer asks for
+    teacher: str = ""  # name of its teacher, where the task names one
 
 
 class Sampling(Struct, frozen=True, kw_only=True):

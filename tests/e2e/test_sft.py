@@ -10,6 +10,7 @@ from helpers.cli import llamarl
 from helpers.engines import ENGINE
 from helpers.fingerprint import fingerprint
 from helpers.killing import TINY, KillAt, Killed
+from helpers.small_model import small_model
 
 from llamarl import Job, Run
 from llamarl.config.file import load_config
@@ -17,7 +18,15 @@ from llamarl.controller.ledger import read_ledger
 from llamarl.controller.ledger_state import audit
 
 ROWS = "sft.path=examples/data/additions.jsonl"
-SHORT = [*TINY, ROWS, "sft.epochs=0", "schedule.updates=6", "snapshots.every=2", "schedule.deterministic=true"]
+SHORT = [
+    *TINY,
+    *small_model(),
+    ROWS,
+    "sft.epochs=0",
+    "schedule.updates=6",
+    "snapshots.every=2",
+    "schedule.deterministic=true",
+]
 ALONE = [*SHORT, "evaluate.prompts=0"]
 EVALUATED = [*SHORT, "evaluate.prompts=8", "evaluate.every=3", "schedule.probe_every=2"]
 BESIDE = [*EVALUATED, "sft.share=0.5", "sft.weight=0.5"]

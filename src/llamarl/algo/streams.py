@@ -31,6 +31,11 @@ class StreamCounts:
     teacher: int = 0
     total: int = 0  # a token in two streams counts once
 
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that the policy has sampled."""
+        return self.total - self.imitation
+
     @classmethod
     def of(cls, documents: Iterable[Document]) -> StreamCounts:
         found = [(one.streams, one.num_answer_tokens) for one in documents]

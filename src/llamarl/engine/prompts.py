@@ -7,7 +7,8 @@ from typing import Protocol, cast
 
 from msgspec.structs import replace
 
-from llamarl.config import Config
+from llamarl.config import Config, TeacherConfig
+from llamarl.config.teacher import THE_TEACHER
 from llamarl.controller.probe import probed_version
 from llamarl.engine.rows import DataRows, RowShare
 from llamarl.errors import InputError
@@ -33,6 +34,7 @@ class Prompts:
         self._rows, self._row_share = rows, RowShare(config.sft.share if rows is not None else 0.0)
         own_notes = rows.notes if rows is not None else []
         self.notes: tuple[str, ...] = (*getattr(task, "notes", ()), *own_notes)  # for the user
+        self._teacher = config.teacher
         self._training, self._greedy = config.training_sampling, config.greedy_sampling
         self._choice: Callable[[int], Choice | None] = lambda ordinal: None
         self.curriculum = (
@@ -59,7 +61,9 @@ class Prompts:
         else:
             problem = self.problem(probed_version(ordinal))
         sampling = self._greedy if kind == "evaluation" else self._training
-        return PromptGroup(ordinal, problem, tokens_to_bytes(prompt_tokens(self._tokenizer, problem)), sampling, kind)
+        tokens = tokens_to_bytes(prompt_tokens(self._tokenizer, problem))
+        teacher = teacher_of(problem, self._teacher) if kind == "train" else ""
+        return PromptGroup(ordinal, problem, tokens, sampling, kind, teacher=teacher)
 
     def problem(self, number: int) -> Problem:
         """The task's training problem with this number."""
@@ -74,6 +78,13 @@ class Prompts:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of an answer's tokens."""
         return self._tokenizer.decode(tokens)
+
+
+def teacher_of(problem: Problem, settings: TeacherConfig) -> str:
+    """Name of the teacher that answers to a problem are compared with; empty: none."""
+    if not settings.by_name:
+        return THE_TEACHER if settings else ""
+    return str(problem.columns.get(settings.column) or problem.teacher)
 
 
 _MAX_LOOKED_AT = 1000  # takes some tenths of a second

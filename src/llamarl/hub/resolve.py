@@ -34,6 +34,10 @@ def with_hub_models(config: Config) -> Config:
     if config.algo.reference_kl > 0:
         model = fetch_model(config.reference.model, "reference.model")
         config = replace(config, reference=replace(config.reference, model=model))
+    if config.teacher:
+        path = fetch_model(config.teacher.path, "teacher.path")
+        by_name = {name: fetch_model(one, f"teacher.by_name.{name}") for name, one in config.teacher.by_name.items()}
+        config = replace(config, teacher=replace(config.teacher, path=path, by_name=by_name))
     path = fetch_model(config.reward_model.path, "reward_model.path")
     return replace(config, reward_model=replace(config.reward_model, path=path))
 
@@ -44,6 +48,8 @@ def with_commits_of(before: Config, now: Config) -> Config:
     old, new = (msgspec.to_builtins(config) for config in (before, now))
     for section, key in MODELS:
         new[section][key] = _pinned(old[section][key], new[section][key])
+    teachers, before_teachers = new["teacher"]["by_name"], old["teacher"]["by_name"]
+    teachers.update({name: _pinned(before_teachers.get(name, ""), path) for name, path in teachers.items()})
     for old_part, new_part in _sources(old, new):
         if not new_part["path"] and new_part["kind"] == old_part["kind"] and new_part["kind"] in BUILT_IN:
             new_part |= {key: new_part[key] or old_part[key] for key in BUILT_IN[new_part["kind"]]}

@@ -117,6 +117,8 @@ def job_parts(config: Config) -> Iterator[MemoryItem]:
         yield from _trainer_parts(config, shape, device, first_replica=rank < config.trainer.shard_ranks)
     if config.algo.reference_kl > 0:
         yield from _reference_parts(config)
+    if config.teacher_folders:
+        yield from _teacher_parts(config)
     if config.reward_model.path:
         yield _reward_model_part(config)
 
@@ -239,6 +241,21 @@ def _reference_parts(config: Config) -> Iterator[MemoryItem]:
             each = 0.0  # the base is there already, or is counted with the trainer
         yield MemoryItem("weights of the reference", _place(device), each, advice)
         yield _process(device)
+
+
+def _teacher_parts(config: Config) -> Iterator[MemoryItem]:
+    """Weights of the teachers: on ranks of their own, on the trainer's, or in host memory until these use them."""
+    settings, advice = config.teacher, "take a smaller teacher, or set teacher.dtype=bfloat16"
+    first, ranks = ("teacher", settings.ranks) if settings.alone else ("trainer", config.trainer.ranks)
+    asked = settings.device if settings.alone else config.trainer.device
+    for rank in range(ranks):
+        device = device_of(f"{first}.device", asked, _first_gpus(config)[first] + rank)
+        width = _width(config, device) if settings.dtype == "auto" else dtype_of(settings.dtype, device).itemsize
+        held = sum(num_parameters(read_shape(folder)) for folder in config.teacher_folders.values()) * width / ranks
+        away = settings.offload and not settings.alone
+        yield MemoryItem("weights of the teachers", HOST if away else _place(device), held, advice)
+        if settings.alone:
+            yield _process(device)
 
 
 def _first_gpus(config: Config) -> dict[str, int]:

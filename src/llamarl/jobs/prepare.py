@@ -13,6 +13,7 @@ from llamarl.builders.devices import check_gpus, describe_devices, device_of
 from llamarl.builders.loss import check_loss
 from llamarl.builders.registry import builder_reference
 from llamarl.builders.reward_model import check_reward_model
+from llamarl.builders.teacher import check_teachers
 from llamarl.builders.weights import weight_transport
 from llamarl.config import Config, ScheduleConfig
 from llamarl.controller.gpu_numbers import first_gpus
@@ -69,6 +70,7 @@ def prepare_job(
     device, tensor = device_of("generator.device", config.generator.device), config.generator.tensor
     check_gpus(f"generator.tensor: {tensor}", tensor, device, config)
     check_training(config)
+    check_teachers(config, tokenizer)
     check_base(config)
     if config.reward_model.path:
         check_reward_model(config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,12 @@ class Tokenizer:
     def chat_text(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         """The same as text, before it is encoded."""
         return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    @cached_property
+    def vocabulary_hash(self) -> str:
+        """Hash of all tokens with their ids: the same for tokenizers whose ids mean the same."""
+        table = sorted((index, token) for token, index in self.backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]
 
     @property
     def chat_source(self) -> str:

@@ -221,11 +221,11 @@ class Totals:
         maxima = dict(zip(self.max_names, self.maxima.tolist(), strict=True))
         ratio_max = maxima.pop("ratio_max")
         streams = stream_metrics(sums, self.counts)
-        if not self.counts.policy:
+        if not self.counts.sampled:
             return streams
         found = token_metrics(sums, ratio_max, self.staleness)
         own = {name.removeprefix(OF_LOSS): value for name, value in sums.items() if name.startswith(OF_LOSS)}
-        return {**found, **{name: value / sums["tokens"] for name, value in own.items()}, **maxima, **streams}
+        return {**found, **{name: value / self.counts.policy for name, value in own.items()}, **maxima, **streams}
 
 
 class Seen:
@@ -275,7 +275,7 @@ class Seen:
 
     def totals(self, documents: Sequence[Document], rho: float) -> Totals:
         """Totals over all ranks (a collective), without waiting for the device."""
-        sampled = [document for document in documents if document.streams.policy]
+        sampled = [document for document in documents if not document.streams.imitation]
         staleness = sorted({int(value) for document in sampled for value in np.unique(document.staleness)})
         sums, ratio_max = token_totals(self._all_tokens(), rho=rho, staleness=staleness)
         weighted, maxima = self._part_totals()
@@ -320,10 +320,10 @@ class Seen:
                 yield tokens.policy_logprobs_N
 
     def _all_tokens(self) -> TokenMeasures:
-        """Measures of the tokens that have a policy gradient."""
+        """Measures of the tokens that were sampled."""
         empty = torch.zeros(0, device=self._device)
         nothing = TokenMeasures(empty, empty, empty, empty.long(), empty.bool())
-        sampled = [one for one, streams in zip(self._tokens, self._streams, strict=True) if streams.policy]
+        sampled = [one for one, streams in zip(self._tokens, self._streams, strict=True) if not streams.imitation]
         columns = zip(*(vars(one).values() for one in [nothing, *sampled]), strict=True)
         return TokenMeasures(*(torch.cat(values) for values in columns))
 

@@ -190,7 +190,7 @@ def test_an_update_of_rows_alone_reports_what_it_learned() -> None:
 def test_rows_beside_rollouts_leave_the_metrics_of_rollouts_alone() -> None:
     rollouts = taught([1.0, 0.0], teacher="")
     mixed, plain = cpu_learner().update(3, [rollouts, row()]).metrics, cpu_learner().update(3, [rollouts]).metrics
-    own = {"loss", "grad_norm", "trained_tokens"}
+    own = {"loss", "grad_norm", "trained_tokens", "groups"}
     assert {name: mixed[name] for name in plain.keys() - own} == {name: plain[name] for name in plain.keys() - own}
 
 
