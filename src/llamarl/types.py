@@ -29,6 +29,7 @@ class Problem(Struct, frozen=True, omit_defaults=True):
     turns: tuple[Turn, ...] = ()  # the prompt as a chat, for models with a chat template; empty: it is plain text
     scorer: str = ""  # the scorer to use when reward.scorer=auto
     columns: dict[str, Any] = {}  # columns of its data row that a user's scorer asks for
+    teacher: str = ""  # name of its teacher, where the task names one
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -66,6 +67,8 @@ class PromptGroup(Struct, frozen=True, tag="prompt", omit_defaults=True):
     kind: GroupKind = "train"
     stop: tuple[str, ...] = ()  # texts that end an answer, besides the job's own
     stop_token_ids: tuple[int, ...] = ()  # tokens that end an answer, besides the model's own
+    written: WrittenAnswer | None = None  # the answer that data gives, to be imitated; None: answers are sampled
+    teacher: str = ""  # name of the teacher that answers are compared with; empty: none
 
 
 class VersionRun(Struct, frozen=True, array_like=True):
@@ -81,6 +84,13 @@ class Given(Struct, frozen=True, array_like=True):
 
     start: int
     count: int
+
+
+class WrittenAnswer(Struct, frozen=True, array_like=True):
+    """An answer from data. Parts of it that are not to be learned, such as a user's later turns, are `given`."""
+
+    tokens: bytes
+    given: tuple[Given, ...] = ()
 
 
 class Completion(Struct, frozen=True, omit_defaults=True):
@@ -183,6 +193,20 @@ def last_of_samples(completions: Sequence[Completion]) -> list[Completion]:
     return list(last.values())
 
 
+def written_group(prompt: PromptGroup, version: int) -> CompletionGroup:
+    """A group whose answer is the one that its prompt came with, as if `version` had sampled it with certainty."""
+    assert prompt.written is not None
+    written = prompt.written
+    count = len(sampled_places(len(written.tokens) // 4, written.given))
+    runs = (VersionRun(version, count),)
+    return CompletionGroup(prompt, (Completion(written.tokens, bytes(4 * count), runs, False, written.given),))
+
+
+def unjudged(group: CompletionGroup) -> RolloutGroup:
+    """The same group with rewards of zero, which nothing is learned from."""
+    return RolloutGroup(group.prompt, tuple(Rollout(completion, 0.0) for completion in group.completions))
+
+
 class GroupFacts(Struct, frozen=True):
     """Everything the controller ever sees of a group's payload."""
 
@@ -208,7 +232,9 @@ def facts_of(group: Group, cut_off_penalty: float = 0.0) -> GroupFacts:
 
 
 def has_same_rewards(group: RolloutGroup, cut_off_penalty: float = 0.0) -> bool:
-    """Whether all advantages of the group would be zero."""
+    """Whether all advantages of the group would be zero. What is imitated has no advantages."""
+    if group.prompt.written is not None:
+        return False
     return len({one.reward - cut_off_penalty * one.completion.truncated for one in group.rollouts}) <= 1
 
 

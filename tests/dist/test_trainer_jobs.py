@@ -14,11 +14,12 @@ from helpers.engines import ENGINE
 from helpers.notes import Notes
 
 from llamarl import Job, Run
+from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.ledger_state import audit
 from llamarl.errors import ConfigError, InputError
-from llamarl.model.checkpoint import load_model
+from llamarl.model.checkpoint import load_model, random_model, save_model
 from llamarl.model.transformer import Transformer
 from llamarl.observe.rows import read_rows
 
@@ -70,6 +71,20 @@ def test_a_trainer_of_several_ranks_does_what_one_does(tmp_path: Path) -> None:
     lanes = {lane for row in read_rows(together / "spans.jsonl") for lane in row.get("spans", ())}
     assert lanes >= {"trainer/0", *(f"trainer/0 rank {rank}" for rank in (1, 2, 3))}, "every rank has a lane"
     go_on(together, other)
+
+
+def test_streams_of_several_ranks_are_those_of_one(tmp_path: Path) -> None:
+    """Rows of data and a teacher's whole distribution, beside the policy gradient."""
+    shape = load_model(Config().model_folder).shape
+    save_model(random_model(shape, seed=1), tmp_path / "teacher", carry_from=Config().model_folder)
+    streams = ["sft.path=examples/data/additions.jsonl", "sft.share=0.5", "schedule.deterministic=true"]
+    streams += [f"teacher.path={tmp_path / 'teacher'}", "teacher.forward=0.3", "trainer.lr=1e-5"]
+    alone = run(tmp_path / "alone", *streams)
+    together = run(tmp_path / "together", *streams, "trainer.data=2", "trainer.tensor=2")
+    for one_row, row in zip(rows(alone), rows(together), strict=True):
+        for name in ("loss", "sft_loss", "teacher_kl", "sft_tokens", "teacher_tokens", "trained_tokens"):
+            assert row[name] == pytest.approx(one_row[name], rel=2e-3), name
+        assert row["teacher_kl"] > 0.1
 
 
 def test_replicas_of_a_sharded_trainer_do_what_one_rank_does(tmp_path: Path) -> None:

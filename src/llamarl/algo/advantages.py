@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import fsum, sqrt
 
 from llamarl.config import AlgoConfig
-from llamarl.types import Rollout, RolloutGroup
+from llamarl.types import PromptGroup, Rollout, RolloutGroup
 
 Advantages = Callable[[Sequence[float]], list[float]]
 """From the rewards of a group to the advantage of each completion."""
@@ -80,9 +80,11 @@ def _penalized(rollout: Rollout, algo: AlgoConfig) -> float:
     return rollout.reward - algo.cut_off_penalty if rollout.completion.truncated else rollout.reward
 
 
-def why_left_out(rollout: Rollout, *, flat: bool, algo: AlgoConfig) -> str:
-    """Why an update does not learn from a rollout; empty if it does. `flat`: all advantages of its group are zero."""
-    if flat and algo.zero_variance == "skip":
+def why_left_out(rollout: Rollout, *, flat: bool, algo: AlgoConfig, prompt: PromptGroup | None = None) -> str:
+    """Why an update does not learn from a rollout; empty if it does. `flat`: all advantages of its group are zero, which
+    matters neither to a teacher nor to data."""
+    taught = prompt is not None and (bool(prompt.teacher) or prompt.written is not None)
+    if flat and algo.zero_variance == "skip" and not taught:
         return "all answers of its group have the same reward (algo.zero_variance=skip)"
     if algo.overlong == "mask" and rollout.completion.truncated:
         return "cut off (algo.overlong=mask)"

@@ -45,6 +45,19 @@ class TokenBatch:
 
 
 @dataclass(frozen=True)
+class Streams:
+    """The terms of the loss that a document's tokens are in (`streams.py`)."""
+
+    policy: bool = True
+    imitation: bool = False
+    teacher: str = ""  # name of the teacher; empty: none
+
+
+POLICY = Streams()
+IMITATION = Streams(policy=False, imitation=True)
+
+
+@dataclass(frozen=True)
 class Document:
     """A prompt with one completion, and the advantage of each sampled token. `behavior_logprobs`, `staleness`, `advantages`
     and `columns` have one value for each sampled token."""
@@ -57,6 +70,7 @@ class Document:
     columns: Mapping[str, Floats] = field(default_factory=dict)
     given: tuple[Given, ...] = ()  # tool replies in the answer: the model reads them, and nothing is learned from them
     source: tuple[int, int] = (-1, 0)  # ordinal of its group, and number of the rollout in it
+    streams: Streams = POLICY
 
     @property
     def num_answer_tokens(self) -> int:
@@ -74,16 +88,28 @@ class Document:
         return self.tokens[self.places]
 
 
-def make_documents(groups: Sequence[RolloutGroup], *, version: int, algo: AlgoConfig) -> list[Document]:
-    """The documents that update `version` learns from, in the order of the batch; empty when no tokens are left."""
+def make_documents(
+    groups: Sequence[RolloutGroup], *, version: int, algo: AlgoConfig, sampled_kl: float = 0.0
+) -> list[Document]:
+    """The documents that update `version` learns from, in the order of the batch; empty when no tokens are left. With
+    `sampled_kl`, teachers change the advantages, so what they teach always has a policy gradient."""
     documents: list[Document] = []
     for group in groups:
         advantages = token_advantages(group, algo)
         flat = not any(one.any() for one in advantages)
+        streams = _streams(group.prompt, flat=flat and algo.zero_variance == "skip", sampled_kl=bool(sampled_kl))
         for number, (rollout, own) in enumerate(zip(group.rollouts, advantages, strict=True)):
-            if not why_left_out(rollout, flat=flat, algo=algo):
-                documents.append(_document_of(group.prompt, rollout, version, own, number))
+            if not why_left_out(rollout, flat=flat, algo=algo, prompt=group.prompt):
+                documents.append(_document_of(group.prompt, rollout, version, own, number, streams))
     return documents
+
+
+def _streams(prompt: PromptGroup, *, flat: bool, sampled_kl: bool) -> Streams:
+    if prompt.written is not None:
+        return IMITATION
+    if prompt.teacher:
+        return Streams(policy=sampled_kl or not flat, teacher=prompt.teacher)
+    return POLICY
 
 
 def document_of(prompt: PromptGroup, completion: Completion, *, version: int) -> Document:
@@ -95,12 +121,13 @@ def token_advantages(group: RolloutGroup, algo: AlgoConfig) -> list[Floats]:
     """One advantage for each sampled token of each rollout: the values that a role has added as a column, else the
     estimator's one value for the whole completion."""
     estimate = estimate_advantages(group, algo)
-    return [
+    found = [
         _column(rollout, TOKEN_ADVANTAGES)
         if TOKEN_ADVANTAGES in rollout.columns
         else _repeated(advantage, rollout.completion)
         for rollout, advantage in zip(group.rollouts, estimate, strict=True)
     ]
+    return found if algo.reward_weight == 1.0 else [np.float32(algo.reward_weight) * one for one in found]
 
 
 def _repeated(value: float, completion: Completion) -> Floats:
@@ -115,7 +142,14 @@ def _column(rollout: Rollout, name: str) -> Floats:
     return values
 
 
-def _document_of(prompt: PromptGroup, rollout: Rollout, version: int, advantages: Floats, number: int = 0) -> Document:
+def _document_of(
+    prompt: PromptGroup,
+    rollout: Rollout,
+    version: int,
+    advantages: Floats,
+    number: int = 0,
+    streams: Streams = POLICY,
+) -> Document:
     completion, prompt_tokens = rollout.completion, bytes_to_tokens(prompt.prompt_tokens)
     runs = completion.versions
     return Document(
@@ -127,4 +161,5 @@ def _document_of(prompt: PromptGroup, rollout: Rollout, version: int, advantages
         columns={name: _column(rollout, name) for name in rollout.columns if name != TOKEN_ADVANTAGES},
         given=completion.given,
         source=(prompt.ordinal, number),
+        streams=streams,
     )

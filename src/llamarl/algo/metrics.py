@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llamarl.algo.losses import kl_estimate
+from llamarl.algo.streams import StreamCounts
 from llamarl.types import Completion, RolloutGroup
 
 
@@ -69,7 +70,26 @@ def token_metrics(sums: Mapping[str, float], ratio_max: float, staleness: Sequen
     return metrics
 
 
+def stream_metrics(sums: Mapping[str, float], counts: StreamCounts) -> dict[str, float]:
+    """Metrics of the streams beside the policy gradient, where an update has any."""
+    metrics: dict[str, float] = {}
+    if counts.imitation or counts.teacher:
+        metrics["trained_tokens"] = float(counts.total)
+    if counts.imitation:
+        metrics["sft_tokens"] = float(counts.imitation)
+        metrics["sft_loss"] = sums["sft_loss"] / counts.imitation
+    if counts.teacher:
+        metrics["teacher_tokens"] = float(counts.teacher)
+        metrics["teacher_kl"] = sums["teacher_kl"] / counts.teacher
+    return metrics
+
+
 def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Figures of the groups that were sampled; rows of data are only counted."""
+    rows = sum(group.prompt.written is not None for group in groups)
+    if rows:
+        sampled = describe_groups([one for one in groups if one.prompt.written is None])
+        return {**sampled, "groups": float(len(groups)), "sft_rows": float(rows)}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {"groups": 0.0, "completions": 0.0}

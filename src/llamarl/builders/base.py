@@ -65,6 +65,8 @@ def why_two_bases(config: Config, first_gpus: Mapping[str, int]) -> str:
         dtype_of(settings.dtype, device_of(f"{key}.device", settings.device))
         for key, settings in (("trainer", config.trainer), ("generator", config.generator))
     ]
+    if not generator:
+        return "there are no generators"
     if config.engine.hosts:
         return "they may be on different hosts"
     if not trainer_has_base(config):
@@ -86,7 +88,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def describe_base(config: Config, first_gpus: Mapping[str, int]) -> list[str]:
     """One line that says whether trainer and generators share their base; none without adapters."""
-    if not config.model.lora:
+    if not config.model.lora or not config.samples:
         return []
     why = why_two_bases(config, first_gpus)
     return [f"trainer and generators hold a base each: {why}" if why else "trainer and generators share one base"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from llamarl.builders.devices import check_gpus, device_of, dtype_of
-from llamarl.config import Config, ReferenceConfig, TrainerConfig
+from llamarl.config import Config, ReferenceConfig, TeacherConfig, TrainerConfig
 from llamarl.errors import ConfigError, ModelError
 from llamarl.model.checkpoint import check_headers
 from llamarl.model.hf_config import read_shape
@@ -33,7 +33,7 @@ def compute_settings(config: Config, device: torch.device, mesh: TrainerMesh) ->
 def check_training(config: Config) -> None:
     """Refuse what a user can get wrong about the ranks of trainer and reference, before anything starts."""
     shape = read_shape(config.model_folder)
-    _check_ranks("trainer", config.trainer, shape, config)
+    check_ranks("trainer", config.trainer, shape, config)
     if config.algo.reference_kl > 0:
         try:
             reference = check_headers(config.reference_folder)
@@ -44,10 +44,13 @@ def check_training(config: Config) -> None:
                 f"reference.model: has {reference.vocab_size} tokens, the policy {shape.vocab_size}; "
                 "a reference must judge the same tokens"
             )
-        _check_ranks("reference", config.reference, reference, config)
+        check_ranks("reference", config.reference, reference, config)
 
 
-def _check_ranks(section: str, settings: TrainerConfig | ReferenceConfig, shape: ModelSpec, config: Config) -> None:
+def check_ranks(
+    section: str, settings: TrainerConfig | ReferenceConfig | TeacherConfig, shape: ModelSpec, config: Config
+) -> None:
+    """Refuse ranks that cannot share the model, or for which there are no GPUs."""
     check_tensor_parallel(shape, settings.tensor, f"{section}.tensor")
     device = device_of(f"{section}.device", settings.device)
     replicate = settings.replicate if isinstance(settings, TrainerConfig) else 1

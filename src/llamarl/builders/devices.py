@@ -51,7 +51,9 @@ def gpu_for(context: BuildContext) -> int:
 
 
 def generator_devices(config: Config, first_gpus: Mapping[str, int]) -> list[torch.device]:
-    """The device of each rank of each replica, on one host."""
+    """The device of each rank of each replica, on one host; none if nothing is sampled."""
+    if not config.samples:
+        return []
     first, count = first_gpus.get("generator", 0), config.generator.replicas * config.generator.tensor
     return [device_of("generator.device", config.generator.device, first + number) for number in range(count)]
 
@@ -68,4 +70,4 @@ def describe_devices(config: Config, first_gpus: Mapping[str, int]) -> list[str]
         return []
     sides = (generator_devices(config, first_gpus), trainer_devices(config, first_gpus))
     generator, trainer = (", ".join(dict.fromkeys(map(str, devices))) for devices in sides)
-    return [f"generator on {generator}; trainer on {trainer}"]
+    return [f"generator on {generator}; trainer on {trainer}" if generator else f"trainer on {trainer}"]

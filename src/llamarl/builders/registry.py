@@ -10,6 +10,8 @@ from llamarl.builders.generator import build_generator
 from llamarl.builders.reference import build_reference
 from llamarl.builders.reward import build_reward
 from llamarl.builders.reward_model import build_reward_model
+from llamarl.builders.rows import build_rows
+from llamarl.builders.teacher import build_teacher
 from llamarl.builders.trainer import build_trainer
 from llamarl.errors import ConfigError
 from llamarl.plugins import load_function
@@ -19,6 +21,8 @@ BUILDERS: dict[str, Builder] = {
     "generator": build_generator,
     "reward": build_reward,
     "reward_model": build_reward_model,
+    "rows": build_rows,
+    "teacher": build_teacher,
     "trainer": build_trainer,
     "reference": build_reference,
 }

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
+from llamarl.algo.streams import StreamWeights
 from llamarl.builders.base import load_base, trainer_has_base
 from llamarl.builders.compute import compute_settings
 from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, gpu_for
 from llamarl.builders.loss import make_loss
+from llamarl.builders.teacher import hosted_teachers
 from llamarl.builders.weights import applied_types, make_weight_writer
 from llamarl.config import Config
 from llamarl.config.lora import NO_LORA
@@ -42,6 +44,7 @@ def build_trainer(context: BuildContext) -> Executor:
     folder, adapter = _start_of(context)
     base = load_base(context, folder, device, computing.weight_dtype) if trainer_has_base(config) else None
     policy = load_policy(folder, computing, adapter=adapter, seed=config.seed, base=base)
+    teachers, sampled_kl = hosted_teachers(config, policy), config.teacher.kl == "sampled"
     learner = Learner(
         policy,
         make_loss(config),
@@ -49,6 +52,10 @@ def build_trainer(context: BuildContext) -> Executor:
         algo=config.algo,
         updates=config.schedule.updates,
         tolerance=_tolerance(config, computing.dtype) if config.model.lora else None,
+        weights=StreamWeights(
+            imitation=config.sft.weight, sampled_kl=config.teacher.weight if config.teacher and sampled_kl else 0.0
+        ),
+        teachers=None if sampled_kl else teachers,
     )
     load_masters(policy.model, learner.optimizer, folder)
     if context.snapshot and not keeps_policy_only(context.snapshot):
@@ -56,14 +63,15 @@ def build_trainer(context: BuildContext) -> Executor:
     hosted = config.algo.reference_kl > 0 and not config.reference_alone
     reference = _hosted_reference(config, policy) if hosted else None
     # Publishing beside training needs a process group of its own with several ranks; on a CPU it would only take cores.
-    beside = config.engine.kind != "inline" and device.type == "cuda" and context.num_ranks == 1
+    beside = config.engine.kind != "inline" and device.type == "cuda" and context.num_ranks == 1 and config.samples
     return Trainer(
         learner,
         make_weight_writer(context, policy),
         carry_from=config.model_folder,
         reference=reference,
+        teachers=teachers if sampled_kl else None,
         tell=context.tell_engine if beside else None,
-        adapter_types=applied_types(config) if config.model.lora else (),
+        adapter_types=applied_types(config) if config.model.lora and config.samples else (),
         policy_only_at=config.schedule.updates if config.snapshots.at_end == "policy" else None,
     )
 

@@ -22,7 +22,7 @@ from llamarl.weights.memory import HOST
 from llamarl.weights.rendezvous import RendezvousReader
 from llamarl.weights.select_transport import Place, Transport, select_transport, settle_transport
 from llamarl.weights.slots import SlotReader, SlotWriter, alone
-from llamarl.weights.transport import WeightReader, WeightWriter
+from llamarl.weights.transport import NoReaders, WeightReader, WeightWriter
 from llamarl.weights.wire import WireFormat
 
 
@@ -30,6 +30,8 @@ def make_weight_writer(context: BuildContext, policy: Policy) -> WeightWriter:
     """This rank's part of every publication: in device memory where all readers reach it, otherwise in host memory; or, for
     readers on other hosts, in its own memory, from which they pull. Replicas share the sending to other hosts; slots are
     filled by the first replica alone."""
+    if not context.weights_source:
+        return NoReaders()
     shards, fills = trained_shards(policy.model), policy.computing.mesh.replica == 0
     wire = wire_format(context.config, policy.model.shape)
     agree, lease_s = max_over_ranks if context.num_ranks > 1 else alone, context.config.weights.lease_s

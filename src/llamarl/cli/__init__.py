@@ -20,7 +20,7 @@ from llamarl.cli.runs import rollouts_command, runs_command
 from llamarl.cli.score import score_command
 from llamarl.cli.serve import serve_command
 from llamarl.cli.settings import config_command
-from llamarl.cli.train import train_command
+from llamarl.cli.train import sft_command, train_command
 from llamarl.cli.transfer import plan_transfer_command
 from llamarl.cli.view import view_command
 from llamarl.engine.out_of_memory import is_out_of_memory
@@ -52,6 +52,7 @@ def llamarl(
 
 
 app.command("train")(train_command)
+app.command("sft")(sft_command)
 app.command("check")(check_command)
 app.command("generate")(generate_command)
 app.command("serve")(serve_command)

@@ -1,4 +1,4 @@
-"""`llamarl train`: start a job, or resume one."""
+"""`llamarl train` and `llamarl sft`: start a job, or resume one."""
 
 from __future__ import annotations
 
@@ -19,19 +19,45 @@ from llamarl.observe.final_report import resume_command
 from llamarl.observe.loggers import check_loggers
 from llamarl.observe.run_folder import CONFIG, dated_run_folder
 
+RunOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="where the record goes; default: a dated folder under runs/")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="go on with the run in DIR from its newest snapshot")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="print nothing but errors")]
+
 
 def train_command(
     config: Annotated[str, CONFIG_FILE] = "",
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
-    run: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="where the record goes; default: a dated folder under runs/")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on with the run in DIR from its newest snapshot")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="print nothing but errors")] = False,
+    run: RunOption = None,
+    resume: ResumeOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Train a policy by reinforcement learning."""
+    settled = _settle(config, overrides, run, resume=resume)
+    _begin(settled, run, resume=resume, quiet=quiet)
+
+
+def sft_command(
+    config: Annotated[str, CONFIG_FILE] = "",
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
+    run: RunOption = None,
+    resume: ResumeOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Train a policy on answers from data (supervised fine-tuning)."""
+    settled = _settle(config, overrides, run, resume=resume)
+    if not settled.sft:
+        raise InputError("sft.path: name the data, such as sft.path=chats.jsonl")
+    if not settled.supervised:
+        raise InputError(
+            f"sft.share: {settled.sft.share:g} mixes rows into rollouts, which is `llamarl train`; set it to 1"
+        )
+    _begin(settled, run, resume=resume, quiet=quiet)
+
+
+def _settle(config: str, overrides: list[str] | None, run: Path | None, *, resume: bool) -> Config:
+    """The settings, before torch is imported, so that mistakes show at once."""
     settings = list(overrides or [])
     path = None
     if "=" in config:
@@ -43,7 +69,10 @@ def train_command(
             raise InputError("--resume: name the run folder with --run DIR")
         if path is None and (run / CONFIG).is_file():
             path = run / CONFIG
-    settled = load_config(path, settings)  # before torch is imported, so that mistakes show at once
+    return load_config(path, settings)
+
+
+def _begin(settled: Config, run: Path | None, *, resume: bool, quiet: bool) -> None:
     check_loggers(settled.observe)
     ahead = fork_server_ahead() if settled.engine.kind == "local" else nullcontext()
     with ahead, without_progress() if quiet else nullcontext():

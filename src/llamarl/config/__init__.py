@@ -23,8 +23,10 @@ from llamarl.config.reward_model import RewardModelConfig
 from llamarl.config.sandbox import SandboxConfig
 from llamarl.config.schedule import ScheduleConfig
 from llamarl.config.section import Section
+from llamarl.config.sft import SftConfig
 from llamarl.config.snapshots import SnapshotsConfig
 from llamarl.config.task import DatasetConfig, MixturePart, TaskConfig
+from llamarl.config.teacher import TeacherConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.config.weights import WeightsConfig
 
@@ -49,8 +51,10 @@ __all__ = [
     "SandboxConfig",
     "ScheduleConfig",
     "Section",
+    "SftConfig",
     "SnapshotsConfig",
     "TaskConfig",
+    "TeacherConfig",
     "TrainerConfig",
     "WeightsConfig",
     "model_folder",

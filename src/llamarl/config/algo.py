@@ -25,6 +25,12 @@ class AlgoConfig(Section, frozen=True):
             "deviation; auto: as published with the loss"
         ),
     ] = "auto"
+    reward_weight: Annotated[
+        float,
+        Meta(
+            ge=0, description="weight of the advantages that rewards give; 0: learn from a teacher or from data alone"
+        ),
+    ] = 1.0
     rho: Annotated[float, Meta(gt=0, description="aipo: upper clip of the importance weight; 2 to 10 works well")] = 4.0
     clip_low: Annotated[float, Meta(ge=0, le=1, description="ppo, grpo: the ratio is clipped below 1 - clip_low")] = 0.2
     clip_high: Annotated[float, Meta(ge=0, description="ppo, grpo: the ratio is clipped above 1 + clip_high")] = 0.2

@@ -24,8 +24,10 @@ from llamarl.config.reward_model import RewardModelConfig
 from llamarl.config.sandbox import SandboxConfig
 from llamarl.config.schedule import ScheduleConfig
 from llamarl.config.section import Section
+from llamarl.config.sft import SftConfig
 from llamarl.config.snapshots import SnapshotsConfig
 from llamarl.config.task import TaskConfig
+from llamarl.config.teacher import THE_TEACHER, TeacherConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.config.weights import WeightsConfig
 from llamarl.errors import ConfigError
@@ -56,6 +58,8 @@ class Config(Section, frozen=True):
     trainer: TrainerConfig = TrainerConfig()
     algo: AlgoConfig = AlgoConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    sft: SftConfig = SftConfig()
+    teacher: TeacherConfig = TeacherConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -76,6 +80,9 @@ class Config(Section, frozen=True):
         _check_joining(self)
         if self.agent:
             _check_agent(self)
+        if self.sft:
+            _check_sft(self)
+        _check_teacher(self)
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
 
@@ -107,6 +114,22 @@ class Config(Section, frozen=True):
     def num_parked(self) -> int:
         """Conversations per generator that may wait for a tool's reply while others use the slots."""
         return self.generator.slots if self.conversation.tool else 0
+
+    @property
+    def supervised(self) -> bool:
+        """Whether every group is a row of data, so that nothing is sampled but evaluations."""
+        return bool(self.sft) and self.sft.share == 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether anything is sampled at all, so that there are generators and rewards."""
+        return not self.supervised or bool(self.evaluate.prompts)
+
+    @property
+    def teacher_folders(self) -> dict[str, Path]:
+        """Model folders of the teachers, by name; none for a teacher that is the policy's base with other adapters."""
+        named = self.teacher.by_name or ({THE_TEACHER: self.teacher.path} if self.teacher.path else {})
+        return {name: model_folder(path) for name, path in named.items()}
 
     @property
     def model_folder(self) -> Path:
@@ -209,6 +232,49 @@ def _check_agent(config: Config) -> None:
         raise ConfigError("generator.stop: cannot take effect with agents, which send their own stop texts")
 
 
+def _check_sft(config: Config) -> None:
+    if config.agent:
+        raise ConfigError(
+            "sft.path: agents write their own prompts, so rows have no way beside them; leave one of them out"
+        )
+    if config.task.curriculum:
+        raise ConfigError("sft.path: a curriculum counts groups of its own problems; set task.curriculum to false")
+    if not config.supervised:
+        return
+    if config.schedule.dynamic_sampling or config.schedule.window > 1:
+        raise ConfigError(
+            "sft.share: 1 trains rows in their order; leave schedule.dynamic_sampling at 0 and schedule.window at 1"
+        )
+    if config.algo.reference_kl:
+        raise ConfigError("algo.reference_kl: cannot take effect with sft.share=1, where nothing is sampled")
+    if config.reward_model.path:
+        raise ConfigError("reward_model.path: cannot take effect with sft.share=1, where nothing is sampled")
+    if config.conversation.tool:
+        raise ConfigError("conversation.tool: cannot take effect with sft.share=1, where nothing is sampled")
+
+
+def _check_teacher(config: Config) -> None:
+    teacher, named = config.teacher, {part.teacher for part in (config.task, *config.task.parts)} - {""}
+    if unknown := sorted(named - teacher.by_name.keys()):
+        raise ConfigError(f"task.teacher: '{unknown[0]}' is no name in teacher.by_name; name teachers there")
+    if not config.algo.reward_weight and not (teacher or config.supervised):
+        raise ConfigError("algo.reward_weight: 0 leaves nothing to learn from; it is for jobs with a teacher")
+    if not config.algo.reward_weight and config.schedule.dynamic_sampling:
+        raise ConfigError(
+            "schedule.dynamic_sampling: replaces groups by rewards, which algo.reward_weight=0 leaves out"
+        )
+    if not teacher:
+        return
+    if config.supervised:
+        raise ConfigError("teacher.path: teaches tokens that the policy samples; with sft.share=1 nothing is sampled")
+    if teacher.by_name and not named and not teacher.column:
+        raise ConfigError("teacher.by_name: nothing names these teachers; set task.teacher, or teacher.column")
+    if teacher.adapter and not config.model.lora:
+        raise ConfigError(
+            "teacher.adapter: needs adapters of the same layers in the policy; set model.lora, or teacher.path"
+        )
+
+
 def _check_joining(config: Config) -> None:
     if not config.generator.replicas and not config.engine.join:
         raise ConfigError("generator.replicas: 0 generators, and none can join; set engine.join, or at least 1")
@@ -231,9 +297,14 @@ def _check_colocated(config: Config) -> None:
         )
 
 
+def _frozen(config: Config) -> tuple[tuple[ReferenceConfig | TeacherConfig, bool], ...]:
+    """The frozen policies, and whether they have ranks of their own."""
+    return (config.reference, config.reference_alone), (config.teacher, config.teacher.alone)
+
+
 def _check_inline(config: Config) -> None:
-    reference_ranks = config.reference.ranks if config.reference_alone else 1
-    if max(config.generator.tensor, config.trainer.ranks, reference_ranks) > 1:
+    others = [one.ranks for one, there in _frozen(config) if there]
+    if max(config.generator.tensor, config.trainer.ranks, *others, 1) > 1:
         raise ConfigError(
             "engine: inline runs everything in one process; generator.tensor, trainer.data and so on need local"
         )

@@ -11,9 +11,9 @@ from llamarl.config.job import SHIPPED_MODEL, Config
 from llamarl.plugins import split_reference
 
 # Settings that may also be a name on the hub.
-MODELS = (("model", "path"), ("reference", "model"), ("reward_model", "path"))
+MODELS = (("model", "path"), ("reference", "model"), ("reward_model", "path"), ("teacher", "path"))
 DATA = ("path", "test_path")  # of a task and of the parts of a mixture
-_FILES = (("llm_judge", "rubric"), ("engine", "certs"), ("model", "adapter"))
+_FILES = (("llm_judge", "rubric"), ("engine", "certs"), ("model", "adapter"), ("teacher", "adapter"))
 _FUNCTIONS = (("reward", "scorer"), ("algo", "loss"), ("conversation", "tool"))
 
 
@@ -29,6 +29,9 @@ def with_absolute_paths(config: Config) -> Config:
     raw["reward"]["combine"] = {_absolute_function(name): share for name, share in raw["reward"]["combine"].items()}
     for part in (raw["task"], *raw["task"]["parts"]):
         part.update({name: _absolute_unless_named(part[name]) for name in DATA})
+    teachers = raw["teacher"]["by_name"]
+    raw["teacher"]["by_name"] = {name: _absolute_unless_named(path) for name, path in teachers.items()}
+    raw["sft"]["path"] = _absolute_unless_named(raw["sft"]["path"])
     return msgspec.convert(raw, Config)
 
 

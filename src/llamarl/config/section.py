@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import Annotated
 
 from msgspec import Meta, Struct
+from msgspec.structs import fields
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One block of the YAML file."""
+
+
+def changed_settings(section: Section) -> list[str]:
+    """Names of the settings that differ from their defaults; those that are made anew, such as lists, differ if not empty."""
+    found = ((one.name, getattr(section, one.name), one) for one in fields(section))
+    return [name for name, value, one in found if (value if callable(one.default_factory) else value != one.default)]
 
 
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")]

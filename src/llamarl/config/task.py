@@ -70,6 +70,10 @@ class DatasetConfig(Section, frozen=True):
         str, Meta(description="template of a prompt, with {prompt} in place of the problem; empty: suits the kind")
     ] = ""
     few_shot: Annotated[int, Meta(ge=0, le=64, description="solved examples before each problem")] = 0
+    teacher: Annotated[
+        str,
+        Meta(description="name in teacher.by_name of the teacher of these problems; empty: none, or teacher.column"),
+    ] = ""
 
 
 class MixturePart(DatasetConfig, frozen=True):

@@ -1,5 +1,6 @@
 """The line of a job that declares none: task -> generator -> reward -> trainer, and weights back. With agents, these take the
-place of the generator, which answers their calls; rewards that agents give themselves need no role."""
+place of the generator, which answers their calls; rewards that agents give themselves need no role. A job that samples
+nothing has only rows of data and the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ GENERATOR_AHEAD = 3  # capacity per slot: no slot should be empty while the long
 
 
 def default_line(config: Config) -> Line:
-    """A reward model and a reference policy stand between reward and trainer if the config asks for them."""
+    """A reward model, a reference policy and a teacher stand between reward and trainer if the config asks for them."""
+    if not config.samples:
+        return _rows_line(config)
     samples = config.schedule.samples_per_group
     stops, between, to_trainer = _way_to_trainer(config)
     judges = [Role(name="reward", unit="group", done="scored", capacity=GROUPS_AHEAD * samples, threads=1)]
@@ -30,14 +33,7 @@ def default_line(config: Config) -> Line:
                 gpu=True,
             ),
             *(judges if "reward" in stops else ()),
-            Role(
-                name="trainer",
-                unit="batch",
-                done="trained",
-                ranks=config.trainer.ranks,
-                threads=config.trainer.threads,
-                gpu=True,
-            ),
+            _trainer(config),
             *between,
         ],
         [
@@ -46,6 +42,20 @@ def default_line(config: Config) -> Line:
             *([Channel("calls", "calls", "agent", "generator")] if config.agent else ()),
             Channel("weights", "weights", "trainer", "generator"),
         ],
+    )
+
+
+def _trainer(config: Config) -> Role:
+    settings = config.trainer
+    return Role(name="trainer", unit="batch", done="trained", ranks=settings.ranks, threads=settings.threads, gpu=True)
+
+
+def _rows_line(config: Config) -> Line:
+    """Rows of data, which need neither weights nor a judge."""
+    capacity = config.schedule.num_places * config.schedule.samples_per_group
+    return Line(
+        [Role(name="rows", unit="group", done="read", capacity=capacity, threads=1), _trainer(config)],
+        [Channel("prompts", "groups", SOURCE, "rows"), Channel("rollouts", "groups", "rows", "trainer")],
     )
 
 
@@ -59,8 +69,8 @@ def _agents(config: Config) -> list[Role]:
 
 
 def _way_to_trainer(config: Config) -> tuple[list[str], list[Role], list[Channel]]:
-    """The stops of a group, the roles between reward and trainer (a reward model, a reference policy with ranks of its own,
-    both or neither), and the channels from stop to stop."""
+    """The stops of a group, the roles between reward and trainer (a reward model, a reference policy and a teacher with ranks
+    of their own, where there are any), and the channels from stop to stop."""
     roles: list[Role] = []
     if config.reward_model.path:
         ahead = GROUPS_AHEAD * config.schedule.samples_per_group
@@ -77,6 +87,11 @@ def _way_to_trainer(config: Config) -> tuple[list[str], list[Role], list[Channel
                 threads=settings.threads,
                 gpu=True,
             )
+        )
+    if config.teacher.alone:
+        taught = config.teacher
+        roles.append(
+            Role(name="teacher", unit="batch", done="taught", ranks=taught.ranks, threads=taught.threads, gpu=True)
         )
     first, judged = ("agent", config.agent.reward == "scorer") if config.agent else ("generator", True)
     stops = [first, *(["reward"] if judged else []), *(role.name for role in roles), "trainer"]

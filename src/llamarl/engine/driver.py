@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from msgspec.structs import replace
+
 from llamarl import messages as msg
 from llamarl.controller import events as ev
 from llamarl.controller.controller import Controller
@@ -27,7 +29,7 @@ from llamarl.observe.callbacks import CallbackRunner
 from llamarl.observe.run_folder import RunFolder, log_file
 from llamarl.observe.summary import STOPPED
 from llamarl.observe.watcher import Watcher
-from llamarl.types import CompletionGroup, facts_of
+from llamarl.types import CompletionGroup, RolloutGroup, facts_of
 
 
 class Driver:
@@ -212,7 +214,8 @@ class Driver:
             last = self._controller.line.group_roles[-1].name
             self._store.put(group, passing=role_of(arrival.executor) != last)
             if group.kind == "train":
-                self._watcher.group_done(arrival.executor, facts)
+                from_data = isinstance(group, CompletionGroup | RolloutGroup) and group.prompt.written is not None
+                self._watcher.group_done(arrival.executor, replace(facts, num_tokens=0) if from_data else facts)
                 if role_of(arrival.executor) == last:
                     self._outcomes.hear(group.ordinal, facts.reward)
         return ev.GroupDone(arrival.executor, arrival.incarnation, group.ordinal, facts)

@@ -7,8 +7,10 @@ from typing import Protocol, cast
 
 from msgspec.structs import replace
 
-from llamarl.config import Config
+from llamarl.config import Config, TeacherConfig
+from llamarl.config.teacher import THE_TEACHER
 from llamarl.controller.probe import probed_version
+from llamarl.engine.rows import DataRows, RowShare
 from llamarl.errors import InputError
 from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.tokenizer import Tokenizer
@@ -24,11 +26,15 @@ class Numbered(Protocol):
 
 
 class Prompts:
-    """Makes the prompt group of any ordinal: training, evaluation or probe."""
+    """Makes the prompt group of any ordinal: training, evaluation or probe. With `rows`, some training groups, or all, are
+    rows of data that come with their answers."""
 
-    def __init__(self, task: Prompter, tokenizer: Tokenizer, config: Config) -> None:
+    def __init__(self, task: Prompter, tokenizer: Tokenizer, config: Config, rows: DataRows | None = None) -> None:
         self._task, self._tokenizer = task, tokenizer
-        self.notes: tuple[str, ...] = tuple(getattr(task, "notes", ()))  # of the task, for the user
+        self._rows, self._row_share = rows, RowShare(config.sft.share if rows is not None else 0.0)
+        own_notes = rows.notes if rows is not None else []
+        self.notes: tuple[str, ...] = (*getattr(task, "notes", ()), *own_notes)  # for the user
+        self._teacher = config.teacher
         self._training, self._greedy = config.training_sampling, config.greedy_sampling
         self._choice: Callable[[int], Choice | None] = lambda ordinal: None
         self.curriculum = (
@@ -47,10 +53,21 @@ class Prompts:
             problem = self._evaluation[(-ordinal - 1) % len(self._evaluation)]
         elif kind == "train" and (chosen := self._choice(ordinal)) is not None:
             problem = cast(Numbered, self._task).numbered(chosen.part, chosen.number)
+        elif kind == "train":
+            row = self._row_share.row_of(ordinal)
+            if self._rows is not None and row is not None:
+                return self._rows.group(row, ordinal, self._training)
+            problem = self.problem(self._row_share.problem_of(ordinal))
         else:
-            problem = self._task.problem(probed_version(ordinal) if kind == "probe" else ordinal)
+            problem = self.problem(probed_version(ordinal))
         sampling = self._greedy if kind == "evaluation" else self._training
-        return PromptGroup(ordinal, problem, tokens_to_bytes(prompt_tokens(self._tokenizer, problem)), sampling, kind)
+        tokens = tokens_to_bytes(prompt_tokens(self._tokenizer, problem))
+        teacher = teacher_of(problem, self._teacher) if kind == "train" else ""
+        return PromptGroup(ordinal, problem, tokens, sampling, kind, teacher=teacher)
+
+    def problem(self, number: int) -> Problem:
+        """The task's training problem with this number."""
+        return self._task.problem(number)
 
     def typical_lengths(self, count: int = 100) -> tuple[float, float]:
         """Mean number of tokens of the first prompts, and of the answers that the task itself gives to them."""
@@ -61,6 +78,13 @@ class Prompts:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of an answer's tokens."""
         return self._tokenizer.decode(tokens)
+
+
+def teacher_of(problem: Problem, settings: TeacherConfig) -> str:
+    """Name of the teacher that answers to a problem are compared with; empty: none."""
+    if not settings.by_name:
+        return THE_TEACHER if settings else ""
+    return str(problem.columns.get(settings.column) or problem.teacher)
 
 
 _MAX_LOOKED_AT = 1000  # takes some tenths of a second
@@ -76,7 +100,8 @@ def check_lengths(prompts: Prompts, config: Config) -> list[str]:
     )
     notes: list[str] = []
     for what, fate, kind, ordinals in asked:
-        lengths = [len(prompts.group(ordinal, kind).prompt_tokens) // 4 for ordinal in ordinals]
+        groups = [prompts.group(ordinal, kind) for ordinal in ordinals]
+        lengths = [len(group.prompt_tokens) // 4 for group in groups if group.written is None]
         wrong = sum(not 1 <= length <= limit for length in lengths)
         if not wrong:
             continue

@@ -27,7 +27,7 @@ from llamarl.messages import (
 )
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.failures import FailureLog, FailureShare, to_stderr
-from llamarl.types import CompletionGroup, PromptGroup
+from llamarl.types import CompletionGroup, PromptGroup, WrittenAnswer, written_group
 from llamarl.weights.transport import WeightReader
 
 
@@ -58,6 +58,8 @@ class Generator:
         match message:
             case LoadWeights():
                 yield self._load(message.version)
+            case WorkOnGroup(group=PromptGroup(written=WrittenAnswer()) as group):
+                yield GroupResult(written_group(group, self._decoder.version))  # data has answered it
             case WorkOnGroup(group=PromptGroup() as group):
                 try:
                     self._decoder.add(group, self._options(group))

@@ -11,7 +11,16 @@ from llamarl.messages import GroupRefused, GroupResult, Message, MustStop, Noted
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.failures import FailureLog, FailureShare, to_stderr
 from llamarl.tasks.judge import Judge, Judgment
-from llamarl.types import Completion, CompletionGroup, Rollout, RolloutGroup, last_of_samples
+from llamarl.types import (
+    Completion,
+    CompletionGroup,
+    PromptGroup,
+    Rollout,
+    RolloutGroup,
+    WrittenAnswer,
+    last_of_samples,
+    unjudged,
+)
 
 _SLICE_S = 0.02  # the time that a new message may wait
 
@@ -41,6 +50,8 @@ class Reward:
 
     def handle(self, message: Message) -> Iterable[Report]:
         match message:
+            case WorkOnGroup(group=CompletionGroup(prompt=PromptGroup(written=WrittenAnswer())) as group):
+                return [GroupResult(unjudged(group))]
             case WorkOnGroup(group=CompletionGroup() as group):
                 self._begin(group)
                 return self._collect(0.0)

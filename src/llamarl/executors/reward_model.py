@@ -37,7 +37,7 @@ class RewardModel:
     def handle(self, message: Message) -> Iterable[Report]:
         match message:
             case WorkOnGroup(group=RolloutGroup() as group):
-                yield self._judge(group)
+                yield self._judge(group) if group.prompt.written is None else GroupResult(group)
             case _:
                 raise UnexpectedMessage("reward model", message)
 

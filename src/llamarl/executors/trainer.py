@@ -32,6 +32,7 @@ from llamarl.train.learner import Learner
 from llamarl.train.optimizer import AdamW
 from llamarl.train.reference import BaseReference, HostedReference
 from llamarl.train.state import TrainingState
+from llamarl.train.teacher import Teachers
 from llamarl.weights.memory import HOST
 from llamarl.weights.overlapped_writer import OverlappedWriter
 from llamarl.weights.transport import Publication, WeightWriter
@@ -40,10 +41,10 @@ _LOOK_AGAIN_S = 0.005  # the time that one call of `work` waits for a snapshot t
 
 
 class Trainer:
-    """`reference` is given when the reference policy shares these ranks; otherwise its column comes with the rollouts. With
-    `tell`, weights are published beside the next passes, and `tell` gets the report when they can be read. Only the policy is
-    saved of version `policy_only_at`. With `adapter_types`, the types that adapters change to on their way to a generator,
-    their hash is reported with each version."""
+    """`reference` is given when the reference policy shares these ranks; otherwise its column comes with the rollouts. So are
+    `teachers` whose log-probs of sampled tokens are wanted. With `tell`, weights are published beside the next passes, and
+    `tell` gets the report when they can be read. Only the policy is saved of version `policy_only_at`. With `adapter_types`,
+    the types that adapters change to on their way to a generator, their hash is reported with each version."""
 
     def __init__(
         self,
@@ -52,11 +53,13 @@ class Trainer:
         *,
         carry_from: Path,
         reference: HostedReference | BaseReference | None = None,
+        teachers: Teachers | None = None,
         tell: Callable[[Report], None] | None = None,
         policy_only_at: int | None = None,
         adapter_types: tuple[torch.dtype, ...] = (),
     ) -> None:
         self.learner, self._weights, self._reference = learner, weights, reference
+        self._teachers = teachers
         self._tell = tell or (lambda report: None)
         self._beside = None if tell is None else OverlappedWriter(weights, _gpu(learner))
         if self._beside is not None:
@@ -105,6 +108,8 @@ class Trainer:
         groups = message.groups
         if self._reference is not None:
             groups = self._reference.add_column(groups)
+        if self._teachers is not None:
+            groups = self._teachers.add_column(groups)
         try:
             outcome = self.learner.update(message.update, groups, message.probe, message.wanted)
         except AdaptersDiffer as error:

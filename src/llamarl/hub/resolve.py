@@ -18,7 +18,14 @@ def with_hub_files(config: Config) -> Config:
     """The same settings with every model and dataset of the hub pinned to a commit, and on this machine."""
     config = with_hub_models(config)
     parts = tuple(fetch_dataset(part, f"task.parts[{index}]") for index, part in enumerate(config.task.parts))
-    return replace(config, task=fetch_dataset(replace(config.task, parts=parts)))
+    return with_hub_rows(replace(config, task=fetch_dataset(replace(config.task, parts=parts))))
+
+
+def with_hub_rows(config: Config) -> Config:
+    """The same, for the rows that are imitated."""
+    if not config.sft:
+        return config
+    return replace(config, sft=replace(config.sft, path=fetch_dataset(config.sft.source, "sft").path))
 
 
 def with_hub_models(config: Config) -> Config:
@@ -27,6 +34,10 @@ def with_hub_models(config: Config) -> Config:
     if config.algo.reference_kl > 0:
         model = fetch_model(config.reference.model, "reference.model")
         config = replace(config, reference=replace(config.reference, model=model))
+    if config.teacher:
+        path = fetch_model(config.teacher.path, "teacher.path")
+        by_name = {name: fetch_model(one, f"teacher.by_name.{name}") for name, one in config.teacher.by_name.items()}
+        config = replace(config, teacher=replace(config.teacher, path=path, by_name=by_name))
     path = fetch_model(config.reward_model.path, "reward_model.path")
     return replace(config, reward_model=replace(config.reward_model, path=path))
 
@@ -37,11 +48,14 @@ def with_commits_of(before: Config, now: Config) -> Config:
     old, new = (msgspec.to_builtins(config) for config in (before, now))
     for section, key in MODELS:
         new[section][key] = _pinned(old[section][key], new[section][key])
+    teachers, before_teachers = new["teacher"]["by_name"], old["teacher"]["by_name"]
+    teachers.update({name: _pinned(before_teachers.get(name, ""), path) for name, path in teachers.items()})
     for old_part, new_part in _sources(old, new):
         if not new_part["path"] and new_part["kind"] == old_part["kind"] and new_part["kind"] in BUILT_IN:
             new_part |= {key: new_part[key] or old_part[key] for key in BUILT_IN[new_part["kind"]]}
         for key in DATA:
             new_part[key] = _pinned(old_part[key], new_part[key])
+    new["sft"]["path"] = _pinned(old["sft"]["path"], new["sft"]["path"])
     return msgspec.convert(new, Config)
 
 

@@ -13,7 +13,7 @@ from llamarl.config.file import check_config, load_config
 from llamarl.controller.default_line import default_line
 from llamarl.controller.line import Line
 from llamarl.errors import InputError
-from llamarl.hub.resolve import with_commits_of, with_hub_files, with_hub_models
+from llamarl.hub.resolve import with_commits_of, with_hub_files, with_hub_models, with_hub_rows
 from llamarl.jobs.folder import open_new_run
 from llamarl.jobs.prepare import prepare_job
 from llamarl.jobs.resume import resume_job
@@ -50,15 +50,17 @@ class Job:
     ) -> None:
         refuse_while_importing()
         self.callbacks = checked_callbacks(callbacks)
-        resolve = with_hub_files if task is None else with_hub_models
-        config, given = resolve(check_config(config)), dict[str, Callable[..., Any]]()
+        config = check_config(config)
+        config = with_hub_files(config) if task is None else with_hub_rows(with_hub_models(config))
+        given = dict[str, Callable[..., Any]]()
         if scorer is not None:
             config, given = with_scorer(config, scorer)
         if task is not None:
             config = with_task(config, task)
-        self.config, self.line = config, line or default_line(config)
+        self.line = line or default_line(config)
         self.builders = {**BUILDERS, **(builders or {})}
         self._prepared = prepare_job(config, self.line, self.builders, given, task, loggers)
+        self.config = self._prepared.config
 
     @classmethod
     def load(

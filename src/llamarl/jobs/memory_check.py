@@ -117,6 +117,8 @@ def job_parts(config: Config) -> Iterator[MemoryItem]:
         yield from _trainer_parts(config, shape, device, first_replica=rank < config.trainer.shard_ranks)
     if config.algo.reference_kl > 0:
         yield from _reference_parts(config)
+    if config.teacher_folders:
+        yield from _teacher_parts(config)
     if config.reward_model.path:
         yield _reward_model_part(config)
 
@@ -159,6 +161,8 @@ def _trainer_parts(
         yield MemoryItem("optimizer state in host memory", HOST, away, "take a smaller model")
     schedule, longest = config.schedule, config.generator.max_prompt_tokens + config.generator.max_new_tokens
     answers = schedule.groups_per_update * schedule.samples_per_group
+    if config.supervised:
+        longest = config.sft.max_tokens or longest
     tokens = max(longest, min(settings.tokens_per_pack, answers * longest / settings.batch_ranks))
     width = WIDTH["bf16" if on_gpu else "fp32"]
     lora = config.model.lora
@@ -203,12 +207,13 @@ def _copies_of_policy(config: Config, shape: ModelSpec, place: str) -> Iterator[
     ranks = config.trainer.shard_ranks
     on_device = weight_transport(config, _first_gpus(config), can_reach=lambda reader, writer: True) == "cuda"
     published = NUM_SLOTS * published_bytes(shape, wire_precision(config), config.model.lora) / ranks
-    yield MemoryItem(
-        "published weights",
-        place if on_device else HOST,
-        published,
-        "set weights.transport=memfd" if on_device else "set generator.dtype=bfloat16",
-    )
+    if config.samples:
+        yield MemoryItem(
+            "published weights",
+            place if on_device else HOST,
+            published,
+            "set weights.transport=memfd" if on_device else "set generator.dtype=bfloat16",
+        )
     if _saves_whole(config):
         copied = 12 * num_trained(shape, config.model.lora) / ranks
         yield MemoryItem("copy for snapshots", HOST, copied, "set snapshots.every=0 and snapshots.at_end=policy")
@@ -236,6 +241,21 @@ def _reference_parts(config: Config) -> Iterator[MemoryItem]:
             each = 0.0  # the base is there already, or is counted with the trainer
         yield MemoryItem("weights of the reference", _place(device), each, advice)
         yield _process(device)
+
+
+def _teacher_parts(config: Config) -> Iterator[MemoryItem]:
+    """Weights of the teachers: on ranks of their own, on the trainer's, or in host memory until these use them."""
+    settings, advice = config.teacher, "take a smaller teacher, or set teacher.dtype=bfloat16"
+    first, ranks = ("teacher", settings.ranks) if settings.alone else ("trainer", config.trainer.ranks)
+    asked = settings.device if settings.alone else config.trainer.device
+    for rank in range(ranks):
+        device = device_of(f"{first}.device", asked, _first_gpus(config)[first] + rank)
+        width = _width(config, device) if settings.dtype == "auto" else dtype_of(settings.dtype, device).itemsize
+        held = sum(num_parameters(read_shape(folder)) for folder in config.teacher_folders.values()) * width / ranks
+        away = settings.offload and not settings.alone
+        yield MemoryItem("weights of the teachers", HOST if away else _place(device), held, advice)
+        if settings.alone:
+            yield _process(device)
 
 
 def _first_gpus(config: Config) -> dict[str, int]:

@@ -13,16 +13,19 @@ from llamarl.builders.devices import check_gpus, describe_devices, device_of
 from llamarl.builders.loss import check_loss
 from llamarl.builders.registry import builder_reference
 from llamarl.builders.reward_model import check_reward_model
+from llamarl.builders.teacher import check_teachers
 from llamarl.builders.weights import weight_transport
-from llamarl.config import Config
+from llamarl.config import Config, ScheduleConfig
 from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.controller.line import Line
 from llamarl.engine.monarch.install import check_engine
 from llamarl.engine.prompts import Prompts, check_lengths
+from llamarl.engine.rows import open_rows, with_epochs
 from llamarl.errors import ConfigError
 from llamarl.jobs.memory_check import check_memory
 from llamarl.jobs.model_check import check_model
 from llamarl.jobs.task_check import check_agent, check_tool, prepare_prompts
+from llamarl.model.hf_config import read_shape
 from llamarl.observe.advice import advice_before
 from llamarl.observe.loggers import check_loggers
 from llamarl.observe.metric_logger import MetricLogger
@@ -62,9 +65,12 @@ def prepare_job(
     _check_builders(config, line, builders)
     check_engine(config.engine)
     tokenizer, model_notes = check_model(config)
+    rows = open_rows(config, tokenizer, read_shape(config.model_folder).max_positions)
+    config = with_epochs(config, rows, usual=ScheduleConfig().updates)
     device, tensor = device_of("generator.device", config.generator.device), config.generator.tensor
     check_gpus(f"generator.tensor: {tensor}", tensor, device, config)
     check_training(config)
+    check_teachers(config, tokenizer)
     check_base(config)
     if config.reward_model.path:
         check_reward_model(config)
@@ -73,8 +79,8 @@ def prepare_job(
     memory_notes = check_memory(config)
     check_loggers(config.observe)
     check_loss(config)
-    prompts = prepare_prompts(config, tokenizer, given, task)
-    check_tool(config, tokenizer, prompts.group(0).problem)
+    prompts = prepare_prompts(config, tokenizer, given, task, rows)
+    check_tool(config, tokenizer, prompts.problem(0))
     check_agent(config)
     notes = [
         *describe_devices(config, gpus),

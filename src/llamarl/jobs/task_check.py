@@ -9,7 +9,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from llamarl.config import Config
-from llamarl.engine.prompts import Prompts
+from llamarl.engine.prompts import Prompts, teacher_of
+from llamarl.engine.rows import DataRows
 from llamarl.errors import ConfigError, LlamaRLError, ModelError
 from llamarl.generate.prompting import check_chat_options, reply_tokens
 from llamarl.model.tokenizer import Tokenizer
@@ -18,8 +19,9 @@ from llamarl.serve.endpoint import load_server
 from llamarl.tasks.agents.runner import AgentRunner
 from llamarl.tasks.custom_scorers import ScorerRequirements
 from llamarl.tasks.judge import Judge
+from llamarl.tasks.mixture import Mixture
 from llamarl.tasks.registry import make_task, own_scorers
-from llamarl.tasks.task import Prompter
+from llamarl.tasks.task import Prompter, Task
 from llamarl.tasks.tools.client import ToolClient
 from llamarl.types import Problem
 
@@ -27,7 +29,11 @@ EVERY_COLUMN = ScorerRequirements(everything=True, answer=False)  # agents see w
 
 
 def prepare_prompts(
-    config: Config, tokenizer: Tokenizer, given: Mapping[str, Callable[..., Any]], task: Prompter | None
+    config: Config,
+    tokenizer: Tokenizer,
+    given: Mapping[str, Callable[..., Any]],
+    task: Prompter | None,
+    rows: DataRows | None = None,
 ) -> Prompts:
     """The job's prompts. A scorer that fails on a task's own answer is refused: it would fail on every group. Agents that
     give their own rewards need none."""
@@ -36,8 +42,10 @@ def prepare_prompts(
     judge = Judge.of(config, own_scorers(config.task), workers=1, given=given)
     try:
         judge.prepare()
-        prompts = Prompts(task or make_task(config.task, config.seed, judge.wanted), tokenizer, config)
-        problem = prompts.group(0).problem
+        found = task or make_task(config.task, config.seed, with_column(judge.wanted, config.teacher.column))
+        check_named_teachers(config, found)
+        prompts = Prompts(found, tokenizer, config, rows)
+        problem = prompts.problem(0)
         check_chat_options(config.task, problem)
         outcome = judge.score(problem.answer, problem)
     except LlamaRLError:
@@ -52,6 +60,25 @@ def prepare_prompts(
             f"reward.scorer: fails on the first problem's own answer {problem.answer!r}: {outcome.reason}"
         )
     return prompts
+
+
+def with_column(wanted: ScorerRequirements, column: str) -> ScorerRequirements:
+    """The same needs, and one column more, where rows have it."""
+    return replace(wanted, optional=wanted.optional | {column}) if column else wanted
+
+
+def check_named_teachers(config: Config, task: Prompter) -> None:
+    """Refuse rows that name a teacher which is not there."""
+    if not config.teacher.column:
+        return
+    if not isinstance(task, Task | Mixture):
+        raise ConfigError("teacher.column: a task given from Python has no columns; set Problem.teacher there")
+    for part, size in enumerate(task.sizes):
+        for number in range(size):
+            name = teacher_of(task.numbered(part, number), config.teacher)
+            if name and name not in config.teacher.by_name:
+                known = ", ".join(config.teacher.by_name)
+                raise ConfigError(f"teacher.column: a row names '{name}', but teacher.by_name has only {known}")
 
 
 def check_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:

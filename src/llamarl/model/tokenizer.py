@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,16 @@ class Tokenizer:
         )
         return self.encode(text)
 
+    def chat_text(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """The same as text, before it is encoded."""
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    @cached_property
+    def vocabulary_hash(self) -> str:
+        """Hash of all tokens with their ids: the same for tokenizers whose ids mean the same."""
+        table = sorted((index, token) for token, index in self.backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]
+
     @property
     def chat_source(self) -> str:
         """The Jinja text of the chat template; empty if there is none."""
@@ -102,12 +114,13 @@ class Tokenizer:
         _, found, rest = text.partition(mark)
         if not found:
             raise ModelError("chat template: leaves out what the model said, so a conversation cannot go on with it")
-        for stop in self._stops if ended else ():
+        for stop in self.stop_texts if ended else ():
             rest = rest.removeprefix(stop)
         return self.encode(rest)
 
     @property
-    def _stops(self) -> list[str]:
+    def stop_texts(self) -> list[str]:
+        """Texts of the end tokens."""
         return [text for text in map(self.backend.id_to_token, self.eos_ids) if text]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from msgspec import Struct
@@ -146,12 +147,19 @@ def answers_of(metrics: dict[str, float]) -> str:
     )
 
 
+def streams_of(metrics: Mapping[str, float]) -> str:
+    """What each stream of an update says of itself: the reward, the loss on rows of data, the KL to a teacher."""
+    named = (("reward", "reward"), ("sft_loss", "loss on the rows"), ("teacher_kl", "KL to the teacher"))
+    found = [f"{name} {metrics[key]:.3f}  " for key, name in named if key in metrics]
+    return "".join(found) or f"reward {0.0:.3f}  "
+
+
 def line_of(snapshot: Progress) -> str:
     """A snapshot as one line of text."""
     metrics = snapshot.metrics
     waiting = " ".join(f"{executor} {share:.0%}" for executor, share in snapshot.waiting.items())
     return (
-        f"update {snapshot.update:>4} of {snapshot.updates}  reward {metrics.get('reward', 0.0):.3f}  "
+        f"update {snapshot.update:>4} of {snapshot.updates}  {streams_of(metrics)}"
         f"{answers_of(metrics)}"
         f"staleness {metrics.get('staleness_mean', 0.0):.2f}  "
         f"generated {snapshot.generated_per_s:,.0f} tok/s  trained {snapshot.trained_per_s:,.0f} tok/s  "
@@ -186,6 +194,8 @@ def panel_of(snapshot: Progress) -> Group:
     facts.add_row(
         "generated", f"{snapshot.generated_per_s:,.0f} tok/s", "trained", f"{snapshot.trained_per_s:,.0f} tok/s"
     )
+    if "sft_loss" in metrics or "teacher_kl" in metrics:
+        facts.add_row("streams", streams_of(metrics))
     if answers := answers_of(metrics):
         facts.add_row("answers", answers)
     if said := unjudged(snapshot.score_failures, snapshot.score_timeouts):

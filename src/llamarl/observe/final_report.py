@@ -23,8 +23,11 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
         label = f"held-out {summary.score_name}"
         lines.append(f"{label:<18} {summary.eval_before:.3f} -> {summary.eval_after:.3f}")
     waiting = ", ".join(f"{role} {share:.0%}" for role, share in summary.idle_share.items())
+    if isinstance(summary.sft_loss, float):
+        lines.append(f"loss on the rows   {summary.sft_loss:.3f} in the last update")
+    if not isinstance(summary.sft_loss, float) or summary.reward_first or summary.reward_last:
+        lines.append(f"reward             {summary.reward_first:.3f} -> {summary.reward_last:.3f}")
     lines += [
-        f"reward             {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
         f"updates            {_updates(summary)} in {format_seconds(summary.train_s)}"
         f" (whole run {format_seconds(summary.wall_s)})",
         f"groups             {summary.groups_trained} trained, {summary.groups_dropped} dropped"

@@ -28,6 +28,7 @@ class Summary(Struct, kw_only=True):
     staleness_max: int
     reward_first: float
     reward_last: float
+    sft_loss: float | UnsetType = UNSET  # cross-entropy of the last update; only where rows of data are imitated
     idle_share: dict[str, float]
     started_at: float = 0.0  # Unix time from which the other files of the run folder count seconds
     wall_s: float

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict
 
 from llamarl.config import Config
@@ -51,6 +51,7 @@ class Watcher:
         self._last_update_s = self._start_s
         self._before = (tally.updates, tally.tokens_generated, tally.tokens_trained)  # totals of earlier starts
         self._num_answers = 0  # answers scored before the first update
+        self._sft_loss: float | UnsetType = UNSET
         self._groups_of: Counter[str] = Counter()  # groups that each generator has finished since it joined
         self._num_dropped = 0  # groups dropped since this start of the job
         self._advisor = Advisor(config)
@@ -73,9 +74,11 @@ class Watcher:
     def group_done(self, executor: str, facts: GroupFacts) -> None:
         role = executor.partition("/")[0]
         if role == self._last_group_role and self.tally.updates == self._before[0]:
-            self._num_answers += self._config.schedule.samples_per_group
-            if self._num_answers <= self._config.schedule.answers_per_update:
-                self._display.progress(self._num_answers, self._config.schedule.answers_per_update)
+            schedule, rows = self._config.schedule, self._config.supervised
+            self._num_answers += 1 if rows else schedule.samples_per_group
+            whole = schedule.groups_per_update if rows else schedule.answers_per_update
+            if self._num_answers <= whole:
+                self._display.progress(self._num_answers, whole)
         if role == self._first_role:
             self._groups_of[executor] += 1
             self.tally.tokens_generated += facts.num_tokens
@@ -92,6 +95,7 @@ class Watcher:
         self._folder.metrics.add(update, role, metrics)
         if role != self._last_role:
             return
+        self._sft_loss = metrics.get("sft_loss", self._sft_loss)
         self._folder.timings.append_json(
             {
                 "update": update,
@@ -245,6 +249,7 @@ class Watcher:
             staleness_max=tally.staleness_max,
             reward_first=_mean(rewards[: max(1, len(rewards) // 10)]),
             reward_last=_mean(rewards[-max(1, len(rewards) // 10) :]),
+            sft_loss=self._sft_loss,
             idle_share=self.timeline.idle_share(start_s, stop_s),
             started_at=self._started_at,
             wall_s=end_s - self._start_s,

@@ -167,7 +167,7 @@ class RolloutReader:
         advantages = _advantages(group, self._config)
         flat = not any(one.any() for one in advantages)
         for number, rollout in enumerate(group.rollouts):
-            reason = saved.dropped or why_left_out(rollout, flat=flat, algo=algo)
+            reason = saved.dropped or why_left_out(rollout, flat=flat, algo=algo, prompt=group.prompt)
             status: Status = "dropped" if saved.dropped else "left out" if reason else "trained"
             logprobs = saved.policy_logprobs[number] if number < len(saved.policy_logprobs) else b""
             own = advantages[number]

@@ -19,15 +19,16 @@ IN_MEMORY_BYTES = 64 << 20
 
 
 class ExampleStore(Sequence[Example]):
-    """Examples in the order in which they were added. Beyond `in_memory` bytes they lie on the disk of $TMPDIR."""
+    """Examples of one kind, in the order in which they were added. Beyond `in_memory` bytes they lie on the disk of
+    $TMPDIR."""
 
-    def __init__(self, in_memory: int = IN_MEMORY_BYTES) -> None:
+    def __init__(self, in_memory: int = IN_MEMORY_BYTES, kind: type[Example] = Example) -> None:
         self._in_memory = in_memory
         self._ends = array("q")
         self._kept = bytearray()
         self._file: IO[bytes] | None = None
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(Example).decode
+        self._decode = msgspec.msgpack.Decoder(kind).decode
 
     @property
     def on_disk(self) -> bool:

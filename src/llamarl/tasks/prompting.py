@@ -18,18 +18,30 @@ _MARK = "{prompt}"
 class Prompting:
     """Makes problems. `shots` are the solved examples before each problem, the same for all."""
 
-    def __init__(self, template: str, shots: Sequence[Example], scorer: str, *, chat: bool, system: str) -> None:
+    def __init__(
+        self,
+        template: str,
+        shots: Sequence[Example],
+        scorer: str,
+        *,
+        chat: bool,
+        system: str,
+        teacher: str = "",
+    ) -> None:
         if _MARK not in template:
             raise ConfigError(f"task.template: must hold {_MARK} where the problem goes")
         self._template, self._shots, self._scorer = template, shots, scorer
-        self._chat, self._system = chat, system
+        self._chat, self._system, self._teacher = chat, system, teacher
 
     def problem(self, example: Example) -> Problem:
         if example.turns or self._chat:
-            return Problem(example.question, example.answer, self._turns(example), self._scorer, example.columns)
+            turns = self._turns(example)
+            return Problem(
+                example.question, example.answer, turns, self._scorer, example.columns, teacher=self._teacher
+            )
         asked = [f"{self._fill(shot.question)} {shot.solution}" for shot in self._shots]
         prompt = "\n\n".join([*asked, self._fill(example.question)])
-        return Problem(prompt, example.answer, (), self._scorer, example.columns)
+        return Problem(prompt, example.answer, (), self._scorer, example.columns, teacher=self._teacher)
 
     def _turns(self, example: Example) -> tuple[Turn, ...]:
         own = example.turns or (Turn("user", self._fill(example.question)),)

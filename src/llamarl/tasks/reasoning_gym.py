@@ -151,7 +151,7 @@ def make_reasoning_gym_tasks(
     settings: DatasetConfig, seed: int, wanted: ScorerRequirements, *, chat: bool, system: str
 ) -> list[tuple[Task, float]]:
     """A task for each set, with its weight."""
-    prompting = Prompting(settings.template or TEMPLATE, (), SCORER, chat=chat, system=system)
+    prompting = Prompting(settings.template or TEMPLATE, (), SCORER, chat=chat, system=system, teacher=settings.teacher)
     tasks: list[tuple[Task, float]] = []
     for index, (name, weight) in enumerate(settings.datasets.items()):
         problems = Problems(ProblemSet(name, settings.options.get(name, {}), settings.size), settings.held_out, wanted)

@@ -64,7 +64,9 @@ def make_single_task(
     examples = _examples(settings, wanted)
     shots, train = choose_shots(settings, examples.train)
     own_template, scorer = _habits(settings.kind)
-    prompting = Prompting(settings.template or own_template, shots, scorer, chat=chat, system=system)
+    prompting = Prompting(
+        settings.template or own_template, shots, scorer, chat=chat, system=system, teacher=settings.teacher
+    )
     train_problems, held_out_problems, test_problems = (
         Lazily(prompting.problem, side) for side in (train, examples.held_out, examples.test)
     )

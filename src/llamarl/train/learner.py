@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.algo.batch import Document, document_of, make_documents
-from llamarl.algo.losses import Loss, is_tokenwise, objective
-from llamarl.algo.metrics import TokenMeasures, describe_groups, token_metrics, token_totals
+from llamarl.algo.batch import Document, Streams, document_of, make_documents
+from llamarl.algo.losses import Loss, is_tokenwise
+from llamarl.algo.metrics import TokenMeasures, describe_groups, stream_metrics, token_metrics, token_totals
+from llamarl.algo.streams import TEACHER_LOGPROBS, StreamCounts, StreamWeights, imitation_stream, policy_stream
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train.adapter_check import EffectTolerance, TrainedHash, check_effect
-from llamarl.train.lm_head import chunked_logprobs, fused_loss
+from llamarl.train.lm_head import PartLoss, TeacherStates, chunked_logprobs, no_loss, taught_loss
 from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import PADDING, Pack
 from llamarl.train.parallel import complete_gradients, is_tensor_sharded, sum_over_replicas
 from llamarl.train.policy import Policy
 from llamarl.train.shards import trained
 from llamarl.train.speed import UpdateWork, speed_of, synchronize
+from llamarl.train.stream_packs import stream_packs
+from llamarl.train.teacher import NO_LESSON, Teachers
 from llamarl.train.token_column import TokenColumn
 from llamarl.types import CompletionGroup, RolloutGroup
 
@@ -36,7 +39,8 @@ class UpdateResult:
 
 
 class Learner:
-    """`tolerance`: what the adapters' effect may differ by on the generators (`adapter_check.py`)."""
+    """`tolerance`: what the adapters' effect may differ by on the generators (`adapter_check.py`). `teachers` are policies
+    whose whole distributions are learned."""
 
     def __init__(
         self,
@@ -47,8 +51,11 @@ class Learner:
         algo: AlgoConfig,
         updates: int,
         tolerance: EffectTolerance | None = None,
+        weights: StreamWeights | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
-        self.policy, self._loss = policy, loss
+        self.policy, self._loss, self._weights = policy, loss, weights or StreamWeights()
+        self._teachers = teachers
         self._settings, self._algo, self._updates = settings, algo, updates
         self._tolerance = tolerance or EffectTolerance()
         compiled = policy.computing.compiled
@@ -73,7 +80,7 @@ class Learner:
         metrics |= check_effect(self.policy, groups if probe is None else [probe], number, self._tolerance)
         if probe is not None:
             metrics["logprob_gap"] = self._logprob_gap(probe, number)
-        documents = make_documents(groups, version=number, algo=self._algo)
+        documents = make_documents(groups, version=number, algo=self._algo, sampled_kl=self._weights.sampled_kl)
         if not documents:
             return UpdateResult({**metrics, "trained_tokens": 0.0}, {})
         start_s = time.perf_counter()
@@ -93,14 +100,15 @@ class Learner:
     def accumulate(self, documents: Sequence[Document]) -> Seen:
         """Computes the gradients of the whole update, which the optimizer keeps for its step."""
         self.optimizer.zero_grad()
-        num_tokens = sum(document.num_answer_tokens for document in documents)
-        seen = Seen(self.policy)
-        packs = self.policy.packs(documents)
+        counts = StreamCounts.of(documents)
+        seen = Seen(self.policy, counts)
+        packs = stream_packs(self.policy, documents)
+        lesson = self._teachers.teach(packs, counts.teacher) if self._teachers and counts.teacher else NO_LESSON
         with self.optimizer.summing() if len(packs) > 1 else nullcontext():
-            for pack in packs:
+            for number, pack in enumerate(packs):
                 sum_over_replicas(self.policy.model, self.policy.computing.mesh, pack is packs[-1])
                 here = pack.to(self.policy.computing.device)
-                loss = self._forward(here, seen, num_tokens=num_tokens, num_sequences=len(documents))
+                loss = self._forward(here, seen, counts, lesson.states(number))
                 loss.backward()  # type: ignore[no-untyped-call]
                 seen.add_loss(loss)
                 seen.add_work(here)
@@ -109,22 +117,42 @@ class Learner:
         complete_gradients(self.optimizer.gradients(), self.policy.model, self.policy.computing.mesh)
         return seen
 
-    def _forward(self, pack: Pack, seen: Seen, *, num_tokens: int, num_sequences: int) -> Tensor:
-        def part_loss(part: slice, logprobs_n: Tensor, entropy_n: Tensor) -> Tensor:
-            tokens = pack.tokens(part, logprobs_n, entropy_n, num_tokens=num_tokens, num_sequences=num_sequences)
-            value, metrics = objective(self._loss, tokens, self._algo)
-            seen.add_part(pack, len(logprobs_n), metrics)
-            return value if pack.counts else value * 0.0
-
-        hidden_NC, head = self.policy.hidden(pack), self.policy.head
+    def _forward(self, pack: Pack, seen: Seen, counts: StreamCounts, teacher: TeacherStates | None) -> Tensor:
+        part_loss = self._part_loss(pack, seen, counts)
+        hidden_NC = self.policy.hidden(pack)
+        head = replace(self.policy.head, temperature=1.0) if pack.streams.imitation else self.policy.head
         weight_VC = self.policy.head_weight  # after the pass, when FSDP has gathered it
-        if is_tokenwise(self._loss):
-            loss, logprobs_N, entropy_N = fused_loss(hidden_NC, weight_VC, pack.targets_N, part_loss, head)
-        else:
+        whole = pack.streams.policy and not is_tokenwise(self._loss)
+        if whole:
             logprobs_N, entropy_N = chunked_logprobs(hidden_NC, weight_VC, pack.targets_N, head)
             loss = part_loss(slice(0, pack.num_targets), logprobs_N, entropy_N)
-        seen.add_tokens(pack, logprobs_N.detach(), entropy_N.detach())
+        if not whole or teacher is not None:
+            inputs = (hidden_NC, weight_VC, pack.targets_N, no_loss if whole else part_loss)
+            fused, logprobs_N, entropy_N, kl_N = taught_loss(*inputs, head, teacher)
+            loss = loss + fused if whole else fused
+        seen.add_tokens(pack, logprobs_N.detach(), entropy_N.detach(), None if teacher is None else kl_N)
         return loss
+
+    def _part_loss(self, pack: Pack, seen: Seen, counts: StreamCounts) -> PartLoss:
+        """The loss of a part of the pack's tokens, in the streams that the pack is in."""
+        weights, streams = self._weights, pack.streams
+        if not streams.policy and not streams.imitation:
+            return no_loss
+        num_tokens, num_sequences = (
+            (counts.imitation, 1) if streams.imitation else (counts.policy, counts.policy_sequences)
+        )
+
+        def part_loss(part: slice, logprobs_n: Tensor, entropy_n: Tensor) -> Tensor:
+            tokens = pack.tokens(part, logprobs_n, entropy_n, num_tokens=num_tokens, num_sequences=num_sequences)
+            if streams.imitation:
+                value = imitation_stream(tokens, weights.imitation)
+            else:
+                taught = weights.sampled_kl if streams.teacher else 0.0
+                value, metrics = policy_stream(self._loss, tokens, self._algo, sampled_kl=taught)
+                seen.add_part(pack, len(logprobs_n), metrics)
+            return value if pack.counts else value * 0.0
+
+        return part_loss
 
     def step(self, number: int, loss: Tensor | float) -> dict[str, float]:
         """Takes the optimizer's step. If the loss or a gradient is not finite, weights and optimizer keep every bit."""
@@ -175,6 +203,7 @@ OF_LOSS = "loss/"  # prefix of the loss's own sums
 class Totals:
     """Sums and maxima of an update, still on the device."""
 
+    counts: StreamCounts
     staleness: list[int]
     sum_names: tuple[str, ...]
     max_names: tuple[str, ...]
@@ -190,21 +219,27 @@ class Totals:
     def metrics(self) -> dict[str, float]:
         sums = dict(zip(self.sum_names, self.sums.tolist(), strict=True))
         maxima = dict(zip(self.max_names, self.maxima.tolist(), strict=True))
-        found = token_metrics(sums, maxima.pop("ratio_max"), self.staleness)
+        ratio_max = maxima.pop("ratio_max")
+        streams = stream_metrics(sums, self.counts)
+        if not self.counts.sampled:
+            return streams
+        found = token_metrics(sums, ratio_max, self.staleness)
         own = {name.removeprefix(OF_LOSS): value for name, value in sums.items() if name.startswith(OF_LOSS)}
-        return {**found, **{name: value / sums["tokens"] for name, value in own.items()}, **maxima}
+        return {**found, **{name: value / self.counts.policy for name, value in own.items()}, **maxima, **streams}
 
 
 class Seen:
     """Measures of the passes of an update. They stay on the device until its end, so that no pass waits for a number."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, counts: StreamCounts) -> None:
+        self._policy, self._counts = policy, counts
         self._mesh, self._device = policy.computing.mesh, policy.computing.device
         self._losses: list[Tensor] = []
         self._parts: list[tuple[float, Mapping[str, Tensor | float]]] = []  # tokens, metrics of the loss
         self._tokens: list[TokenMeasures] = []
         self._sequences: list[Tensor] = []  # document of each of these tokens
+        self._streams: list[Streams] = []  # of the tokens of each pack
+        self._kl: list[Tensor] = []  # sums of the KL to teachers
         self._work: list[tuple[Tensor, float]] = []  # tokens and squares of each pass
 
     def add_loss(self, loss: Tensor) -> None:
@@ -219,9 +254,14 @@ class Seen:
     def add_part(self, pack: Pack, num_tokens: int, metrics: Mapping[str, Tensor | float]) -> None:
         self._parts.append((float(num_tokens) if pack.counts else 0.0, metrics))
 
-    def add_tokens(self, pack: Pack, logprobs_N: Tensor, entropy_N: Tensor) -> None:
+    def add_tokens(self, pack: Pack, logprobs_N: Tensor, entropy_N: Tensor, kl_N: Tensor | None = None) -> None:
         if pack.counts:
             self._sequences.append(pack.sequence_N)
+            self._streams.append(pack.streams)
+            if kl_N is None and TEACHER_LOGPROBS in pack.columns:
+                kl_N = logprobs_N - pack.columns[TEACHER_LOGPROBS]  # the k1 estimate
+            if kl_N is not None:
+                self._kl.append(kl_N.double().sum())
             self._tokens.append(
                 TokenMeasures(logprobs_N, pack.behavior_logprobs_N, entropy_N, pack.staleness_N, pack.fresh_N)
             )
@@ -235,7 +275,8 @@ class Seen:
 
     def totals(self, documents: Sequence[Document], rho: float) -> Totals:
         """Totals over all ranks (a collective), without waiting for the device."""
-        staleness = sorted({int(value) for document in documents for value in np.unique(document.staleness)})
+        sampled = [document for document in documents if not document.streams.imitation]
+        staleness = sorted({int(value) for document in sampled for value in np.unique(document.staleness)})
         sums, ratio_max = token_totals(self._all_tokens(), rho=rho, staleness=staleness)
         weighted, maxima = self._part_totals()
         sums |= {OF_LOSS + name: value for name, value in weighted.items()}
@@ -243,7 +284,10 @@ class Seen:
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         sums["computed_tokens"] = sum((tokens for tokens, _ in self._work), zero)
         sums["computed_squares"] = zero + sum(squares for _, squares in self._work)
+        sums["sft_loss"] = sum((-logprobs_N.double().sum() for logprobs_N in self._imitated()), zero)
+        sums["teacher_kl"] = sum(self._kl, zero)
         return Totals(
+            self._counts,
             staleness,
             tuple(sums),
             tuple(maxima),
@@ -269,10 +313,18 @@ class Seen:
             if group.ordinal in wanted
         }
 
+    def _imitated(self) -> Iterator[Tensor]:
+        """Log-probs of the data's tokens."""
+        for tokens, streams in zip(self._tokens, self._streams, strict=True):
+            if streams.imitation:
+                yield tokens.policy_logprobs_N
+
     def _all_tokens(self) -> TokenMeasures:
+        """Measures of the tokens that were sampled."""
         empty = torch.zeros(0, device=self._device)
         nothing = TokenMeasures(empty, empty, empty, empty.long(), empty.bool())
-        columns = zip(*(vars(one).values() for one in [nothing, *self._tokens]), strict=True)
+        sampled = [one for one, streams in zip(self._tokens, self._streams, strict=True) if not streams.imitation]
+        columns = zip(*(vars(one).values() for one in [nothing, *sampled]), strict=True)
         return TokenMeasures(*(torch.cat(values) for values in columns))
 
     def _part_totals(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -6,8 +6,11 @@ Scores are always fp32: narrow operands are multiplied exactly and summed in fp3
 `fused_loss`        for a loss that may be cut anywhere: value and gradient of a chunk are computed together, so its scores
                     are computed once.
 
+`fused_loss` also adds the KL to a teacher over the whole vocabulary, from the teacher's states and head: the scores of both
+exist for one chunk only, and such chunks are half as long.
+
 With tensor parallelism every rank holds some rows of the head: maxima and sums over the vocabulary are completed over the
-tensor group; every rank has all tokens.
+tensor group; every rank has all tokens. A teacher's head is cut into the same rows.
 """
 
 from __future__ import annotations
@@ -49,6 +52,17 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
+class TeacherStates:
+    """What the KL to a teacher is computed from, for the same tokens. `forward` is the share of the forward KL(teacher ||
+    policy) in it; the rest is the reverse KL(policy || teacher)."""
+
+    hidden_NC: Tensor
+    weight_VC: Tensor  # the teacher's head
+    weight: float  # of each token's KL in the loss
+    forward: float = 0.0
+
+
+@dataclass(frozen=True)
 class Head:
     """How scores are computed: divided by the model's own divisor, bounded by its softcap, divided by the sampling
     temperature; `chunk` tokens at a time."""
@@ -60,8 +74,9 @@ class Head:
     divisor: float = 1.0
     softcap: float = 0.0  # 0: none
 
-    def parts(self, num_tokens: int, vocab_size: int) -> Iterator[slice]:
-        size = self.chunk or max(_TILE, _SCORE_BYTES // (4 * vocab_size) // _TILE * _TILE)
+    def parts(self, num_tokens: int, vocab_size: int, policies: int = 1) -> Iterator[slice]:
+        """Chunks of tokens, of which the scores of so many policies exist at the same time."""
+        size = self.chunk or max(_TILE, _SCORE_BYTES // (4 * vocab_size * policies) // _TILE * _TILE)
         for start in range(0, num_tokens, size):
             yield slice(start, min(start + size, num_tokens))
 
@@ -102,6 +117,40 @@ class Head:
             found = (found * (1.0 - (scores_nV * (self.temperature / self.softcap)).square())).to(dtype)
         return found
 
+    def divergence(
+        self, scores_nV: Tensor, normalizer_n: Tensor, teacher_nV: Tensor, forward: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The KL, its reverse part, and the log of the teacher's normalizer."""
+        highest_n = self.vocabulary.max(teacher_nV.amax(-1))
+        weigh = _compiled(_mass, compile_backend()) if self.compiled else _mass
+        teacher_normalizer_n = highest_n + self.vocabulary.sum(weigh(teacher_nV, highest_n)).log()
+        measure = _compiled(_divergences, compile_backend()) if self.compiled else _divergences
+        both = measure(scores_nV, normalizer_n, teacher_nV, teacher_normalizer_n)
+        reverse_n, forward_n = self.vocabulary.sum(both)
+        return torch.lerp(reverse_n, forward_n, forward), reverse_n, teacher_normalizer_n
+
+    def score_gradient_beside(
+        self,
+        scores_nV: Tensor,
+        pieces: tuple[Tensor, Tensor, Tensor],
+        grads: tuple[Tensor, Tensor],
+        teacher_nV: Tensor,
+        of_teacher: tuple[Tensor, Tensor],
+        share: tuple[float, float],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The same with the gradient of the KL to a teacher, whose `share` is its weight and that of the forward KL."""
+        differentiate = _compiled(_gradient_beside, compile_backend()) if self.compiled else _gradient_beside
+        targets_n, normalizer_n, entropy_n = pieces
+        pieces = targets_n - self.vocabulary.first, normalizer_n, entropy_n
+        of_logprob_n, of_entropy_n = (grad / self.temperature for grad in grads)
+        # A tensor, since compiled code would be made anew for every number.
+        weight, forward = torch.full((), share[0] / self.temperature, device=scores_nV.device), share[1]
+        found: Tensor = differentiate(
+            scores_nV, *pieces, of_logprob_n, of_entropy_n, teacher_nV, *of_teacher, weight, forward, dtype
+        )
+        return found
+
 
 def chunked_logprobs(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [N], differentiable."""
@@ -113,9 +162,26 @@ def fused_loss(
     hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, part_loss: PartLoss, head: Head
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `part_loss` over all chunks, differentiable; and log-probs and entropies, which are not."""
-    found = _FusedLoss.apply(hidden_NC, weight_VC, targets_N, part_loss, head)  # type: ignore[no-untyped-call]
-    loss, logprobs_N, entropy_N = found
-    return loss, logprobs_N, entropy_N
+    return taught_loss(hidden_NC, weight_VC, targets_N, part_loss, head, None)[:3]
+
+
+def taught_loss(
+    hidden_NC: Tensor,
+    weight_VC: Tensor,
+    targets_N: Tensor,
+    part_loss: PartLoss,
+    head: Head,
+    teacher: TeacherStates | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same plus the KL to the teacher, and that KL of each token, which is not differentiable."""
+    found = _FusedLoss.apply(hidden_NC, weight_VC, targets_N, part_loss, head, teacher)  # type: ignore[no-untyped-call]
+    loss, logprobs_N, entropy_N, kl_N = found
+    return loss, logprobs_N, entropy_N, kl_N
+
+
+def no_loss(part: slice, logprobs_n: Tensor, entropy_n: Tensor) -> Tensor:
+    """For tokens that learn from a teacher alone."""
+    return torch.zeros((), device=logprobs_n.device)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -146,22 +212,34 @@ class _ChunkedLogprobs(torch.autograd.Function):
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, part_loss: PartLoss, head: Head
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        found = torch.empty(2, len(targets_N), dtype=torch.float32, device=hidden_NC.device)
+        ctx: Any,
+        hidden_NC: Tensor,
+        weight_VC: Tensor,
+        targets_N: Tensor,
+        part_loss: PartLoss,
+        head: Head,
+        teacher: TeacherStates | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        found = torch.empty(3, len(targets_N), dtype=torch.float32, device=hidden_NC.device)
         gradient = _Gradient(hidden_NC, weight_VC, trained=ctx.needs_input_grad[1])
         loss = torch.zeros((), dtype=torch.float32, device=hidden_NC.device)
-        for part in head.parts(len(targets_N), len(weight_VC)):
+        for part in head.parts(len(targets_N), len(weight_VC), 1 if teacher is None else 2):
             scores_nV = head.scores(hidden_NC[part], weight_VC)
             logprobs_n, entropy_n, normalizer_n = head.statistics(scores_nV, targets_N[part])
             value, grads = _differentiate(part_loss, part, logprobs_n, entropy_n)
             pieces = (targets_N[part], normalizer_n, entropy_n)
-            gradient.add(part, head.score_gradient(scores_nV, *pieces, grads, hidden_NC.dtype))
+            if teacher is None:
+                gradient.add(part, head.score_gradient(scores_nV, *pieces, grads, hidden_NC.dtype))
+            else:
+                kl_n, score_grad_nV = _taught(head, teacher, part, scores_nV, pieces, grads, hidden_NC.dtype)
+                gradient.add(part, score_grad_nV)
+                found[2][part] = kl_n
+                value = value + teacher.weight * kl_n.sum()
             loss += value
             found[0][part], found[1][part] = logprobs_n, entropy_n
         ctx.save_for_backward(*gradient.finish(head.vocabulary))
-        ctx.mark_non_differentiable(found[0], found[1])
-        return loss, found[0], found[1]
+        ctx.mark_non_differentiable(found[0], found[1], found[2])
+        return loss, found[0], found[1], found[2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -170,8 +248,26 @@ class _FusedLoss(torch.autograd.Function):
         return (
             hidden_grad_NC * scale.to(hidden_grad_NC.dtype),
             None if weight_grad_VC is None else weight_grad_VC * scale.to(weight_grad_VC.dtype),
-            *[None] * 3,
+            *[None] * 4,
         )
+
+
+def _taught(
+    head: Head,
+    teacher: TeacherStates,
+    part: slice,
+    scores_nV: Tensor,
+    pieces: tuple[Tensor, Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The KL of a chunk's tokens, and the gradient of the scores with it."""
+    teacher_nV = head.scores(teacher.hidden_NC[part], teacher.weight_VC)
+    kl_n, reverse_n, normalizer_n = head.divergence(scores_nV, pieces[1], teacher_nV, teacher.forward)
+    share = (teacher.weight, teacher.forward)
+    return kl_n, head.score_gradient_beside(
+        scores_nV, pieces, grads, teacher_nV, (normalizer_n, reverse_n), share, dtype
+    )
 
 
 def _differentiate(
@@ -180,6 +276,8 @@ def _differentiate(
     with torch.enable_grad():
         inputs = logprobs_n.detach().requires_grad_(), entropy_n.detach().requires_grad_()
         value = part_loss(part, *inputs)
+        if not value.requires_grad:
+            return value, (torch.zeros_like(logprobs_n), torch.zeros_like(entropy_n))
         logprob_grad_n, entropy_grad_n = torch.autograd.grad(value, inputs, materialize_grads=True)
     return value.detach(), (logprob_grad_n, entropy_grad_n)
 
@@ -257,6 +355,44 @@ def _score_gradient(
     hit_nV = torch.arange(scores_nV.shape[1], device=scores_nV.device) == targets_n[:, None]
     pull_nV = logprob_grad_n[:, None] + entropy_grad_n[:, None] * (logprobs_nV + entropy_n[:, None])
     return (hit_nV * logprob_grad_n[:, None] - logprobs_nV.exp() * pull_nV).to(dtype)
+
+
+def _mass(scores_nV: Tensor, highest_n: Tensor) -> Tensor:
+    return (scores_nV - highest_n[:, None]).exp().sum(-1)
+
+
+def _divergences(scores_nV: Tensor, normalizer_n: Tensor, teacher_nV: Tensor, teacher_normalizer_n: Tensor) -> Tensor:
+    """The reverse and the forward KL, over these rows of the vocabulary: sums of p (log p - log q) and q (log q - log p)."""
+    logp_nV = scores_nV - normalizer_n[:, None]
+    logq_nV = teacher_nV - teacher_normalizer_n[:, None]
+    gap_nV = logp_nV - logq_nV
+    return torch.stack([(logp_nV.exp() * gap_nV).sum(-1), -(logq_nV.exp() * gap_nV).sum(-1)])
+
+
+def _gradient_beside(
+    scores_nV: Tensor,
+    targets_n: Tensor,
+    normalizer_n: Tensor,
+    entropy_n: Tensor,
+    logprob_grad_n: Tensor,
+    entropy_grad_n: Tensor,
+    teacher_nV: Tensor,
+    teacher_normalizer_n: Tensor,
+    reverse_n: Tensor,
+    weight: Tensor,
+    forward: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of `_score_gradient`, and that of the KL: d reverse / d score = p (log p - log q - reverse), and
+    d forward / d score = p - q."""
+    plain_nV = _score_gradient(
+        scores_nV, targets_n, normalizer_n, entropy_n, logprob_grad_n, entropy_grad_n, torch.float32
+    )
+    logp_nV = scores_nV - normalizer_n[:, None]
+    logq_nV = teacher_nV - teacher_normalizer_n[:, None]
+    p_nV = logp_nV.exp()
+    of_kl_nV = (1 - forward) * p_nV * (logp_nV - logq_nV - reverse_n[:, None]) + forward * (p_nV - logq_nV.exp())
+    return (plain_nV + weight * of_kl_nV).to(dtype)
 
 
 @cache

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llamarl.algo.batch import Document, TokenBatch
+from llamarl.algo.batch import POLICY, Document, Streams, TokenBatch
 from llamarl.train.balance import balance
 from llamarl.train.trees import TreeBranch, cut, grow_trees, plain_trees
 
@@ -67,6 +67,7 @@ class Pack:
     fresh_N: Tensor  # whether the version being trained sampled the whole document
     columns: dict[str, Tensor]
     counts: bool = True  # False: a filler that keeps its rank in step with the others; nothing is learned from it
+    streams: Streams = POLICY  # of all its documents
 
     @property
     def num_targets(self) -> int:
@@ -95,7 +96,7 @@ class Pack:
             return self
         moved = {name: _move(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         columns = {name: _move(value, device) for name, value in self.columns.items()}
-        return Pack(**moved, nodes=self.nodes, columns=columns, counts=self.counts)
+        return Pack(**moved, nodes=self.nodes, columns=columns, counts=self.counts, streams=self.streams)
 
     def tokens(
         self, part: slice, policy_logprobs_n: Tensor, entropy_n: Tensor, *, num_tokens: int, num_sequences: int
@@ -278,6 +279,7 @@ def _to_tensors(documents: Sequence[Document], rows: Sequence[Sequence[Placed]],
         fresh_N=torch.from_numpy(np.repeat(fresh, sizes)),
         columns={name: _floats([document.columns[name] for document in packed]) for name in _columns(packed)},
         counts=counts,
+        streams=packed[0].streams,
     )
 
 

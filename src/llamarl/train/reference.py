@@ -1,4 +1,4 @@
-"""The reference policy: its log-prob of every answer token is added to the rollouts as a column."""
+"""Frozen policies such as the reference: their log-prob of every answer token is added to the rollouts as a column."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from llamarl.types import Rollout, RolloutGroup
 
 
 def add_reference_column(policy: Policy, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
-    """Groups with the column added. Ranks share the work; each of them returns all groups."""
+    """Groups with the reference's log-probs added."""
+    return add_logprobs(policy, groups, REFERENCE_LOGPROBS)
+
+
+def add_logprobs(policy: Policy, groups: Sequence[RolloutGroup], name: str) -> tuple[RolloutGroup, ...]:
+    """Groups with the policy's log-probs added as a column. Ranks share the work; each of them returns all groups."""
     documents = [document_of(group.prompt, one.completion, version=0) for group in groups for one in group.rollouts]
     if not documents:
         return tuple(groups)
@@ -25,13 +30,13 @@ def add_reference_column(policy: Policy, groups: Sequence[RolloutGroup]) -> tupl
             column.fill(pack.sequence_N, logprobs_N)
     columns = iter(column.complete())
     return tuple(
-        RolloutGroup(group.prompt, tuple(_with_column(one, next(columns)) for one in group.rollouts))
+        RolloutGroup(group.prompt, tuple(_with_column(one, name, next(columns)) for one in group.rollouts))
         for group in groups
     )
 
 
-def _with_column(rollout: Rollout, logprobs: bytes) -> Rollout:
-    return replace(rollout, columns={**rollout.columns, REFERENCE_LOGPROBS: logprobs})
+def _with_column(rollout: Rollout, name: str, logprobs: bytes) -> Rollout:
+    return replace(rollout, columns={**rollout.columns, name: logprobs})
 
 
 class HostedReference:

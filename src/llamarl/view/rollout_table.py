@@ -164,7 +164,7 @@ class RolloutTable:
         for sample, completion in enumerate(completions_of(group)):
             rollout = rollouts[sample] if rollouts else Rollout(completion, 0.0)
             versions = [run.version for run in completion.versions]
-            left_out = why_left_out(rollout, flat=flat, algo=self._config.algo)
+            left_out = why_left_out(rollout, flat=flat, algo=self._config.algo, prompt=prompt)
             yield (
                 prompt.ordinal,
                 sample,

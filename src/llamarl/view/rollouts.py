@@ -209,7 +209,11 @@ class RolloutBook:
         algo, rollout = self.run.config.algo, saved.group.rollouts[sample]
         advantages = estimate_advantages(saved.group, algo)
         flat = not any(advantages) and TOKEN_ADVANTAGES not in rollout.columns
-        return rollout, _finite(advantages[sample]), why_left_out(rollout, flat=flat, algo=algo)
+        return (
+            rollout,
+            _finite(advantages[sample]),
+            why_left_out(rollout, flat=flat, algo=algo, prompt=saved.group.prompt),
+        )
 
     # Judging
 

@@ -23,6 +23,13 @@ class WeightWriter(Protocol):
         """Makes the writer's current weights readable as `version`."""
 
 
+class NoReaders:
+    """The end of no transport: a job without generators publishes nothing."""
+
+    def publish(self, version: int) -> Publication:
+        raise AssertionError(f"version {version} was to be published, but no role reads weights")
+
+
 class WeightReader(Protocol):
     """The generator's end of a transport."""
 

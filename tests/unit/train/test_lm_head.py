@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.train.lm_head import Head, chunked_logprobs, fused_loss
+from llamarl.train import lm_head
+from llamarl.train.lm_head import Head, TeacherStates, chunked_logprobs, fused_loss, no_loss, taught_loss
 
 TOKENS, VOCABULARY, WIDTH = 50, 37, 16
 
@@ -98,3 +99,84 @@ def test_extreme_scores_stay_numbers() -> None:
     assert torch.isfinite(logprobs).all() and torch.isfinite(entropy).all()
     (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
     assert hidden.grad is not None and torch.isfinite(hidden.grad).all()
+
+
+# The KL to a teacher
+
+TEACHER_WIDTH, KL_WEIGHT = 24, 0.7
+
+
+def teacher_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """States and head of a teacher of another width."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(TOKENS, TEACHER_WIDTH, generator=generator)
+    return hidden.to(dtype), (0.3 * torch.randn(VOCABULARY, TEACHER_WIDTH, generator=generator)).to(dtype)
+
+
+def plain_kl(hidden: Tensor, weight: Tensor, temperature: float, forward: float) -> Tensor:
+    """KL of every token, from all scores of both in fp32."""
+    teacher_hidden, teacher_weight = teacher_inputs(hidden.dtype)
+    logp = torch.log_softmax(hidden.float() @ weight.float().t() / temperature, dim=-1)
+    logq = torch.log_softmax(teacher_hidden.float() @ teacher_weight.float().t() / temperature, dim=-1)
+    reverse = (logp.exp() * (logp - logq)).sum(-1)
+    return (1 - forward) * reverse + forward * (logq.exp() * (logq - logp)).sum(-1)
+
+
+def part_of(losses: bool) -> lm_head.PartLoss:
+    return (lambda part, logprobs_n, entropy_n: some_loss(logprobs_n, entropy_n)) if losses else no_loss
+
+
+@pytest.mark.parametrize("forward", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("losses", [True, False], ids=["beside a loss", "alone"])
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_the_kl_to_a_teacher_equals_the_plain_one(chunk: int, losses: bool, temperature: float, forward: float) -> None:
+    hidden, weight, targets = inputs()
+    expected = KL_WEIGHT * plain_kl(hidden, weight, temperature, forward).sum()
+    if losses:
+        expected = expected + some_loss(*plain(hidden, weight, targets, temperature))
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    teacher = TeacherStates(*teacher_inputs(), KL_WEIGHT, forward)
+    head = Head(temperature, chunk=chunk)
+    loss, logprobs, _, kl = taught_loss(hidden, weight, targets, part_of(losses), head, teacher)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-5)
+    for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
+        assert torch.allclose(found, one, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(kl, plain_kl(hidden, weight, temperature, forward), atol=1e-5)
+    assert torch.allclose(logprobs, plain(hidden, weight, targets, temperature)[0], atol=1e-5)
+
+
+def test_a_policy_that_is_its_teacher_has_nothing_to_learn() -> None:
+    hidden, weight, targets = inputs()
+    teacher = TeacherStates(hidden.detach(), weight.detach(), 1.0, 0.5)
+    loss, _, _, kl = taught_loss(hidden, weight, targets, no_loss, Head(), teacher)
+    assert kl.abs().max() < 1e-6
+    assert all(grad.abs().max() < 1e-6 for grad in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def test_the_scores_of_policy_and_teacher_exist_for_one_chunk_of_half_the_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lm_head, "_SCORE_BYTES", 4 * VOCABULARY * 20)
+    monkeypatch.setattr(lm_head, "_TILE", 1)
+    hidden, weight, targets = inputs()
+    rows: list[int] = []
+    scores = Head.scores
+
+    def counting(head: Head, part_nC: Tensor, weight_VC: Tensor) -> Tensor:
+        rows.append(len(part_nC))
+        return scores(head, part_nC, weight_VC)
+
+    monkeypatch.setattr(Head, "scores", counting)
+    fused_loss(hidden, weight, targets, part_of(True), Head())
+    assert rows == [20, 20, 10]
+    rows.clear()
+    taught_loss(hidden, weight, targets, part_of(True), Head(), TeacherStates(*teacher_inputs(), 1.0))
+    assert rows == [10] * 10
+
+
+def test_narrow_states_of_a_teacher_make_wide_scores() -> None:
+    hidden, weight, targets = inputs(torch.bfloat16)
+    teacher = TeacherStates(*teacher_inputs(torch.bfloat16), 1.0)
+    kl = taught_loss(hidden, weight, targets, no_loss, Head(), teacher)[3]
+    assert torch.allclose(kl, plain_kl(hidden, weight, 1.0, 0.0), atol=1e-5)

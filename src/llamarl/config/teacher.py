@@ -1,0 +1,96 @@
+"""`teacher`: frozen policies whose distributions the policy learns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
+
+from llamarl.config.section import Device, Section, Threads, changed_settings
+from llamarl.errors import ConfigError
+
+THE_TEACHER = "teacher"  # name of the one at `path` or `adapter`
+
+
+class TeacherConfig(Section, frozen=True):
+    """Policies that never change and that answers are compared with, token by token; see docs/distillation.md."""
+
+    path: Annotated[
+        str, Meta(description="model folder of the one teacher of all problems; empty: none, or several by_name")
+    ] = ""
+    by_name: Annotated[
+        dict[str, str],
+        Meta(description="several teachers, name: model folder; task.teacher or a column of the data names one"),
+    ] = field(default_factory=dict)
+    column: Annotated[
+        str, Meta(description="by_name: column of the data that names the teacher of a row; empty: task.teacher does")
+    ] = ""
+    adapter: Annotated[
+        str,
+        Meta(description="with model.lora: PEFT folder of a teacher that is the same base with other adapters"),
+    ] = ""
+    kl: Annotated[
+        Literal["exact", "sampled"],
+        Meta(
+            description="exact: KL over the whole vocabulary, a term of its own; sampled: its estimate from the sampled "
+            "token, added to the advantage"
+        ),
+    ] = "exact"
+    weight: Annotated[float, Meta(gt=0, description="weight of the KL in the loss, or in the advantage")] = 1.0
+    forward: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="kl=exact: share of the forward KL(teacher || policy); the rest is the reverse KL(policy || teacher)",
+        ),
+    ] = 0.0
+    place: Annotated[
+        Literal["trainer", "own"],
+        Meta(description="on the trainer's ranks, or on ranks of its own (kl=sampled, one teacher)"),
+    ] = "trainer"
+    offload: Annotated[bool, Meta(description="place=trainer: keep its weights in host memory between uses")] = True
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="precision of its passes; auto: that of the trainer"),
+    ] = "auto"
+    data: Annotated[int, Meta(ge=1, description="place=own: data-parallel ranks (FSDP)")] = 1
+    tensor: Annotated[int, Meta(ge=1, description="place=own: tensor-parallel ranks")] = 1
+    device: Device = "auto"
+    threads: Threads = 0
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.path, self.by_name, self.adapter))) > 1:
+            raise ConfigError("teacher.path: set one of path, by_name and adapter")
+        if not self and (changed := changed_settings(self)):
+            raise ConfigError(f"teacher.{changed[0]}: cannot take effect without a teacher; set teacher.path")
+        if self.column and not self.by_name:
+            raise ConfigError("teacher.column: names teachers of teacher.by_name; set it")
+        if self.forward and self.kl == "sampled":
+            raise ConfigError(
+                "teacher.forward: cannot take effect with teacher.kl=sampled, which estimates the reverse KL"
+            )
+        if self.place == "own" and self.kl == "exact":
+            raise ConfigError(
+                "teacher.place: own ranks send one number for each token; set teacher.kl=sampled, or place=trainer"
+            )
+        if self.place == "own" and not self.path:
+            raise ConfigError(
+                "teacher.place: ranks of its own hold one whole teacher; set teacher.path, or place=trainer"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.path or self.by_name or self.adapter)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.by_name) or ((THE_TEACHER,) if self else ())
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is an executor of its own."""
+        return bool(self) and self.place == "own"
