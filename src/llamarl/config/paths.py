@@ -14,7 +14,13 @@ from llamarl.plugins import split_reference
 MODELS = (("model", "path"), ("reference", "model"), ("reward_model", "path"))
 DATA = ("path", "test_path")  # of a task and of the parts of a mixture
 _FILES = (("llm_judge", "rubric"), ("engine", "certs"), ("model", "adapter"))
-_FUNCTIONS = (("reward", "scorer"), ("algo", "loss"), ("conversation", "tool"))
+_FUNCTIONS = (
+    ("reward", "scorer"),
+    ("algo", "loss"),
+    ("conversation", "tool"),
+    ("agent", "run"),
+    ("agent", "environment"),
+)
 
 
 def with_absolute_paths(config: Config) -> Config:

@@ -2,13 +2,13 @@
 
 Every sample of a group has a session with a key of its own, and an agent in a worker process that has the key. What the
 agent asks becomes a call, which the job's generators answer. When the agent has ended, its session is the sample: one
-completion for each branch of its dialogue. An agent that fails is tried again in a new session, then its group is dropped; it
-never counts as a wrong answer.
+completion for each branch of its dialogue. An agent that plays several sides of a game has a session for each. An agent that
+fails is tried again in a new session, then its group is dropped; it never counts as a wrong answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -44,12 +44,19 @@ _SLICE_S = 0.005
 Key = tuple[int, int, str]  # ordinal, sample, key of the session
 
 
-class EndedSample(Struct, frozen=True):
-    """A sample whose agent has come through."""
+class EndedPlayer(Struct, frozen=True):
+    """What one player has written, and its reward. Most agents have one player, number 0."""
 
+    number: int
     session: TrainingSession
     branches: tuple[Branch, ...]
     reward: float
+
+
+class EndedSample(Struct, frozen=True):
+    """A sample whose agent has come through."""
+
+    players: tuple[EndedPlayer, ...]
     parts: dict[str, float]
 
 
@@ -124,8 +131,8 @@ class Agents:
         underway = self._underway.get(ordinal)
         if underway is None or underway.keys.get(sample) != api_key:
             return []  # of a group that was given up
-        session = self._endpoint.access.close(underway.keys.pop(sample))
-        ended = self._sample(session, verdict)
+        sessions = self._endpoint.access.close(underway.keys.pop(sample))
+        ended = self._sample(sessions, verdict)
         self._failures.note(failed=not isinstance(ended, EndedSample))
         if isinstance(ended, EndedSample):
             underway.ended[sample] = ended
@@ -138,20 +145,28 @@ class Agents:
             return notes
         return [*notes, self._give_up(underway, ended)]
 
-    def _sample(self, session: TrainingSession, verdict: Verdict) -> EndedSample | str:
-        """What an agent has made of its session, or why it failed."""
-        branches, reward = session.branches(), session.reward
-        if reward is None and verdict.rewards:
-            reward = verdict.rewards[0]
+    def _sample(self, sessions: Mapping[int, TrainingSession], verdict: Verdict) -> EndedSample | str:
+        """What an agent has made of its sessions, or why it failed."""
         if verdict.status != "ok":
             return f"agent {verdict.reason}" if verdict.status == "timeout" else verdict.reason
-        if session.problem:
-            return f"agent {session.problem}"
-        if not branches:
+        for session in sessions.values():
+            if session.problem:
+                return f"agent {session.problem}"
+        asked = {player: session for player, session in sessions.items() if session.counts.branches}
+        if not asked:
             return "agent made no call that was answered"
-        if reward is None and self._settings.reward == "agent":
+        told = verdict.rewards[0] if verdict.rewards else None
+        rewards = {player: told if one.reward is None else one.reward for player, one in asked.items()}
+        if self._settings.reward == "scorer":
+            if len(asked) > 1:
+                return "agent played several sides, which agent.reward=scorer cannot judge; it must give rewards itself"
+        elif None in rewards.values():
             return "agent gave no reward: return a number, print it in the last line, or send it to /rl/reward"
-        return EndedSample(session, tuple(branches), reward or 0.0, verdict.parts)
+        players = [
+            EndedPlayer(player, session, tuple(session.branches()), rewards[player] or 0.0)
+            for player, session in asked.items()
+        ]
+        return EndedSample(tuple(players), verdict.parts)
 
     def _give_up(self, underway: _Underway, reason: str) -> Report:
         """Drop the group: a missing sample cannot be made up. Its other agents find their sessions ended."""
@@ -163,9 +178,9 @@ class Agents:
     def _finish(self, underway: _Underway) -> list[Report]:
         del self._underway[underway.prompt.ordinal]
         samples = [underway.ended[sample] for sample in sorted(underway.ended)]
-        counts = [one.session.counts for one in samples]
+        counts = [player.session.counts for sample in samples for player in sample.players]
         told = AgentsCounted(
-            sessions=len(samples),
+            sessions=len(counts),
             calls=sum(one.calls for one in counts),
             branches=sum(one.branches for one in counts),
             unmatched=sum(one.unmatched for one in counts),
@@ -186,12 +201,13 @@ class Agents:
 
 def make_group(prompt: PromptGroup, samples: list[EndedSample], *, scored: bool) -> CompletionGroup | RolloutGroup:
     """The samples of a group as completions, one for each branch. Their prompt is what all of them begin with."""
-    shared = common_prompt(branch for sample in samples for branch in sample.branches)
+    shared = common_prompt(branch for sample in samples for player in sample.players for branch in player.branches)
     asked = replace(prompt, prompt_tokens=tokens_to_bytes(shared))
     rollouts = [
-        Rollout(completion_of(branch, len(shared), number), sample.reward, parts=sample.parts)
+        Rollout(completion_of(branch, len(shared), number, player.number), player.reward, parts=sample.parts)
         for number, sample in enumerate(samples)
-        for branch in sample.branches
+        for player in sample.players
+        for branch in player.branches
     ]
     if scored:
         return RolloutGroup(asked, tuple(rollouts))

@@ -75,7 +75,7 @@ def prepare_job(
     check_loss(config)
     prompts = prepare_prompts(config, tokenizer, given, task)
     check_tool(config, tokenizer, prompts.group(0).problem)
-    check_agent(config)
+    check_agent(config, tokenizer)
     notes = [
         *describe_devices(config, gpus),
         *describe_base(config, gpus),

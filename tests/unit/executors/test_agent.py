@@ -14,10 +14,11 @@ from llamarl.config import AgentConfig
 from llamarl.executors.agent import Agents
 from llamarl.serve.backend import Ask
 from llamarl.serve.call_backend import CallBackend, CallLimits
+from llamarl.serve.errors_json import openai_error
 from llamarl.serve.refusals import RequestRefused
 from llamarl.serve.session import Answered
 from llamarl.serve.session_access import SessionAccess
-from llamarl.tasks.agents.client import AgentClient
+from llamarl.tasks.agents.client import TOO_LONG, AgentClient
 from llamarl.tasks.workers.protocol import Verdict
 from llamarl.types import (
     Completion,
@@ -230,3 +231,63 @@ def test_long_prompts_and_refused_calls_are_told_to_the_client() -> None:
         asyncio.run(talk([1] * 9))
     with pytest.raises(RequestRefused, match="3 replicas died"):
         asyncio.run(talk([1]))
+
+
+def test_a_prompt_that_is_too_long_has_the_code_that_clients_know() -> None:
+    _, endpoint, runner = make()
+    endpoint.access.session(runner.started[0][1].api_key, {})
+    with pytest.raises(RequestRefused) as refused:
+        asyncio.run(pieces(endpoint, Ask(tokens=[1] * 9, sampling=Sampling())))
+    assert openai_error(refused.value)["error"]["code"] == TOO_LONG
+
+
+def play(endpoint: Endpoint, runner: Runner, number: int, player: int, tokens: list[int], reward: float | None) -> None:
+    client = runner.started[number][1].player(player)
+    session = endpoint.access.session(client.api_key, {})
+    versions = (VersionRun(3, len(tokens)),)
+    logprobs = [-1.0] * len(tokens)
+    session.record(
+        Answered(prompt_tokens=[1], index=0, tokens=tokens, logprobs=logprobs, versions=versions, finish="stop")
+    )
+    if reward is not None:
+        session.add_reward(reward)
+
+
+def test_players_of_a_sample_have_sessions_and_rewards_of_their_own() -> None:
+    agents, endpoint, runner = make()
+    for number in range(2):
+        play(endpoint, runner, number, 1, [2, 3], 0.25 * number)  # the second player wrote first
+        play(endpoint, runner, number, 0, [2], None)
+        runner.end(number, Verdict("ok", (1.0 - number,)))
+    result, counted = agents.work()
+    assert isinstance(result, msg.GroupResult) and isinstance(result.group, RolloutGroup)
+    told = [(one.completion.sample, one.completion.player, one.reward) for one in result.group.rollouts]
+    assert told == [(0, 0, 1.0), (0, 1, 0.0), (1, 0, 0.0), (1, 1, 0.25)]
+    # The same tokens in two sessions are no branch of each other: both are trained.
+    assert [one.completion.num_tokens for one in result.group.rollouts] == [1, 2, 1, 2]
+    assert result.group.rewards == (1.0, 0.0)
+    assert counted == msg.AgentsCounted(sessions=4, branches=4)
+
+
+def test_keys_of_players_end_with_their_sample() -> None:
+    agents, endpoint, runner = make(retries=0)
+    client = runner.started[0][1]
+    assert endpoint.access.session(client.player(1).api_key, {}) is endpoint.access.session(f"{client.api_key}.1", {})
+    assert client.player(1).player(0) == client
+    for wrong in (".", ".x", ".01", ".100", ".-1", ".1.1"):
+        with pytest.raises(RequestRefused, match="key is missing"):
+            endpoint.access.session(client.api_key + wrong, {})
+    runner.end(0, Verdict("error", reason="lost"))
+    list(agents.work())
+    for player in (0, 1):
+        with pytest.raises(RequestRefused, match="of a session that has ended"):
+            endpoint.access.session(client.player(player).api_key, {})
+
+
+def test_a_scorer_cannot_judge_several_players() -> None:
+    agents, endpoint, runner = make(retries=0, reward="scorer")
+    for player in (0, 1):
+        play(endpoint, runner, 0, player, [2], None)
+    runner.end(0)
+    (told,) = [report.reason for report in agents.work() if isinstance(report, msg.GroupRefused)]
+    assert told.startswith("agent played several sides")

@@ -27,6 +27,11 @@ class AgentRunner:
         """Wait for the workers. Raises ConfigError if the agent cannot be loaded."""
         self._pool.wait_until_up()
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether the environment shows tools to the model; known once it is prepared."""
+        return self._pool.has_tools
+
     def start(self, keys: Sequence[Hashable], problem: Problem, clients: Sequence[AgentClient]) -> None:
         """Run one agent for each key, all in one process."""
         encoded = msgspec.json.encode(problem)

@@ -36,9 +36,10 @@ class Setup(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """Everything is loaded. Tells how the user's own scorers are called."""
+    """Everything is loaded. Tells how the user's own scorers are called, and whether the environment has tools."""
 
     signatures: dict[str, Signature] = {}
+    has_tools: bool = False
 
 
 class NotReady(Struct, frozen=True, tag=True):
