@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ def trained(game: str, run: Path, *settings: str) -> list[KeptGroup]:
     assert told.summary.groups_dropped == 0 and told.summary.updates == 2
     # The trainer computes for every sampled token what the generator had: all turns stand where they were sampled.
     assert max(told.metrics()["logprob_gap"]) < 1e-4
+    rows = [json.loads(line) for line in llamarl("rollouts", run, "--json").out.splitlines()]
+    assert rows and all({"sample", "player"} <= row.keys() for row in rows)
     return [group for update in told.rollouts.updates for group in told.rollouts.groups(update)]
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from llamarl.config import AgentConfig
+from llamarl.config import AgentConfig, Config
+from llamarl.config.paths import with_absolute_paths
 from llamarl.errors import ConfigError
 from llamarl.tasks.agents.calling import AgentFailed
 from llamarl.tasks.agents.client import TOO_LONG, AgentClient, AskRefused
@@ -310,6 +311,15 @@ def test_settings_that_cannot_take_effect_are_refused(file: Path) -> None:
         AgentConfig(environment="games")
     with pytest.raises(ConfigError, match=r"agent\.max_turns: is above agent\.max_calls=50"):
         AgentConfig(environment="a.py:B", max_turns=51)
+
+
+def test_a_relative_file_is_found_when_the_run_is_resumed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for settings in (AgentConfig(environment="games.py:Adds"), AgentConfig(run="games.py:run")):
+        agent = with_absolute_paths(Config(agent=settings)).agent
+        assert (agent.environment or agent.run).startswith(f"{tmp_path}/games.py:")
 
 
 def test_workers_say_whether_there_are_tools_and_refuse_what_cannot_be_loaded(file: Path) -> None:
