@@ -116,6 +116,14 @@ def sampled_places(num_tokens: int, given: Sequence[Given]) -> NDArray[np.int64]
     return np.flatnonzero(sampled)
 
 
+class ClaimedAnswer(Struct, frozen=True, array_like=True):
+    """One answer of the policy as somebody else tells it: the ids of its prompt, its own ids, and their log-probs."""
+
+    prompt: bytes
+    tokens: bytes
+    logprobs: bytes
+
+
 class CompletionGroup(Struct, frozen=True, tag="completion"):
     prompt: PromptGroup
     completions: tuple[Completion, ...]

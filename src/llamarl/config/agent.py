@@ -31,7 +31,7 @@ class AgentConfig(Section, frozen=True):
         str,
         Meta(
             description="FILE.py:CLASS of an environment instead, with reset and step, or reset and typed methods that "
-            "become tools; see docs/environments.md"
+            "become tools; verifiers: the one that task.env names; see docs/environments.md"
         ),
     ] = ""
     arguments: Annotated[dict[str, Any], Meta(description="environment: arguments of its class, such as {size: 5}")] = (
@@ -71,10 +71,12 @@ class AgentConfig(Section, frozen=True):
             raise ConfigError(f"agent.{wrong}: cannot take effect beside agent.{other}; leave one of them out")
         if self.run and ":" not in self.run:
             raise ConfigError(f"agent.run: '{self.run}' is not FILE.py:NAME")
-        if self.environment and ":" not in self.environment:
-            raise ConfigError(f"agent.environment: '{self.environment}' is not FILE.py:CLASS")
-        if self.arguments and not self.environment:
-            raise ConfigError("agent.arguments: cannot take effect without agent.environment")
+        if self.environment and ":" not in self.environment and self.environment != "verifiers":
+            raise ConfigError(f"agent.environment: '{self.environment}' is neither FILE.py:CLASS nor verifiers")
+        if self.arguments and (not self.environment or self.environment == "verifiers"):
+            raise ConfigError("agent.arguments: cannot take effect without a class as agent.environment")
+        if self.environment == "verifiers" and self.reward != "agent":
+            raise ConfigError("agent.reward: environments of verifiers give their own rewards; leave it agent")
         if self.environment and self.max_turns > self.max_calls:
             raise ConfigError(f"agent.max_turns: is above agent.max_calls={self.max_calls}; raise that too")
         if self.command and not self.command[0]:

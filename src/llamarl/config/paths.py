@@ -32,6 +32,8 @@ def with_absolute_paths(config: Config) -> Config:
         raw[section][name] = _absolute(raw[section][name])
     for section, name in _FUNCTIONS:
         raw[section][name] = _absolute_function(raw[section][name])
+    if "/" in raw["task"]["env_python"]:  # a bare name is looked up as any command
+        raw["task"]["env_python"] = _absolute(raw["task"]["env_python"])
     raw["reward"]["combine"] = {_absolute_function(name): share for name, share in raw["reward"]["combine"].items()}
     for part in (raw["task"], *raw["task"]["parts"]):
         part.update({name: _absolute_unless_named(part[name]) for name in DATA})

@@ -29,11 +29,13 @@ from llamarl.messages import (
     Report,
     WorkOnGroup,
 )
+from llamarl.serve.claims import disagreement
 from llamarl.serve.endpoint import SessionEndpoint
 from llamarl.serve.sessions import Branch, TrainingSession, common_prompt, completion_of
 from llamarl.tasks.agents.client import AgentClient
 from llamarl.tasks.agents.runner import AgentRunner
 from llamarl.tasks.failures import Counts, FailureLog, FailureShare, to_stderr
+from llamarl.tasks.verifiers.server import EnvironmentServer
 from llamarl.tasks.workers.protocol import Verdict
 from llamarl.types import CompletionGroup, PromptGroup, Rollout, RolloutGroup, tokens_to_bytes
 
@@ -79,7 +81,10 @@ class Agents:
         runner: AgentRunner,
         settings: AgentConfig,
         log: Callable[[str], None] = to_stderr,
+        server: EnvironmentServer | None = None,
     ) -> None:
+        """`server` runs environments of verifiers; it is started again when it has died."""
+        self._server = server
         self._endpoint, self._runner, self._settings = endpoint, runner, settings
         self._underway: dict[int, _Underway] = {}
         self._failures, self._log = FailureShare(settings.max_failure_share), FailureLog(log)
@@ -116,6 +121,8 @@ class Agents:
 
     def _start(self, underway: _Underway, samples: Iterable[int]) -> None:
         """Open a session for each sample, and start the agents."""
+        if self._server is not None and self._server.restart_if_dead():
+            self._log.note("the environment server has died; it was started again", "")
         prompt, access = underway.prompt, self._endpoint.access
         opened = {sample: access.open(prompt.ordinal, replace(prompt.sampling, samples=1)) for sample in samples}
         underway.keys |= opened
@@ -155,6 +162,8 @@ class Agents:
         asked = {player: session for player, session in sessions.items() if session.counts.branches}
         if not asked:
             return "agent made no call that was answered"
+        if verdict.claims is not None and (lie := disagreement(asked[min(asked)], verdict.claims)):
+            return f"agent: the environment server {lie}"
         told = verdict.rewards[0] if verdict.rewards else None
         rewards = {player: told if one.reward is None else one.reward for player, one in asked.items()}
         if self._settings.reward == "scorer":

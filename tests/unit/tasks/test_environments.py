@@ -307,7 +307,7 @@ def test_settings_that_cannot_take_effect_are_refused(file: Path) -> None:
         AgentConfig(run="a.py:b", arguments={"size": 3})
     with pytest.raises(ConfigError, match=r"agent\.environment: cannot take effect beside"):
         AgentConfig(run="a.py:b", environment="a.py:B")
-    with pytest.raises(ConfigError, match=r"agent\.environment: 'games' is not FILE\.py:CLASS"):
+    with pytest.raises(ConfigError, match=r"agent\.environment: 'games' is neither FILE\.py:CLASS nor verifiers"):
         AgentConfig(environment="games")
     with pytest.raises(ConfigError, match=r"agent\.max_turns: is above agent\.max_calls=50"):
         AgentConfig(environment="a.py:B", max_turns=51)

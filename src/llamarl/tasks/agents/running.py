@@ -23,7 +23,8 @@ from llamarl.tasks.agents.calling import AgentFailed, awaited, is_number
 from llamarl.tasks.agents.client import AgentClient
 from llamarl.tasks.agents.environment import load_environment
 from llamarl.tasks.in_process_scorers import failure
-from llamarl.tasks.workers.protocol import AgentItem, Verdict
+from llamarl.tasks.verifiers.bridge import VERIFIERS, load_bridge
+from llamarl.tasks.workers.protocol import AgentItem, ServedEnvironment, Verdict
 from llamarl.types import Problem
 
 Agent = Callable[[Problem, AgentClient], Awaitable[Any]]
@@ -31,8 +32,10 @@ _THREADS_EACH = 4
 REWARD = "reward"  # the key of a returned dict that holds the reward
 
 
-def load_agent(settings: AgentConfig) -> Agent:
+def load_agent(settings: AgentConfig, served: ServedEnvironment | None = None) -> Agent:
     """The agent that the config names. Raises ConfigError if it cannot be loaded."""
+    if settings.environment == VERIFIERS:
+        return load_bridge(settings, served)
     if settings.environment:
         return load_environment(settings)
     if settings.command:
@@ -81,8 +84,8 @@ async def _run_one(agent: Agent, item: AgentItem, settings: AgentConfig) -> Verd
 
 def _verdict(returned: Any) -> Verdict:
     """The reward that an agent returned, if any: a number, or a dict with `reward` and further numbers to record."""
-    if returned is None:
-        return Verdict("ok")
+    if returned is None or isinstance(returned, Verdict):
+        return returned or Verdict("ok")
     parts: dict[str, float] = {}
     if isinstance(returned, Mapping):
         parts = {str(name): float(value) for name, value in returned.items() if is_number(value) and name != REWARD}

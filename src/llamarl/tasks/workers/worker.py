@@ -299,7 +299,7 @@ def _prepare(setup: Setup) -> LoadedScorers | NotReady:
             for name, scorer in scorers.items()
             if is_reference(name) or name == "reasoning_gym"
         }
-        agent = load_agent(setup.agent) if setup.agent else None
+        agent = load_agent(setup.agent, setup.served) if setup.agent else None
         agents = partial(run_agents, agent, settings=setup.agent) if agent else None
         loaded = LoadedScorers(scorers, tool, own, agents, has_tools=isinstance(agent, Environment) and agent.has_tools)
     except re.error as error:
