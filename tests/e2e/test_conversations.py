@@ -109,7 +109,7 @@ def test_failures_of_a_tool_are_counted_apart_and_drop_their_group(how: str, cou
         *own_tool(tmp_path, f"{how}ing"),
         "engine=inline",
         "schedule.updates=2",
-        "conversation.timeout_s=0.25",
+        f"conversation.timeout_s={0.25 if counted == 'tool_timeouts' else 30}",
         "conversation.retries=0",
         "conversation.max_failure_share=1",
         "evaluate.prompts=0",

@@ -200,6 +200,7 @@ class ContinuousDecoder:
         self._stop, self._num_steps = stop or None, 0
         self._turns: list[Sequence] = []
         self._streamed: list[StreamedTokens] = []
+        self._looks = False  # whether any group so far is to be looked at while it runs
 
     @property
     def narrow_cache(self) -> bool:
@@ -266,6 +267,7 @@ class ContinuousDecoder:
             raise ValueError(f"{sampling} does not fit slots of {limits.max_new_tokens} new tokens")
         if num_prompt + sampling.max_new_tokens > limits.length:
             raise ValueError(f"{num_prompt} + {sampling.max_new_tokens} tokens; a sequence has at most {limits.length}")
+        self._looks |= options.looked_at
         self._schedule.add(group, options)
 
     @torch.inference_mode()
@@ -342,7 +344,8 @@ class ContinuousDecoder:
                 self._turns.append(self._schedule.park(running, sampled))
             else:
                 self._end_running(running, sampled)
-        self._look(burst.number, counts)
+        if self._looks:
+            self._look(burst.number, counts)
 
     def _end_running(self, running: Running, sampled: Sampled) -> None:
         """End a sequence, at its first stop string if it holds one."""

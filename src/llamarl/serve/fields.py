@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Struct
 
-from llamarl.serve.backend import Backend
+from llamarl.serve.backend import Ask, Backend
 from llamarl.serve.limits import ServeLimits
 from llamarl.serve.refusals import RequestRefused, bad_request, too_long
 from llamarl.types import Sampling
@@ -27,6 +27,44 @@ class StrictRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+
+class SampledRequest(StrictRequest):
+    """Base of requests that say how to sample in the words that OpenAI's and vLLM's dialects share."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    seed: int | None = None
+
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    ignore_eos: Any = None
+    min_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    truncate_prompt_tokens: Any = None
+    bad_words: Any = None
+    structured_outputs: Any = None
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "logit_bias": ({},),
+        "ignore_eos": (False,),
+        "min_tokens": (0,),
+        "include_stop_str_in_output": (False,),
+        "truncate_prompt_tokens": (),
+        "bad_words": ([],),
+        "structured_outputs": (),
+    }
 
 
 Some = TypeVar("Some", bound=Struct)
@@ -106,6 +144,40 @@ def sampling_of(
         top_k=min(max(0, top_k or 0), backend.vocab_size),
         top_p=1.0 if top_p is None else float(top_p),
         min_p=min_p or 0.0,
+    )
+
+
+def ask_of(
+    request: SampledRequest,
+    backend: Backend,
+    limits: ServeLimits,
+    tokens: Sequence[int],
+    *,
+    stream: bool | None,
+    max_tokens: int | None,
+    max_field: str = "max_tokens",
+    stop_field: str = "stop",
+) -> Ask:
+    """What a request asks of the backend. `max_tokens` and the fields' names are those of the dialect."""
+    sampling = sampling_of(
+        backend,
+        limits,
+        len(tokens),
+        max_tokens=max_tokens,
+        max_field=max_field,
+        n=request.n,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+    )
+    return Ask(
+        tokens=tokens,
+        sampling=sampling,
+        stop=stops_of(request.stop, stop_field),
+        stop_token_ids=check_stop_tokens(backend, request.stop_token_ids),
+        seed=request.seed,
+        stream=bool(stream),
     )
 
 

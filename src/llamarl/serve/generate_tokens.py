@@ -9,18 +9,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from llamarl.serve.answers import PromptAnswers
-from llamarl.serve.backend import Ask, Scores
+from llamarl.serve.backend import Scores
 from llamarl.serve.calls import ClientCall, new_id, openai_usage, runs_of
 from llamarl.serve.errors_json import openai_error_event
-from llamarl.serve.fields import (
-    StrictRequest,
-    check_neutral,
-    check_stop_tokens,
-    check_tokens,
-    decode_request,
-    sampling_of,
-    stops_of,
-)
+from llamarl.serve.fields import SampledRequest, StrictRequest, ask_of, check_neutral, check_tokens, decode_request
 from llamarl.serve.openai_chat import StreamOptions
 from llamarl.serve.refusals import bad_request
 from llamarl.serve.replies import EventStream, HttpReply, data_event, json_reply
@@ -29,16 +21,7 @@ IGNORED_HEADER = "x-ignored-fields"  # keys of sampling_params that are unknown 
 _MAX_TOP = 20
 
 
-class SamplingParams(StrictRequest):
-    max_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    seed: int | None = None
+class SamplingParams(SampledRequest):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -48,34 +31,12 @@ class SamplingParams(StrictRequest):
     output_kind: Any = None
     extra_args: Any = None
 
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
     allowed_token_ids: Any = None
-    bad_words: Any = None
-    ignore_eos: Any = None
-    min_tokens: Any = None
-    include_stop_str_in_output: Any = None
-    structured_outputs: Any = None
-    truncate_prompt_tokens: Any = None
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind", "extra_args"}
     )
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
-        "logit_bias": ({},),
-        "allowed_token_ids": (),
-        "bad_words": ([],),
-        "ignore_eos": (False,),
-        "min_tokens": (0,),
-        "include_stop_str_in_output": (False,),
-        "structured_outputs": (),
-        "truncate_prompt_tokens": (),
-    }
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {**SampledRequest.NEUTRAL, "allowed_token_ids": ()}
 
 
 class GenerateRequest(StrictRequest):
@@ -105,28 +66,18 @@ async def answer_generate(call: ClientCall) -> HttpReply | EventStream:
     params = _params(known)
     unknown = sorted(request.sampling_params.keys() - known.keys())
     check_tokens(call.backend, request.token_ids, "token_ids")
-    sampling = sampling_of(
+    ask = ask_of(
+        params,
         call.backend,
         call.limits,
-        len(request.token_ids),
+        request.token_ids,
+        stream=request.stream,
         max_tokens=params.max_tokens,
         max_field="sampling_params.max_tokens",
-        n=params.n,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
+        stop_field="sampling_params.stop",
     )
     _check_top("sampling_params.logprobs", params.logprobs, 1)
     _check_top("sampling_params.prompt_logprobs", params.prompt_logprobs, _MAX_TOP)
-    ask = Ask(
-        tokens=request.token_ids,
-        sampling=sampling,
-        stop=stops_of(params.stop, "sampling_params.stop"),
-        stop_token_ids=check_stop_tokens(call.backend, params.stop_token_ids),
-        seed=params.seed,
-        stream=bool(request.stream),
-    )
     headers = {IGNORED_HEADER: _printable(unknown)} if unknown else {}
     writer = _TokenWriter(call, request, params, call.answers(ask), headers)
     if request.stream and params.prompt_logprobs is not None:

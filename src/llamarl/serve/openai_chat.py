@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal
 from msgspec import Struct
 
 from llamarl.serve.answers import PromptAnswers, TextAnswer, TextDelta
-from llamarl.serve.backend import Ask
 from llamarl.serve.calls import ClientCall, new_id, now_s, openai_usage, runs_of
 from llamarl.serve.errors_json import openai_error_event
-from llamarl.serve.fields import StrictRequest, check_stop_tokens, decode_request, sampling_of, stops_of
+from llamarl.serve.fields import SampledRequest, ask_of, decode_request
 from llamarl.serve.openai_messages import ChatMessage, ChatTool, messages_for_template, tools_for_template
 from llamarl.serve.refusals import bad_request
 from llamarl.serve.replies import EventStream, HttpReply, data_event, json_reply
@@ -25,18 +24,9 @@ class StreamOptions(Struct):
     include_obfuscation: bool = False
 
 
-class ChatRequest(StrictRequest):
+class ChatRequest(SampledRequest, kw_only=True):
     messages: list[ChatMessage]
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
@@ -61,16 +51,10 @@ class ChatRequest(StrictRequest):
     reasoning_effort: Any = None
 
     parallel_tool_calls: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
     length_penalty: Any = None
-    logit_bias: Any = None
     response_format: Any = None
     modalities: Any = None
     verbosity: Any = None
-    ignore_eos: Any = None
-    min_tokens: Any = None
     best_of: Any = None
     use_beam_search: Any = None
     echo: Any = None
@@ -79,9 +63,7 @@ class ChatRequest(StrictRequest):
     add_special_tokens: Any = None
     skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
-    include_stop_str_in_output: Any = None
     prompt_logprobs: Any = None
-    truncate_prompt_tokens: Any = None
     required_prefix_token_ids: Any = None
     functions: Any = None
     function_call: Any = None
@@ -90,8 +72,6 @@ class ChatRequest(StrictRequest):
     web_search_options: Any = None
     chat_template: Any = None
     documents: Any = None
-    bad_words: Any = None
-    structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -114,17 +94,12 @@ class ChatRequest(StrictRequest):
         }
     )
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **SampledRequest.NEUTRAL,
         "parallel_tool_calls": (True,),
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
         "length_penalty": (1,),
-        "logit_bias": ({},),
         "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "verbosity": (),
-        "ignore_eos": (False,),
-        "min_tokens": (0,),
         "best_of": (1,),
         "use_beam_search": (False,),
         "echo": (False,),
@@ -133,9 +108,7 @@ class ChatRequest(StrictRequest):
         "add_special_tokens": (False,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "include_stop_str_in_output": (False,),
         "prompt_logprobs": (),
-        "truncate_prompt_tokens": (),
         "required_prefix_token_ids": (),
         "functions": (),
         "function_call": (),
@@ -144,8 +117,6 @@ class ChatRequest(StrictRequest):
         "web_search_options": (),
         "chat_template": (),
         "documents": (),
-        "bad_words": ([],),
-        "structured_outputs": (),
         "guided_json": (),
         "guided_regex": (),
         "guided_choice": (),
@@ -161,28 +132,17 @@ async def answer_chat(call: ClientCall) -> HttpReply | EventStream:
         options=request.chat_template_kwargs or {},
     )
     tokens = call.prompt(chat)
-    max_field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    sampling = sampling_of(
+    newer = request.max_completion_tokens is not None
+    ask = ask_of(
+        request,
         call.backend,
         call.limits,
-        len(tokens),
-        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
-        max_field=max_field,
-        n=request.n,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
+        tokens,
+        stream=request.stream,
+        max_tokens=request.max_completion_tokens if newer else request.max_tokens,
+        max_field="max_completion_tokens" if newer else "max_tokens",
     )
-    check_top_logprobs("top_logprobs", request.top_logprobs, sampling.temperature)
-    ask = Ask(
-        tokens=tokens,
-        sampling=sampling,
-        stop=stops_of(request.stop),
-        stop_token_ids=check_stop_tokens(call.backend, request.stop_token_ids),
-        seed=request.seed,
-        stream=bool(request.stream),
-    )
+    check_top_logprobs("top_logprobs", request.top_logprobs, ask.sampling.temperature)
     writer = _ChatWriter(call, request, call.answers(ask, chat))
     return writer.stream() if request.stream else await writer.whole()
 

@@ -9,10 +9,10 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from llamarl.serve.answers import PromptAnswers, TextAnswer, TextDelta
-from llamarl.serve.backend import Ask, Scores
+from llamarl.serve.backend import Scores
 from llamarl.serve.calls import ClientCall, new_id, now_s, openai_usage, runs_of
 from llamarl.serve.errors_json import openai_error_event
-from llamarl.serve.fields import StrictRequest, check_stop_tokens, check_tokens, decode_request, sampling_of, stops_of
+from llamarl.serve.fields import SampledRequest, ask_of, check_tokens, decode_request
 from llamarl.serve.openai_chat import StreamOptions, check_top_logprobs
 from llamarl.serve.refusals import bad_request
 from llamarl.serve.replies import EventStream, HttpReply, data_event, json_reply
@@ -21,17 +21,8 @@ _DEFAULT_TOKENS = 16  # as in OpenAI's own
 _MAX_TOP = 20
 
 
-class CompletionRequest(StrictRequest):
+class CompletionRequest(SampledRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]  # one text, its tokens, or a list of such; never mixed
-    max_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: int | None = None
@@ -48,22 +39,12 @@ class CompletionRequest(StrictRequest):
 
     best_of: Any = None
     suffix: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
     length_penalty: Any = None
-    logit_bias: Any = None
     response_format: Any = None
-    ignore_eos: Any = None
-    min_tokens: Any = None
     use_beam_search: Any = None
     skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
-    include_stop_str_in_output: Any = None
     prompt_logprobs: Any = None
-    truncate_prompt_tokens: Any = None
-    bad_words: Any = None
-    structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -71,24 +52,15 @@ class CompletionRequest(StrictRequest):
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"model", "user", "request_id", "priority", "cache_salt"})
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **SampledRequest.NEUTRAL,
         "best_of": (1,),
         "suffix": ("",),
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
         "length_penalty": (1,),
-        "logit_bias": ({},),
         "response_format": ({"type": "text"},),
-        "ignore_eos": (False,),
-        "min_tokens": (0,),
         "use_beam_search": (False,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "include_stop_str_in_output": (False,),
         "prompt_logprobs": (),
-        "truncate_prompt_tokens": (),
-        "bad_words": ([],),
-        "structured_outputs": (),
         "guided_json": (),
         "guided_regex": (),
         "guided_choice": (),
@@ -146,29 +118,18 @@ class _CompletionWriter:
     def __init__(self, call: ClientCall, request: CompletionRequest, tokens: list[int]) -> None:
         self._call, self._request, self.tokens = call, request, tokens
         self._id, self._created = new_id("cmpl-"), now_s()
-        sampling = sampling_of(
+        ask = ask_of(
+            request,
             call.backend,
             call.limits,
-            len(tokens),
+            tokens,
+            stream=request.stream,
             max_tokens=_new_tokens(request.max_tokens),
-            n=request.n,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
         )
         if request.echo and request.logprobs is not None and not 0 <= request.logprobs <= _MAX_TOP:
             raise bad_request("logprobs", f"must be from 0 to {_MAX_TOP}, is {request.logprobs}")
         if request.max_tokens != 0:
-            check_top_logprobs("logprobs", request.logprobs, sampling.temperature)
-        ask = Ask(
-            tokens=tokens,
-            sampling=sampling,
-            stop=stops_of(request.stop),
-            stop_token_ids=check_stop_tokens(call.backend, request.stop_token_ids),
-            seed=request.seed,
-            stream=bool(request.stream),
-        )
+            check_top_logprobs("logprobs", request.logprobs, ask.sampling.temperature)
         self._answers: PromptAnswers = call.answers(ask)
 
     async def whole(self) -> tuple[list[TextAnswer], list[dict[str, Any]]]:

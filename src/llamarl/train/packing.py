@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llamarl.algo.batch import Document, TokenBatch
 from llamarl.train.balance import balance
-from llamarl.train.trees import Branch, cut, grow_trees, plain_trees
+from llamarl.train.trees import TreeBranch, cut, grow_trees, plain_trees
 
 _SHORTEST_ROW = 64  # tokens; in shorter rows, the number of rows costs more than masked attention saves
 TILE = 128  # tokens; a GPU's long row is padded to a multiple of this, so that its products have whole tiles
@@ -151,7 +151,7 @@ def make_packs(
     return [_pack(documents, trees, multiple) for trees in layout[rank::num_ranks]]
 
 
-Layout = list[list[Branch]]  # the trees of each pack; pack n belongs to rank n % num_ranks
+Layout = list[list[TreeBranch]]  # the trees of each pack; pack n belongs to rank n % num_ranks
 
 
 def _layout(documents: Sequence[Document], budget: int, num_ranks: int, multiple: int, sharing: Sharing) -> Layout:
@@ -175,7 +175,7 @@ def _layout(documents: Sequence[Document], budget: int, num_ranks: int, multiple
     return min(candidates, key=lambda layout: _price(layout, num_ranks, multiple, sharing))
 
 
-def _deal(trees: Sequence[Branch], budget: int, num_ranks: int) -> Layout:
+def _deal(trees: Sequence[TreeBranch], budget: int, num_ranks: int) -> Layout:
     bins = balance([tree.num_tokens for tree in trees], budget, num_ranks)
     return [[trees[number] for number in numbers] for numbers in bins]
 
@@ -186,7 +186,7 @@ def _price(layout: Layout, num_ranks: int, multiple: int, sharing: Sharing) -> f
     return sum(max(each[start : start + num_ranks]) for start in range(0, len(each), num_ranks))
 
 
-def _pack_price(trees: Sequence[Branch], multiple: int, sharing: Sharing) -> float:
+def _pack_price(trees: Sequence[TreeBranch], multiple: int, sharing: Sharing) -> float:
     rows, width = _rows(trees, multiple)
     if not multiple:  # masked attention computes whole squares
         return len(rows) * (width + sharing.square * 2 * width * width)
@@ -194,7 +194,7 @@ def _pack_price(trees: Sequence[Branch], multiple: int, sharing: Sharing) -> flo
     return width + sharing.join * joins + sharing.square * squares
 
 
-def _rows(trees: Sequence[Branch], multiple: int) -> tuple[list[list[Branch]], int]:
+def _rows(trees: Sequence[TreeBranch], multiple: int) -> tuple[list[list[TreeBranch]], int]:
     """The trees of each row, and the width of rows."""
     lengths = [tree.num_tokens for tree in trees]
     if multiple:
@@ -205,20 +205,20 @@ def _rows(trees: Sequence[Branch], multiple: int) -> tuple[list[list[Branch]], i
     return rows, max(sum(tree.num_tokens for tree in row) for row in rows)
 
 
-def _pack(documents: Sequence[Document], trees: Sequence[Branch], multiple: int) -> Pack:
+def _pack(documents: Sequence[Document], trees: Sequence[TreeBranch], multiple: int) -> Pack:
     counts, trees = bool(trees), trees or plain_trees(documents[:1])
     rows, width = _rows(trees, multiple)
     order = _level_by_level if multiple else _tree_by_tree
     return _to_tensors(documents, [order(row) for row in rows], width, counts)
 
 
-Placed = tuple[Branch, int]  # a branch, and the index of its parent in the same row
+Placed = tuple[TreeBranch, int]  # a branch, and the index of its parent in the same row
 
 
-def _tree_by_tree(trees: Sequence[Branch]) -> list[Placed]:
+def _tree_by_tree(trees: Sequence[TreeBranch]) -> list[Placed]:
     found: list[Placed] = []
 
-    def place(branch: Branch, parent: int) -> None:
+    def place(branch: TreeBranch, parent: int) -> None:
         found.append((branch, parent))
         here = len(found) - 1
         for child in branch.children:
@@ -229,7 +229,7 @@ def _tree_by_tree(trees: Sequence[Branch]) -> list[Placed]:
     return found
 
 
-def _level_by_level(trees: Sequence[Branch]) -> list[Placed]:
+def _level_by_level(trees: Sequence[TreeBranch]) -> list[Placed]:
     """All roots that have children, then their children, and so on, then the roots without: so each part of attention has
     its queries together, and its keys (`tree_attention.py`)."""
     level: list[Placed] = [(tree, NO_PARENT) for tree in trees if tree.children]

@@ -20,7 +20,7 @@ _PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
 
 class UpdateWork(NamedTuple):
     """What passes compute, without padding: tokens, each once where documents share it, and their squared lengths, less what
-    they share (`Branch.squares`)."""
+    they share (`TreeBranch.squares`)."""
 
     tokens: float
     squares: float

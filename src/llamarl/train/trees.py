@@ -23,13 +23,13 @@ Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Branch:
+class TreeBranch:
     """Tokens [start, end) of a document. All documents that end in or behind it have the same tokens up to `end`."""
 
     document: int
     start: int
     end: int
-    children: tuple[Branch, ...] = ()
+    children: tuple[TreeBranch, ...] = ()
     ending: tuple[int, ...] = ()  # documents that end with this branch
 
     @property
@@ -68,12 +68,12 @@ class Branch:
         return self.end**2 - self.start**2 + sum(child.squares for child in self.children)
 
 
-def plain_trees(documents: Sequence[Document]) -> list[Branch]:
+def plain_trees(documents: Sequence[Document]) -> list[TreeBranch]:
     """Each document as a tree of its own."""
-    return [Branch(number, 0, len(one.tokens), ending=(number,)) for number, one in enumerate(documents)]
+    return [TreeBranch(number, 0, len(one.tokens), ending=(number,)) for number, one in enumerate(documents)]
 
 
-def grow_trees(documents: Sequence[Document], *, least: int, join: float) -> list[Branch]:
+def grow_trees(documents: Sequence[Document], *, least: int, join: float) -> list[TreeBranch]:
     """Trees in which documents share what they begin with, where that pays: a run of at least `least` tokens that saves more
     than it costs. `join` is the price of one join of attention, in tokens."""
     return _Grower([one.tokens for one in documents], max(1, least), join).fork(range(len(documents)), 0, 0, 0)
@@ -83,7 +83,7 @@ class _Grower:
     def __init__(self, tokens: Sequence[Tokens], least: int, join: float) -> None:
         self._tokens, self._least, self._join = tokens, least, join
 
-    def fork(self, items: Iterable[int], start: int, shared: int, level: int) -> list[Branch]:
+    def fork(self, items: Iterable[int], start: int, shared: int, level: int) -> list[TreeBranch]:
         """Branches that begin at `start`, of documents that are equal up to `shared`, in the order of documents."""
         ways: dict[int, list[int]] = {}  # by the next token, -1 at the end
         for item in items:
@@ -93,7 +93,7 @@ class _Grower:
         found = [branch for token, same in ways.items() for branch in self._way(same, start, shared, level, token < 0)]
         return sorted(found, key=lambda branch: branch.document)
 
-    def _way(self, items: Sequence[int], start: int, shared: int, level: int, ended: bool) -> list[Branch]:
+    def _way(self, items: Sequence[int], start: int, shared: int, level: int, ended: bool) -> list[TreeBranch]:
         """The cheaper of two: a branch that all of these documents share, or none up to where they part."""
         end = shared if ended else self._common(items, shared)
         apart = [self._leaf(item, start) for item in items]
@@ -105,13 +105,13 @@ class _Grower:
             return apart
         ending = tuple(item for item in items if len(self._tokens[item]) == end)
         going_on = [item for item in items if len(self._tokens[item]) > end]
-        joined = Branch(items[0], start, end, tuple(self.fork(going_on, end, end, level + 1)), ending)
+        joined = TreeBranch(items[0], start, end, tuple(self.fork(going_on, end, end, level + 1)), ending)
         return [joined] if self._price([joined], level) < self._price(apart, level) else apart
 
-    def _leaf(self, item: int, start: int) -> Branch:
-        return Branch(item, start, len(self._tokens[item]), ending=(item,))
+    def _leaf(self, item: int, start: int) -> TreeBranch:
+        return TreeBranch(item, start, len(self._tokens[item]), ending=(item,))
 
-    def _price(self, branches: Iterable[Branch], level: int) -> float:
+    def _price(self, branches: Iterable[TreeBranch], level: int) -> float:
         return sum(branch.num_tokens + self._join * branch.joins_at(level) for branch in branches)
 
     def _common(self, items: Sequence[int], shared: int) -> int:
@@ -126,7 +126,7 @@ class _Grower:
         return end
 
 
-def cut(tree: Branch, limit: int) -> list[Branch]:
+def cut(tree: TreeBranch, limit: int) -> list[TreeBranch]:
     """The tree in parts of at most `limit` tokens, each of which repeats what its documents share. A longer document is a
     part of its own."""
     if tree.num_tokens <= limit or not tree.children:
@@ -138,7 +138,7 @@ def cut(tree: Branch, limit: int) -> list[Branch]:
     return [_with(tree, part, tree.ending if number == 0 else ()) for number, part in enumerate(parts)]
 
 
-def _with(tree: Branch, children: Sequence[Branch], ending: tuple[int, ...]) -> Branch:
+def _with(tree: TreeBranch, children: Sequence[TreeBranch], ending: tuple[int, ...]) -> TreeBranch:
     """The branch with some of its children; one with a single child and nothing else is part of that child."""
     if len(children) == 1 and not ending:
         return replace(children[0], start=tree.start)

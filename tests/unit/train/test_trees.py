@@ -26,7 +26,7 @@ from llamarl.train.packing import PADDING, Pack, Sharing, make_packs
 from llamarl.train.policy import ComputeSettings, Policy, load_policy
 from llamarl.train.reference import add_reference_column
 from llamarl.train.tree_attention import FlashTrees
-from llamarl.train.trees import LEVELS, Branch, cut, grow_trees, plain_trees
+from llamarl.train.trees import LEVELS, TreeBranch, cut, grow_trees, plain_trees
 from llamarl.types import CompletionGroup, RolloutGroup, bytes_to_floats
 
 ON = Sharing("on")
@@ -43,11 +43,11 @@ def documents_of(tokens: list[list[int]]) -> list[Document]:
     ]
 
 
-def paths(trees: list[Branch], documents: list[Document]) -> dict[int, list[int]]:
+def paths(trees: list[TreeBranch], documents: list[Document]) -> dict[int, list[int]]:
     """The tokens of each document, read from the branches."""
     found: dict[int, list[int]] = {}
 
-    def walk(branch: Branch, before: list[int]) -> None:
+    def walk(branch: TreeBranch, before: list[int]) -> None:
         assert branch.start == len(before)
         tokens = [*before, *documents[branch.document].tokens[branch.start : branch.end].tolist()]
         for item in branch.ending:
@@ -256,7 +256,7 @@ def test_an_update_says_how_many_tokens_it_shared() -> None:
 def test_sharing_that_is_on_and_not_applied_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees that were cut into single documents: nothing is wrong but the time, and the figure says so."""
 
-    def forgetful(trees: list[Branch], budget: int, num_ranks: int) -> list[list[Branch]]:
+    def forgetful(trees: list[TreeBranch], budget: int, num_ranks: int) -> list[list[TreeBranch]]:
         return [plain_trees(make_documents(groups(), version=3, algo=AlgoConfig()))]
 
     monkeypatch.setattr(packing, "_deal", forgetful)
