@@ -25,8 +25,8 @@ def build_agents(context: BuildContext) -> Executor:
     backend = CallBackend(tokenizer, served_name(config), limits)
     access = SessionAccess(tokenizer, max_calls=config.agent.max_calls)
     endpoint = SessionEndpoint(backend, access, ServeLimits(max_answers=min(128, config.generator.slots)))
-    server = EnvironmentServer(config.task) if config.task.env else None
-    served = _served(config, server.address) if server else None
+    server = EnvironmentServer(config.task, config.agent.timeout_s) if config.task.env else None
+    served = _served(config, server.wait_until_up()) if server else None
     runner = AgentRunner(config.agent, served)
     runner.prepare()
     return Agents(endpoint, runner, config.agent, context.log, server)

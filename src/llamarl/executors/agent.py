@@ -83,8 +83,9 @@ class Agents:
         log: Callable[[str], None] = to_stderr,
         server: EnvironmentServer | None = None,
     ) -> None:
-        """`server` runs environments of verifiers; it is started again when it has died."""
+        """`server` runs environments of verifiers; while it is started again, samples are held back."""
         self._server = server
+        self._held: list[tuple[_Underway, list[int]]] = []
         self._endpoint, self._runner, self._settings = endpoint, runner, settings
         self._underway: dict[int, _Underway] = {}
         self._failures, self._log = FailureShare(settings.max_failure_share), FailureLog(log)
@@ -111,6 +112,7 @@ class Agents:
         wait_s = 0.0 if reports else _CALL_S if self._endpoint.backend.num_waiting else _SLICE_S
         for key, verdict in self._runner.collect(wait_s):
             reports += self._ended(cast(Key, key), verdict)
+        reports += self._look_at_server()
         return [*reports, *self._endpoint.backend.take(), *self._tell_failures()]
 
     def _begin(self, group: PromptGroup) -> None:
@@ -121,8 +123,9 @@ class Agents:
 
     def _start(self, underway: _Underway, samples: Iterable[int]) -> None:
         """Open a session for each sample, and start the agents."""
-        if self._server is not None and self._server.restart_if_dead():
-            self._log.note("the environment server has died; it was started again", "")
+        if self._server is not None and not self._server.is_up:
+            self._held.append((underway, [*samples]))
+            return
         prompt, access = underway.prompt, self._endpoint.access
         opened = {sample: access.open(prompt.ordinal, replace(prompt.sampling, samples=1)) for sample in samples}
         underway.keys |= opened
@@ -132,6 +135,24 @@ class Agents:
             prompt.problem,
             [AgentClient(self._endpoint.url, key, model) for key in opened.values()],
         )
+
+    def _look_at_server(self) -> Iterable[Report]:
+        """Start what was held back, and tell what happened to the environment server."""
+        if self._server is None:
+            return
+        notes = self._server.take_notes()
+        if notes:
+            yield AgentsCounted(restarts=len(notes))
+        for note in notes:
+            if self._log.note(note, ""):
+                yield Noted(note)
+        if self._server.failure:
+            yield MustStop(self._server.failure)
+        if self._server.is_up:
+            held, self._held = self._held, []
+            for underway, samples in held:
+                if self._underway.get(underway.prompt.ordinal) is underway:
+                    self._start(underway, samples)
 
     def _ended(self, key: Key, verdict: Verdict) -> list[Report]:
         ordinal, sample, api_key = key

@@ -13,7 +13,7 @@ from llamarl.tasks.mixture import Mixture
 from llamarl.tasks.prompting import Prompting, choose_shots
 from llamarl.tasks.reasoning_gym import make_reasoning_gym_tasks
 from llamarl.tasks.task import Lazily, Prompter, Task
-from llamarl.tasks.verifiers.server import read_tasks
+from llamarl.tasks.verifiers.tasks import read_tasks
 
 _NOTHING = ScorerRequirements()
 

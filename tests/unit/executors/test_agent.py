@@ -65,9 +65,21 @@ class Runner:
         self.ended.append((self.started[number][0], verdict))
 
 
-def make(**settings: Any) -> tuple[Agents, Endpoint, Runner]:
+class Server:
+    """An environment server that is up when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_up, self.failure, self.notes = True, "", list[str]()
+
+    def take_notes(self) -> list[str]:
+        notes, self.notes = self.notes, []
+        return notes
+
+
+def make(server: Server | None = None, **settings: Any) -> tuple[Agents, Endpoint, Runner]:
     endpoint, runner = Endpoint(), Runner()
-    agents = Agents(endpoint, runner, AgentConfig(run="a.py:b", **settings), log=lambda text: None)  # type: ignore[arg-type]
+    config = AgentConfig(run="a.py:b", **settings)
+    agents = Agents(endpoint, runner, config, log=lambda text: None, server=server)  # type: ignore[arg-type]
     agents.handle(msg.WorkOnGroup(PromptGroup(5, Problem("q", "a"), b"", Sampling(samples=2, max_new_tokens=4))))
     return agents, endpoint, runner
 
@@ -291,3 +303,43 @@ def test_a_scorer_cannot_judge_several_players() -> None:
     runner.end(0)
     (told,) = [report.reason for report in agents.work() if isinstance(report, msg.GroupRefused)]
     assert told.startswith("agent played several sides")
+
+
+def test_nothing_is_started_while_the_environment_server_is_down_and_nobody_waits_for_it() -> None:
+    server = Server()
+    agents, _, runner = make(server, retries=1)
+    server.is_up, server.notes = False, ["the environment server has died; it is started again"]
+    runner.end(0, Verdict("error", reason="agent lost the environment server"))
+    reports = list(agents.work())
+    assert msg.AgentsCounted(restarts=1) in reports and msg.AgentsCounted(failures=1) in reports
+    assert msg.Noted("the environment server has died; it is started again") in reports
+    agents.handle(msg.WorkOnGroup(PromptGroup(6, Problem("q", "a"), b"", Sampling(samples=1, max_new_tokens=4))))
+    assert len(runner.started) == 2 and not list(agents.work())
+    server.is_up = True
+    assert not list(agents.work())
+    assert [key[:2] for key, _ in runner.started[2:]] == [(5, 0), (6, 0)]  # type: ignore[index]
+    assert not list(agents.work()) and len(runner.started) == 4
+
+
+def test_what_was_held_back_is_not_started_for_a_group_that_was_given_up() -> None:
+    server = Server()
+    agents, _, runner = make(server, retries=1)
+    runner.end(0, Verdict("error", reason="agent failed"))
+    list(agents.work())
+    server.is_up = False
+    runner.end(1, Verdict("error", reason="agent lost the environment server"))
+    list(agents.work())
+    assert len(runner.started) == 3
+    runner.end(2, Verdict("error", reason="agent lost the environment server"))
+    assert msg.GroupRefused(5, "agent lost the environment server") in list(agents.work())
+    server.is_up = True
+    list(agents.work())
+    assert len(runner.started) == 3
+    assert agents.idle
+
+
+def test_an_environment_server_that_cannot_be_started_again_stops_the_job() -> None:
+    server = Server()
+    agents, _, _ = make(server)
+    server.is_up, server.failure = False, "task.env: the server of sums does not start: no memory"
+    assert msg.MustStop(server.failure) in list(agents.work())

@@ -35,7 +35,7 @@ REWARD = "reward"  # the key of a returned dict that holds the reward
 def load_agent(settings: AgentConfig, served: ServedEnvironment | None = None) -> Agent:
     """The agent that the config names. Raises ConfigError if it cannot be loaded."""
     if settings.environment == VERIFIERS:
-        return load_bridge(settings, served)
+        return load_bridge(served)
     if settings.environment:
         return load_environment(settings)
     if settings.command:

@@ -6,41 +6,38 @@ against what the session has recorded; only the session is trained on.
 
 from __future__ import annotations
 
-import time
 import uuid
 from typing import Any
 
 import msgspec
 
-from llamarl.config import AgentConfig
 from llamarl.errors import ConfigError
 from llamarl.tasks.agents.calling import AgentFailed
 from llamarl.tasks.agents.client import AgentClient
-from llamarl.tasks.verifiers.episode import EpisodeReader
+from llamarl.tasks.verifiers.episode import EpisodeReader, EpisodeResult
+from llamarl.tasks.verifiers.program import TASK
 from llamarl.tasks.workers.protocol import ServedEnvironment, Verdict
 from llamarl.types import Problem
 
 VERIFIERS = "verifiers"
-_PATIENCE_S = 60.0  # without any sign of life
-_TASK = "task_data"
 _pack = msgspec.msgpack.Encoder().encode
 
 
-def load_bridge(settings: AgentConfig, served: ServedEnvironment | None) -> EnvironmentBridge:
+def load_bridge(served: ServedEnvironment | None) -> EnvironmentBridge:
     """The agent that runs episodes. Raises ConfigError without the package that speaks to the server."""
     try:
         import zmq.asyncio
     except ImportError as error:
         raise ConfigError(f"agent.environment: verifiers needs pip install 'llamarl[verifiers]' ({error})") from None
     assert zmq.asyncio
-    return EnvironmentBridge(settings, served)
+    return EnvironmentBridge(served)
 
 
 class EnvironmentBridge:
     """An agent: one call is one episode."""
 
-    def __init__(self, settings: AgentConfig, served: ServedEnvironment | None) -> None:
-        self._served, self._patience_s = served, min(_PATIENCE_S, settings.timeout_s / 4)
+    def __init__(self, served: ServedEnvironment | None) -> None:
+        self._served = served
 
     async def __call__(self, problem: Problem, client: AgentClient) -> Verdict:
         import zmq
@@ -52,10 +49,11 @@ class EnvironmentBridge:
         socket.setsockopt(zmq.LINGER, 0)
         run = uuid.uuid4().hex.encode()
         try:
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             socket.connect(self._served.address)
             await socket.send_multipart([run, b"run", _pack(self._request(problem, client))])
             try:
-                result = await self._read(socket, run)
+                result = await _read(socket, monitor, run)
             except BaseException:
                 await socket.send_multipart([uuid.uuid4().hex.encode(), b"cancel", _pack({"request_id": run.decode()})])
                 raise
@@ -73,22 +71,25 @@ class EnvironmentBridge:
             "renderer_model_name": self._served.tokenizer,
         }
         sampling = {"temperature": self._served.temperature, "max_tokens": self._served.max_new_tokens}
-        return {"task_data": problem.columns[_TASK], "client": endpoint, "model": client.model, "sampling": sampling}
+        return {"task_data": problem.columns[TASK], "client": endpoint, "model": client.model, "sampling": sampling}
 
-    async def _read(self, socket: Any, run: bytes) -> Any:
-        """Frames until the reply. A server that is silent is asked for a sign of life."""
-        reader, heard_s = EpisodeReader(), time.monotonic()
-        while True:
-            if await socket.poll(self._patience_s * 250):
-                frames = await socket.recv_multipart()
-                heard_s = time.monotonic()
-                if len(frames) != 3:
-                    raise AgentFailed(f"got {len(frames)} frames from the environment server in place of 3")
-                if frames[0] == run and frames[1] == b"delta":
-                    reader.delta(frames[2])
-                elif frames[0] == run:
-                    return reader.finish(frames[2])
-            elif time.monotonic() - heard_s > self._patience_s:
-                raise AgentFailed(f"heard nothing from the environment server for {self._patience_s:g} s")
-            else:
-                await socket.send_multipart([uuid.uuid4().hex.encode(), b"health", _pack({})])
+
+async def _read(socket: Any, monitor: Any, run: bytes) -> EpisodeResult:
+    """Frames until the reply. Raises AgentFailed when the server is gone: another one would not know the run."""
+    import zmq
+    import zmq.asyncio
+
+    reader, poller = EpisodeReader(), zmq.asyncio.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    while True:
+        ready = dict(await poller.poll())
+        if socket not in ready:
+            raise AgentFailed("lost the environment server")
+        frames = await socket.recv_multipart()
+        if len(frames) != 3:
+            raise AgentFailed(f"got {len(frames)} frames from the environment server in place of 3")
+        if frames[0] == run and frames[1] == b"delta":
+            reader.delta(frames[2])
+        elif frames[0] == run:
+            return reader.finish(frames[2])

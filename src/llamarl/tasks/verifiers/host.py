@@ -3,11 +3,12 @@
     python host.py tasks CONFIG COUNT     # one line of JSON for each task
     python host.py serve CONFIG ADDRESS   # prints the address it listens at; ends with its standard input
 
-Nothing of LlamaRL is imported here. CONFIG is JSON.
+Nothing of LlamaRL is imported here. CONFIG is JSON. What a user can mend is said in one line, with exit code 2.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -16,6 +17,11 @@ import threading
 from typing import Any
 
 MARK = "llamarl "  # before every line that is meant for us: environments print what they like
+OLDEST = (0, 4)  # version of verifiers whose server speaks as we do
+
+
+class Unusable(Exception):
+    """Why this virtual environment cannot run the environment."""
 
 
 class _Told:
@@ -26,23 +32,74 @@ class _Told:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not sys.stdin, whose lock would make a failing start end with another error
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def check_version() -> None:
+    """Raises Unusable without verifiers, or with one that is too old."""
+    wanted = ".".join(map(str, OLDEST))
+    try:
+        version = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        raise Unusable(
+            f"there is no package verifiers at {sys.executable}; install verifiers>={wanted} there"
+        ) from None
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise Unusable(
+            f"verifiers {version} is too old; install verifiers>={wanted}, whose environments are tasksets (v1)"
+        )
+
+
+def resolved(config: dict[str, Any]) -> Any:
+    """The environment's own config object. Harnesses are processes of this machine and run no code that the model writes,
+    unless the config or the environment says otherwise. Raises Unusable for an environment of the old interface."""
+    from verifiers.v1.configs.agent import AgentConfig
+    from verifiers.v1.utils.loaders import default_harness_id, env_config_type, import_taskset, resolve_env_config
+
+    name = config["taskset"]["id"]
+    module = import_taskset(name)
+    if callable(getattr(module, "load_environment", None)) and not hasattr(module, "__all__"):
+        raise Unusable(
+            f"{name} has the old interface of verifiers (v0, load_environment); only tasksets (v1) are supported"
+        )
+    for role, field in env_config_type(name, config.get("id", "")).model_fields.items():
+        if not isinstance(field.default, AgentConfig):
+            continue
+        defaults: dict[str, Any] = {"runtime": {"type": "subprocess"}}
+        if field.default.harness is None and default_harness_id(name) == "bash":
+            defaults["harness"] = {"id": "null"}
+        config[role] = {**defaults, **config.get(role, {})}
+    return resolve_env_config(config)
+
+
+def print_tasks(config: Any, count: int) -> None:
+    from verifiers.v1.utils.loaders import load_environment
+
+    for task in load_environment(config).taskset.take(count):
+        print(MARK + json.dumps(task.data.model_dump(mode="json", exclude_none=True)))
+
+
+def serve(config: Any, address: str) -> None:
+    from verifiers.v1.serve import serve_env
+
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    serve_env(max_workers=1, address=address, address_queue=_Told(), config=config)
 
 
 def main() -> None:
     action, config_json, argument = sys.argv[1:]
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-
-    config: Any = resolve_env_config(json.loads(config_json))
+    try:
+        check_version()
+        config = resolved(json.loads(config_json))
+    except Unusable as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     if action == "tasks":
-        for task in load_environment(config).taskset.take(int(argument)):
-            print(MARK + json.dumps(task.data.model_dump(mode="json", exclude_none=True)))
-        return
-    from verifiers.v1.serve import serve_env
-
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    serve_env(max_workers=1, address=argument, address_queue=_Told(), config=config)
+        print_tasks(config, int(argument))
+    else:
+        serve(config, argument)
 
 
 if __name__ == "__main__":

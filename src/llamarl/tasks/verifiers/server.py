@@ -1,165 +1,230 @@
-"""Programs of the other virtual environment: the tasks of an environment, and its server."""
+"""The environment server of a job: a process in another virtual environment, watched and started again by a thread.
+
+Nobody waits for it: while it is down, `is_up` says so, and what happened is told by `take_notes`.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
 import subprocess
 import threading
+import time
+import uuid
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from llamarl.config import DatasetConfig
 from llamarl.errors import ConfigError
-from llamarl.tasks.datasets import Examples
-from llamarl.tasks.examples import Example
-from llamarl.tasks.task import is_held_out
 from llamarl.tasks.verifiers.host import MARK
+from llamarl.tasks.verifiers.program import host_command, host_variables, last_line
 
-TASK = "task_data"  # the column of a problem that holds the task as the server wants it
-_HOST = Path(__file__).with_name("host.py")
-_START_S = 300.0  # importing verifiers and loading a dataset take long
-_MAX_SAID = 300
-
-
-def read_tasks(settings: DatasetConfig) -> Examples:
-    """The tasks of an environment as problems, on their sides by the hash of their text. Raises ConfigError."""
-    try:
-        done = subprocess.run(
-            _command(settings, "tasks", str(settings.size)), capture_output=True, env=_variables(settings), check=False
-        )
-    except OSError as error:
-        raise ConfigError(f"task.env_python: {settings.env_python} cannot be run: {error.strerror}") from None
-    if done.returncode:
-        raise ConfigError(f"task.env: {settings.env} cannot be loaded: {_last_line(done.stderr)}")
-    sides: tuple[list[Example], list[Example]] = ([], [])
-    for row in _told(done.stdout):
-        example = _example(row)
-        sides[is_held_out(example.question, settings.held_out)].append(example)
-    if not sides[0]:
-        raise ConfigError(f"task.env: {settings.env} has no tasks to train on")
-    return Examples(*sides, ())
-
-
-def _example(row: dict[str, Any]) -> Example:
-    prompt = row.get("prompt")
-    question = prompt if isinstance(prompt, str) else json.dumps(row if prompt is None else prompt)
-    answer = row.get("answer")
-    told = "" if answer is None else str(answer)
-    return Example(question, told, told, columns={TASK: row})
-
-
-def _told(output: bytes) -> Iterator[dict[str, Any]]:
-    for line in output.decode(errors="replace").splitlines():
-        if line.startswith(MARK):
-            yield msgspec.json.decode(line.removeprefix(MARK), type=dict[str, Any])
-
-
-def _last_line(said: bytes) -> str:
-    lines = said.decode(errors="replace").strip().splitlines()
-    return lines[-1][:_MAX_SAID] if lines else "it says nothing"
-
-
-def _command(settings: DatasetConfig, action: str, argument: str) -> list[str]:
-    python = str(Path(settings.env_python).expanduser())
-    return [python, str(_HOST), action, json.dumps(environment_config(settings)), argument]
-
-
-def environment_config(settings: DatasetConfig) -> dict[str, Any]:
-    """The settings of the environment, in processes of this machine unless they say otherwise."""
-    given = dict(settings.env_config)
-    taskset = {**given.pop("taskset", {}), "id": settings.env}
-    agent = {"runtime": {"type": "subprocess"}, **given.pop("agent", {})}
-    return {"taskset": taskset, "agent": agent, **given}
-
-
-def _variables(settings: DatasetConfig) -> dict[str, str]:
-    """Its own programs are found first, as if the virtual environment were active."""
-    programs = str(Path(settings.env_python).expanduser().parent)
-    return {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"}
+_START_S = 300.0  # importing verifiers and what the environment loads take long
+_LEAVE_S = 5.0
+_MAX_FAILED_STARTS = 3
+_PATIENCE_S = 60.0  # without any sign of life
+_NO_FIELDS = msgspec.msgpack.encode({})
 
 
 class EnvironmentServer:
-    """The environment server of a job: a process that ends with this one, and can be started again at the same address."""
+    """Handle of the server. It ends with this object, and is started again at the same address when it dies or hangs."""
 
-    def __init__(self, settings: DatasetConfig) -> None:
-        self._settings = settings
-        self.address = "tcp://127.0.0.1:0"
-        self._start()
+    def __init__(self, settings: DatasetConfig, timeout_s: float) -> None:
+        """`timeout_s` is the time limit of an episode; a server that is silent for a quarter of it hangs."""
+        self._supervisor = _Supervisor(settings, min(_PATIENCE_S, timeout_s / 4))
+        self._end = weakref.finalize(self, self._supervisor.stop)
+        threading.Thread(target=self._supervisor.run, name="environment-server", daemon=True).start()
 
-    def restart_if_dead(self) -> bool:
-        """Start it again if it has ended. Returns whether it had."""
-        if self._process.poll() is None:
-            return False
-        self._start()
-        return True
+    def wait_until_up(self) -> str:
+        """Wait for the server; returns its address. Raises ConfigError if it does not start."""
+        self._supervisor.decided.wait()
+        if self.failure:
+            raise ConfigError(self.failure)
+        return self._supervisor.address
+
+    @property
+    def is_up(self) -> bool:
+        return self._supervisor.up
+
+    @property
+    def failure(self) -> str:
+        """Why the server is not started again any more; empty while it runs or starts."""
+        return self._supervisor.failure
+
+    def take_notes(self) -> list[str]:
+        """Why it was started again, once for each time since the last call."""
+        notes: list[str] = []
+        with suppress(queue.Empty):
+            while True:
+                notes.append(self._supervisor.notes.get_nowait())
+        return notes
+
+    @property
+    def pid(self) -> int:
+        process = self._supervisor.process
+        return process.pid if process else 0
 
     def close(self) -> None:
         self._end()
 
-    def _start(self) -> None:
+
+class _Supervisor:
+    """What the thread knows. It holds no reference to the handle, whose end is the end of the server."""
+
+    def __init__(self, settings: DatasetConfig, patience_s: float) -> None:
+        self._settings, self._patience_s = settings, patience_s
+        self._lock, self._stopped = threading.Lock(), False
+        self.address = "tcp://127.0.0.1:0"
+        self.process: _ServerProcess | None = None
+        self.up, self.failure = False, ""
+        self.decided = threading.Event()  # the first start has succeeded or failed
+        self.notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # a thread that ends silently would leave the job waiting
+            self.failure = f"task.env: the server of {self._settings.env} is not watched any more: {error}"
+        finally:
+            self.up = False
+            self.decided.set()
+            if self.process:
+                self.process.end()
+
+    def _run(self) -> None:
+        failed_starts = 0
+        while process := self._launch():
+            address = process.wait_for_address()
+            if not address:
+                process.end()
+                failed_starts += 1
+                if not self.decided.is_set() or failed_starts == _MAX_FAILED_STARTS:
+                    self.failure = f"task.env: the server of {self._settings.env} does not start: {process.complaint}"
+                    return
+                continue
+            failed_starts, self.address, self.up = 0, address, True
+            self.decided.set()
+            reason = self._watch(process)
+            self.up = False
+            process.end()
+            if not self._stopped:
+                self.notes.put(f"the environment server {reason}; it is started again")
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+        if self.process:
+            self.process.end()
+
+    def _launch(self) -> _ServerProcess | None:
+        with self._lock:
+            if self._stopped:
+                return None
+            self.process = _ServerProcess(self._settings, self.address)
+            return self.process
+
+    def _watch(self, process: _ServerProcess) -> str:
+        """Ask for signs of life until there are none. Returns what is wrong."""
+        import zmq
+
+        alive = os.pidfd_open(process.pid)
+        context = zmq.Context()
+        try:
+            socket = context.socket(zmq.DEALER)
+            socket.connect(self.address)
+            poller = zmq.Poller()
+            poller.register(socket, zmq.POLLIN)
+            poller.register(alive, zmq.POLLIN)
+            return self._listen(process, socket, alive, poller)
+        finally:
+            context.destroy(linger=0)
+            os.close(alive)
+
+    def _listen(self, process: _ServerProcess, socket: Any, alive: int, poller: Any) -> str:
+        heard_s = time.monotonic()
+        while (now_s := time.monotonic()) - heard_s < self._patience_s:
+            socket.send_multipart([uuid.uuid4().hex.encode(), b"health", _NO_FIELDS])
+            ask_again_s = now_s + self._patience_s / 4
+            while (left_s := ask_again_s - time.monotonic()) > 0:
+                ready = dict(poller.poll(1000 * left_s))
+                if alive in ready:
+                    return f"has died ({process.describe_end()})"
+                if socket in ready:
+                    socket.recv_multipart()
+                    heard_s = time.monotonic()
+        return f"said nothing for {self._patience_s:g} s"
+
+
+class _ServerProcess:
+    """One start of the server."""
+
+    def __init__(self, settings: DatasetConfig, address: str) -> None:
         self._process = subprocess.Popen(
-            _command(self._settings, "serve", self.address),
-            stdin=subprocess.PIPE,
+            host_command(settings, "serve", address),
+            stdin=subprocess.PIPE,  # it ends when this is closed
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=_variables(self._settings),
+            env=host_variables(settings),
             process_group=0,
         )
-        self._end = weakref.finalize(self, _kill, self._process)
-        said: queue.Queue[str] = queue.Queue()
-        errors: list[bytes] = []
-        for stream, read in ((self._process.stdout, _read_addresses(said)), (self._process.stderr, _keep_last(errors))):
-            threading.Thread(target=read, args=(stream,), daemon=True).start()
-        try:
-            self.address = said.get(timeout=_START_S)
-        except queue.Empty:
-            self.address = ""
-        if not self.address:
-            self._end()
-            raise ConfigError(
-                f"task.env: the server of {self._settings.env} does not start: {_last_line(b''.join(errors))}"
-            )
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._errors: deque[bytes] = deque(maxlen=20)
+        self._readers = [
+            self._read(self._process.stdout, self._take_line, then=lambda: self._said.put("")),
+            self._read(self._process.stderr, self._errors.append),
+        ]
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    def wait_for_address(self) -> str:
+        """Where it listens; empty if it has ended or takes too long."""
+        with suppress(queue.Empty):
+            return self._said.get(timeout=_START_S)
+        return ""
 
-def _read_addresses(said: queue.Queue[str]) -> Any:
-    def read(stream: Any) -> None:
-        for line in stream:
-            if (text := line.decode(errors="replace")).startswith(MARK):
-                said.put(text.removeprefix(MARK).strip())
-        said.put("")
+    @property
+    def complaint(self) -> str:
+        """What it said last."""
+        for reader in self._readers:
+            reader.join(1.0)
+        return last_line(b"".join(self._errors))
 
-    return read
+    def describe_end(self) -> str:
+        code = self._process.wait()
+        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
+    def end(self) -> None:
+        """Ask it to end with whatever it has started; kill it if it is late."""
+        with suppress(ProcessLookupError, PermissionError):
+            self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEAVE_S)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
-def _keep_last(errors: list[bytes]) -> Any:
-    """Read a stream to its end, so that the process never waits, and keep its last lines."""
+    def _take_line(self, line: bytes) -> None:
+        if (text := line.decode(errors="replace")).startswith(MARK):
+            self._said.put(text.removeprefix(MARK).strip())
 
-    def read(stream: Any) -> None:
-        for line in stream:
-            errors.append(line)
-            del errors[:-20]
+    def _read(
+        self, stream: Any, take: Callable[[bytes], None], then: Callable[[], None] = lambda: None
+    ) -> threading.Thread:
+        """Read a stream to its end, so that the process never waits."""
 
-    return read
+        def read() -> None:
+            for line in stream:
+                take(line)
+            then()
 
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """It is asked to end with whatever it has started, and killed if it is late."""
-    with suppress(ProcessLookupError, PermissionError):
-        process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(5)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        return thread

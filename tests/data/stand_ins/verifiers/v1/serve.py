@@ -19,11 +19,15 @@ _IDS = {sign: number for number, sign in enumerate("0123456789+-*=", start=1)}  
 
 
 def serve_env(*, max_workers: int, address: str, address_queue: Any, config: dict[str, Any]) -> None:
+    fault, flag = config.get("fault", ""), Path(config.get("flag", "none"))
+    if fault == "starts once":
+        if flag.exists():
+            raise OSError("this starts once")
+        flag.touch()
     router = zmq.Context().socket(zmq.ROUTER)
     router.bind(address)
     address_queue.put(router.getsockopt_string(zmq.LAST_ENDPOINT))
     outgoing: queue.Queue[list[bytes]] = queue.Queue()
-    fault, flag = config.get("fault", ""), Path(config.get("flag", "none"))
     with ThreadPoolExecutor(8) as threads:
         while True:
             while not outgoing.empty():
@@ -31,7 +35,7 @@ def serve_env(*, max_workers: int, address: str, address_queue: Any, config: dic
             if not router.poll(5):
                 continue
             client, number, method, payload = router.recv_multipart()
-            if fault == "hang":
+            if fault == "hang" and method == b"run":
                 time.sleep(3600)
             if fault == "dies once" and method == b"run" and not flag.exists():
                 flag.touch()
