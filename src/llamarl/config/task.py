@@ -71,10 +71,10 @@ class DatasetConfig(Section, frozen=True):
     env: Annotated[str, Meta(description="verifiers: id of the taskset or environment; see docs/environments.md")] = ""
     env_config: Annotated[
         dict[str, Any],
-        Meta(description="verifiers: its settings, such as {agent: {max_turns: 4, harness: {id: 'null'}}}"),
+        Meta(description="verifiers: its settings, such as {agent: {max_turns: 4}}"),
     ] = field(default_factory=dict)
     env_python: Annotated[
-        str, Meta(description="verifiers: Python of the virtual environment in which it is installed")
+        str, Meta(description="verifiers: Python of its virtual environment; `llamarl env install` makes one")
     ] = ""
     held_out: Annotated[
         float, Meta(gt=0, lt=1, description="share of the problems held out for evaluation, chosen by hash")

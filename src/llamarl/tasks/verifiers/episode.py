@@ -125,7 +125,7 @@ class EpisodeReader:
     def finish(self, data: bytes) -> EpisodeResult:
         reply = _decoded(_decode_reply, data)
         if not reply.success:
-            raise AgentFailed(f"was refused by the environment server: {(reply.error or 'no reason')[:_MAX_SAID]}")
+            raise AgentFailed(f"was refused by the environment server: {_one_line(reply.error or 'no reason')}")
         traces = [self._whole(summary) for summary in reply.traces]
         self._refuse_failures(reply.head or WireHead(), traces)
         trained = [trace for trace in traces if trace.agent.trainable]
@@ -144,7 +144,11 @@ class EpisodeReader:
             return
         errors = [*head.errors, *(error for trace in traces for error in trace.errors)]
         told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it does not say why"
-        raise AgentFailed(f"failed in the environment: {' '.join(told.split())[:_MAX_SAID]}")
+        raise AgentFailed(f"failed in the environment: {_one_line(told)}")
+
+
+def _one_line(said: str) -> str:
+    return " ".join(said.split())[:_MAX_SAID]
 
 
 def _decoded(decode: Any, data: bytes) -> Any:

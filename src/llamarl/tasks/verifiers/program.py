@@ -10,13 +10,13 @@ from typing import Any
 from llamarl.config import DatasetConfig
 
 TASK = "task_data"  # the column of a problem that holds the task as the server wants it
-_HOST = Path(__file__).with_name("host.py")
+HOST = Path(__file__).with_name("host.py")
 _MAX_SAID = 300
 
 
 def host_command(settings: DatasetConfig, action: str, argument: str) -> list[str]:
     python = str(Path(settings.env_python).expanduser())
-    return [python, str(_HOST), action, json.dumps(environment_config(settings)), argument]
+    return [python, str(HOST), action, json.dumps(environment_config(settings)), argument]
 
 
 def environment_config(settings: DatasetConfig) -> dict[str, Any]:

@@ -53,6 +53,10 @@ def import_taskset(name: str) -> Any:
     return SimpleNamespace(__all__=["Sums"])
 
 
+def taskset_class(name: str) -> type[Sums]:
+    return Sums
+
+
 def default_harness_id(name: str) -> str:
     return "bash"
 
