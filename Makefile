@@ -59,9 +59,9 @@ SERVE := .venv-serve/bin
 test-serve: .venv-serve/dev
 	$(SERVE)/pytest tests/clients
 
-# Environments of others with their real packages, in an environment of their own.
+# Environments of others with their real packages, in an environment of their own; those of verifiers in one more.
 ENVIRONMENTS := .venv-environments/bin
-test-environments: .venv-environments/dev
+test-environments: .venv-environments/dev .venv-verifiers/dev
 	$(ENVIRONMENTS)/pytest tests/environments
 
 # The wheel in an environment with nothing but pip: names on a hub on loopback and an own reward train without a checkout.
@@ -115,7 +115,12 @@ venv: .venv/dev
 
 .venv-environments/dev: pyproject.toml
 	$(PYTHON) -m venv .venv-environments
-	$(ENVIRONMENTS)/pip install --quiet --disable-pip-version-check -e '.[reasoning-gym]' pytest pytest-timeout hypothesis
+	$(ENVIRONMENTS)/pip install --quiet --disable-pip-version-check -e '.[reasoning-gym,verifiers]' \
+		pytest pytest-timeout hypothesis
+	touch $@
+
+.venv-verifiers/dev: .venv-environments/dev
+	$(ENVIRONMENTS)/llamarl env install 'verifiers[openenv,ta]' --at .venv-verifiers
 	touch $@
 
 # Docstrings are read, not imported, so the packages of the extra are enough.
@@ -130,4 +135,4 @@ format: .venv/dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-monarch .venv-loggers .venv-serve .venv-environments .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-monarch .venv-loggers .venv-serve .venv-environments .venv-verifiers .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -128,6 +128,7 @@ class AgentsCounted(FromExecutor, frozen=True):
     calls: int = 0
     branches: int = 0
     unmatched: int = 0  # chats whose history was not what the session had told its client
+    restarts: int = 0  # of an environment server, which had died or hung
 
 
 class ScoresFailed(FromExecutor, frozen=True):

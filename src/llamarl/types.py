@@ -104,6 +104,7 @@ class Completion(Struct, frozen=True, omit_defaults=True):
     base_logprobs: bytes = b""  # of the sampled tokens under the base without its adapters; only where it was measured
     adapter_effect: bytes = b""  # log-probs with minus without adapters, of the same tokens
     sample: int | None = None  # the agent's sample that it is a branch of; None: it is a sample of its own
+    player: int = 0  # which player of its sample wrote it, where an agent plays several sides
 
     @property
     def num_tokens(self) -> int:
@@ -123,6 +124,14 @@ def sampled_places(num_tokens: int, given: Sequence[Given]) -> NDArray[np.int64]
     for reply in given:
         sampled[reply.start : reply.start + reply.count] = False
     return np.flatnonzero(sampled)
+
+
+class ClaimedAnswer(Struct, frozen=True, array_like=True):
+    """One answer of the policy as somebody else tells it: the ids of its prompt, its own ids, and their log-probs."""
+
+    prompt: bytes
+    tokens: bytes
+    logprobs: bytes
 
 
 class CompletionGroup(Struct, frozen=True, tag="completion"):
@@ -161,7 +170,7 @@ class RolloutGroup(Struct, frozen=True, tag="rollout"):
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """One reward for each sample; the branches of an agent's sample share theirs."""
+        """One reward for each sample; the branches of an agent's sample share theirs. Of several players, the first one's."""
         return tuple(self.rollouts[first].reward for first in first_of_samples(completions_of(self)))
 
 
@@ -235,7 +244,10 @@ def has_same_rewards(group: RolloutGroup, cut_off_penalty: float = 0.0) -> bool:
     """Whether all advantages of the group would be zero. What is imitated has no advantages."""
     if group.prompt.written is not None:
         return False
-    return len({one.reward - cut_off_penalty * one.completion.truncated for one in group.rollouts}) <= 1
+    rewards = {
+        (one.completion.player, one.reward - cut_off_penalty * one.completion.truncated) for one in group.rollouts
+    }
+    return len(rewards) <= len({player for player, _ in rewards})
 
 
 def tokens_to_bytes(tokens: Sequence[int]) -> bytes:

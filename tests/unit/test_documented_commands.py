@@ -32,7 +32,7 @@ def test_there_are_commands_to_look_at() -> None:
 @pytest.mark.parametrize(("page", "command"), commands(), ids=lambda value: value[:60])
 def test_a_printed_command_and_its_options_exist(page: str, command: str) -> None:
     words = shlex.split(command.partition(" < ")[0].partition(" > ")[0])
-    depth = 2 if words[0] == "bench" and len(words) > 1 and not words[1].startswith("-") else 1
+    depth = 2 if words[0] in ("bench", "env") and len(words) > 1 and not words[1].startswith("-") else 1
     code, out, err = llamarl(*words[:depth], "--help")
     assert code == 0, f"{page}: llamarl {command}: {err}"
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):

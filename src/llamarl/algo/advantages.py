@@ -65,15 +65,17 @@ def advantages_for(kind: str, loss: str) -> Advantages:
 def estimate_advantages(group: RolloutGroup, algo: AlgoConfig) -> list[float]:
     """The estimator's advantage of each rollout, after the penalty for answers that were cut off. Where an agent's sample has
     several branches, they count once in the group and share their sample's advantage; one that was cut off costs it the
-    penalty."""
-    samples = [rollout.completion.sample for rollout in group.rollouts]
-    if all(sample is None for sample in samples):
-        return advantages_for(algo.advantage, algo.loss)([_penalized(rollout, algo) for rollout in group.rollouts])
-    rewards: dict[int | None, float] = {}
-    for sample, rollout in zip(samples, group.rollouts, strict=True):
-        rewards[sample] = min(rewards.get(sample, rollout.reward), _penalized(rollout, algo))
-    of_sample = dict(zip(rewards, advantages_for(algo.advantage, algo.loss)([*rewards.values()]), strict=True))
-    return [of_sample[sample] for sample in samples]
+    penalty. Several players of a sample are judged apart, each by the same player of the other samples."""
+    completions = [rollout.completion for rollout in group.rollouts]
+    estimate = advantages_for(algo.advantage, algo.loss)
+    if all(completion.sample is None for completion in completions):
+        return estimate([_penalized(rollout, algo) for rollout in group.rollouts])
+    rewards: dict[int, dict[int | None, float]] = {}  # by player and sample
+    for rollout in group.rollouts:
+        of_player, sample = rewards.setdefault(rollout.completion.player, {}), rollout.completion.sample
+        of_player[sample] = min(of_player.get(sample, rollout.reward), _penalized(rollout, algo))
+    found = {player: dict(zip(given, estimate([*given.values()]), strict=True)) for player, given in rewards.items()}
+    return [found[completion.player][completion.sample] for completion in completions]
 
 
 def _penalized(rollout: Rollout, algo: AlgoConfig) -> float:

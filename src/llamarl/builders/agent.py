@@ -12,6 +12,8 @@ from llamarl.serve.endpoint import SessionEndpoint
 from llamarl.serve.limits import ServeLimits
 from llamarl.serve.session_access import SessionAccess
 from llamarl.tasks.agents.runner import AgentRunner
+from llamarl.tasks.verifiers.server import EnvironmentServer
+from llamarl.tasks.workers.protocol import ServedEnvironment
 
 
 def build_agents(context: BuildContext) -> Executor:
@@ -23,9 +25,17 @@ def build_agents(context: BuildContext) -> Executor:
     backend = CallBackend(tokenizer, served_name(config), limits)
     access = SessionAccess(tokenizer, max_calls=config.agent.max_calls)
     endpoint = SessionEndpoint(backend, access, ServeLimits(max_answers=min(128, config.generator.slots)))
-    runner = AgentRunner(config.agent)
+    server = EnvironmentServer(config.task, config.agent.timeout_s) if config.task.env else None
+    served = _served(config, server.wait_until_up()) if server else None
+    runner = AgentRunner(config.agent, served)
     runner.prepare()
-    return Agents(endpoint, runner, config.agent, context.log)
+    return Agents(endpoint, runner, config.agent, context.log, server)
+
+
+def _served(config: Config, address: str) -> ServedEnvironment:
+    sampling = config.training_sampling
+    folder = str(config.model_folder)
+    return ServedEnvironment(address, folder, sampling.temperature, sampling.max_new_tokens)
 
 
 def served_name(config: Config) -> str:

@@ -11,6 +11,7 @@ from llamarl import __version__
 from llamarl.cli.bench import bench
 from llamarl.cli.check import check_command
 from llamarl.cli.cluster import certs_command, worker_command
+from llamarl.cli.env import env
 from llamarl.cli.help_format import EXIT_CODES, USAGE_ERROR, Commands, describe_usage_error
 from llamarl.cli.models import eval_command, generate_command, import_gguf_command, merge_command
 from llamarl.cli.plan import plan_command, simulate_command
@@ -34,6 +35,7 @@ app = Commands(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(env, name="env")
 
 
 def _print_version(wanted: bool) -> None:

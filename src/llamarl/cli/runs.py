@@ -170,6 +170,7 @@ def _print_prompt(group: KeptGroup) -> None:
 def _print_rollout(rollout: KeptRollout) -> None:
     parts = " ".join(f"{printable(name)}={value:g}" for name, value in rollout.parts.items())
     facts = [
+        *([f"player {rollout.player}"] if rollout.player else []),
         f"reward {rollout.reward:g}" + (f" ({parts})" if parts else ""),
         f"advantage {rollout.advantage:+.3f}",
         *([] if rollout.given is None else [f"answer {printable(rollout.given)[:_MAX_SHOWN]}"]),

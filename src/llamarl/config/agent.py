@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from llamarl.config.section import Section
 from llamarl.errors import ConfigError
@@ -27,6 +27,20 @@ class AgentConfig(Section, frozen=True):
             "and the problem as JSON on standard input"
         ),
     ] = ()
+    environment: Annotated[
+        str,
+        Meta(
+            description="FILE.py:CLASS of an environment instead, with reset and step, or reset and typed methods that "
+            "become tools; verifiers: the one that task.env names; see docs/environments.md"
+        ),
+    ] = ""
+    arguments: Annotated[dict[str, Any], Meta(description="environment: arguments of its class, such as {size: 5}")] = (
+        field(default_factory=dict)
+    )
+    max_turns: Annotated[
+        int,
+        Meta(ge=1, le=100_000, description="environment: turns of the model, of all players together; then it ends"),
+    ] = 10
     reward: Annotated[
         Literal["agent", "scorer"],
         Meta(
@@ -52,13 +66,22 @@ class AgentConfig(Section, frozen=True):
     ] = 0.1
 
     def __post_init__(self) -> None:
-        if self.run and self.command:
-            raise ConfigError("agent.command: cannot take effect beside agent.run; leave one of them out")
+        if sum(map(bool, (self.run, self.command, self.environment))) > 1:
+            wrong, other = ("command", "run") if self.run and self.command else ("environment", "run or command")
+            raise ConfigError(f"agent.{wrong}: cannot take effect beside agent.{other}; leave one of them out")
         if self.run and ":" not in self.run:
             raise ConfigError(f"agent.run: '{self.run}' is not FILE.py:NAME")
+        if self.environment and ":" not in self.environment and self.environment != "verifiers":
+            raise ConfigError(f"agent.environment: '{self.environment}' is neither FILE.py:CLASS nor verifiers")
+        if self.arguments and (not self.environment or self.environment == "verifiers"):
+            raise ConfigError("agent.arguments: cannot take effect without a class as agent.environment")
+        if self.environment == "verifiers" and self.reward != "agent":
+            raise ConfigError("agent.reward: environments of verifiers give their own rewards; leave it agent")
+        if self.environment and self.max_turns > self.max_calls:
+            raise ConfigError(f"agent.max_turns: is above agent.max_calls={self.max_calls}; raise that too")
         if self.command and not self.command[0]:
             raise ConfigError("agent.command: the program is empty")
 
     def __bool__(self) -> bool:
         """Whether agents sample the answers of the job."""
-        return bool(self.run or self.command)
+        return bool(self.run or self.command or self.environment)

@@ -78,6 +78,8 @@ class Config(Section, frozen=True):
         if self.model.base != "auto":
             _check_base(self)
         _check_joining(self)
+        if (self.task.kind == "verifiers") != (self.agent.environment == "verifiers"):
+            raise ConfigError("agent.environment: must be verifiers with task.kind=verifiers, and only then")
         if self.agent:
             _check_agent(self)
         if self.sft:

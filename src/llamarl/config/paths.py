@@ -14,7 +14,13 @@ from llamarl.plugins import split_reference
 MODELS = (("model", "path"), ("reference", "model"), ("reward_model", "path"), ("teacher", "path"))
 DATA = ("path", "test_path")  # of a task and of the parts of a mixture
 _FILES = (("llm_judge", "rubric"), ("engine", "certs"), ("model", "adapter"), ("teacher", "adapter"))
-_FUNCTIONS = (("reward", "scorer"), ("algo", "loss"), ("conversation", "tool"))
+_FUNCTIONS = (
+    ("reward", "scorer"),
+    ("algo", "loss"),
+    ("conversation", "tool"),
+    ("agent", "run"),
+    ("agent", "environment"),
+)
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -26,6 +32,8 @@ def with_absolute_paths(config: Config) -> Config:
         raw[section][name] = _absolute(raw[section][name])
     for section, name in _FUNCTIONS:
         raw[section][name] = _absolute_function(raw[section][name])
+    if "/" in raw["task"]["env_python"]:  # a bare name is looked up as any command
+        raw["task"]["env_python"] = _absolute(raw["task"]["env_python"])
     raw["reward"]["combine"] = {_absolute_function(name): share for name, share in raw["reward"]["combine"].items()}
     for part in (raw["task"], *raw["task"]["parts"]):
         part.update({name: _absolute_unless_named(part[name]) for name in DATA})

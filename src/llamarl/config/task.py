@@ -16,7 +16,17 @@ class DatasetConfig(Section, frozen=True):
 
     kind: Annotated[
         Literal[
-            "arithmetic", "gsm8k", "math", "svamp", "dataset", "jsonl", "code", "reasoning_gym", "mixture", "given"
+            "arithmetic",
+            "gsm8k",
+            "math",
+            "svamp",
+            "dataset",
+            "jsonl",
+            "code",
+            "reasoning_gym",
+            "verifiers",
+            "mixture",
+            "given",
         ],
         Meta(
             description="source of the prompts; dataset: any, earlier called jsonl; given: from Python, by "
@@ -50,7 +60,22 @@ class DatasetConfig(Section, frozen=True):
             description="reasoning_gym: options of its sets, such as {chain_sum: {max_terms: 3}}; they set the difficulty"
         ),
     ] = field(default_factory=dict)
-    size: Annotated[int, Meta(ge=10, le=10**9, description="reasoning_gym: number of problems of each set")] = 10_000
+    size: Annotated[
+        int,
+        Meta(
+            ge=10,
+            le=10**9,
+            description="reasoning_gym: number of problems of each set; verifiers: most tasks that are read",
+        ),
+    ] = 10_000
+    env: Annotated[str, Meta(description="verifiers: id of the taskset or environment; see docs/environments.md")] = ""
+    env_config: Annotated[
+        dict[str, Any],
+        Meta(description="verifiers: its settings, such as {agent: {max_turns: 4}}"),
+    ] = field(default_factory=dict)
+    env_python: Annotated[
+        str, Meta(description="verifiers: Python of its virtual environment; `llamarl env install` makes one")
+    ] = ""
     held_out: Annotated[
         float, Meta(gt=0, lt=1, description="share of the problems held out for evaluation, chosen by hash")
     ] = 0.1
@@ -86,6 +111,8 @@ class MixturePart(DatasetConfig, frozen=True):
             raise ConfigError("task.parts: a part of a mixture cannot be a mixture")
         if self.kind == "given":
             raise ConfigError("task.parts: a part of a mixture cannot be given from Python")
+        if self.kind == "verifiers":
+            raise ConfigError("task.parts: a part of a mixture cannot be an environment of verifiers")
         _check_path("task.parts", self)
 
 
@@ -142,6 +169,12 @@ def _check_path(key: str, source: DatasetConfig) -> None:
         raise ConfigError(f"{section}.datasets: weights must be above 0")
     if unknown := sorted(source.options.keys() - source.datasets.keys()):
         raise ConfigError(f"{section}.options: '{unknown[0]}' is none of the sets in {section}.datasets")
+    if (source.kind == "verifiers") != bool(source.env) or bool(source.env) != bool(source.env_python):
+        raise ConfigError(f"{section}.env: kind verifiers needs env and env_python, and other kinds have neither")
+    if source.env_config and not source.env:
+        raise ConfigError(f"{section}.env_config: cannot take effect without {section}.env")
+    if source.env and (source.path or source.test_path or source.few_shot or source.template):
+        raise ConfigError(f"{key}: verifiers has its own tasks; path, few_shot and template cannot apply")
     if source.kind == "arithmetic" and (source.path or source.test_path):
         raise ConfigError(
             f"{key}: arithmetic makes its own problems; to read data, set the kind too, such as task=dataset"

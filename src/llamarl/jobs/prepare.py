@@ -81,7 +81,7 @@ def prepare_job(
     check_loss(config)
     prompts = prepare_prompts(config, tokenizer, given, task, rows)
     check_tool(config, tokenizer, prompts.problem(0))
-    check_agent(config)
+    check_agent(config, tokenizer)
     notes = [
         *describe_devices(config, gpus),
         *describe_base(config, gpus),

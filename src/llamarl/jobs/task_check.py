@@ -16,6 +16,7 @@ from llamarl.generate.prompting import check_chat_options, reply_tokens
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.plugins import describe_error
 from llamarl.serve.endpoint import load_server
+from llamarl.serve.tool_calls import tool_form
 from llamarl.tasks.agents.runner import AgentRunner
 from llamarl.tasks.custom_scorers import ScorerRequirements
 from llamarl.tasks.judge import Judge
@@ -97,8 +98,8 @@ def check_tool(config: Config, tokenizer: Tokenizer, problem: Problem) -> None:
         client.close()
 
 
-def check_agent(config: Config) -> None:
-    """Refuse an agent that cannot be loaded, or an installation that cannot serve it."""
+def check_agent(config: Config, tokenizer: Tokenizer) -> None:
+    """Refuse an agent that cannot be loaded, an installation that cannot serve it, or a model that cannot call its tools."""
     if not config.agent:
         return
     load_server()
@@ -107,5 +108,9 @@ def check_agent(config: Config) -> None:
     runner = AgentRunner(replace(config.agent, workers=1))
     try:
         runner.prepare()
+        if runner.has_tools and tool_form(tokenizer.chat_source) is None:
+            raise ConfigError(
+                "agent.environment: its methods are tools, but the model's chat template takes none; give it step(text)"
+            )
     finally:
         runner.close()

@@ -88,4 +88,6 @@ def _agents(summary: Summary) -> list[str]:
             f"agents             failed {counts['agent_failures']} times, were late {counts['agent_timeouts']} times: "
             "tried again or dropped, never taken for wrong"
         )
+    if counts.get("agent_restarts"):
+        lines.append(f"agents             the environment server was started again {counts['agent_restarts']} times")
     return lines

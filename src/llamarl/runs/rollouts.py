@@ -64,6 +64,8 @@ class KeptRollout:
     advantage: float  # mean over its tokens, where a role gave each token its own
     status: Status
     reason: str  # why it was left out or dropped; empty if it was trained
+    sample: int | None = None  # the agent's sample that it is a branch of; None: it is a sample of its own
+    player: int = 0  # which player of its sample wrote it, where an agent plays several sides
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +215,8 @@ class RolloutReader:
             advantage=advantage,
             status=fate[0],
             reason=fate[1],
+            sample=completion.sample,
+            player=completion.player,
         )
 
     def _turns(self, completion: Completion) -> Iterator[AnswerTurn]:

@@ -30,6 +30,8 @@ def rollout_row(group: KeptGroup, rollout: KeptRollout, *, tokens: bool = False)
         "num_tokens": int(rollout.sampled.sum()),
         "truncated": rollout.truncated,
     }
+    if rollout.sample is not None:  # written through an agent
+        row |= {"sample": rollout.sample, "player": rollout.player}
     if tokens:
         row |= {
             "prompt_tokens": group.prompt_tokens.tolist(),

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from llamarl.messages import CallDropped, CallRequested
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.serve.backend import Ask, BackendStats, Piece, Scores
-from llamarl.serve.refusals import RequestRefused, bad_request
+from llamarl.serve.refusals import RequestRefused, too_long
 from llamarl.serve.session_access import asking_session
 from llamarl.types import Completion, Sampling, bytes_to_floats, bytes_to_tokens, tokens_to_bytes
 
@@ -72,7 +72,7 @@ class CallBackend:
         session, ordinal, sampling = asking_session()
         if len(ask.tokens) > self._limits.max_prompt_tokens:
             told = f"{len(ask.tokens)} tokens; the job allows generator.max_prompt_tokens="
-            raise bad_request("prompt", f"{told}{self._limits.max_prompt_tokens}")
+            raise too_long("prompt", f"{told}{self._limits.max_prompt_tokens}")
         session.begin_call()
         number = next(self._numbers)
         answers: _Answers = asyncio.get_running_loop().create_future()

@@ -33,7 +33,14 @@ def error_reply(refusal: RequestRefused, path: str) -> HttpReply:
 
 def openai_error(refusal: RequestRefused) -> dict[str, Any]:
     kind = _OPENAI_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
-    return {"error": {"message": str(refusal), "type": kind, "param": refusal.field or None, "code": refusal.status}}
+    return {
+        "error": {
+            "message": str(refusal),
+            "type": kind,
+            "param": refusal.field or None,
+            "code": refusal.code or refusal.status,
+        }
+    }
 
 
 def anthropic_error(refusal: RequestRefused) -> dict[str, Any]:

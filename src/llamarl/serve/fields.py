@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from llamarl.serve.backend import Ask, Backend
 from llamarl.serve.limits import ServeLimits
-from llamarl.serve.refusals import RequestRefused, bad_request
+from llamarl.serve.refusals import RequestRefused, bad_request, too_long
 from llamarl.types import Sampling
 
 _MAX_TEMPERATURE = 100.0
@@ -124,7 +124,7 @@ def sampling_of(
     """How a request is sampled. Without `max_tokens`, an answer may take the rest of the context."""
     room = backend.max_positions - num_prompt
     if room < 1:
-        raise bad_request("", f"the prompt has {num_prompt} tokens; the context has {backend.max_positions}")
+        raise too_long("", f"the prompt has {num_prompt} tokens; the context has {backend.max_positions}")
     wanted = room if max_tokens is None else max_tokens
     _check(max_field, wanted, 1, None)
     if wanted > room:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import secrets
+import threading
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -15,13 +17,14 @@ from llamarl.types import Sampling
 
 
 class OpenSession(NamedTuple):
-    """A session, the group it belongs to, and how its answers are drawn."""
+    """A session of one player, the group it belongs to, and how its answers are drawn."""
 
     session: TrainingSession
     ordinal: int
     sampling: Sampling
 
 
+_PLAYER = re.compile(r"0|[1-9]\d?")  # behind a key and a dot
 _asking: ContextVar[OpenSession] = ContextVar("asking")
 
 
@@ -31,28 +34,43 @@ def asking_session() -> OpenSession:
 
 
 class SessionAccess:
-    """Lets in who has the key of an open session, to that session alone."""
+    """Lets in who has the key of a sample, to its session alone. An agent that plays several sides of a game has a session
+    for each: KEY is the first player, KEY.1 the second, and so on."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_calls: int) -> None:
         self._tokenizer, self._max_calls = tokenizer, max_calls
-        self._open: dict[str, OpenSession] = {}
+        self._open: dict[str, dict[int, OpenSession]] = {}  # by key and player
+        self._lock = threading.Lock()  # players come in the server's thread, and sessions are closed in another
 
     def open(self, ordinal: int, sampling: Sampling) -> str:
-        """Open a session; returns its key."""
+        """Open the session of a sample; returns its key."""
         key = f"sk-{secrets.token_hex(24)}"
-        self._open[key] = OpenSession(TrainingSession(self._tokenizer, max_calls=self._max_calls), ordinal, sampling)
+        self._open[key] = {0: OpenSession(self._new_session(), ordinal, sampling)}
         return key
 
-    def close(self, key: str) -> TrainingSession:
-        """End a session. Its key is not known any more, and answers under way are not recorded."""
-        session = self._open.pop(key).session
-        session.close()
-        return session
+    def close(self, key: str) -> dict[int, TrainingSession]:
+        """End the session of each player. Its key is not known any more, and answers under way are not recorded."""
+        with self._lock:
+            players = self._open.pop(key)
+        for opened in players.values():
+            opened.session.close()
+        return {player: players[player].session for player in sorted(players)}
 
     def session(self, key: str | None, headers: Mapping[str, str]) -> Session:
         # Keys are random and long: how long the search takes says nothing about them.
-        found = self._open.get(key or "")
-        if found is None:
-            raise RequestRefused(401, "the key is missing, wrong, or of a session that has ended")
+        known, dot, player = (key or "").partition(".")
+        with self._lock:
+            players = self._open.get(known)
+            if players is None or (dot and not _PLAYER.fullmatch(player)):
+                raise RequestRefused(401, "the key is missing, wrong, or of a session that has ended")
+            found = self._of_player(players, int(player or 0))
         _asking.set(found)
         return found.session
+
+    def _of_player(self, players: dict[int, OpenSession], player: int) -> OpenSession:
+        if player not in players:
+            players[player] = players[0]._replace(session=self._new_session())
+        return players[player]
+
+    def _new_session(self) -> TrainingSession:
+        return TrainingSession(self._tokenizer, max_calls=self._max_calls)

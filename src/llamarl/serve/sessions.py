@@ -235,7 +235,7 @@ def common_prompt(branches: Iterable[Branch]) -> tuple[int, ...]:
     return shortest[:shared]
 
 
-def completion_of(branch: Branch, num_prompt: int, sample: int) -> Completion:
+def completion_of(branch: Branch, num_prompt: int, sample: int, player: int = 0) -> Completion:
     """A branch behind a prompt of `num_prompt` tokens, as an answer of several turns: what is not trained is given."""
     given: list[Given] = []
     end = num_prompt
@@ -252,6 +252,7 @@ def completion_of(branch: Branch, num_prompt: int, sample: int) -> Completion:
         truncated=branch.truncated,
         given=tuple(given),
         sample=sample,
+        player=player,
     )
 
 

@@ -13,6 +13,7 @@ from llamarl.tasks.mixture import Mixture
 from llamarl.tasks.prompting import Prompting, choose_shots
 from llamarl.tasks.reasoning_gym import make_reasoning_gym_tasks
 from llamarl.tasks.task import Lazily, Prompter, Task
+from llamarl.tasks.verifiers.tasks import read_tasks
 
 _NOTHING = ScorerRequirements()
 
@@ -80,8 +81,8 @@ def own_scorers(settings: TaskConfig) -> tuple[str, ...]:
 
 
 def _habits(kind: str) -> tuple[str, str]:
-    if kind == "given":
-        return "", FALLBACK
+    if kind in ("given", "verifiers"):
+        return "{prompt}" if kind == "verifiers" else "", FALLBACK
     if kind == "arithmetic":
         return arithmetic.TEMPLATE, arithmetic.SCORER
     if kind == "reasoning_gym":
@@ -90,6 +91,8 @@ def _habits(kind: str) -> tuple[str, str]:
 
 
 def _examples(settings: DatasetConfig, wanted: ScorerRequirements) -> Examples:
+    if settings.kind == "verifiers":
+        return read_tasks(settings)
     if settings.kind == "arithmetic":
         wanted.of({})  # raises if a scorer needs a column, as there are none
         return Examples(*arithmetic.additions(settings), ())

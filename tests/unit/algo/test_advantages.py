@@ -5,17 +5,22 @@ from __future__ import annotations
 import statistics
 
 import pytest
+from helpers.groups import completion, prompt_group
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from llamarl.algo.advantages import (
     ADVANTAGES,
     Advantages,
     advantages_for,
+    estimate_advantages,
     group_advantages,
     leave_one_out_advantages,
     mean_std_advantages,
 )
+from llamarl.config import AlgoConfig
+from llamarl.types import Rollout, RolloutGroup, has_same_rewards
 
 rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=16)
 KINDS = pytest.mark.parametrize("kind", ADVANTAGES.values(), ids=ADVANTAGES)
@@ -71,3 +76,27 @@ def test_each_loss_comes_with_the_advantage_it_was_published_with_unless_another
     assert advantages_for("auto", "rloo") is leave_one_out_advantages
     assert advantages_for("auto", "grpo") is advantages_for("auto", "gspo") is mean_std_advantages
     assert advantages_for("leave_one_out", "grpo") is leave_one_out_advantages
+
+
+def played(sample: int, player: int, reward: float, *, truncated: bool = False) -> Rollout:
+    return Rollout(replace(completion([1]), sample=sample, player=player, truncated=truncated), reward)
+
+
+def test_players_are_judged_by_the_same_player_of_other_samples() -> None:
+    """The first player of a game that it always wins has learned nothing from winning."""
+    rollouts = (played(0, 0, 1.0), played(0, 1, -1.0), played(1, 0, 1.0), played(1, 1, -0.5), played(1, 1, -0.5))
+    group = RolloutGroup(prompt_group([1]), rollouts)
+    assert estimate_advantages(group, AlgoConfig()) == [0.0, -0.25, 0.0, 0.25, 0.25]
+    assert estimate_advantages(group, AlgoConfig(loss="rloo")) == [0.0, -0.5, 0.0, 0.5, 0.5]
+    assert not has_same_rewards(group)
+    always = RolloutGroup(prompt_group([1]), (*rollouts[:3], played(1, 1, -1.0)))
+    assert estimate_advantages(always, AlgoConfig()) == [0.0] * 4
+    assert has_same_rewards(always)
+    cut_off = RolloutGroup(prompt_group([1]), (*rollouts[:3], played(1, 1, -1.0, truncated=True)))
+    assert not has_same_rewards(cut_off, cut_off_penalty=0.5)
+
+
+def test_a_player_that_only_one_sample_has_teaches_nothing() -> None:
+    group = RolloutGroup(prompt_group([1]), (played(0, 0, 1.0), played(1, 0, 0.0), played(1, 1, 5.0)))
+    for loss in ("aipo", "rloo", "grpo"):
+        assert estimate_advantages(group, AlgoConfig(loss=loss))[2] == 0.0

@@ -14,10 +14,11 @@ from llamarl.config import AgentConfig
 from llamarl.executors.agent import Agents
 from llamarl.serve.backend import Ask
 from llamarl.serve.call_backend import CallBackend, CallLimits
+from llamarl.serve.errors_json import openai_error
 from llamarl.serve.refusals import RequestRefused
 from llamarl.serve.session import Answered
 from llamarl.serve.session_access import SessionAccess
-from llamarl.tasks.agents.client import AgentClient
+from llamarl.tasks.agents.client import TOO_LONG, AgentClient
 from llamarl.tasks.workers.protocol import Verdict
 from llamarl.types import (
     Completion,
@@ -64,9 +65,21 @@ class Runner:
         self.ended.append((self.started[number][0], verdict))
 
 
-def make(**settings: Any) -> tuple[Agents, Endpoint, Runner]:
+class Server:
+    """An environment server that is up when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_up, self.failure, self.notes = True, "", list[str]()
+
+    def take_notes(self) -> list[str]:
+        notes, self.notes = self.notes, []
+        return notes
+
+
+def make(server: Server | None = None, **settings: Any) -> tuple[Agents, Endpoint, Runner]:
     endpoint, runner = Endpoint(), Runner()
-    agents = Agents(endpoint, runner, AgentConfig(run="a.py:b", **settings), log=lambda text: None)  # type: ignore[arg-type]
+    config = AgentConfig(run="a.py:b", **settings)
+    agents = Agents(endpoint, runner, config, log=lambda text: None, server=server)  # type: ignore[arg-type]
     agents.handle(msg.WorkOnGroup(PromptGroup(5, Problem("q", "a"), b"", Sampling(samples=2, max_new_tokens=4))))
     return agents, endpoint, runner
 
@@ -230,3 +243,103 @@ def test_long_prompts_and_refused_calls_are_told_to_the_client() -> None:
         asyncio.run(talk([1] * 9))
     with pytest.raises(RequestRefused, match="3 replicas died"):
         asyncio.run(talk([1]))
+
+
+def test_a_prompt_that_is_too_long_has_the_code_that_clients_know() -> None:
+    _, endpoint, runner = make()
+    endpoint.access.session(runner.started[0][1].api_key, {})
+    with pytest.raises(RequestRefused) as refused:
+        asyncio.run(pieces(endpoint, Ask(tokens=[1] * 9, sampling=Sampling())))
+    assert openai_error(refused.value)["error"]["code"] == TOO_LONG
+
+
+def play(endpoint: Endpoint, runner: Runner, number: int, player: int, tokens: list[int], reward: float | None) -> None:
+    client = runner.started[number][1].player(player)
+    session = endpoint.access.session(client.api_key, {})
+    versions = (VersionRun(3, len(tokens)),)
+    logprobs = [-1.0] * len(tokens)
+    session.record(
+        Answered(prompt_tokens=[1], index=0, tokens=tokens, logprobs=logprobs, versions=versions, finish="stop")
+    )
+    if reward is not None:
+        session.add_reward(reward)
+
+
+def test_players_of_a_sample_have_sessions_and_rewards_of_their_own() -> None:
+    agents, endpoint, runner = make()
+    for number in range(2):
+        play(endpoint, runner, number, 1, [2, 3], 0.25 * number)  # the second player wrote first
+        play(endpoint, runner, number, 0, [2], None)
+        runner.end(number, Verdict("ok", (1.0 - number,)))
+    result, counted = agents.work()
+    assert isinstance(result, msg.GroupResult) and isinstance(result.group, RolloutGroup)
+    told = [(one.completion.sample, one.completion.player, one.reward) for one in result.group.rollouts]
+    assert told == [(0, 0, 1.0), (0, 1, 0.0), (1, 0, 0.0), (1, 1, 0.25)]
+    # The same tokens in two sessions are no branch of each other: both are trained.
+    assert [one.completion.num_tokens for one in result.group.rollouts] == [1, 2, 1, 2]
+    assert result.group.rewards == (1.0, 0.0)
+    assert counted == msg.AgentsCounted(sessions=4, branches=4)
+
+
+def test_keys_of_players_end_with_their_sample() -> None:
+    agents, endpoint, runner = make(retries=0)
+    client = runner.started[0][1]
+    assert endpoint.access.session(client.player(1).api_key, {}) is endpoint.access.session(f"{client.api_key}.1", {})
+    assert client.player(1).player(0) == client
+    for wrong in (".", ".x", ".01", ".100", ".-1", ".1.1"):
+        with pytest.raises(RequestRefused, match="key is missing"):
+            endpoint.access.session(client.api_key + wrong, {})
+    runner.end(0, Verdict("error", reason="lost"))
+    list(agents.work())
+    for player in (0, 1):
+        with pytest.raises(RequestRefused, match="of a session that has ended"):
+            endpoint.access.session(client.player(player).api_key, {})
+
+
+def test_a_scorer_cannot_judge_several_players() -> None:
+    agents, endpoint, runner = make(retries=0, reward="scorer")
+    for player in (0, 1):
+        play(endpoint, runner, 0, player, [2], None)
+    runner.end(0)
+    (told,) = [report.reason for report in agents.work() if isinstance(report, msg.GroupRefused)]
+    assert told.startswith("agent played several sides")
+
+
+def test_nothing_is_started_while_the_environment_server_is_down_and_nobody_waits_for_it() -> None:
+    server = Server()
+    agents, _, runner = make(server, retries=1)
+    server.is_up, server.notes = False, ["the environment server has died; it is started again"]
+    runner.end(0, Verdict("error", reason="agent lost the environment server"))
+    reports = list(agents.work())
+    assert msg.AgentsCounted(restarts=1) in reports and msg.AgentsCounted(failures=1) in reports
+    assert msg.Noted("the environment server has died; it is started again") in reports
+    agents.handle(msg.WorkOnGroup(PromptGroup(6, Problem("q", "a"), b"", Sampling(samples=1, max_new_tokens=4))))
+    assert len(runner.started) == 2 and not list(agents.work())
+    server.is_up = True
+    assert not list(agents.work())
+    assert [key[:2] for key, _ in runner.started[2:]] == [(5, 0), (6, 0)]  # type: ignore[index]
+    assert not list(agents.work()) and len(runner.started) == 4
+
+
+def test_what_was_held_back_is_not_started_for_a_group_that_was_given_up() -> None:
+    server = Server()
+    agents, _, runner = make(server, retries=1)
+    runner.end(0, Verdict("error", reason="agent failed"))
+    list(agents.work())
+    server.is_up = False
+    runner.end(1, Verdict("error", reason="agent lost the environment server"))
+    list(agents.work())
+    assert len(runner.started) == 3
+    runner.end(2, Verdict("error", reason="agent lost the environment server"))
+    assert msg.GroupRefused(5, "agent lost the environment server") in list(agents.work())
+    server.is_up = True
+    list(agents.work())
+    assert len(runner.started) == 3
+    assert agents.idle
+
+
+def test_an_environment_server_that_cannot_be_started_again_stops_the_job() -> None:
+    server = Server()
+    agents, _, _ = make(server)
+    server.is_up, server.failure = False, "task.env: the server of sums does not start: no memory"
+    assert msg.MustStop(server.failure) in list(agents.work())

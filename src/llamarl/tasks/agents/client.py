@@ -10,8 +10,18 @@ from typing import Any
 from urllib.error import HTTPError
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 _MAX_SAID = 500
+TOO_LONG = "context_length_exceeded"  # the server's code for a prompt that does not fit
+
+
+class AskRefused(RuntimeError):
+    """The server did not answer. `code` is the server's word for the reason, or its HTTP status."""
+
+    def __init__(self, told: str, code: str | int) -> None:
+        super().__init__(told)
+        self.code = code
 
 
 class AgentClient(Struct, frozen=True):
@@ -45,6 +55,11 @@ class AgentClient(Struct, frozen=True):
         message: dict[str, Any] = answer["choices"][0]["message"]
         return message
 
+    def player(self, number: int) -> AgentClient:
+        """A client for another side of the same game, with a session and a reward of its own; 0 is this one."""
+        known = self.api_key.partition(".")[0]
+        return replace(self, api_key=f"{known}.{number}" if number else known)
+
     async def reward(self, value: float) -> None:
         """Add to the reward of this session, as `POST /rl/reward` does."""
         await asyncio.to_thread(self._post, "/rl/reward", {"reward": value})
@@ -71,5 +86,14 @@ class AgentClient(Struct, frozen=True):
             with opener.open(request) as answer:
                 return json.load(answer)
         except HTTPError as error:
-            said = error.read().decode(errors="replace")[:_MAX_SAID]
-            raise RuntimeError(f"{path}: status {error.code}: {said}") from None
+            said = error.read().decode(errors="replace")
+            raise AskRefused(f"{path}: status {error.code}: {said[:_MAX_SAID]}", _code_in(said) or error.code) from None
+
+
+def _code_in(said: str) -> str:
+    """The word for the reason in an answer of the server; empty if there is none."""
+    try:
+        code = json.loads(said)["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return code if isinstance(code, str) else ""

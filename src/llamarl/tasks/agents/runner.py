@@ -9,16 +9,16 @@ import msgspec
 from llamarl.config import AgentConfig
 from llamarl.tasks.agents.client import AgentClient
 from llamarl.tasks.workers.pool import WorkerPool
-from llamarl.tasks.workers.protocol import KILL_SHARE, AgentItem, Setup, Verdict, WorkRequest
+from llamarl.tasks.workers.protocol import KILL_SHARE, AgentItem, ServedEnvironment, Setup, Verdict, WorkRequest
 from llamarl.types import Problem
 
 
 class AgentRunner:
     """Starts agents and returns one verdict for each. A process that dies fails all agents in it."""
 
-    def __init__(self, settings: AgentConfig) -> None:
+    def __init__(self, settings: AgentConfig, served: ServedEnvironment | None = None) -> None:
         # The agents have the whole limit; a process that outlasts it by a little is killed.
-        setup = Setup((), "", settings.timeout_s / KILL_SHARE**2, settings.memory_mb, agent=settings)
+        setup = Setup((), "", settings.timeout_s / KILL_SHARE**2, settings.memory_mb, agent=settings, served=served)
         self._pool = WorkerPool(setup, settings.workers)
         self._running: dict[int, tuple[Hashable, ...]] = {}
         self._next_ticket = 0
@@ -26,6 +26,11 @@ class AgentRunner:
     def prepare(self) -> None:
         """Wait for the workers. Raises ConfigError if the agent cannot be loaded."""
         self._pool.wait_until_up()
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the environment shows tools to the model; known once it is prepared."""
+        return self._pool.has_tools
 
     def start(self, keys: Sequence[Hashable], problem: Problem, clients: Sequence[AgentClient]) -> None:
         """Run one agent for each key, all in one process."""

@@ -1,11 +1,10 @@
-"""Runs agents inside a worker's child: a function, a method of a class, or a command, several at the same time."""
+"""Runs agents inside a worker's child: a function, a class, an environment or a command, several at the same time."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
-import math
 import os
 import signal
 import time
@@ -20,9 +19,12 @@ import msgspec
 from llamarl.config import AgentConfig
 from llamarl.errors import ConfigError
 from llamarl.plugins import check_call, load_function
+from llamarl.tasks.agents.calling import AgentFailed, awaited, is_number
 from llamarl.tasks.agents.client import AgentClient
+from llamarl.tasks.agents.environment import load_environment
 from llamarl.tasks.in_process_scorers import failure
-from llamarl.tasks.workers.protocol import AgentItem, Verdict
+from llamarl.tasks.verifiers.bridge import VERIFIERS, load_bridge
+from llamarl.tasks.workers.protocol import AgentItem, ServedEnvironment, Verdict
 from llamarl.types import Problem
 
 Agent = Callable[[Problem, AgentClient], Awaitable[Any]]
@@ -30,19 +32,19 @@ _THREADS_EACH = 4
 REWARD = "reward"  # the key of a returned dict that holds the reward
 
 
-class AgentFailed(Exception):
-    """The agent itself failed; its answers are not to blame."""
-
-
-def load_agent(settings: AgentConfig) -> Agent:
+def load_agent(settings: AgentConfig, served: ServedEnvironment | None = None) -> Agent:
     """The agent that the config names. Raises ConfigError if it cannot be loaded."""
+    if settings.environment == VERIFIERS:
+        return load_bridge(served)
+    if settings.environment:
+        return load_environment(settings)
     if settings.command:
         return lambda problem, client: _run_command(settings.command, problem, client)
     made: Any = load_function("agent.run", settings.run)
     if inspect.isclass(made):
         made = _method_of(made, settings.run)
     check_call("agent.run", settings.run, made, ("problem", "client"))
-    return lambda problem, client: _awaited(made, problem, client)
+    return lambda problem, client: awaited(made, problem, client)
 
 
 def _method_of(made: type, reference: str) -> Callable[..., Any]:
@@ -50,16 +52,6 @@ def _method_of(made: type, reference: str) -> Callable[..., Any]:
     if not callable(getattr(made, "run", None)):
         raise ConfigError(f"agent.run: the class {reference} has no method run(problem, client)")
     return lambda problem, client: made().run(problem, client)
-
-
-async def _awaited(function: Callable[..., Any], problem: Problem, client: AgentClient) -> Any:
-    """Plain functions run in a thread, so that several can wait for the model at the same time."""
-    returned = function(problem, client) if _is_async(function) else await asyncio.to_thread(function, problem, client)
-    return await returned if inspect.isawaitable(returned) else returned
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return any(map(inspect.iscoroutinefunction, (function, getattr(type(function), "__call__", None))))  # noqa: B004
 
 
 def run_agents(agent: Agent, items: Sequence[AgentItem], settings: AgentConfig) -> Verdict:
@@ -92,21 +84,17 @@ async def _run_one(agent: Agent, item: AgentItem, settings: AgentConfig) -> Verd
 
 def _verdict(returned: Any) -> Verdict:
     """The reward that an agent returned, if any: a number, or a dict with `reward` and further numbers to record."""
-    if returned is None:
-        return Verdict("ok")
+    if returned is None or isinstance(returned, Verdict):
+        return returned or Verdict("ok")
     parts: dict[str, float] = {}
     if isinstance(returned, Mapping):
-        parts = {str(name): float(value) for name, value in returned.items() if _is_number(value) and name != REWARD}
+        parts = {str(name): float(value) for name, value in returned.items() if is_number(value) and name != REWARD}
         if returned.get(REWARD) is None:
             return Verdict("ok", parts=parts)
         returned = returned[REWARD]
-    if not _is_number(returned):
+    if not is_number(returned):
         raise AgentFailed(f"gave {type(returned).__name__} as its reward; it must give a finite number, or None")
     return Verdict("ok", (float(returned),), parts=parts)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 async def _run_command(command: Sequence[str], problem: Problem, client: AgentClient) -> Any:
@@ -137,4 +125,4 @@ def _reward_in(line: str) -> Any:
         found = json.loads(line)
     except ValueError:
         return None
-    return found if _is_number(found) or isinstance(found, dict) else None
+    return found if is_number(found) or isinstance(found, dict) else None

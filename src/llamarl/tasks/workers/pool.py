@@ -93,6 +93,7 @@ class WorkerPool:
         self._failed: list[Finished] = []
         self._failed_starts = 0
         self.signatures: dict[str, Signature] = {}  # of the user's own scorers; known once a worker is up
+        self.has_tools = False  # whether an environment shows tools to the model; known once a worker is up
         self._workers.extend(WorkerHandle(setup) for _ in range(count))
 
     @property
@@ -156,7 +157,7 @@ class WorkerPool:
         match reply:
             case Ready():
                 worker.up, self._failed_starts = True, 0
-                self.signatures = reply.signatures
+                self.signatures, self.has_tools = reply.signatures, reply.has_tools
             case NotReady():
                 raise ConfigError(reply.reason)
             case Verdict() if worker.ticket is not None:

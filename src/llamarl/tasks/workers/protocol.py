@@ -12,12 +12,21 @@ from msgspec import Struct
 from llamarl.config import AgentConfig, ConversationConfig, LLMJudgeConfig, SandboxConfig
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.tasks.custom_scorers import Signature
-from llamarl.types import Turn
+from llamarl.types import ClaimedAnswer, Turn
 
 _READ_BYTES = 1 << 20
 KILL_SHARE = 0.9  # of the time limit; the rest is for killing the child, so that the limit holds
 
 Status = Literal["ok", "error", "timeout"]
+
+
+class ServedEnvironment(Struct, frozen=True):
+    """Where an environment server of verifiers listens, and what it must know of the policy."""
+
+    address: str
+    tokenizer: str  # folder of the policy, whose tokenizer it uses
+    temperature: float
+    max_new_tokens: int
 
 
 class Setup(Struct, frozen=True):
@@ -33,12 +42,14 @@ class Setup(Struct, frozen=True):
     conversation: ConversationConfig = ConversationConfig()  # names the tool, if the worker runs one
     agent: AgentConfig = AgentConfig()  # names the agent, if the worker runs one
     answer_from: str = "auto"
+    served: ServedEnvironment | None = None  # the environment server that agents run at, if any
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """Everything is loaded. Tells how the user's own scorers are called."""
+    """Everything is loaded. Tells how the user's own scorers are called, and whether the environment has tools."""
 
     signatures: dict[str, Signature] = {}
+    has_tools: bool = False
 
 
 class NotReady(Struct, frozen=True, tag=True):
@@ -103,6 +114,9 @@ class Verdict(Struct, frozen=True, tag=True):
     each: tuple[Verdict, ...] = ()
     reply: bytes | None = None
     parts: dict[str, float] = {}  # further numbers that an agent gave
+    claims: tuple[ClaimedAnswer, ...] | None = (
+        None  # what an environment server says was sampled; None: nobody says anything
+    )
     reason: str = ""
     trace: str = ""  # traceback of an exception in the user's own function, for the log
     seconds: float = 0.0

@@ -29,6 +29,7 @@ from llamarl.errors import LlamaRLError
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.plugins import is_reference, load_function
 from llamarl.processes import die_with_parent
+from llamarl.tasks.agents.environment import Environment
 from llamarl.tasks.agents.running import load_agent, run_agents
 from llamarl.tasks.custom_scorers import Signature, call, rewards_in, signature_of
 from llamarl.tasks.in_process_scorers import failure, timed
@@ -109,6 +110,7 @@ class LoadedScorers(NamedTuple):
     tool: Tool | None
     signatures: dict[str, Signature]
     run_agents: Callable[[tuple[AgentItem, ...]], Verdict] | None = None
+    has_tools: bool = False  # the agent is an environment that shows tools to the model
 
 
 class Worker:
@@ -297,8 +299,9 @@ def _prepare(setup: Setup) -> LoadedScorers | NotReady:
             for name, scorer in scorers.items()
             if is_reference(name) or name == "reasoning_gym"
         }
-        agents = partial(run_agents, load_agent(setup.agent), settings=setup.agent) if setup.agent else None
-        loaded = LoadedScorers(scorers, tool, own, agents)
+        agent = load_agent(setup.agent, setup.served) if setup.agent else None
+        agents = partial(run_agents, agent, settings=setup.agent) if agent else None
+        loaded = LoadedScorers(scorers, tool, own, agents, has_tools=isinstance(agent, Environment) and agent.has_tools)
     except re.error as error:
         return NotReady(f"reward.pattern: {error}")
     except LlamaRLError as error:
@@ -326,7 +329,7 @@ def main() -> None:
         if isinstance(loaded, NotReady):
             send(connection, loaded)
             return
-        send(connection, Ready(loaded.signatures))
+        send(connection, Ready(loaded.signatures, loaded.has_tools))
         worker = Worker(setup, loaded, connection)
         while True:
             send(connection, worker.judge(decode_request(inbox.wait())))

@@ -1,0 +1,1 @@
+"""Environments of the package verifiers, which stay in a process and a virtual environment of their own."""
