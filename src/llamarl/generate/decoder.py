@@ -27,6 +27,7 @@ from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
 from llamarl.generate.scheduler import (
     AS_ALL_OTHERS,
     NOBODY,
+    Admission,
     GroupOptions,
     GroupUnderway,
     Key,
@@ -291,14 +292,18 @@ class ContinuousDecoder:
 
     def _admit(self) -> None:
         admission = self._schedule.admit(self._device.num_bursts, self.burst_steps)
-        self._device.fill(admission.fills)
-        self._device.extend(admission.extensions)
-        self._device.copy_pages(admission.copies)
+        self._read(admission)
         for running in admission.started:
             self._device.set_pages(running.slot, running.pages)
             if running.sequence.sampled.tokens:
                 self._device.put_back(running.slot, running.sequence.sampled)
         self._device.open([_opening(running) for running in admission.started])
+
+    def _read(self, admission: Admission) -> None:
+        """Compute the keys and values that the next burst needs."""
+        self._device.fill(admission.fills)
+        self._device.extend(admission.extensions)
+        self._device.copy_pages(admission.copies)
 
     def _make_room(self) -> None:
         """Give every running sequence pages for the next burst; if too few are free, pause the youngest."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from llamarl.generate.attention import Readings
 from llamarl.generate.graphs import Body, Graphs
+from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.kv_splits import enough_programs
 from llamarl.generate.pages import NO_PAGE
 from llamarl.generate.scheduler import DecodeBatch, Extension, Fill, Sampled
@@ -61,6 +62,10 @@ class DeviceRunner:
         self._batch[0] = torch.arange(self._state.num_slots)
         self._prefill_inputs: dict[tuple[int, int], Tensor] = {}
         self.num_bursts = 0
+
+    @property
+    def cache(self) -> PagedCache:
+        return self._steps.cache
 
     def set_version(self, version: int) -> None:
         self._state.version.fill_(version)
@@ -125,6 +130,11 @@ class DeviceRunner:
 
     def close(self, slot: int) -> None:
         self._state.close(slot)
+
+    def jump(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """Set the lengths of answers, as if so many tokens had been sampled; see `bench/jumping_decoder.py`."""
+        if slots:
+            self._state.jump(*(upload(torch.tensor(column), self._device) for column in (slots, counts)))
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         self._table[slot, : len(pages)] = pages

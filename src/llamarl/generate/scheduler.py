@@ -214,6 +214,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def ordinals(self) -> list[int]:
+        """Groups with completions still missing."""
+        return list(self._underway)
+
     def add(self, prompt: PromptGroup, options: GroupOptions = AS_ALL_OTHERS) -> None:
         group = GroupUnderway(prompt, bytes_to_tokens(prompt.prompt_tokens).tolist(), options)
         group.not_started = prompt.sampling.samples

@@ -66,6 +66,11 @@ class SlotState:
         """Stop a slot from outside; slots whose sequence ended are inactive already."""
         self.active[slot] = False
 
+    def jump(self, slots_B: Tensor, counts_B: Tensor) -> None:
+        """Set the number of sampled tokens, and with it the position."""
+        self.positions[slots_B] += counts_B - self.counts[slots_B]
+        self.counts[slots_B] = counts_B
+
     def put_back(self, slot: int, tokens: Tensor, logprobs: Tensor, versions: Tensor) -> None:
         """Restore what a sequence had sampled before it was paused."""
         for kept, column in ((tokens, self.out_tokens), (logprobs, self.out_logprobs), (versions, self.out_versions)):
