@@ -65,6 +65,7 @@ def build_generator(context: BuildContext) -> Executor:
         log=context.log,
         adapters=AdapterCheck(decoder, part, partial(is_measured, config)) if config.model.lora else None,
         tokenizer=tokenizer,
+        prepare=partial(decoder.prepare, filtered=settings.sampling.filtered) if model.lm_head.weight.is_cuda else None,
     )
 
 

@@ -22,6 +22,7 @@ from llamarl.config import Config, GeneratorConfig
 from llamarl.errors import ConfigError
 from llamarl.generate.attention import members_of_reading
 from llamarl.generate.device_runner import Burst, DeviceRunner
+from llamarl.generate.graphs import Body
 from llamarl.generate.kv_cache import PagedCache, page_bytes
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
 from llamarl.generate.scheduler import (
@@ -195,6 +196,7 @@ class ContinuousDecoder:
         self.burst_steps = limits.burst or (_GPU_BURST if on_gpu else 1)
         self.lookahead = 1 if on_gpu else 0  # bursts that run while the host reads older ones
         self._in_flight: deque[Burst] = deque()
+        self._preparations: deque[Body] | None = None  # captures that are left; None: not asked for yet
         self._ready: list[CompletionGroup] = []
         self._collected_tokens = 0
         self._max_turns = max_turns
@@ -254,6 +256,17 @@ class ContinuousDecoder:
             self._adapters.refresh()
         if changed and self._recompute:
             self._read_again()
+
+    @torch.inference_mode()
+    def prepare(self, *, filtered: bool) -> bool:
+        """Capture one more of the graphs that most jobs need; False if there is none left. To be called while idle, so that
+        captures do not come in the middle of the work."""
+        if self._preparations is None:
+            steps, longest = self.burst_steps, self.limits.length
+            self._preparations = deque(self._device.preparations(steps, longest, filtered=filtered))
+        if self._preparations:
+            self._preparations.popleft()()
+        return bool(self._preparations)
 
     def add(self, group: PromptGroup, options: GroupOptions = AS_ALL_OTHERS) -> None:
         """Queue a group; its completions start as slots become free. Raises ValueError if it can never be decoded."""

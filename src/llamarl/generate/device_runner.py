@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from llamarl.generate.attention import Readings
 from llamarl.generate.graphs import Body, Graphs
 from llamarl.generate.kv_cache import PagedCache
-from llamarl.generate.kv_splits import enough_programs
+from llamarl.generate.kv_splits import enough_programs, parts_up_to
 from llamarl.generate.pages import NO_PAGE
 from llamarl.generate.scheduler import DecodeBatch, Extension, Fill, Sampled
 from llamarl.generate.slots import Opening, upload
@@ -29,6 +30,7 @@ from llamarl.shape_buckets import padded_rows, padded_tokens
 
 _SHARING_PROGRAMS = 512  # fewer programs cannot keep a GPU busy without splitting sequences
 _SHARING_BYTES = 256 << 20  # bytes saved in a layer; measured on an H200: 58 and 176 MB are a loss, 350 MB a gain
+BurstKey = tuple[str, int, int, bool, int, bool]  # decode, rows, steps, filtered, parts, shared
 EMPTY_BATCH = DecodeBatch([], [], [], [])
 PREFILL_ROWS = 16  # on a CPU always so many, since products of fewer rows may round differently
 
@@ -157,22 +159,39 @@ class DeviceRunner:
         if not self._on_gpu:
             return lambda: self._decode(self._batch, steps, filtered)
 
-        def key_of(width: int) -> tuple[str, int, int, bool, int, bool]:
+        def key_of(width: int) -> BurstKey:
             shared = self._pays(batch, width)
             return "decode", width, steps, filtered, self._parts(batch, width, shared), shared
 
         key = key_of(padded_rows(len(batch.slots), self._state.num_slots))
         if not self._graphs.worth(key):
             key = key_of(self._state.num_slots)
-        _, width, _, _, parts, shared = key
-        kept_4B = self._batch[:, :width]
-        run = self._graphs.of(
+        run = self._burst_of(key)
+        width = key[1]
+        self._batch[:, :width].copy_(upload(self._rows(batch, width), self._device), non_blocking=True)
+        return run
+
+    def _burst_of(self, key: BurstKey) -> Body:
+        _, width, steps, filtered, parts, shared = key
+        return self._graphs.of(
             key,
-            lambda: self._decode(kept_4B, steps, filtered, shared=shared, parts=parts),
+            lambda: self._decode(self._batch[:, :width], steps, filtered, shared=shared, parts=parts),
             lambda: self._batch.copy_(self._rows(EMPTY_BATCH, self._state.num_slots)),
         )
-        kept_4B.copy_(upload(self._rows(batch, width), self._device), non_blocking=True)
-        return run
+
+    def preparations(self, steps: int, longest: int, *, filtered: bool) -> list[Body]:
+        """Captures of the bursts that most jobs need: of all slots, also with sequences that are split, then of ever fewer
+        rows. Each leaves everything as it is. Empty where nothing is captured."""
+        if not self._graphs.enabled:
+            return []
+        widths = sorted({padded_rows(rows, self._state.num_slots) for rows in range(1, self._state.num_slots + 1)})
+        shapes = [(self._state.num_slots, parts) for parts in (0, *parts_up_to(longest))]
+        shapes += [(width, 0) for width in reversed(widths[:-1])]
+        keys = [
+            ("decode", width, steps, filtered, self._parts(DecodeBatch([], [], [], [], parts), width, False), False)
+            for width, parts in shapes
+        ]
+        return [partial(self._burst_of, key) for key in dict.fromkeys(keys)]
 
     def _pays(self, batch: DecodeBatch, width: int) -> bool:
         """Whether reading shared pages once saves more than its extra kernel costs."""

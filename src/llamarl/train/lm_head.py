@@ -66,11 +66,17 @@ class Head:
         scores_nV = _product(hidden_nC, weight_VC.t())
         return scores_nV if self.temperature == 1.0 else scores_nV.div_(self.temperature)
 
+    def _for_any_length(self, *tensors: Tensor) -> None:
+        """Marks the number of tokens as dynamic, so that torch makes one graph for all chunks from the start."""
+        for tensor in tensors if self.compiled else ():
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
     def statistics(self, scores_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob of the targets, entropy, and the log of the normalizer."""
         local_n = targets_n - self.vocabulary.first
         if self.vocabulary.group is None:
             measure = _compiled(_statistics, compile_backend()) if self.compiled else _statistics
+            self._for_any_length(scores_nV, local_n)
             found: tuple[Tensor, Tensor, Tensor] = measure(scores_nV, local_n)
             return found
         return _shared_statistics(scores_nV, local_n, self.vocabulary)
@@ -88,6 +94,7 @@ class Head:
         differentiate = _compiled(_score_gradient, compile_backend()) if self.compiled else _score_gradient
         local_n = targets_n - self.vocabulary.first
         of_logprob_n, of_entropy_n = (grad / self.temperature for grad in grads)
+        self._for_any_length(scores_nV, local_n, normalizer_n, entropy_n, of_logprob_n, of_entropy_n)
         found: Tensor = differentiate(scores_nV, local_n, normalizer_n, entropy_n, of_logprob_n, of_entropy_n, dtype)
         return found
 
