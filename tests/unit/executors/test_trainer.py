@@ -236,9 +236,10 @@ def test_passes_are_compiled_between_messages_once_generators_have_weights() -> 
     compiled: list[str] = []
     learner = make_trainer().learner
     trainer = Trainer(learner, CountedWeights(), carry_from=Path("."), warm_up=lambda: compiled.append("now"))
-    assert trainer.idle, "generators wait for the first weights: nothing may come before them"
+    states = [trainer.idle]
     list(trainer.handle(PublishWeights(0)))
-    assert not trainer.idle
+    states.append(trainer.idle)
+    assert states == [True, False], "generators wait for the first weights: nothing may come before them"
     (said,) = trainer.work()
     assert isinstance(said, Noted) and "compiling" in said.text
     assert trainer.preparing == "compile" and not compiled
