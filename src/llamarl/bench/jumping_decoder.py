@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -25,14 +26,17 @@ class JumpingDecoder(ContinuousDecoder):
     def begin(self, count_of: Callable[[Sequence], int]) -> None:
         """Fill the slots with what waits, without reading prompts; each answer already has `count_of` tokens."""
         self._pretends = True
+        limit, self._schedule.prefill_tokens = self._schedule.prefill_tokens, sys.maxsize
         self._admit()
-        self._pretends = False
+        self._schedule.prefill_tokens, self._pretends = limit, False
         self.jump(count_of)
 
     @torch.inference_mode()
     def admit(self) -> None:
-        """Read prompts and open slots, without a burst."""
-        self._admit()
+        """Read prompts and open slots, without a burst, as long as there is room."""
+        before = (-1, -1)
+        while before != (before := (self._schedule.num_waiting, self._schedule.next_unread)):
+            self._admit()
 
     @torch.inference_mode()
     def jump(self, count_of: Callable[[Sequence], int]) -> None:

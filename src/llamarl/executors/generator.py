@@ -12,6 +12,7 @@ from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.scheduler import AS_ALL_OTHERS, GroupOptions
 from llamarl.generate.stop_strings import StopStrings
 from llamarl.messages import (
+    DraftsCounted,
     DropCall,
     GroupRefused,
     GroupResult,
@@ -82,9 +83,15 @@ class Generator:
             self._prepare = self._prepare if self._prepare() else None
             return []
         if self._conversations is None:
-            return [GroupResult(self._measured(group)) for group in self._decoder.step()]
-        reports: list[Report] = [GroupResult(self._measured(group)) for group in self._conversations.step()]
-        return [*reports, *self._failed_tools(self._conversations)]
+            reports: list[Report] = [GroupResult(self._measured(group)) for group in self._decoder.step()]
+            return [*self._drafts(), *reports] if reports else []
+        reports = [GroupResult(self._measured(group)) for group in self._conversations.step()]
+        return [*(self._drafts() if reports else ()), *reports, *self._failed_tools(self._conversations)]
+
+    def _drafts(self) -> Iterable[Report]:
+        """What became of drafts, told with the groups that are complete."""
+        if self._decoder.drafting is not None and (counts := self._decoder.drafting.take_counts()).drafted:
+            yield DraftsCounted(counts.drafted, counts.accepted)
 
     @property
     def idle(self) -> bool:
