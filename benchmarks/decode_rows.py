@@ -27,7 +27,8 @@ import torch
 from attention_variants import graph_s, plain_s  # beside this script
 from msgspec import convert, structs
 
-from llamarl.bench.decode import DecodeBench, DecodeCase
+from llamarl.bench.decode import DecodeBench
+from llamarl.bench.decode_case import DecodeCase
 from llamarl.bench.machine import process_age_s
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import Opening, SlotState

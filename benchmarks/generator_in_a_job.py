@@ -28,7 +28,8 @@ from pretending import PretendedTrainer, update_times  # beside this script
 from watched import KERNELS, WATCH_FILE, shares, watched_generator  # too
 
 from llamarl import Job
-from llamarl.bench.decode import DecodeBench, DecodeCase
+from llamarl.bench.decode import DecodeBench
+from llamarl.bench.decode_case import DecodeCase
 from llamarl.builders.context import BuildContext
 from llamarl.builders.trainer import build_trainer
 from llamarl.config import Config

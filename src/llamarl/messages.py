@@ -145,6 +145,13 @@ class ToolsFailed(FromExecutor, frozen=True):
     timeouts: int
 
 
+class DraftsCounted(FromExecutor, frozen=True):
+    """Number of tokens that were guessed ahead since the last such report, and how many of them were right."""
+
+    drafted: int
+    accepted: int
+
+
 class Noted(FromExecutor, frozen=True):
     """A line for the display of the job, to be shown now."""
 
@@ -208,6 +215,7 @@ Report = (
     | GroupRefused
     | ScoresFailed
     | ToolsFailed
+    | DraftsCounted
     | CallRequested
     | CallDropped
     | AgentsCounted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from random import Random
+from typing import Literal
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from msgspec.structs import asdict, replace
 from torch import Tensor
 
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.drafts import DraftChoice
 from llamarl.generate.sampling import filter_threshold, sample_tokens, uniform_draws
+from llamarl.generate.scheduler import Sequence
 from llamarl.model import ops
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer, causal_attention
@@ -128,6 +131,79 @@ def test_graphs_paging_refill_and_bursts_change_nothing(settings: dict[str, obje
     model, groups = model_on(device), some_groups()
     found, expected = finish(decoder_of(model, **settings), groups), finish(decoder_of(model), groups)
     assert agreement(found, expected) >= 0.98
+
+
+def test_graphs_captured_ahead_change_nothing(device: torch.device) -> None:
+    model, groups = model_on(device), some_groups()
+    expected, prepared = finish(decoder_of(model), groups), decoder_of(model)
+    captures = 1
+    while prepared.prepare(filtered=False):
+        captures += 1
+    assert captures > 3
+    assert agreement(finish(prepared, groups), expected) == 1.0
+    assert prepared.cache_share == 0.0
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_nothing(right: float, temperature: float, device: torch.device) -> None:
+    """Few sequences run at once here, so that every one has copies; some drafts are right and some are not."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, groups = model_on(device), some_groups(temperature)[:6]
+    expected, chance = finish(decoder_of(model), groups), Random(2)
+
+    def draft(sequence: Sequence, tokens: list[int], most: int) -> list[int]:
+        answer = tokens_of(expected[sequence.group.prompt.ordinal].completions[sequence.sample])
+        coming = answer[len(tokens) : len(tokens) + most]
+        return [token if chance.random() < right else chance.randrange(SHAPE.vocab_size) for token in coming]
+
+    limits = Limits(slots=64, max_prompt_tokens=40, max_new_tokens=48)
+    decoder = ContinuousDecoder(
+        model, limits, eos_ids=(0, 9), seed=SEED, drafts=DraftChoice(5), drafter=draft, graphs=True
+    )
+    decoder.version = 0
+    found = finish(decoder, groups)
+    assert agreement(found, expected) >= 0.95
+    assert decoder.drafting is not None and decoder.drafting.counts.drafted > 0
+    assert (decoder.drafting.counts.accepted > 0) == (right > 0)
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 33])
+def test_prompts_in_chunks_change_nothing(chunk: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.generate.scheduler._SHORT_PROMPT", 0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, groups = model_on(device), some_groups()
+    found, expected = finish(decoder_of(model, prefill_tokens=chunk), groups), finish(decoder_of(model), groups)
+    assert agreement(found, expected) >= 0.98
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
+def test_long_chunks_write_the_keys_and_values_of_whole_prompts(
+    kv_cache: Literal["auto", "fp8"], device: torch.device
+) -> None:
+    """In bf16, where a chunk takes FlashAttention over copied pages: 700 tokens in chunks of 300 and whole."""
+    shape = replace(SHAPE, max_positions=1024, head_dim=64)
+    model = random_model(shape, dtype=torch.bfloat16, device=device)
+    prompt, caches = [Random(3).randrange(shape.vocab_size) for _ in range(701)], []
+    for chunk in (0, 300):
+        limits = Limits(slots=2, max_prompt_tokens=720, max_new_tokens=8, prefill_tokens=chunk)
+        decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=SEED, precision=Precision(kv_cache=kv_cache))
+        decoder.version = 0
+        decoder.add(prompt_group(prompt, samples=1, max_new_tokens=8))
+        for _ in range(4):
+            decoder._admit()
+        (running,) = decoder._schedule.running.values()
+        table = torch.tensor([running.pages], device=device)
+        cache = decoder._device.cache
+        read = [
+            side(layer).read(table, torch.bfloat16)[0, :, :700].float()
+            for layer in range(shape.num_layers)
+            for side in (cache.keys, cache.values)
+        ]
+        caches.append(torch.stack(read))
+    whole, chunked = caches
+    assert (whole - chunked).abs().mean() < 0.01 * whole.abs().mean()
+    assert whole.abs().min(dim=2).values.sum() > 0
 
 
 def test_graphs_of_fewer_rows_and_of_prompts_change_nothing(

@@ -6,7 +6,10 @@ import pytest
 from helpers.cli import llamarl
 from helpers.models import SHAPE
 
-from llamarl.bench.decode import DecodeCase, bench_decode, describe_decode, floor_s
+from llamarl.bench import decode_windows
+from llamarl.bench.decode import DecodeBench, bench_decode, describe_decode
+from llamarl.bench.decode_case import DecodeCase
+from llamarl.bench.decode_floor import cached_tokens, floor_s
 from llamarl.bench.machine import Ceilings
 from llamarl.families.parameters import num_parameters
 from llamarl.model_spec import shape_named
@@ -33,6 +36,49 @@ def test_the_floor_of_a_step_is_its_work_when_many_run() -> None:
     shape, case = shape_named("llama-3.2-1b"), DecodeCase("1b", 100_000, 1, 16, 1, "bf16", "cpu")
     work = 2 * num_parameters(shape) * case.batch
     assert floor_s(shape, case, Ceilings(flops=1e12, bytes=1e18)) * 1e12 == pytest.approx(work, rel=0.01)
+
+
+def test_the_floor_counts_a_prompt_once_for_its_group() -> None:
+    alone, shared = (DecodeCase("1b", 32, 4097, 128, samples, "bf16", "cpu") for samples in (1, 8))
+    assert cached_tokens(alone) == 32 * (4097 + 64)
+    assert cached_tokens(shared) == 4 * 4096 + 32 * (1 + 64), (
+        "all full pages are shared; the last token is each one's own"
+    )
+
+
+def test_windows_tell_what_whole_runs_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that counts the tokens in the cache of every step, both ways give the same rate."""
+    case = DecodeCase("small", 4, 9, 40, 2, "fp32", "cpu")
+    work = 0.0
+    bench = DecodeBench(SHAPE, case, clock=lambda: work)
+    launch = bench.decoder._device.launch
+
+    def counted(batch, steps, **options):  # type: ignore[no-untyped-def]
+        nonlocal work
+        running = bench.decoder._schedule.running
+        work += 100 + sum(running[slot].tokens_after(0) for slot in batch.slots)
+        return launch(batch, steps, **options)
+
+    monkeypatch.setattr(bench.decoder._device, "launch", counted)
+    monkeypatch.setattr(decode_windows, "_WINDOW_S", 1e9)
+    monkeypatch.setattr(decode_windows, "_TAIL_S", 20_000)
+    whole, windows = bench.whole(), decode_windows.DecodeWindows(bench).measure()
+    assert (whole.windows, windows.windows) == (0, 5)
+    assert windows.rate == pytest.approx(whole.rate, rel=0.03)
+    assert windows.heavy_tailed == pytest.approx(whole.heavy_tailed, rel=0.15)
+    assert bench.decoder.idle
+    assert bench.decoder.cache_share == 0.0
+
+
+def test_a_long_run_is_measured_by_windows_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_windows, "_QUICK_S", 0.0)
+    monkeypatch.setattr(decode_windows, "_TAIL_S", 0.2)
+    case = DecodeCase("small", 8, 16, 32, 4, "fp32", "cpu")
+    result = bench_decode(SHAPE, case)
+    assert result.windows == 5
+    assert 0 < result.share_of_floor < 1
+    assert "windows at 5 lengths of answer" in describe_decode(result)
+    assert bench_decode(SHAPE, case, whole=True).windows == 0
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llamarl.bench.decode import PRECISIONS, DecodeBench, DecodeCase
+from llamarl.bench.decode import DecodeBench
+from llamarl.bench.decode_case import PRECISIONS, DecodeCase
 from llamarl.bench.machine import Ceilings, Clock, measure_ceilings
 from llamarl.bench.train import TrainBench, prepare, time_update
 from llamarl.config import GeneratorConfig

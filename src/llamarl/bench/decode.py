@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
 from functools import partial
-from typing import Literal
 
+import numpy as np
 import torch
 from msgspec import Struct
 
+from llamarl.bench.decode_case import LONGEST, OPERANDS, DecodeCase, DecodeFigures
+from llamarl.bench.decode_floor import floor_s
+from llamarl.bench.decode_windows import DecodeWindows
+from llamarl.bench.jumping_decoder import JumpingDecoder
 from llamarl.bench.machine import (
     Ceilings,
     Clock,
@@ -21,59 +24,16 @@ from llamarl.bench.machine import (
     process_age_s,
 )
 from llamarl.config import LoraConfig
-from llamarl.families.adapters import num_adapter_parameters
-from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import Limits
 from llamarl.model.checkpoint import random_model
 from llamarl.model.lora import Adapters, serve_adapters
-from llamarl.model.quantize import FP8, Quantization
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
-from llamarl.plan.terms import layer_products
 from llamarl.train.speed import synchronize
-from llamarl.types import Problem, PromptGroup, Sampling, tokens_to_bytes
+from llamarl.types import Problem, PromptGroup, Sampling
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}  # dtypes of the weights
-_OPERANDS = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp8": FP8,
-    "int8": torch.bfloat16,
-}  # dtypes of the products
-_LONGEST = 10  # heavy tail: the longest answer, in medians
-_SPREAD = 0.8  # heavy tail: standard deviation of the logarithm of the lengths
 _ROUNDS = 6  # heavy tail: sequences per slot
 _PROFILED_STEPS = 24
-
-
-class DecodeCase(Struct, frozen=True):
-    """What is measured: `batch` sequences with `prompt` and `new` tokens each."""
-
-    model: str
-    batch: int
-    prompt: int
-    new: int
-    samples: int  # completions per prompt
-    precision: str
-    device: str
-    kv_cache: Literal["auto", "fp8"] = "auto"
-    burst: int = 0
-    page_tokens: int = 16
-    lora: int = 0  # rank of adapters beside all layers; 0: none
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the parameters, and of everything that is not quantized."""
-        return torch.float32 if self.precision == "fp32" else torch.bfloat16
-
-    @property
-    def narrow(self) -> Precision:
-        weights: Quantization = "fp8" if self.precision == "fp8" else "int8" if self.precision == "int8" else "none"
-        return Precision(weights=weights, kv_cache=self.kv_cache, keep_wide=not self.lora)
-
-    @property
-    def median(self) -> int:
-        """Median of the heavy-tailed lengths, whose mean is then about `new`."""
-        return max(1, round(self.new / math.exp(_SPREAD**2 / 2)))
 
 
 class DecodeResult(Struct, frozen=True):
@@ -91,6 +51,7 @@ class DecodeResult(Struct, frozen=True):
     burst_s: float
     peak_memory_bytes: int
     ceilings: Ceilings
+    windows: int = 0  # lengths of answer at which a window was measured; 0: everything was run to its end
 
 
 def profile_decode(shape: ModelSpec, case: DecodeCase) -> str:
@@ -105,7 +66,7 @@ def profile_decode(shape: ModelSpec, case: DecodeCase) -> str:
     return f"{steady}\n\nheavy-tailed lengths:\n{heavy}"
 
 
-def _decoder_of(shape: ModelSpec, case: DecodeCase, longest: int) -> ContinuousDecoder:
+def _decoder_of(shape: ModelSpec, case: DecodeCase, longest: int) -> JumpingDecoder:
     model = random_model(shape, dtype=case.dtype, device=torch.device(case.device))
     limits = Limits(
         slots=case.batch,
@@ -114,7 +75,7 @@ def _decoder_of(shape: ModelSpec, case: DecodeCase, longest: int) -> ContinuousD
         burst=case.burst,
         page_tokens=case.page_tokens,
     )
-    decoder = ContinuousDecoder(
+    decoder = JumpingDecoder(
         model,
         limits,
         eos_ids=(),
@@ -136,33 +97,30 @@ def random_adapters(model: Transformer, rank: int) -> Adapters:
     return adapters
 
 
-def bench_decode(shape: ModelSpec, case: DecodeCase) -> DecodeResult:
-    """Measure how fast a model of this shape generates."""
+def bench_decode(shape: ModelSpec, case: DecodeCase, *, whole: bool = False) -> DecodeResult:
+    """Measure how fast a model of this shape generates: with `whole`, or where that is quick, by running everything to its
+    end, and otherwise by windows."""
     device, bench = torch.device(case.device), DecodeBench(shape, case)
-    decoder = bench.decoder
     bench.run([1] * case.samples)
     first_token_s = process_age_s()
-    steady = [case.new] * case.batch
-    bench.run(steady)  # a first run, to capture the graphs
-    whole_s, busy_s = bench.run(steady)
-    changed_s, _ = bench.run(steady, change_weights=True)
-    rate = bench.rate(busy_s)
-    heavy = bench.heavy_tailed()
-    ceilings = measure_ceilings(device, _OPERANDS[case.precision] if device.type == "cuda" else case.dtype)
+    windows = DecodeWindows(bench)
+    found = windows.measure() if not whole and windows.needed else bench.whole()
+    ceilings = measure_ceilings(device, OPERANDS[case.precision] if device.type == "cuda" else case.dtype)
     floor = case.batch / floor_s(shape, case, ceilings)
     return DecodeResult(
         case=case,
         first_token_s=first_token_s,
-        tokens_per_s=rate,
-        tokens_per_s_with_prefill=case.batch * case.new / whole_s,
+        tokens_per_s=found.rate,
+        tokens_per_s_with_prefill=found.rate_with_prefill,
         floor_tokens_per_s=floor,
-        share_of_floor=rate / floor,
-        heavy_tailed_tokens_per_s=heavy,
-        heavy_tailed_share=heavy / rate,
-        weight_change_lost_s=changed_s - whole_s,
-        burst_s=decoder.burst_steps * case.batch / rate,
-        peak_memory_bytes=bench.peak_bytes,
+        share_of_floor=found.rate / floor,
+        heavy_tailed_tokens_per_s=found.heavy_tailed,
+        heavy_tailed_share=found.heavy_tailed / found.rate,
+        weight_change_lost_s=found.change_lost_s,
+        burst_s=bench.decoder.burst_steps * case.batch / found.rate,
+        peak_memory_bytes=peak_memory_bytes(device),
         ceilings=ceilings,
+        windows=found.windows,
     )
 
 
@@ -171,51 +129,69 @@ class DecodeBench:
     tail."""
 
     def __init__(self, shape: ModelSpec, case: DecodeCase, longest: int = 0, clock: Clock = time.perf_counter) -> None:
-        self._shape, self._case, self._device, self._clock = shape, case, torch.device(case.device), clock
-        self.decoder = _decoder_of(shape, case, longest or max(case.new, _LONGEST * case.median))
-        self._ordinal, self._chance = 0, random.Random(0)
-        self.peak_bytes = 0
+        self._shape, self.case, self.device, self.clock = shape, case, torch.device(case.device), clock
+        self.longest = min(LONGEST * case.median, shape.max_positions - case.prompt)
+        self.decoder = _decoder_of(shape, case, longest or max(case.new, self.longest))
+        self._ordinal, self.chance = 0, random.Random(0)
+        self._tokens = np.random.default_rng(0)
 
-    def _add(self, lengths: list[int]) -> None:
+    def add(self, lengths: list[int]) -> None:
         """Add groups of `samples` sequences; all sequences of a group have the same length."""
-        case = self._case
+        case = self.case
         for start in range(0, len(lengths), case.samples):
             some = lengths[start : start + case.samples]
-            prompt = [self._chance.randrange(self._shape.vocab_size) for _ in range(case.prompt)]
+            prompt = self._tokens.integers(self._shape.vocab_size, size=case.prompt, dtype=np.int32)
             sampling = Sampling(samples=len(some), max_new_tokens=some[0], temperature=1.0)
-            self.decoder.add(PromptGroup(self._ordinal, Problem("", ""), tokens_to_bytes(prompt), sampling))
+            self.decoder.add(PromptGroup(self._ordinal, Problem("", ""), prompt.tobytes(), sampling))
             self._ordinal += 1
+
+    def whole(self) -> DecodeFigures:
+        """Run everything to its end."""
+        steady = [self.case.new] * self.case.batch
+        self.run(steady)  # a first run, to capture the graphs
+        whole_s, busy_s = self.run(steady)
+        changed_s, _ = self.run(steady, change_weights=True)
+        return DecodeFigures(
+            rate=self.rate(busy_s),
+            rate_with_prefill=self.case.batch * self.case.new / whole_s,
+            change_lost_s=changed_s - whole_s,
+            heavy_tailed=self.heavy_tailed(),
+        )
 
     def run(self, lengths: list[int], *, change_weights: bool = False) -> tuple[float, float]:
         """Run to the end; returns the total seconds, and the seconds from the end of the first burst."""
-        self._add(lengths)
-        new_weights = _clone(self.decoder.model) if change_weights else []
-        synchronize(self._device)
-        start_s = self._clock()
+        self.add(lengths)
+        new_weights = self.clone_weights() if change_weights else []
+        synchronize(self.device)
+        start_s = self.clock()
         steps, first_s = 0, start_s
         while not self.decoder.idle:
             self.decoder.step()
             steps += 1
             if steps == 1 + self.decoder.lookahead:
-                first_s = self._clock()
+                first_s = self.clock()
             if change_weights and steps == 10:
-                self._change(new_weights)
-        end_s = self._clock()
-        self.peak_bytes = peak_memory_bytes(self._device)
+                self.change(new_weights)
+        end_s = self.clock()
         return end_s - start_s, end_s - first_s
 
     def rate(self, busy_s: float) -> float:
         """Tokens per second with all slots busy; `busy_s` is the second result of `run`."""
-        return self._case.batch * (self._case.new - self.decoder.burst_steps) / busy_s
+        return self.case.batch * (self.case.new - self.decoder.burst_steps) / busy_s
 
     def steady(self, runs: int = 1) -> float:
         """Median rate of several runs."""
-        lengths = [self._case.new] * self._case.batch
+        lengths = [self.case.new] * self.case.batch
         self.run(lengths)  # a first run, to capture the graphs
         return self.rate(statistics.median(self.run(lengths)[1] for _ in range(runs)))
 
+    def clone_weights(self) -> list[torch.Tensor]:
+        """A copy of what arrives with a new version."""
+        return [parameter.detach().clone() for parameter in _changing(self.decoder.model)]
+
     @torch.no_grad()
-    def _change(self, weights: list[torch.Tensor]) -> None:
+    def change(self, weights: list[torch.Tensor]) -> None:
+        """Publish these weights as the next version."""
         torch._foreach_copy_(_changing(self.decoder.model), weights)
         self.decoder.version += 1
 
@@ -229,20 +205,19 @@ class DecodeBench:
         return rate
 
     def heavy_tailed_lengths(self) -> list[int]:
-        case, lengths = self._case, list[int]()
+        case, lengths = self.case, list[int]()
         while len(lengths) < _ROUNDS * case.batch:
-            drawn = round(case.median * math.exp(self._chance.gauss(0, _SPREAD)))
-            lengths += [min(max(1, drawn), _LONGEST * case.median)] * case.samples
+            lengths += [case.heavy_tailed(self.chance, self.longest)] * case.samples
         return lengths
 
     def refilled(self, lengths: list[int]) -> float:
         """Tokens per second until no sequence waits any more: as in training, there is always a next prompt."""
-        self._add(lengths)
-        before, start_s = self.decoder.tokens_sampled, self._clock()
+        self.add(lengths)
+        before, start_s = self.decoder.tokens_sampled, self.clock()
         while self.decoder.num_waiting:
             self.decoder.step()
-        synchronize(self._device)
-        return (self.decoder.tokens_sampled - before) / (self._clock() - start_s)
+        synchronize(self.device)
+        return (self.decoder.tokens_sampled - before) / (self.clock() - start_s)
 
     def drain(self) -> None:
         while not self.decoder.idle:
@@ -256,42 +231,18 @@ def _changing(model: Transformer) -> list[torch.Tensor]:
     return list(model.parameters())
 
 
-def _clone(model: Transformer) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in _changing(model)]
-
-
-def floor_s(shape: ModelSpec, case: DecodeCase, ceilings: Ceilings) -> float:
-    """Lower bound of a decode step's time: each product by its work or its bytes, then keys and values, then logits."""
-    width, operand = PRECISIONS[case.precision].itemsize, _OPERANDS[case.precision].itemsize
-    plain = case.dtype.itemsize
-
-    def product_s(outputs: float, inputs: float) -> float:
-        moved = outputs * inputs * width + case.batch * (inputs * operand + outputs * plain)
-        return max(2 * case.batch * outputs * inputs / ceilings.flops, moved / ceilings.bytes)
-
-    layer_s = sum(product_s(outputs, inputs) for outputs, inputs in layer_products(shape, tp=1))
-    layer_s += num_adapter_parameters(shape, LoraConfig(rank=case.lora)) * plain / shape.num_layers / ceilings.bytes
-    context, kv_width = case.prompt + case.new / 2, 1 if case.kv_cache == "fp8" else plain
-    cache_bytes = case.batch * context * 2 * shape.num_layers * shape.kv_size * kv_width
-    return shape.num_layers * layer_s + _head_s(shape, case, ceilings) + cache_bytes / ceilings.bytes
-
-
-def _head_s(shape: ModelSpec, case: DecodeCase, ceilings: Ceilings) -> float:
-    """Lower bound of the head's time. It is never quantized; its fp32 logits are written once and read by the sampling."""
-    weight_bytes = (shape.vocab_size + case.batch) * shape.hidden_size * case.dtype.itemsize
-    scores_bytes = case.batch * shape.vocab_size * 4
-    flops = ceilings.flops / (
-        case.dtype.itemsize // _OPERANDS[case.precision].itemsize
-    )  # fp8 is measured: twice as fast
-    work_s = 2 * case.batch * shape.vocab_size * shape.hidden_size / flops
-    return max(work_s, (weight_bytes + scores_bytes) / ceilings.bytes) + scores_bytes / ceilings.bytes
+def _how(windows: int) -> str:
+    if not windows:
+        return "whole runs"
+    return f"windows at {windows} lengths of answer, from which the rest is computed; --whole runs everything"
 
 
 def describe_decode(result: DecodeResult) -> str:
     case = result.case
     rows = [
+        ("measured", _how(result.windows)),
         ("decoding", f"{result.tokens_per_s:,.0f} tokens/s, {result.share_of_floor:.0%} of what the machine allows"),
-        ("at most", f"{result.floor_tokens_per_s:,.0f} tokens/s"),
+        ("at most", f"{result.floor_tokens_per_s:,.0f} tokens/s; a prompt counts once for its {case.samples} answers"),
         ("with prefill", f"{result.tokens_per_s_with_prefill:,.0f} tokens/s"),
         ("heavy-tailed", f"{result.heavy_tailed_tokens_per_s:,.0f} tokens/s, {result.heavy_tailed_share:.0%}"),
         (

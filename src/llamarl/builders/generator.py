@@ -20,6 +20,7 @@ from llamarl.families.adapters import trained_parameters
 from llamarl.generate.adapter_check import AdapterCheck
 from llamarl.generate.conversation import make_conversations
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.drafts import DraftChoice
 from llamarl.generate.loading import load_rank
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.stop_strings import StopStrings
@@ -55,6 +56,7 @@ def build_generator(context: BuildContext) -> Executor:
         max_turns=config.conversation.max_turns if config.conversation.tool else 1,
         add_adapters=partial(add_adapters, config=config, part=part) if config.model.lora else None,
         stop=StopStrings(tokenizer, settings.stop),
+        drafts=DraftChoice(settings.draft),
     )
     return Generator(
         decoder,
@@ -65,6 +67,7 @@ def build_generator(context: BuildContext) -> Executor:
         log=context.log,
         adapters=AdapterCheck(decoder, part, partial(is_measured, config)) if config.model.lora else None,
         tokenizer=tokenizer,
+        prepare=partial(decoder.prepare, filtered=settings.sampling.filtered) if model.lm_head.weight.is_cuda else None,
     )
 
 

@@ -26,6 +26,7 @@ from llamarl.train.mesh import make_mesh
 from llamarl.train.policy import Policy, load_policy
 from llamarl.train.reference import BaseReference, HostedReference
 from llamarl.train.restore import load_masters, restore
+from llamarl.train.warm_up import WarmUp
 
 _MERGED_NARROW = 0.1  # share of the effect; a small model in bf16 lost 0.026 in its first update
 _NARROW_INPUTS = 2e-3  # log-probs; one number that was rounded the other way to fp8 changed them by 4e-4
@@ -73,7 +74,14 @@ def build_trainer(context: BuildContext) -> Executor:
         tell=context.tell_engine if beside else None,
         adapter_types=applied_types(config) if config.model.lora and config.samples else (),
         policy_only_at=config.schedule.updates if config.snapshots.at_end == "policy" else None,
+        warm_up=_warm_up(config, learner) if computing.compiled and config.engine.kind != "inline" else None,
     )
+
+
+def _warm_up(config: Config, learner: Learner) -> WarmUp:
+    schedule, generator = config.schedule, config.generator
+    probes = bool(schedule.probe_every and (schedule.max_staleness or config.agent))
+    return WarmUp(learner, generator.max_prompt_tokens, generator.max_new_tokens, probes)
 
 
 def _tolerance(config: Config, dtype: torch.dtype) -> EffectTolerance:

@@ -153,6 +153,9 @@ def bench_decode_command(
     lora: Annotated[
         int, typer.Option(metavar="RANK", min=0, help="adapters of this rank beside all layers; 0: none")
     ] = 0,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="run everything to its end, however long; default: windows of long runs")
+    ] = False,
     device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     profile: Annotated[
@@ -165,14 +168,15 @@ def bench_decode_command(
     shape = shape_named(model)
     if prompt + new > shape.max_positions:
         raise InputError(f"--new: {prompt} + {new} tokens exceed the {shape.max_positions} positions of {model}")
-    from llamarl.bench.decode import DecodeCase, bench_decode, describe_decode, profile_decode
+    from llamarl.bench.decode import bench_decode, describe_decode, profile_decode
+    from llamarl.bench.decode_case import DecodeCase
 
     where = device_or_refuse(device)
     case = DecodeCase(model, batch, prompt, new, samples, precision.value, where, kv_cache.value, burst, lora=lora)
     if profile:
         print(profile_decode(shape, case))
         return
-    result = bench_decode(shape, case)
+    result = bench_decode(shape, case, whole=whole)
     print(msgspec.json.encode(result).decode() if as_json else describe_decode(result))
 
 

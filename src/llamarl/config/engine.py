@@ -64,6 +64,13 @@ class EngineConfig(Section, frozen=True):
     frame_s: Annotated[float, Meta(gt=0, description="local: time within which a message must arrive completely")] = (
         30.0
     )
+    keep_compiled: Annotated[
+        bool,
+        Meta(
+            description="keep compiled code and kernels in ~/.cache/llamarl, readable by you alone, so that the next start "
+            "is short; false: in temporary folders that are removed at the end"
+        ),
+    ] = True
     trusted_network: Annotated[
         str,
         Meta(

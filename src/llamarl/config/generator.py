@@ -10,6 +10,8 @@ from llamarl.config.section import Device, Section, Threads
 from llamarl.errors import ConfigError
 from llamarl.types import Sampling
 
+_MOST_DRAFTED = 32
+
 
 class GeneratorConfig(Section, frozen=True):
     """How answers are sampled, and the precision, parallelism and memory of the generator; see docs/generator.md."""
@@ -73,10 +75,33 @@ class GeneratorConfig(Section, frozen=True):
     burst: Annotated[
         int, Meta(ge=0, description="decode steps between two checks of the results; 0: 1 on a CPU, 8 on a GPU")
     ] = 0
+    prefill_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="most prompt tokens that are read between two bursts of decode steps, so that long prompts do not "
+            "stall running answers; longer prompts are read in chunks; 0: all at once",
+        ),
+    ] = 4096
+    draft: Annotated[
+        int | Literal["auto"],
+        Meta(
+            description="tokens guessed ahead from sibling answers where at most 64 answers run and slots are free; the "
+            "same tokens come out; 0: none, auto: 8 where that was measured to be faster"
+        ),
+    ] = 0
     device: Device = "auto"
     threads: Threads = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.draft, int) and not 0 <= self.draft <= _MOST_DRAFTED:
+            raise ConfigError(
+                f"generator.draft: {self.draft} is not a number of tokens from 0 to {_MOST_DRAFTED}, or auto"
+            )
+        if self.draft == "auto" and self.tensor > 1:
+            raise ConfigError(
+                "generator.draft: auto needs generator.tensor=1, since ranks would measure different times"
+            )
         if not all(self.stop):
             raise ConfigError("generator.stop: an empty text would end every answer at once; leave it out")
 

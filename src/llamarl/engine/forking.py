@@ -13,8 +13,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
+from llamarl.engine.compiled_code import compiled_environment
 from llamarl.processes import PYTHON, die_with_parent
 
 READY = b"ready"
@@ -140,22 +140,10 @@ def _run_child(body: Callable[[], None], parent: int) -> None:
         os._exit(code)
 
 
-def _compile_cache() -> dict[str, str]:
-    """A folder of the user's own for the code that torch compiles, which it unpickles later. By default torch takes a folder
-    with a guessable name in the shared temporary folder, as soon as a process has an optimizer."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl" / "torch"
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
-    except (OSError, RuntimeError):  # a user without a home
-        return {}
-    return {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
-
-
 def forking_environment() -> dict[str, str]:
     """Variables that must be set before torch loads. Threads that spin while they wait would take cores from other
     executors, and numpy's BLAS would start threads in a process that must have none."""
-    return {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", **_compile_cache(), **os.environ}
+    return {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", **compiled_environment(), **os.environ}
 
 
 def start_fork_process(

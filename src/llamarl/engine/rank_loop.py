@@ -41,7 +41,9 @@ def tell(connection: Connection, report: Report) -> None:
 
 
 def run_rank(build: Callable[[], Executor], connection: Connection, ranks: Ranks) -> None:
+    start_s = time.monotonic()
     runner = Runner(build())
+    runner.note_start(start_s)
     if ranks.rank == 0:
         _serve(runner, connection, ranks)
     else:

@@ -48,12 +48,16 @@ class Runner:
 
     def work(self) -> list[Report]:
         failpoint("executor.work")
-        start_s = time.monotonic()
+        start_s, name = time.monotonic(), getattr(self._executor, "preparing", "") or "slice"
         reports = list(self._executor.work())
-        self._note(self._slices, "slice", start_s)
+        self._note(self._slices, name, start_s)
         if any(isinstance(report, StateSaved | StateNotSaved) for report in reports):
             self._slices = "work"
         return reports
+
+    def note_start(self, start_s: float) -> None:
+        """Note that the executor was built since then: its model loaded, its memory laid out."""
+        self._note("work", "start", start_s)
 
     def take_spans(self) -> tuple[Span, ...]:
         spans, self._spans = tuple(self._spans), []

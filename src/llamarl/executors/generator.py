@@ -12,6 +12,7 @@ from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.scheduler import AS_ALL_OTHERS, GroupOptions
 from llamarl.generate.stop_strings import StopStrings
 from llamarl.messages import (
+    DraftsCounted,
     DropCall,
     GroupRefused,
     GroupResult,
@@ -34,7 +35,8 @@ from llamarl.weights.transport import WeightReader
 class Generator:
     """Serves one replica. With `conversations`, completions have several turns; the job stops when more than
     `max_failure_share` of the tool's calls fail, or, in a deterministic job, when one is late. With `adapters`, it reports
-    the hash of those that it applies, and their effect on some answers."""
+    the hash of those that it applies, and their effect on some answers. `prepare` is called between messages while nothing is
+    decoded, until it returns False."""
 
     def __init__(
         self,
@@ -47,11 +49,13 @@ class Generator:
         log: Callable[[str], None] = to_stderr,
         adapters: AdapterCheck | None = None,
         tokenizer: Tokenizer | None = None,
+        prepare: Callable[[], bool] | None = None,
     ) -> None:
         self._tokenizer = tokenizer  # needed for stop texts of calls
         self._decoder, self._weights, self._conversations = decoder, weights, conversations
         self._max_failure_share, self._deterministic = max_failure_share, deterministic
         self._adapters = adapters
+        self._prepare = prepare
         self._failures, self._log = FailureShare(max_failure_share), FailureLog(log)
 
     def handle(self, message: Message) -> Iterable[Report]:
@@ -71,15 +75,29 @@ class Generator:
             case _:
                 raise UnexpectedMessage("generator", message)
 
+    @property
+    def preparing(self) -> str:
+        """What the next slice prepares; empty if it decodes."""
+        return "capture" if self._prepare is not None and self._decoder.idle else ""
+
     def work(self) -> Iterable[Report]:
+        if self._prepare is not None and self._decoder.idle:
+            self._prepare = self._prepare if self._prepare() else None
+            return []
         if self._conversations is None:
-            return [GroupResult(self._measured(group)) for group in self._decoder.step()]
-        reports: list[Report] = [GroupResult(self._measured(group)) for group in self._conversations.step()]
-        return [*reports, *self._failed_tools(self._conversations)]
+            reports: list[Report] = [GroupResult(self._measured(group)) for group in self._decoder.step()]
+            return [*self._drafts(), *reports] if reports else []
+        reports = [GroupResult(self._measured(group)) for group in self._conversations.step()]
+        return [*(self._drafts() if reports else ()), *reports, *self._failed_tools(self._conversations)]
+
+    def _drafts(self) -> Iterable[Report]:
+        """What became of drafts, told with the groups that are complete."""
+        if self._decoder.drafting is not None and (counts := self._decoder.drafting.take_counts()).drafted:
+            yield DraftsCounted(counts.drafted, counts.accepted)
 
     @property
     def idle(self) -> bool:
-        return self._decoder.idle
+        return self._decoder.idle and self._prepare is None
 
     def _options(self, group: PromptGroup) -> GroupOptions:
         """What a call asks for beyond its sampling."""

@@ -16,6 +16,7 @@ from llamarl.messages import (
     Failed,
     Message,
     MustStop,
+    Noted,
     PublishWeights,
     Report,
     SaveState,
@@ -44,7 +45,8 @@ class Trainer:
     """`reference` is given when the reference policy shares these ranks; otherwise its column comes with the rollouts. So are
     `teachers` whose log-probs of sampled tokens are wanted. With `tell`, weights are published beside the next passes, and
     `tell` gets the report when they can be read. Only the policy is saved of version `policy_only_at`. With `adapter_types`,
-    the types that adapters change to on their way to a generator, their hash is reported with each version."""
+    the types that adapters change to on their way to a generator, their hash is reported with each version. `warm_up` is
+    called once between messages, before the first batch."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Trainer:
         tell: Callable[[Report], None] | None = None,
         policy_only_at: int | None = None,
         adapter_types: tuple[torch.dtype, ...] = (),
+        warm_up: Callable[[], None] | None = None,
     ) -> None:
         self.learner, self._weights, self._reference = learner, weights, reference
         self._teachers = teachers
@@ -71,6 +74,7 @@ class Trainer:
         self._exchange = Exchange(mesh)
         self._pool = ThreadPoolExecutor(1)
         self._saving: tuple[int, Future[dict[str, str]]] | None = None
+        self._warm_up, self._published_once, self.preparing = warm_up, False, ""
 
     @property
     def model(self) -> Transformer:
@@ -83,11 +87,14 @@ class Trainer:
     def handle(self, message: Message) -> Iterable[Report]:
         match message:
             case WorkOnBatch():
+                self._warm_up = None
                 yield self._update(message)
             case PublishWeights() if self._beside is not None:
+                self._published_once = True
                 self._beside.begin(message.version, partial(self._published, self._begin_hash()), self._not_published)
             case PublishWeights():
                 pending = self._begin_hash()
+                self._published_once = True
                 yield _report(self._weights.publish(message.version), pending)
             case SaveState():
                 self._begin_save(message)
@@ -118,11 +125,18 @@ class Trainer:
 
     @property
     def idle(self) -> bool:
-        """An update is made as soon as its batch arrives; only a snapshot is written between messages."""
-        return self._saving is None
+        """An update is made as soon as its batch arrives. Between messages a snapshot is written and, once generators have
+        weights to begin with, the passes are compiled."""
+        return self._saving is None and not self._can_warm_up
+
+    @property
+    def _can_warm_up(self) -> bool:
+        return self._warm_up is not None and self._published_once
 
     def work(self) -> Iterable[Report]:
         """Ranks call this together. The snapshot is saved when the last rank has written its part."""
+        if self._can_warm_up and self._saving is None:
+            yield from self._prepare()
         if self._saving is None:
             return
         version, written = self._saving
@@ -132,6 +146,15 @@ class Trainer:
         self._saving = None
         files, problem = self._exchange.merge(*_result(written))
         yield StateNotSaved(version, problem) if problem else StateSaved(version, files)
+
+    def _prepare(self) -> Iterable[Report]:
+        """One slice says what is being waited for; the next one compiles."""
+        if not self.preparing:
+            self.preparing = "compile"
+            yield Noted("compiling its passes, while the first answers are sampled")
+        elif self._warm_up is not None:
+            self._warm_up()
+            self._warm_up, self.preparing = None, ""
 
     def _begin_save(self, message: SaveState) -> None:
         """Copy, then write in a thread: the next update waits for the copy only."""

@@ -78,6 +78,51 @@ class ExtendAttention:
         return attend_pages(q_RTHD, keys, values, self._table_RP, mask, options)
 
 
+class ChunkAttention:
+    """Attention of many tokens that follow cached ones, of one sequence on a GPU: all its keys and values are copied side by
+    side for PyTorch's FlashAttention, which aligns the last query with the last key."""
+
+    def __init__(self, cache: PagedCache, table_P: Tensor, positions_T: Tensor, pages_T: Tensor, end: int) -> None:
+        """`table_P`: the pages of the sequence, which has `end` tokens with these; `pages_T`: the page of each of these."""
+        self._cache, self._table_1P, self._pages_T, self._end = cache, table_P[None], pages_T, end
+        self._positions_T, self._within_T = positions_T, positions_T % cache.page_tokens
+        counts = torch.tensor([[0, len(pages_T)], [0, end]], dtype=torch.int32).pin_memory()
+        self._starts = counts.to(table_P.device, non_blocking=True)
+
+    def __call__(
+        self,
+        layer: int,
+        q_1THD: Tensor,
+        k_1TKD: Tensor,
+        v_1TKD: Tensor,
+        options: AttentionOptions = PLAIN_ATTENTION,
+    ) -> Tensor:
+        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        for pages, new_1TKD in ((keys, k_1TKD), (values, v_1TKD)):
+            pages.put(self._pages_T, self._within_T, new_1TKD[0])
+        if options.window or options.softcap:
+            steps_L = torch.arange(self._table_1P.shape[1] * self._cache.page_tokens, device=q_1THD.device)
+            mask = seen(self._positions_T[None, None, :, None], steps_L, options.window)
+            return attend_pages(q_1THD, keys, values, self._table_1P, mask, options)
+        k_LKD, v_LKD = (
+            pages.read(self._table_1P, q_1THD.dtype)[0, :, : self._end].transpose(0, 1) for pages in (keys, values)
+        )
+        out_THD: Tensor = torch.ops.aten._flash_attention_forward(
+            q_1THD[0],
+            k_LKD,
+            v_LKD,
+            self._starts[0],
+            self._starts[1],
+            len(self._pages_T),
+            self._end,
+            0.0,
+            True,
+            False,
+            scale=options.scale,
+        )[0]
+        return out_THD[None]
+
+
 class Readings(NamedTuple):
     """Pages that several rows begin with, read once for all of them. Reading i serves `counts_B[i]` rows from `firsts_B[i]`
     on; row b gets its first `skips_B[b]` tokens from there. Used on a GPU only."""
@@ -112,10 +157,12 @@ class DecodeAttention:
         readings: Readings | None = None,
         *,
         parts: int = 0,
+        drafted: bool = False,
     ) -> None:
-        """`rope`: tables of all positions, [T, 1, D]. `parts`: see `DecodeBatch`."""
+        """`rope`: tables of all positions, [T, 1, D]. `parts`: see `DecodeBatch`. With `drafted`, rows may attend to the new
+        tokens of others; here they always may, since all are written first."""
         self._cache, self._table_SP, self._slots_B, self._positions_S = cache, table_SP, slots_B, positions_S
-        self._rope, self._readings, self._parts = rope, readings, parts
+        self._rope, self._readings, self._parts, self._drafted = rope, readings, parts, drafted
         if table_SP.is_cuda:
             return
         positions_B = positions_S[slots_B]
@@ -143,7 +190,15 @@ class DecodeAttention:
             # Sequences that begin alike see different parts of what they share through a window, so they read it apart.
             readings = None if options.window else self._readings
             return attend_pages_on_gpu(
-                qkv, keys, values, *where, self._rope[pair], readings, parts=self._parts, options=options
+                qkv,
+                keys,
+                values,
+                *where,
+                self._rope[pair],
+                readings,
+                parts=self._parts,
+                drafted=self._drafted,
+                options=options,
             )
         rope_B = self._rope_B[pair]
         q_B1HD, k_B1KD = rotate(q_B1HD, rope_B), rotate(k_B1KD, rope_B)

@@ -198,6 +198,49 @@ def _attend_pages(
 
 
 @triton.jit
+def _write_new(
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    key_scales_ptr,
+    values_ptr,
+    value_scales_ptr,
+    table_ptr,
+    slots_ptr,
+    positions_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_row,
+    v_row,
+    head_tokens,
+    table_row,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    """One program: the new key and value of one key-value head of one row, written as `_attend_pages` writes them. Rows that
+    hold the same sequence at later positions read them there."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + row)
+    position = tl.load(positions_ptr + slot).to(tl.int32)
+    step: tl.constexpr = 2 if NARROW else 1
+    width: tl.constexpr = SIZE // step
+    column = tl.arange(0, PADDED // step)
+    in_width, new = column < width, step * column
+    cos_at, sin_at = cos_ptr + position * SIZE, sin_ptr + position * SIZE
+    k_at, v_at = k_ptr + row * k_row + head * SIZE, v_ptr + row * v_row + head * SIZE
+    k_low = turned(k_at, cos_at, sin_at, new, in_width, in_width, SIZE)
+    k_high = turned(k_at, cos_at, sin_at, new + 1, in_width, in_width, SIZE) if NARROW else k_low
+    v_low = tl.load(v_at + new, mask=in_width, other=0.0)
+    v_high = tl.load(v_at + new + 1, mask=in_width, other=0.0) if NARROW else v_low
+    page = tl.load(table_ptr + slot * table_row + position // PAGE).to(tl.int64)
+    where = head.to(tl.int64) * head_tokens + page * PAGE + position % PAGE
+    put(k_low, k_high, keys_ptr, key_scales_ptr, where, column, in_width, width, NARROW)
+    put(v_low, v_high, values_ptr, value_scales_ptr, where, column, in_width, width, NARROW)
+
+
+@triton.jit
 def _attend_shared(
     q_ptr,
     keys_ptr,
@@ -327,9 +370,11 @@ def attend_pages(
     parts: int = 0,
     how: Tiling | None = None,
     shared_how: Tiling | None = None,
+    drafted: bool = False,
     options: AttentionOptions = PLAIN_ATTENTION,
 ) -> Tensor:
-    """Write each row's new key and value to its page, and attend to all tokens up to it, or to those in the window.
+    """Write each row's new key and value to its page, and attend to all tokens up to it, or to those in the window. With
+    `drafted`, rows may hold the same sequence at different positions: then all are written before any is read.
 
     `qkv` are as the product made them, [B, 1, heads, D]; `rope` holds cos and sin of every position, [T, 1, D] in fp32."""
     rows, _, heads, size = qkv[0].shape
@@ -383,6 +428,21 @@ def attend_pages(
             PARTS=_SHARED_PARTS,
             **sizes,
             **(shared_how or tiling(size, together, narrow=keys.narrow, shared=True)).options,
+        )
+    if drafted:
+        _write_new[(kv_heads, rows)](
+            *qkv[1:],
+            *keys.pointers,
+            *values.pointers,
+            table_SP,
+            slots_B,
+            positions_S,
+            *rope,
+            *(part.stride(0) for part in qkv[1:]),
+            head_tokens,
+            table_SP.stride(0),
+            **{name: sizes[name] for name in ("SIZE", "PADDED", "PAGE", "NARROW")},
+            num_warps=1,
         )
     _attend_pages[(kv_heads, rows, num_parts)](
         *qkv,

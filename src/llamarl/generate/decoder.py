@@ -21,12 +21,16 @@ from numpy.typing import NDArray
 from llamarl.config import Config, GeneratorConfig
 from llamarl.errors import ConfigError
 from llamarl.generate.attention import members_of_reading
-from llamarl.generate.device_runner import Burst, DeviceRunner
+from llamarl.generate.device_runner import Burst, DeviceRunner, opening_of
+from llamarl.generate.drafting import Drafter, Drafting
+from llamarl.generate.drafts import DraftChoice
+from llamarl.generate.graphs import Body
 from llamarl.generate.kv_cache import PagedCache, page_bytes
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
 from llamarl.generate.scheduler import (
     AS_ALL_OTHERS,
     NOBODY,
+    Admission,
     GroupOptions,
     GroupUnderway,
     Key,
@@ -36,7 +40,7 @@ from llamarl.generate.scheduler import (
     Sequence,
     make_batch,
 )
-from llamarl.generate.slots import Opening, SlotState
+from llamarl.generate.slots import SlotState
 from llamarl.generate.step import Steps
 from llamarl.generate.stop_strings import StopStrings
 from llamarl.model.lora import Adapters
@@ -70,6 +74,7 @@ class Limits:
     burst: int = 0  # decode steps between two looks of the host; 0: 1 on a CPU, 8 on a GPU
     parked: int = 0  # conversations that may wait for a reply and keep their pages, besides those in slots
     max_length: int = 0  # prompt and completion together; 0: both at their longest
+    prefill_tokens: int = GeneratorConfig().prefill_tokens  # most tokens to read before a burst; 0: without limit
 
     @classmethod
     def of(cls, config: Config, *, sequences: int = sys.maxsize) -> Limits:
@@ -82,6 +87,7 @@ class Limits:
             page_tokens=settings.page_tokens,
             num_pages=settings.kv_pages,
             burst=settings.burst,
+            prefill_tokens=settings.prefill_tokens,
             parked=config.num_parked,
         )
 
@@ -158,11 +164,14 @@ class ContinuousDecoder:
         max_turns: int = 1,
         add_adapters: Callable[[Transformer], Adapters] | None = None,
         stop: StopStrings | None = None,
+        drafts: DraftChoice | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """With `recompute`, running sequences are read again after a change of weights; otherwise their keys and values stay.
         With `max_turns` above 1, a sequence that ends its turn is parked and returned by `take_turns`. A completion ends with
         the token that completes a string of `stop`. `add_adapters` is called with the model once its weights are as they
-        stay."""
+        stay. With `drafts`, answers are guessed where few run (`drafting.py`), by `drafter` or from their siblings: the same
+        tokens come out, sooner."""
         check_stops(eos_ids, model.shape.vocab_size)
         if precision.kv_cache == "fp8":
             check_keys(model)
@@ -187,19 +196,23 @@ class ContinuousDecoder:
         steps = Steps(model, cache, state, table_SP, seed=seed, length=padded_tokens(limits.length))
         self.model, self.limits, self._recompute, self._version = model, limits, recompute, -1
         self._device = DeviceRunner(steps, graphs=graphs)
-        self._schedule = Scheduler(limits.slots, PagePool(num_pages), limits.page_tokens)
+        self._schedule = Scheduler(limits.slots, PagePool(num_pages), limits.page_tokens, limits.prefill_tokens)
         self._members = members_of_reading(model.shape.num_heads // model.shape.num_kv_heads)
         self._eos_ids = frozenset(eos_ids)
         on_gpu = weight.is_cuda
         self.burst_steps = limits.burst or (_GPU_BURST if on_gpu else 1)
         self.lookahead = 1 if on_gpu else 0  # bursts that run while the host reads older ones
         self._in_flight: deque[Burst] = deque()
+        self._preparations: deque[Body] | None = None  # captures that are left; None: not asked for yet
         self._ready: list[CompletionGroup] = []
         self._collected_tokens = 0
         self._max_turns = max_turns
         self._stop, self._num_steps = stop or None, 0
         self._turns: list[Sequence] = []
         self._streamed: list[StreamedTokens] = []
+        self._drafting = None
+        if drafts is not None and drafts.most:
+            self._drafting = Drafting(self._schedule, self._device, self._eos_ids, drafts, drafter)
         self._looks = False  # whether any group so far is to be looked at while it runs
 
     @property
@@ -254,6 +267,17 @@ class ContinuousDecoder:
         if changed and self._recompute:
             self._read_again()
 
+    @torch.inference_mode()
+    def prepare(self, *, filtered: bool) -> bool:
+        """Capture one more of the graphs that most jobs need; False if there is none left. To be called while idle, so that
+        captures do not come in the middle of the work."""
+        if self._preparations is None:
+            steps, longest = self.burst_steps, self.limits.length
+            self._preparations = deque(self._device.preparations(steps, longest, filtered=filtered))
+        if self._preparations:
+            self._preparations.popleft()()
+        return bool(self._preparations)
+
     def add(self, group: PromptGroup, options: GroupOptions = AS_ALL_OTHERS) -> None:
         """Queue a group; its completions start as slots become free. Raises ValueError if it can never be decoded."""
         num_prompt, sampling, limits = len(group.prompt_tokens) // 4, group.sampling, self.limits
@@ -273,14 +297,38 @@ class ContinuousDecoder:
     @torch.inference_mode()
     def step(self) -> list[CompletionGroup]:
         """Admit what fits, decode one burst, return the groups that are known to be complete."""
-        launched = self.launch()
-        while len(self._in_flight) > (self.lookahead if launched else 0):
-            self._collect()
+        if self._drafting is not None and self._drafting.applies:
+            self._step_with(self._drafting)
+        else:
+            launched = self.launch()
+            while len(self._in_flight) > (self.lookahead if launched else 0):
+                self._collect()
         self._num_steps += 1
         if self._stop is not None and self._num_steps % _STEPS_BETWEEN_STOPS == 0:
             self._end_stopped(self._stop)
         ready, self._ready = self._ready, []
         return ready
+
+    def _step_with(self, drafting: Drafting) -> None:
+        """One step with drafts, or a plain burst where there are none or they do not pay."""
+        self._admit()
+        while self._in_flight:
+            self._collect()
+        before, drafted = self.tokens_sampled, drafting.choice.begin() and drafting.applies
+        drafted = drafted and self._grow(drafting.choice.most + 1)
+        burst = drafting.step(filtered=self._filtered) if drafted else None
+        if burst is not None:
+            self._in_flight.append(burst)
+        else:
+            self._make_room()
+            self._launch()
+        while self._in_flight:
+            self._collect()
+        drafting.choice.end(drafted=burst is not None, tokens=self.tokens_sampled - before)
+
+    @property
+    def drafting(self) -> Drafting | None:
+        return self._drafting
 
     @torch.inference_mode()
     def launch(self) -> bool:
@@ -291,14 +339,18 @@ class ContinuousDecoder:
 
     def _admit(self) -> None:
         admission = self._schedule.admit(self._device.num_bursts, self.burst_steps)
-        self._device.fill(admission.fills)
-        self._device.extend(admission.extensions)
-        self._device.copy_pages(admission.copies)
+        self._read(admission)
         for running in admission.started:
             self._device.set_pages(running.slot, running.pages)
             if running.sequence.sampled.tokens:
                 self._device.put_back(running.slot, running.sequence.sampled)
-        self._device.open([_opening(running) for running in admission.started])
+        self._device.open([opening_of(running) for running in admission.started])
+
+    def _read(self, admission: Admission) -> None:
+        """Compute the keys and values that the next burst needs."""
+        self._device.fill(admission.fills)
+        self._device.extend(admission.extensions)
+        self._device.copy_pages(admission.copies)
 
     def _make_room(self) -> None:
         """Give every running sequence pages for the next burst; if too few are free, pause the youngest."""
@@ -309,6 +361,17 @@ class ContinuousDecoder:
                 self._pause(self._schedule.youngest)
         for running in grown:
             self._device.set_pages(running.slot, running.pages)
+
+    def _grow(self, steps: int) -> bool:
+        """Give every running sequence pages for so many steps, if there are enough."""
+        grown = self._schedule.grow(steps)
+        for running in grown or ():
+            self._device.set_pages(running.slot, running.pages)
+        return grown is not None
+
+    @property
+    def _filtered(self) -> bool:
+        return any(one.sequence.group.prompt.sampling.filtered for one in self._schedule.running.values())
 
     def _pause(self, running: Running) -> None:
         self._schedule.pause(running, self._device.read([running.slot], [running.max_count])[0])
@@ -413,6 +476,8 @@ class ContinuousDecoder:
     def _finished(self, group: GroupUnderway | None) -> None:
         if group is not None:
             self._ready.append(_in_order(group))
+            if self._drafting is not None:
+                self._drafting.forget(group.prompt.ordinal)
 
     def _completion(self, sequence: Sequence, *, cut_off: bool) -> Completion:
         tokens, logprobs, versions = sequence.sampled
@@ -459,6 +524,8 @@ class ContinuousDecoder:
         """Give up a group; none of its completions will be returned."""
         while self._in_flight:
             self._collect()
+        if self._drafting is not None:
+            self._drafting.forget(ordinal)
         for running in self._schedule.drop(ordinal):
             self._device.close(running.slot)
             self._device.set_pages(running.slot, ())
@@ -473,21 +540,8 @@ class ContinuousDecoder:
         for one, sampled in zip(running, self._device.read([one.slot for one in running], counts), strict=True):
             one.sequence.sampled = sampled
         self._schedule.forget_everything_without_a_slot()
-        self._device.fill(self._schedule.read_again())
-
-
-def _opening(running: Running) -> Opening:
-    sequence, read = running.sequence, running.sequence.read
-    draws = sequence.group.options.draws
-    return Opening(
-        slot=running.slot,
-        ordinal=sequence.group.prompt.ordinal if draws is None else draws,
-        sample=sequence.sample,
-        token=read[-1],
-        position=len(read) - 1,
-        count=len(sequence.sampled.tokens),
-        sampling=sequence.group.prompt.sampling,
-    )
+        for chunks in self._schedule.read_again():
+            self._read(chunks)
 
 
 def _in_order(group: GroupUnderway) -> CompletionGroup:

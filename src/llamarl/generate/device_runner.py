@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
@@ -19,15 +20,19 @@ from torch import Tensor
 
 from llamarl.generate.attention import Readings
 from llamarl.generate.graphs import Body, Graphs
-from llamarl.generate.kv_splits import enough_programs
+from llamarl.generate.kv_cache import PagedCache
+from llamarl.generate.kv_splits import enough_programs, parts_up_to
 from llamarl.generate.pages import NO_PAGE
-from llamarl.generate.scheduler import DecodeBatch, Extension, Fill, Sampled
+from llamarl.generate.scheduler import DecodeBatch, Extension, Fill, Running, Sampled
 from llamarl.generate.slots import Opening, upload
 from llamarl.generate.step import Steps
 from llamarl.shape_buckets import padded_rows, padded_tokens
 
 _SHARING_PROGRAMS = 512  # fewer programs cannot keep a GPU busy without splitting sequences
 _SHARING_BYTES = 256 << 20  # bytes saved in a layer; measured on an H200: 58 and 176 MB are a loss, 350 MB a gain
+BurstKey = tuple[str, int, int, bool, int, bool, bool]  # decode, rows, steps, filtered, parts, shared, drafted
+_CHUNK = 256  # tokens that follow cached ones from which they are computed alone
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
 EMPTY_BATCH = DecodeBatch([], [], [], [])
 PREFILL_ROWS = 16  # on a CPU always so many, since products of fewer rows may round differently
 
@@ -61,6 +66,14 @@ class DeviceRunner:
         self._batch[0] = torch.arange(self._state.num_slots)
         self._prefill_inputs: dict[tuple[int, int], Tensor] = {}
         self.num_bursts = 0
+
+    @property
+    def cache(self) -> PagedCache:
+        return self._steps.cache
+
+    @property
+    def vocab_size(self) -> int:
+        return self._steps.model.shape.vocab_size
 
     def set_version(self, version: int) -> None:
         self._state.version.fill_(version)
@@ -97,20 +110,44 @@ class DeviceRunner:
 
     def extend(self, extensions: Sequence[Extension]) -> None:
         """Compute keys and values that follow cached ones."""
-        for bucket, rows in _batches(extensions):
+        chunks = [one for one in extensions if self._is_chunk(one)]
+        for one in chunks:
+            self._extend_one(one)
+        for bucket, rows in _batches(one for one in extensions if not self._is_chunk(one)):
             self._extend(bucket, rows)
+
+    def _is_chunk(self, extension: Extension) -> bool:
+        """Whether so many tokens follow that a pass of their own pays, with attention that skips all masked keys."""
+        dtype = self._steps.model.lm_head.weight.dtype
+        return self._on_gpu and dtype in _FLASH_DTYPES and len(extension.tokens) >= _CHUNK
+
+    def _extend_one(self, extension: Extension) -> None:
+        page_tokens, end = self._steps.cache.page_tokens, extension.start + len(extension.tokens)
+        positions = np.arange(extension.start, end)
+        pages = np.array(extension.pages[: -(-end // page_tokens)])
+        inputs = np.stack([np.array(extension.tokens), positions, pages[positions // page_tokens]])
+        here, table_P = (upload(torch.from_numpy(array), self._device) for array in (inputs, pages))
+        self._steps.extend_one(here[0], here[1], here[2], table_P, end)
 
     def _extend(self, bucket: int, extensions: Sequence[Extension]) -> None:
         inputs = np.zeros((3, PREFILL_ROWS, bucket), dtype=np.int64)  # tokens, positions, the page of each
-        table = np.full((PREFILL_ROWS, self._table.shape[1]), NO_PAGE, dtype=np.int64)
+        table = np.full((PREFILL_ROWS, self._pages_read(extensions)), NO_PAGE, dtype=np.int64)
         for row, extension in enumerate(extensions):
             count = len(extension.tokens)
             positions = np.arange(extension.start, extension.start + count)
-            table[row, : len(extension.pages)] = extension.pages
+            pages = extension.pages[: table.shape[1]]
+            table[row, : len(pages)] = pages
             inputs[0, row, :count], inputs[1, row, :count] = extension.tokens, positions
             inputs[2, row, :count] = table[row, positions // self._steps.cache.page_tokens]
         here, table_RP = (upload(torch.from_numpy(array), self._device) for array in (inputs, table))
         self._steps.extend(here[0], here[1], here[2], table_RP)
+
+    def _pages_read(self, extensions: Sequence[Extension]) -> int:
+        """Pages that attention reads: on a CPU always all, so that a row's rounding does not depend on others."""
+        if not self._on_gpu:
+            return self._table.shape[1]
+        longest = max(one.start + len(one.tokens) for one in extensions)
+        return min(self._table.shape[1], padded_tokens(-(-longest // self._steps.cache.page_tokens)))
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:
@@ -120,11 +157,27 @@ class DeviceRunner:
     def open(self, openings: Sequence[Opening]) -> None:
         self._state.open(openings)
 
-    def put_back(self, slot: int, sampled: Sampled) -> None:
-        self._state.put_back(slot, *(torch.tensor(column) for column in sampled))
+    def put_back(self, slot: int, sampled: Sampled, start: int = 0) -> None:
+        tokens, logprobs, versions = (torch.tensor(column) for column in sampled)
+        self._state.put_back(slot, tokens, logprobs, versions, start)
 
     def close(self, slot: int) -> None:
         self._state.close(slot)
+
+    def close_all(self, slots: Sequence[int]) -> None:
+        """Stop slots, and take their pages from them."""
+        self._state.close_all(slots)
+        for slot in slots:
+            self.set_pages(slot, ())
+
+    def end(self, slot: int) -> None:
+        """Stop a slot whose sequence has ended; it keeps its pages until that is collected."""
+        self._state.close_all([slot])
+
+    def jump(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """Set the lengths of answers, as if so many tokens had been sampled; see `bench/jumping_decoder.py`."""
+        if slots:
+            self._state.jump(*(upload(torch.tensor(column), self._device) for column in (slots, counts)))
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         self._table[slot, : len(pages)] = pages
@@ -133,36 +186,62 @@ class DeviceRunner:
 
     # The burst
 
-    def launch(self, batch: DecodeBatch, steps: int, *, filtered: bool) -> Burst:
+    def launch(self, batch: DecodeBatch, steps: int, *, filtered: bool, drafted: bool = False) -> Burst:
+        """With `drafted`, rows may be copies of one sequence at different positions."""
         if self._table_changed:
             self._steps.table_SP.copy_(upload(torch.from_numpy(self._table.copy()), self._device), non_blocking=True)
             self._table_changed = False
-        self._decode_of(batch, steps, filtered)()
+        self._decode_of(batch, steps, filtered, drafted)()
         self.num_bursts += 1
-        return self._look()
+        return self.look()
 
-    def _decode_of(self, batch: DecodeBatch, steps: int, filtered: bool) -> Body:
+    def _decode_of(self, batch: DecodeBatch, steps: int, filtered: bool, drafted: bool = False) -> Body:
         """A function that runs the burst. On a CPU always over all slots: a row's rounding must not depend on their number.
         On a GPU over all slots until a graph of fewer rows is worth its capture."""
         if not self._on_gpu:
             return lambda: self._decode(self._batch, steps, filtered)
 
-        def key_of(width: int) -> tuple[str, int, int, bool, int, bool]:
+        def key_of(width: int) -> BurstKey:
             shared = self._pays(batch, width)
-            return "decode", width, steps, filtered, self._parts(batch, width, shared), shared
+            return "decode", width, steps, filtered, self._parts(batch, width, shared), shared, drafted
 
         key = key_of(padded_rows(len(batch.slots), self._state.num_slots))
         if not self._graphs.worth(key):
             key = key_of(self._state.num_slots)
-        _, width, _, _, parts, shared = key
-        kept_4B = self._batch[:, :width]
-        run = self._graphs.of(
+        run = self._burst_of(key)
+        width = key[1]
+        self._batch[:, :width].copy_(upload(self._rows(batch, width), self._device), non_blocking=True)
+        return run
+
+    def _burst_of(self, key: BurstKey) -> Body:
+        _, width, steps, filtered, parts, shared, drafted = key
+        return self._graphs.of(
             key,
-            lambda: self._decode(kept_4B, steps, filtered, shared=shared, parts=parts),
+            lambda: self._decode(self._batch[:, :width], steps, filtered, shared, parts, drafted),
             lambda: self._batch.copy_(self._rows(EMPTY_BATCH, self._state.num_slots)),
         )
-        kept_4B.copy_(upload(self._rows(batch, width), self._device), non_blocking=True)
-        return run
+
+    def preparations(self, steps: int, longest: int, *, filtered: bool) -> list[Body]:
+        """Captures of the bursts that most jobs need: of all slots, also with sequences that are split, then of ever fewer
+        rows. Each leaves everything as it is. Empty where nothing is captured."""
+        if not self._graphs.enabled:
+            return []
+        widths = sorted({padded_rows(rows, self._state.num_slots) for rows in range(1, self._state.num_slots + 1)})
+        shapes = [(self._state.num_slots, parts) for parts in (0, *parts_up_to(longest))]
+        shapes += [(width, 0) for width in reversed(widths[:-1])]
+        keys = [
+            (
+                "decode",
+                width,
+                steps,
+                filtered,
+                self._parts(DecodeBatch([], [], [], [], parts), width, False),
+                False,
+                False,
+            )
+            for width, parts in shapes
+        ]
+        return [partial(self._burst_of, key) for key in dict.fromkeys(keys)]
 
     def _pays(self, batch: DecodeBatch, width: int) -> bool:
         """Whether reading shared pages once saves more than its extra kernel costs."""
@@ -183,12 +262,21 @@ class DeviceRunner:
             row[: len(values)] = values
         return torch.from_numpy(rows)
 
-    def _decode(self, batch_4B: Tensor, steps: int, filtered: bool, *, shared: bool = False, parts: int = 0) -> None:
+    def _decode(
+        self,
+        batch_4B: Tensor,
+        steps: int,
+        filtered: bool,
+        shared: bool = False,
+        parts: int = 0,
+        drafted: bool = False,
+    ) -> None:
         readings = Readings(*batch_4B[1:]) if shared else None
         for _ in range(steps):
-            self._steps.decode(batch_4B[0], filtered=filtered, readings=readings, parts=parts)
+            self._steps.decode(batch_4B[0], filtered=filtered, readings=readings, parts=parts, drafted=drafted)
 
-    def _look(self) -> Burst:
+    def look(self) -> Burst:
+        """The state of all slots after what was launched last."""
         number = self.num_bursts - 1
         active, counts = (self._to_host(column) for column in (self._state.active, self._state.counts))
         if not self._on_gpu:
@@ -225,6 +313,26 @@ class DeviceRunner:
             Sampled(*(column[row, first : count - shortest].tolist() for column in columns))
             for row, (first, count) in enumerate(zip(firsts, counts, strict=True))
         ]
+
+
+def opening_of(running: Running) -> Opening:
+    """A sequence as it enters its slot."""
+    sequence = running.sequence
+    return opening_at(running, running.slot, len(sequence.sampled.tokens), sequence.read[-1])
+
+
+def opening_at(running: Running, slot: int, count: int, token: int) -> Opening:
+    """The sequence in a slot after `count` sampled tokens, of which `token` is the last."""
+    group = running.sequence.group
+    return Opening(
+        slot=slot,
+        ordinal=group.prompt.ordinal if group.options.draws is None else group.options.draws,
+        sample=running.sequence.sample,
+        token=token,
+        position=len(group.tokens) + count - 1,
+        count=count,
+        sampling=group.prompt.sampling,
+    )
 
 
 _Unread = TypeVar("_Unread", Fill, Extension)

@@ -15,21 +15,21 @@ class Graphs:
     """Captures each computation once, when first needed. All graphs share one memory pool, since they never overlap."""
 
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
-        self._enabled = enabled and device.type == "cuda"
+        self.enabled = enabled and device.type == "cuda"
         self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._wanted: Counter[Hashable] = Counter()
-        self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
+        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 
     def worth(self, key: Hashable) -> bool:
         """Whether this shape has been asked for often enough that its capture pays. Rare shapes, as when a job starts or
         ends, then never hold up the others."""
         self._wanted[key] += 1
-        return not self._enabled or key in self._captured or self._wanted[key] > _WORTH
+        return not self.enabled or key in self._captured or self._wanted[key] > _WORTH
 
     def of(self, key: Hashable, body: Body, blank: Body) -> Body:
         """A function that runs the body, captured on first use. Inputs must be tensors that stay in place; `blank` sets them
         so that the run of the capture changes nothing."""
-        if not self._enabled:
+        if not self.enabled:
             return body
         if key not in self._captured:
             blank()

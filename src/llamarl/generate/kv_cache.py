@@ -79,6 +79,11 @@ class PagedCache:
         self.page_tokens, self.num_kv_heads, self.narrow = page_tokens, size[1], narrow
         self.token_bytes = 2 * size[1] * size[-1] * dtype.itemsize  # of one token in one layer
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of all layers and, in fp8, the scales of both."""
+        return self._parts
+
     def keys(self, layer: int) -> Pages:
         return self._pages(0, layer)
 

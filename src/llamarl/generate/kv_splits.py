@@ -15,8 +15,15 @@ _MAX_PARTS_OF_ALL = 16
 def parts_of_long(lengths: Collection[int]) -> int:
     """Parts of a sequence that is far longer than most, which would otherwise be read alone in the end; 0: none is."""
     longest = max(lengths)
-    if longest * len(lengths) <= _UNEVEN * sum(lengths):
-        return 0
+    return 0 if longest * len(lengths) <= _UNEVEN * sum(lengths) else _parts_of(longest)
+
+
+def parts_up_to(longest: int) -> tuple[int, ...]:
+    """All numbers of parts that `parts_of_long` can give for sequences of up to this length, besides 0."""
+    return tuple(1 << power for power in range(1, _parts_of(longest).bit_length()))
+
+
+def _parts_of(longest: int) -> int:
     fitting = -(-longest // PART_TOKENS)
     return min(_MAX_PARTS_OF_LONG, 1 << fitting.bit_length() - 1) if fitting > 1 else 0
 

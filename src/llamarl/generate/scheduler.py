@@ -4,14 +4,18 @@ Sequences start oldest first, one by one, as soon as a slot and enough pages are
 pages of their prompt: full pages by reference, the last one as a copy that each sample goes on writing. When pages run out,
 the youngest sequence is paused: it gives up slot and pages, waits in front of all others, and later goes on where it was.
 
+Sequences that run wait for what is read between two bursts. So a long prompt is read in chunks, one before each burst, also
+while no slot is free yet; its sequences start when all of it is read, and those behind it wait.
+
 A conversation whose turn has ended is parked: it gives up its slot and keeps its pages until a reply comes, which is read
 after them. If pages run out it loses them too, and is then read again from its first token.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +24,8 @@ from llamarl.generate.pages import PagePool, pages_for
 from llamarl.generate.stop_strings import StopStrings
 from llamarl.types import Completion, Given, PromptGroup, bytes_to_tokens
 
+_SHORT_PROMPT = 512  # tokens; so many are read in about the time of a burst
+_SPARE_PAGES = 2  # for each running sequence, left free by prompts that are read ahead
 NOBODY = -1  # version of tokens that no policy sampled
 Key = tuple[int, int]  # identifies a sequence: ordinal of its group, index of its sample
 
@@ -49,6 +55,7 @@ class GroupUnderway:
     tokens: list[int]
     options: GroupOptions = AS_ALL_OTHERS
     prompt_pages: list[int] | None = None  # held until the last sample has started
+    num_read: int = 0  # tokens of the prompt in these pages
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
     not_started: int = 0  # samples
 
@@ -100,6 +107,13 @@ class Sequence:
     def read(self) -> list[int]:
         """All tokens so far; the last one is read by the next decode step."""
         return self.group.tokens + self.sampled.tokens
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens to read before it can start."""
+        if self.sampled.tokens:
+            return len(self.group.tokens) + len(self.sampled.tokens) - 1 - self.num_kept
+        return len(self.group.tokens) - 1 - self.group.num_read
 
     @property
     def max_tokens(self) -> int:
@@ -157,6 +171,11 @@ class Admission:
     copies: list[tuple[int, int]] = field(default_factory=list)  # page -> page
     started: list[Running] = field(default_factory=list)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to read."""
+        return sum(len(fill.tokens) for fill in self.fills) + sum(len(one.tokens) for one in self.extensions)
+
 
 @dataclass(frozen=True)
 class DecodeBatch:
@@ -198,8 +217,10 @@ def make_batch(running: Collection[Running], members: int, page_tokens: int) -> 
 class Scheduler:
     """Decides which sequence has which slot and pages; see the module's docstring."""
 
-    def __init__(self, slots: int, pool: PagePool, page_tokens: int) -> None:
+    def __init__(self, slots: int, pool: PagePool, page_tokens: int, prefill_tokens: int = 0) -> None:
+        """`prefill_tokens`: most tokens to read before a burst, 0: without limit. Prompts of up to 512 tokens never wait."""
         self.pool, self._page_tokens = pool, page_tokens
+        self.prefill_tokens = prefill_tokens or sys.maxsize
         self._free_slots = list(range(slots - 1, -1, -1))
         self._waiting: deque[Sequence] = deque()
         self.running: dict[int, Running] = {}  # by slot, oldest first
@@ -214,6 +235,25 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
+    def free_slots(self) -> list[int]:
+        """A copy of the list of free slots; the last one is taken first."""
+        return list(self._free_slots)
+
+    @property
+    def next_unread(self) -> int:
+        """Tokens that are left to read of the sequence that starts next."""
+        return self._waiting[0].num_unread if self._waiting else 0
+
+    @property
+    def ordinals(self) -> list[int]:
+        """Groups with completions still missing."""
+        return list(self._underway)
+
     def add(self, prompt: PromptGroup, options: GroupOptions = AS_ALL_OTHERS) -> None:
         group = GroupUnderway(prompt, bytes_to_tokens(prompt.prompt_tokens).tolist(), options)
         group.not_started = prompt.sampling.samples
@@ -223,16 +263,54 @@ class Scheduler:
     def admit(self, burst: int, steps: int) -> Admission:
         """Start what fits, with pages for `steps` steps. `burst` is the number of their first burst."""
         admission = Admission()
-        while self._waiting and self._free_slots:
+        if self._waiting and self._waiting[0].num_unread > self.prefill_tokens:
+            self._read_chunk(self._waiting[0], admission)
+        while self._waiting and self._free_slots and self._may_read(self._waiting[0], admission):
             if self._start(self._waiting[0], burst, steps, admission):
                 self._waiting.popleft()
-            elif self.running or not self.give_up_pages():
+            elif self.running or not self.give_up_pages(but=self._waiting[0]):
                 break
         # Only now: a page released earlier could be filled by another sequence before it is copied.
         for running in admission.started:
             if not running.sequence.group.not_started:
                 self._forget_prompt(running.sequence.group)
         return admission
+
+    def _may_read(self, sequence: Sequence, admission: Admission) -> bool:
+        """Whether what is left to read of a sequence fits before this burst."""
+        unread = sequence.num_unread
+        if unread <= _SHORT_PROMPT and unread <= self.prefill_tokens:
+            return True
+        already = admission.num_tokens if self.running else 0
+        return already + unread <= self.prefill_tokens
+
+    def _read_chunk(self, sequence: Sequence, admission: Admission) -> None:
+        """Read the next chunk of a long sequence that waits, if there are pages for all of it. It holds them from now on."""
+        if sequence.sampled.tokens:
+            pages, start, tokens = sequence.kept, sequence.num_kept, sequence.read[:-1]
+        else:
+            pages, start = sequence.group.prompt_pages or [], sequence.group.num_read
+            tokens = sequence.group.tokens[:-1]
+        missing = self._pages(len(tokens)) - len(pages)
+        if missing + _SPARE_PAGES * len(self.running) > self.pool.num_free and not self._frees(missing, sequence):
+            return
+        pages = pages + self.pool.take(missing)
+        end = min(start + self.prefill_tokens, len(tokens))
+        if start:
+            admission.extensions.append(Extension(tokens[start:end], start, pages))
+        else:
+            admission.fills.append(Fill(tokens[:end], pages))
+        if sequence.sampled.tokens:
+            sequence.kept, sequence.num_kept = pages, end
+        else:
+            sequence.group.prompt_pages, sequence.group.num_read = pages, end
+
+    def _frees(self, missing: int, sequence: Sequence) -> bool:
+        """Take pages from others that have no slot, where none runs that would release some; True if that was enough."""
+        while not self.running and missing > self.pool.num_free:
+            if not self.give_up_pages(but=sequence):
+                return False
+        return not self.running
 
     def _start(self, sequence: Sequence, burst: int, steps: int, admission: Admission) -> bool:
         running = Running(sequence, self._free_slots[-1], [], len(sequence.sampled.tokens), burst)
@@ -259,7 +337,8 @@ class Scheduler:
         unread = sequence.read[sequence.num_kept : -1]
         if sequence.kept:
             running.shared_pages = self._full_pages(sequence.group)
-            admission.extensions.append(Extension(unread, sequence.num_kept, running.pages))
+            if unread:
+                admission.extensions.append(Extension(unread, sequence.num_kept, running.pages))
         else:
             admission.fills.append(Fill(unread, running.pages))
         sequence.kept, sequence.num_kept = [], 0
@@ -269,6 +348,9 @@ class Scheduler:
             group.prompt_pages = self.pool.take(self._pages(len(group.tokens) - 1))
             if group.prompt_pages:
                 admission.fills.append(Fill(group.tokens[:-1], group.prompt_pages))
+        elif unread := group.tokens[group.num_read : -1]:
+            admission.extensions.append(Extension(unread, group.num_read, group.prompt_pages))
+        group.num_read = len(group.tokens) - 1
 
     def _share_prompt(self, running: Running, own: int, admission: Admission) -> None:
         group = running.sequence.group
@@ -284,7 +366,7 @@ class Scheduler:
     def _forget_prompt(self, group: GroupUnderway) -> None:
         if group.prompt_pages is not None:
             self.pool.release(group.prompt_pages)
-            group.prompt_pages = None
+            group.prompt_pages, group.num_read = None, 0
 
     def grow(self, steps: int) -> list[Running] | None:
         """Give all running sequences pages for `steps` steps. Returns those that got more, or None if too few are free."""
@@ -299,13 +381,14 @@ class Scheduler:
             running.pages += self.pool.take(missing)
         return [running for running, _ in wanted]
 
-    def give_up_pages(self) -> bool:
+    def give_up_pages(self, but: Sequence | None = None) -> bool:
         """Release pages of sequences without a slot, which can be read again: first the prompts, then the conversation parked
-        last. True if that freed a page."""
+        last; not those of `but`. True if that freed a page."""
         before = self.pool.num_free
         for sequence in self._waiting:
-            self._forget_prompt(sequence.group)
-        holders = [one for one in (*self._waiting, *self._parked.values()) if one.kept]
+            if but is None or but.sampled.tokens or sequence.group is not but.group:
+                self._forget_prompt(sequence.group)
+        holders = [one for one in (*self._waiting, *self._parked.values()) if one.kept and one is not but]
         while holders and self.pool.num_free == before:
             self._forget_kept(holders.pop())
         return self.pool.num_free > before
@@ -391,9 +474,16 @@ class Scheduler:
         self._waiting = deque(one for one in self._waiting if one.group is not group)
         return left
 
-    def read_again(self) -> list[Fill]:
-        """Fills that replace the keys and values of all running sequences, from their first token."""
-        return [Fill(running.sequence.read[:-1], running.pages) for running in self.running.values()]
+    def read_again(self) -> Iterator[Admission]:
+        """Fills that replace the keys and values of all running sequences, from their first token; then the next chunks of
+        long ones."""
+        whole = [(running.sequence.read[:-1], running.pages) for running in self.running.values()]
+        chunk, start = self.prefill_tokens, 0
+        yield Admission(fills=[Fill(tokens[:chunk], pages) for tokens, pages in whole])
+        while long := [(tokens, pages) for tokens, pages in whole if len(tokens) > (start := start + chunk)]:
+            yield Admission(
+                extensions=[Extension(tokens[start : start + chunk], start, pages) for tokens, pages in long]
+            )
 
     def _leave(self, running: Running) -> None:
         self.pool.release(running.pages)

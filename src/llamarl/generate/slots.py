@@ -66,10 +66,20 @@ class SlotState:
         """Stop a slot from outside; slots whose sequence ended are inactive already."""
         self.active[slot] = False
 
-    def put_back(self, slot: int, tokens: Tensor, logprobs: Tensor, versions: Tensor) -> None:
-        """Restore what a sequence had sampled before it was paused."""
+    def jump(self, slots_B: Tensor, counts_B: Tensor) -> None:
+        """Set the number of sampled tokens, and with it the position."""
+        self.positions[slots_B] += counts_B - self.counts[slots_B]
+        self.counts[slots_B] = counts_B
+
+    def close_all(self, slots: Sequence[int]) -> None:
+        """Stop slots without waiting for the device."""
+        if slots:
+            self.active.index_fill_(0, upload(torch.tensor(slots), self.device), False)
+
+    def put_back(self, slot: int, tokens: Tensor, logprobs: Tensor, versions: Tensor, start: int = 0) -> None:
+        """Set what a sequence has sampled from `start` on, such as before it was paused."""
         for kept, column in ((tokens, self.out_tokens), (logprobs, self.out_logprobs), (versions, self.out_versions)):
-            column[slot, : len(kept)] = kept.to(self.device)
+            column[slot, start : start + len(kept)] = kept.to(self.device)
 
     def sampling_of(self, slots_B: Tensor) -> SamplingColumns:
         """How these slots are sampled, one row for each."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llamarl.generate.attention import DecodeAttention, ExtendAttention, PrefillAttention, Readings
+from llamarl.generate.attention import ChunkAttention, DecodeAttention, ExtendAttention, PrefillAttention, Readings
 from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import SlotState
@@ -37,11 +37,29 @@ class Steps:
         self.model(tokens_RT, positions_RT, attend, self._rope_at(positions_RT))
 
     @torch.inference_mode()
-    def decode(self, slots_B: Tensor, *, filtered: bool, readings: Readings | None = None, parts: int = 0) -> None:
-        """Sample one more token for each of these slots; inactive slots stay as they are."""
+    def extend_one(self, tokens_T: Tensor, positions_T: Tensor, pages_T: Tensor, table_P: Tensor, end: int) -> None:
+        """The same for many tokens of one sequence, which then has `end` of them, on a GPU."""
+        attend = ChunkAttention(self.cache, table_P, positions_T, pages_T, end)
+        positions_1T = positions_T[None]
+        self.model(tokens_T[None], positions_1T, attend, self._rope_at(positions_1T))
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        slots_B: Tensor,
+        *,
+        filtered: bool,
+        readings: Readings | None = None,
+        parts: int = 0,
+        drafted: bool = False,
+    ) -> None:
+        """Sample one more token for each of these slots; inactive slots stay as they are. With `drafted`, several may hold
+        the same sequence at different positions."""
         state = self.state
         tokens_B1, positions_B1 = state.tokens[slots_B][:, None], state.positions[slots_B][:, None]
-        attend = DecodeAttention(self.cache, self.table_SP, slots_B, state.positions, self._rope, readings, parts=parts)
+        attend = DecodeAttention(
+            self.cache, self.table_SP, slots_B, state.positions, self._rope, readings, parts=parts, drafted=drafted
+        )
         hidden_B1C = self.model(tokens_B1, positions_B1, attend)
         logits_BV = self.model.logits(hidden_B1C[:, 0])
         if logits_BV.is_cuda:

@@ -21,6 +21,8 @@ FREE = (
     "generator.slots",
     "generator.kv_pages",
     "generator.burst",
+    "generator.prefill_tokens",
+    "generator.draft",
     "generator.threads",
     "trainer.lr",
     "trainer.final_lr_share",

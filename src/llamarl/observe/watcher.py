@@ -56,6 +56,8 @@ class Watcher:
         self._num_dropped = 0  # groups dropped since this start of the job
         self._advisor = Advisor(config)
         self._failed = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
+        if config.generator.draft:
+            self._failed |= dict.fromkeys(("drafted_tokens", "accepted_drafts"), 0)
         if config.agent:
             self._failed |= dict.fromkeys(AGENT_COUNTS, 0)
             tally.agents = dict.fromkeys(AGENT_COUNTS, 0)
@@ -177,6 +179,11 @@ class Watcher:
         self.tally.tool_timeouts += timeouts
         self._failed["tool_failures"] += failures
         self._failed["tool_timeouts"] += timeouts
+
+    def drafted(self, drafted: int, accepted: int) -> None:
+        """Count guessed tokens. They are written with the timings, since they depend on what runs at the same time."""
+        self._failed["drafted_tokens"] += drafted
+        self._failed["accepted_drafts"] += accepted
 
     def agents_counted(self, counted: AgentsCounted) -> None:
         """Count what agents did. It is written with the timings, since it depends on the agents, not on the seed."""

@@ -88,11 +88,17 @@ class Head:
             scores_nV.div_(self.softcap).tanh_().mul_(self.softcap)
         return scores_nV if self.temperature == 1.0 else scores_nV.div_(self.temperature)
 
+    def _for_any_length(self, *tensors: Tensor) -> None:
+        """Marks the number of tokens as dynamic, so that torch makes one graph for all chunks from the start."""
+        for tensor in tensors if self.compiled else ():
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
     def statistics(self, scores_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob of the targets, entropy, and the log of the normalizer."""
         local_n = targets_n - self.vocabulary.first
         if self.vocabulary.group is None:
             measure = _compiled(_statistics, compile_backend()) if self.compiled else _statistics
+            self._for_any_length(scores_nV, local_n)
             found: tuple[Tensor, Tensor, Tensor] = measure(scores_nV, local_n)
             return found
         return _shared_statistics(scores_nV, local_n, self.vocabulary)
@@ -112,10 +118,9 @@ class Head:
         local_n = targets_n - self.vocabulary.first
         of_logprob_n, of_entropy_n = (grad / (self.temperature * self.divisor) for grad in grads)
         wide = torch.float32 if self.softcap else dtype
+        self._for_any_length(scores_nV, local_n, normalizer_n, entropy_n, of_logprob_n, of_entropy_n)
         found: Tensor = differentiate(scores_nV, local_n, normalizer_n, entropy_n, of_logprob_n, of_entropy_n, wide)
-        if self.softcap:  # the derivative of tanh
-            found = (found * (1.0 - (scores_nV * (self.temperature / self.softcap)).square())).to(dtype)
-        return found
+        return self._before_softcap(found, scores_nV, dtype)
 
     def divergence(
         self, scores_nV: Tensor, normalizer_n: Tensor, teacher_nV: Tensor, forward: float
@@ -143,12 +148,20 @@ class Head:
         differentiate = _compiled(_gradient_beside, compile_backend()) if self.compiled else _gradient_beside
         targets_n, normalizer_n, entropy_n = pieces
         pieces = targets_n - self.vocabulary.first, normalizer_n, entropy_n
-        of_logprob_n, of_entropy_n = (grad / self.temperature for grad in grads)
+        of_logprob_n, of_entropy_n = (grad / (self.temperature * self.divisor) for grad in grads)
         # A tensor, since compiled code would be made anew for every number.
-        weight, forward = torch.full((), share[0] / self.temperature, device=scores_nV.device), share[1]
+        weight = torch.full((), share[0] / (self.temperature * self.divisor), device=scores_nV.device)
+        self._for_any_length(scores_nV, *pieces, of_logprob_n, of_entropy_n, teacher_nV, *of_teacher)
+        wide = torch.float32 if self.softcap else dtype
         found: Tensor = differentiate(
-            scores_nV, *pieces, of_logprob_n, of_entropy_n, teacher_nV, *of_teacher, weight, forward, dtype
+            scores_nV, *pieces, of_logprob_n, of_entropy_n, teacher_nV, *of_teacher, weight, share[1], wide
         )
+        return self._before_softcap(found, scores_nV, dtype)
+
+    def _before_softcap(self, found: Tensor, scores_nV: Tensor, dtype: torch.dtype) -> Tensor:
+        """A gradient of the bounded scores becomes that of those before: times the derivative of tanh."""
+        if self.softcap:
+            found = (found * (1.0 - (scores_nV * (self.temperature / self.softcap)).square())).to(dtype)
         return found
 
 

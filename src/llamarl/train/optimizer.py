@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -192,6 +192,21 @@ class AdamW:
             sound,
             *self._betas,
         )
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compile the step on numbers of no consequence: for vectors and matrices, for gradients of a single pass and for
+        fp32 sums of several."""
+        split = sorted((slot for slot in self.slots if "low" in slot.kinds), key=lambda slot: slot.local.numel())
+        smallest = {slot.local.dim(): slot for slot in reversed(split)}
+        for slot in smallest.values() if self._compiled else ():
+            zeros, device = torch.zeros_like(slot.local), slot.local.device
+            numbers, scale = torch.zeros(3, device=device), torch.ones((), device=device)
+            for dtype in (slot.local.dtype, torch.float32):
+                state = {key: torch.zeros_like(zeros, dtype=kind) for key, kind in slot.kinds.items()}
+                made_up = replace(slot, local=zeros, state=state)
+                never = torch.zeros((), dtype=torch.bool, device=device)
+                self._step_split(made_up, torch.zeros_like(zeros, dtype=dtype), numbers, scale, never)
 
     def _numbers(self, lr: float, decay: float) -> Tensor:
         """Numbers for `_split_step`: step size, factor of the second moment's root, and the share that decay leaves."""

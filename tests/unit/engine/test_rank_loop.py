@@ -11,6 +11,7 @@ from helpers.groups import prompt_group
 from llamarl.engine import rank_loop
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.ranks import Ranks
+from llamarl.engine.runner import Runner
 from llamarl.messages import GroupRefused, Message, PublishWeights, Report, Stop, Up, WeightsPublished, WorkOnGroup
 
 SLOW, POISON = 3, 7  # ordinals
@@ -39,6 +40,20 @@ class Judge:
 
     def work(self) -> Iterable[Report]:
         raise AssertionError("it is idle")
+
+
+class Preparing(Judge):
+    """Prepares itself in one slice, before anything else."""
+
+    preparing = "compile"
+
+    @property
+    def idle(self) -> bool:  # type: ignore[override]
+        return not self.preparing
+
+    def work(self) -> Iterable[Report]:
+        self.preparing = ""
+        return []
 
 
 class Script:
@@ -100,3 +115,10 @@ def test_what_was_done_before_a_failure_is_said() -> None:
     with pytest.raises(ValueError, match="poison"):
         rank_loop.run_rank(Judge, connection, Ranks(0, 1))
     assert connection.said == [[0, 1]]
+
+
+def test_the_phases_of_a_start_are_told() -> None:
+    runner = Runner(Preparing())
+    runner.note_start(time.monotonic() - 1)
+    runner.work()
+    assert [(span.kind, span.name) for span in runner.take_spans()] == [("work", "start"), ("work", "compile")]

@@ -19,6 +19,7 @@ from llamarl.executors.trainer import Trainer
 from llamarl.messages import (
     BatchResult,
     Failed,
+    Noted,
     PublishWeights,
     Report,
     SaveState,
@@ -224,3 +225,34 @@ def test_a_publication_that_fails_beside_the_update_is_told() -> None:
     with pytest.raises(AssertionError, match="nobody asked for it"):
         base.learner.hold()  # type: ignore[misc]
     assert told == [Failed("weights could not be published: AssertionError: nobody asked for it")]
+
+
+class CountedWeights:
+    def publish(self, version: int) -> Publication:
+        return Publication(version, "checksum", 8)
+
+
+def test_passes_are_compiled_between_messages_once_generators_have_weights() -> None:
+    compiled: list[str] = []
+    learner = make_trainer().learner
+    trainer = Trainer(learner, CountedWeights(), carry_from=Path("."), warm_up=lambda: compiled.append("now"))
+    states = [trainer.idle]
+    list(trainer.handle(PublishWeights(0)))
+    states.append(trainer.idle)
+    assert states == [True, False], "generators wait for the first weights: nothing may come before them"
+    (said,) = trainer.work()
+    assert isinstance(said, Noted) and "compiling" in said.text
+    assert trainer.preparing == "compile" and not compiled
+    assert not list(trainer.work())
+    assert compiled == ["now"]
+    assert trainer.idle and not trainer.preparing
+
+
+def test_nothing_is_compiled_ahead_once_a_batch_is_there() -> None:
+    def never() -> None:
+        raise AssertionError("the update compiles what it needs")
+
+    trainer = Trainer(make_trainer().learner, CountedWeights(), carry_from=Path("."), warm_up=never)
+    list(trainer.handle(PublishWeights(0)))
+    update(trainer, group(1.0, 0.0))
+    assert trainer.idle

@@ -11,13 +11,14 @@ from helpers.models import lively_model
 
 from llamarl.generate.decoder import ContinuousDecoder, Limits
 from llamarl.generate.graphs import _WORTH, Graphs
+from llamarl.generate.kv_splits import parts_of_long, parts_up_to
 from llamarl.generate.scheduler import DecodeBatch
 
 
 def test_a_shape_that_occurs_now_and_then_is_not_worth_a_capture() -> None:
     graphs = Graphs(torch.device("cpu"))
     assert graphs.worth("seldom"), "without graphs nothing is captured, and nothing costs"
-    graphs._enabled = True
+    graphs.enabled = True
     assert [graphs.worth("often") for _ in range(_WORTH + 1)] == [False] * _WORTH + [True]
     assert not graphs.worth("another")
 
@@ -26,7 +27,7 @@ def choosing_device(slots: int) -> Any:
     """On a GPU, as far as the choice of graphs goes."""
     limits = Limits(slots=slots, max_prompt_tokens=8, max_new_tokens=8)
     device: Any = ContinuousDecoder(lively_model(), limits, eos_ids=(), seed=0)._device
-    device._on_gpu = device._graphs._enabled = True
+    device._on_gpu = device._graphs.enabled = True
     device._graphs._capture = lambda body: SimpleNamespace(replay=body)
     return device
 
@@ -52,3 +53,23 @@ def test_parts_make_a_graph_of_its_own_only_where_sequences_are_cut_by_their_len
         sharing = DecodeBatch(slots=[5, 6], firsts=[0], counts=[2], skips=[8, 8], parts=parts)
         many._decode_of(sharing, 8, False)
     assert len(many._graphs._captured) == 4, "prompts that are read once for many rows are never cut by length"
+
+
+def test_graphs_that_most_jobs_need_are_captured_before_the_work() -> None:
+    device = choosing_device(slots=256)
+    for capture in device.preparations(8, 2048, filtered=False):
+        capture()
+    captured = [key[1:] for key in device._graphs._captured]
+    assert captured[0] == (256, 8, False, 0, False), "all slots first: every job needs that"
+    assert [width for width, *_ in captured[-3:]] == [4, 2, 1]
+    assert device._batch[0].tolist() == [256] * 256, "nobody's slot: a capture must not touch a sequence"
+    device._decode_of(DecodeBatch(slots=[5, 9, 2], firsts=[], counts=[], skips=[0] * 3), 8, False)
+    assert len(device._graphs._captured) == len(captured)
+    assert device._batch[0, :4].tolist() == [5, 9, 2, 256], "a graph that is there is used at once"
+
+
+def test_parts_are_prepared_up_to_what_the_longest_sequence_needs() -> None:
+    assert parts_up_to(512) == ()
+    for longest in (513, 1024, 2000, 5000, 100_000):
+        possible = {parts_of_long([length, *[1] * 30]) for length in range(1, min(longest, 6000) + 1)}
+        assert {0, *parts_up_to(longest)} == possible

@@ -16,6 +16,7 @@ import torch
 from llamarl.builders.context import BuildContext
 from llamarl.builders.registry import load_builder
 from llamarl.engine import rank_loop
+from llamarl.engine.compiled_code import compiled_code
 from llamarl.engine.envelope import Envelope, encode
 from llamarl.engine.local.protocol import ForkRank
 from llamarl.engine.malloc import keep_freed_memory
@@ -89,9 +90,10 @@ def run_child(order: ForkRank, fds: list[int]) -> None:
         if order.config.engine.share_gpus:
             let_ranks_share_gpus()
         ranks = Ranks.join(order.rank, order.num_ranks, lambda: store_in(rendezvous_fd, order.num_ranks), LOOPBACK)
-        rank_loop.run_rank(
-            lambda: _build(order, SlotFile.by_role(order.slots, slot_fds), connection), connection, ranks
-        )
+        with compiled_code(keep=order.config.engine.keep_compiled):
+            rank_loop.run_rank(
+                lambda: _build(order, SlotFile.by_role(order.slots, slot_fds), connection), connection, ranks
+            )
     except (ConnectionClosed, BrokenPipeError, ConnectionResetError):
         pass  # the engine ended, or does not want this executor any more
     except BadFrame as error:

@@ -20,6 +20,7 @@ from monarch.actor import Actor, current_rank, endpoint
 from llamarl.builders.context import BuildContext
 from llamarl.builders.registry import load_builder
 from llamarl.engine import rank_loop
+from llamarl.engine.compiled_code import compiled_code
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.malloc import keep_freed_memory
 from llamarl.engine.monarch.fork_server import SLOTS
@@ -125,7 +126,8 @@ class RankActor(Actor):
                 spec.interface,
                 nccl_interface=spec.network if spec.num_writers else "",
             )
-            rank_loop.run_rank(self._build, connection, ranks)
+            with compiled_code(keep=spec.config.engine.keep_compiled):
+                rank_loop.run_rank(self._build, connection, ranks)
             connection.send_message(RankStopped())
         except ConnectionClosed:
             pass

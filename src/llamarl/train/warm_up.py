@@ -1,0 +1,62 @@
+"""Compiles a trainer's passes before its first batch is there, while the generators sample it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from llamarl.algo.batch import Document
+from llamarl.train.learner import Learner
+from llamarl.train.lm_head import fused_loss
+from llamarl.train.speed import measured_tflops
+
+_DOCUMENTS = 4
+_TOKENS = 128  # of a prompt and of an answer, unless they are shorter: one compiled graph serves all lengths
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Runs passes on made-up documents, forward and backward, and drops their gradients: weights, optimizer state and metrics
+    stay as they are, bit for bit. With `probes`, also the pass that measures a probe."""
+
+    learner: Learner
+    max_prompt_tokens: int
+    max_new_tokens: int
+    probes: bool = False
+
+    def __call__(self) -> None:
+        policy, how = self.learner.policy, self.learner.policy.computing
+        documents = self._documents(policy.model.shape.vocab_size)
+        for pack in policy.packs(documents):
+            here = pack.to(how.device)
+            hidden_NC = policy.hidden(here)
+            loss, _, _ = fused_loss(hidden_NC, policy.head_weight, here.targets_N, _nothing, policy.head)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.learner.optimizer.zero_grad()
+        self.learner.optimizer.warm_up()
+        if self.probes:
+            for pack in policy.packs(documents[:1], same_everywhere=True):
+                policy.logprobs(pack)
+        measured_tflops(how.device, how.dtype)
+
+    def _documents(self, vocab_size: int) -> list[Document]:
+        """Documents of different lengths, enough for every rank."""
+        mesh = self.learner.policy.computing.mesh
+        prompt, answer = min(_TOKENS, self.max_prompt_tokens), min(_TOKENS, self.max_new_tokens)
+        return [
+            _document(prompt, max(1, answer - number), vocab_size)
+            for number in range(max(_DOCUMENTS, 2 * mesh.batch_ranks))
+        ]
+
+
+def _nothing(part: slice, logprobs_n: Tensor, entropy_n: Tensor) -> Tensor:
+    """A loss whose gradient is zero."""
+    return (logprobs_n + entropy_n).sum() * 0.0
+
+
+def _document(prompt: int, answer: int, vocab_size: int) -> Document:
+    tokens = (np.arange(prompt + answer) % vocab_size).astype(np.int32)
+    nothing = np.zeros(answer, dtype=np.float32)
+    return Document(tokens, prompt, nothing, np.zeros(answer, dtype=np.int64), nothing)
