@@ -16,7 +16,7 @@ tensor group; every rank has all tokens. A teacher's head is cut into the same r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -60,6 +60,8 @@ class TeacherStates:
     weight_VC: Tensor  # the teacher's head
     weight: float  # of each token's KL in the loss
     forward: float = 0.0
+    divisor: float = 1.0  # of its scores, and what bounds them (`Head`)
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,8 @@ def _taught(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The KL of a chunk's tokens, and the gradient of the scores with it."""
-    teacher_nV = head.scores(teacher.hidden_NC[part], teacher.weight_VC)
+    own = replace(head, divisor=teacher.divisor, softcap=teacher.softcap)
+    teacher_nV = own.scores(teacher.hidden_NC[part], teacher.weight_VC)
     kl_n, reverse_n, normalizer_n = head.divergence(scores_nV, pieces[1], teacher_nV, teacher.forward)
     share = (teacher.weight, teacher.forward)
     return kl_n, head.score_gradient_beside(

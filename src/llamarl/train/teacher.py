@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from llamarl.algo.streams import TEACHER_LOGPROBS
-from llamarl.train.lm_head import TeacherStates
+from llamarl.train.lm_head import Head, TeacherStates
 from llamarl.train.lora import load_adapters
 from llamarl.train.packing import Pack
 from llamarl.train.policy import Policy
@@ -86,7 +86,7 @@ class Lesson:
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
-    heads: Mapping[int, Tensor] = field(default_factory=dict)
+    heads: Mapping[int, tuple[Tensor, Head]] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)
     forward: float = 0.0
 
@@ -94,7 +94,10 @@ class Lesson:
         if number not in self.hidden:
             return None
         hidden_NC = self.hidden[number].to(self.device, non_blocking=True)
-        return TeacherStates(hidden_NC, self.heads[number], self.weights[number], self.forward)
+        weight_VC, head = self.heads[number]
+        return TeacherStates(
+            hidden_NC, weight_VC, self.weights[number], self.forward, divisor=head.divisor, softcap=head.softcap
+        )
 
 
 NO_LESSON = Lesson()
@@ -111,7 +114,7 @@ class Teachers:
         """Passes of all teachers over the packs that name them; every rank has equally many of each. A token's KL weighs
         `weight` / `num_tokens`. States wait in host memory."""
         hidden: dict[int, Tensor] = {}
-        heads: dict[int, Tensor] = {}
+        heads: dict[int, tuple[Tensor, Head]] = {}
         weights = {
             number: self._weight / num_tokens if pack.counts else 0.0
             for number, pack in enumerate(packs)
@@ -126,10 +129,10 @@ class Teachers:
                 device = policy.computing.device
                 for number in mine:
                     hidden[number] = policy.hidden(packs[number].to(device)).to("cpu")
-                head_VC = policy.head_weight.detach().clone()
+                head = policy.head_weight.detach().clone(), policy.head
                 if isinstance(policy.model, FSDPModule):
                     policy.model.reshard()  # otherwise only a backward pass would
-            heads |= dict.fromkeys(mine, head_VC)
+            heads |= dict.fromkeys(mine, head)
         return Lesson(device, hidden, heads, weights, self._forward)
 
     def add_column(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:

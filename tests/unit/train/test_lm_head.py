@@ -180,3 +180,24 @@ def test_narrow_states_of_a_teacher_make_wide_scores() -> None:
     teacher = TeacherStates(*teacher_inputs(torch.bfloat16), 1.0)
     kl = taught_loss(hidden, weight, targets, no_loss, Head(), teacher)[3]
     assert torch.allclose(kl, plain_kl(hidden, weight, 1.0, 0.0), atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_policy_and_teacher_each_bound_their_own_scores(chunk: int) -> None:
+    """As Gemma and Granite do, beside a teacher whose family does not."""
+    hidden, weight, targets = inputs()
+    theirs_hidden, theirs_weight = teacher_inputs()
+    scores_NV = torch.tanh(hidden @ weight.t() / 2.0 / 1.5) * 1.5 / 0.8
+    logp_NV = torch.log_softmax(scores_NV, -1)
+    logq_NV = torch.log_softmax(theirs_hidden @ theirs_weight.t() / 4.0 / 0.8, -1)
+    kl_N = 0.7 * (logp_NV.exp() * (logp_NV - logq_NV)).sum(-1) + 0.3 * (logq_NV.exp() * (logq_NV - logp_NV)).sum(-1)
+    chosen_N = logp_NV.gather(1, targets[:, None])[:, 0]
+    expected = KL_WEIGHT * kl_N.sum() + some_loss(chosen_N, -(logp_NV.exp() * logp_NV).sum(-1))
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    teacher = TeacherStates(theirs_hidden, theirs_weight, KL_WEIGHT, 0.3, divisor=4.0)
+    head = Head(0.8, chunk=chunk, divisor=2.0, softcap=1.5)
+    loss, _, _, kl = taught_loss(hidden, weight, targets, part_of(True), head, teacher)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-5)
+    assert torch.allclose(kl, kl_N, atol=1e-5)
+    for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
+        assert torch.allclose(found, one, rtol=1e-5, atol=1e-5)
