@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from helpers.paged_attention import attention_agrees, operations_agree, shape_of
 
-from llamarl.generate.attention import Readings, attend_pages, members_of_reading
-from llamarl.generate.kv_cache import PagedCache, Pages
+from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.sampling import filter_threshold, sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import Opening, SlotState
-from llamarl.model import ops
-from llamarl.model.quantize import FP8
-from llamarl.model.rope import rope_up_to
-from llamarl.model_spec import ModelSpec
+from llamarl.model_spec import AttentionOptions
 from llamarl.types import Sampling
 
 pytestmark = pytest.mark.gpu
@@ -58,108 +54,50 @@ def test_only_long_sequences_are_cut_into_parts(
     attention_agrees(rows, (heads, kv_heads, size), (16, 130), torch.bfloat16, device, narrow, parts=parts)
 
 
-def attention_agrees(
+OPTIONS = {
+    "window": AttentionOptions(window=37),
+    "window of one": AttentionOptions(window=1),
+    "window of two": AttentionOptions(window=2),
+    "window of a block": AttentionOptions(window=17),
+    "softcap": AttentionOptions(softcap=2.0),
+    "scale": AttentionOptions(scale=0.3),
+    "all": AttentionOptions(window=100, softcap=1.5, scale=0.3),
+}
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("parts", [0, 4])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "size"), [(5, 4, 2, 16), (300, 8, 2, 64), (9, 8, 4, 256)])
+def test_windows_softcaps_and_scales(
     rows: int,
-    model: tuple[int, int, int],
-    pages: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    options: AttentionOptions,
+    parts: int,
     narrow: bool,
-    shared_pages: int = 0,
-    *,
-    parts: int = 0,
+    device: torch.device,
 ) -> None:
-    """Query and key are turned, key and value written, and everything up to there attended to. With sharing, every three rows
-    (the last may be alone) begin with the same pages, which are more than one block."""
-    from llamarl.generate import attention_kernels
-
-    (heads, kv_heads, size), (page, width) = model, pages
-    generator = torch.Generator(device=device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)
-
-    num_pages = rows * width + 1
-    ours, twin = (
-        PagedCache(shape_of(heads, kv_heads, size), num_pages, page, dtype=FP8 if narrow else dtype, device=device)
-        for _ in range(2)
-    )
-    everywhere = torch.arange(num_pages * page, device=device)
-    filled = normal(len(everywhere), kv_heads, size)
-    for cache in (ours, twin):
-        cache.keys(0).put(everywhere // page, everywhere % page, filled)
-        cache.values(0).put(everywhere // page, everywhere % page, filled.flip(0))
-    slots_B = torch.randperm(rows, device=device, generator=generator)
-    order = torch.randperm(rows * width, device=device, generator=generator) + 1
-    table_SP = order.view(rows, width).to(torch.int32)
-    positions_S = torch.randint(0, page * width, (rows,), device=device, generator=generator)
-    positions_S[0] = 0
-    positions_S[-1] = page * width - 1
-    readings = None
-    if shared_pages:
-        readings = share(
-            slots_B, table_SP, positions_S, min(3, members_of_reading(heads // kv_heads)), shared_pages, page
-        )
-    qkv = normal(rows, 1, (heads + 2 * kv_heads) * size)
-    sizes = [heads * size, kv_heads * size, kv_heads * size]
-    q, k, v = (part.view(rows, 1, -1, size) for part in torch.split(qkv, sizes, dim=-1))
-    rope = rope_up_to(shape_of(heads, kv_heads, size), page * width, device)
-
-    positions_B, table_BP = positions_S[slots_B], table_SP[slots_B].long()
-    at = tuple(part[positions_B][:, None] for part in rope)
-    pages_B, within_B = table_BP.gather(1, positions_B[:, None] // page)[:, 0], positions_B % page
-    twin.keys(0).put(pages_B, within_B, ops.rotate(k, at)[:, 0])
-    twin.values(0).put(pages_B, within_B, v[:, 0])
-    mask = (torch.arange(page * width, device=device)[None] <= positions_B[:, None])[:, None, None]
-    turned = ops.rotate(q, at).float()
-    expected = attend_pages(turned, _wide(twin.keys(0)), _wide(twin.values(0)), table_BP, mask)
-    found = attention_kernels.attend_pages(
-        (q, k, v), ours.keys(0), ours.values(0), table_SP, slots_B, positions_S, rope, readings, parts=parts
+    attention_agrees(
+        rows, (heads, kv_heads, size), (16, 30), torch.bfloat16, device, narrow, parts=parts, options=options
     )
 
-    for mine, theirs in ((ours.keys(0), twin.keys(0)), (ours.values(0), twin.values(0))):
-        everything = torch.arange(num_pages, device=device)[None]
-        torch.testing.assert_close(
-            mine.read(everything, torch.float32).float(),
-            theirs.read(everything, torch.float32).float(),
-            atol=1e-6,
-            rtol=2e-2,
-        )
-    torch.testing.assert_close(found.float(), expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "fp8"])
+def test_a_softcap_where_pages_are_shared(narrow: bool, device: torch.device) -> None:
+    options = AttentionOptions(softcap=2.0, scale=0.2)
+    attention_agrees(40, (8, 2, 64), (16, 21), torch.bfloat16, device, narrow, 9, options=options)
 
 
-def share(
-    slots_B: Tensor, table_SP: Tensor, positions_S: Tensor, members: int, num_pages: int, page_tokens: int
-) -> Readings:
-    """Let neighboring rows begin with the same pages, in place."""
-    rows = len(slots_B)
-    firsts, counts, skips = torch.zeros(3, rows, dtype=torch.int64, device=slots_B.device)
-    positions_S.clamp_(min=num_pages * page_tokens)
-    starts = range(0, rows - 1, members)
-    for reading, first in enumerate(starts):
-        count = min(members, rows - first)
-        table_SP[slots_B[first : first + count], :num_pages] = table_SP[slots_B[first], :num_pages].clone()
-        if count > 1:
-            firsts[reading], counts[reading] = first, count
-            skips[first : first + count] = num_pages * page_tokens
-    return Readings(firsts, counts, skips)
+def test_operations_of_single_families(device: torch.device) -> None:
+    operations_agree(device)
 
 
-def _wide(pages: Pages) -> Pages:
-    return pages if pages.narrow else Pages(pages.values_KPTD.float(), None)
-
-
-def shape_of(heads: int, kv_heads: int, size: int) -> ModelSpec:
-    return ModelSpec(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=size,
-        max_positions=512,
-    )
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("rotated", [16, 48, 62])
+def test_a_part_of_each_head_is_rotated(rotated: int, narrow: bool, device: torch.device) -> None:
+    attention_agrees(9, (8, 2, 64), (16, 21), torch.bfloat16, device, narrow, 3, rotated=rotated)
 
 
 def open_slots(rows: int, device: torch.device, temperatures: list[float], filters: bool) -> SlotState:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from llamarl.families.decoder import NORM_NAMES
 from llamarl.model.linear import JoinedLinear, Product, joined
@@ -69,6 +70,7 @@ class AllHeadsNorm(RMSNorm):
         wide = settled(x).float()
         mean = self.sum_over_ranks(wide.pow(2).sum(-1, keepdim=True)) / self.size
         factors = self.factors()
+        factors = factors.to_local() if isinstance(factors, DTensor) else factors
         return narrowed(factors * (wide * torch.rsqrt(mean + self.eps)), factors.dtype)
 
 

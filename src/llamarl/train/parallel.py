@@ -6,14 +6,16 @@ No module is wrapped, so parameters keep their Hugging Face names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -28,7 +30,7 @@ from llamarl.families.family import ROWS, ParameterSpec
 from llamarl.families.parameters import family_of
 from llamarl.model.gpu_paths import compile_backend
 from llamarl.model.ops import Rope
-from llamarl.model.transformer import Transformer
+from llamarl.model.transformer import AllHeadsNorm, Transformer
 from llamarl.train.lora import add_trained_adapters
 from llamarl.train.mesh import TrainerMesh
 from llamarl.train.recompute import recompute_from_parts, recompute_inside
@@ -84,9 +86,27 @@ def _styles(parameters: Iterable[ParameterSpec]) -> dict[str, ParallelStyle]:
     for parameter in parameters:
         if parameter.kind == "embedding":
             found[parameter.module] = RowwiseParallel(input_layouts=Replicate())
+        elif parameter.kind == "wide_norm":
+            found[parameter.module] = SplitNorm()
         elif parameter.split is not None:
             found[parameter.module] = ColwiseParallel() if parameter.split == ROWS else RowwiseParallel()
     return found
+
+
+class SplitNorm(ParallelStyle):
+    """Splits a norm that spans all heads: each rank has the weights of its heads, and the squares are summed over ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, AllHeadsNorm)
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
+        module.sum_over_ranks = partial(_sum_over, device_mesh)
+        return module
+
+
+def _sum_over(mesh: DeviceMesh, squares: Tensor) -> Tensor:
+    """The sum over the ranks, each of which applies it to heads of its own: their gradients are summed as well."""
+    parts = DTensor.from_local(squares, mesh, [Partial()], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def tie_head(model: Transformer) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 from helpers.models import SHAPE, lively_model
+from helpers.odd_models import ODD, odd_model
 from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
 from msgspec.structs import replace
 from torch._dynamo.utils import counters
@@ -38,6 +39,22 @@ def graphs(num_layers: int, recompute: str) -> int:
     assert_same_gradients(learner.optimizer.gradients(), expected)
     assert not counters["graph_break"]
     return int(counters["stats"]["unique_graphs"])
+
+
+def test_blocks_of_each_kind_share_a_graph() -> None:
+    """Layers with and without a window are of two kinds, however many there are."""
+    found = []
+    for num_layers in (2, 4):
+        torch._dynamo.reset()
+        counters.clear()
+        spec = replace(ODD["olmo3"], num_layers=num_layers, windows=ODD["olmo3"].windows * (num_layers // 2))
+        learner = cpu_learner(odd_model(spec), compiled=True)
+        learner.accumulate(DOCUMENTS)
+        _, expected = naive_gradients(odd_model(spec), DOCUMENTS)
+        assert_same_gradients(learner.optimizer.gradients(), expected)
+        assert not counters["graph_break"]
+        found.append(counters["stats"]["unique_graphs"])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

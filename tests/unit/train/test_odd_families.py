@@ -1,0 +1,81 @@
+"""Windows, norms, biases, softcaps and multipliers in the trainer: gradients are those of one document at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.odd_models import ODD, odd_model
+from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
+from helpers.trees import flash_on_cpu, make_branching_documents
+from torch import Tensor
+
+from llamarl.config import LoraConfig
+from llamarl.families.adapters import adapter_parameters
+from llamarl.model_spec import AttentionOptions
+from llamarl.train.attention import FlashDocuments, MaskedDocuments, document_attention
+from llamarl.train.packing import PADDING, Pack, Sharing, make_packs
+from llamarl.train.tree_attention import FlashTrees
+
+DOCUMENTS = make_test_documents(12)
+BRANCHING = make_branching_documents()
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_packed_and_recomputed_equals_one_by_one(name: str) -> None:
+    learner = cpu_learner(odd_model(name), tokens_per_pack=60, recompute="full", temperature=1.0)
+    seen = learner.accumulate(DOCUMENTS)
+    loss, expected = naive_gradients(odd_model(name), DOCUMENTS)
+    assert seen.loss() == pytest.approx(loss, abs=1e-5)
+    assert_same_gradients(learner.optimizer.gradients(), expected)
+    assert all(gradient.abs().max() > 0 for gradient in expected.values()), "a parameter without use would hide a fault"
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_documents_begin_with_is_computed_once(name: str) -> None:
+    learner, plain = (cpu_learner(odd_model(name), tokens_per_pack=100, share_prompts=how) for how in ("on", "off"))
+    assert any(pack.is_shared for pack in learner.policy.packs(BRANCHING))
+    assert learner.accumulate(BRANCHING).loss() == pytest.approx(plain.accumulate(BRANCHING).loss(), abs=1e-5)
+    assert_same_gradients(learner.optimizer.gradients(), plain.optimizer.gradients())
+
+
+def attend(pack: Pack, how: MaskedDocuments | FlashTrees | FlashDocuments, options: AttentionOptions) -> list[Tensor]:
+    """Output of attention, and gradients of what goes in."""
+    torch.manual_seed(0)
+    shapes = [(*pack.tokens_RT.shape, heads, 8) for heads in (4, 2, 2)]
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    real = (pack.nodes_RT != PADDING)[..., None, None]
+    q, k, v = given
+    out = how(0, q, k, v, options) * real
+    return [out.detach(), *torch.autograd.grad((out * torch.randn(out.shape)).sum(), given)]
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 3, 7, 50])
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_long_row_with_a_window_equals_a_mask(window: int, shared: bool) -> None:
+    """Also where a window ends inside a prompt that several answers share, or reaches beyond two levels."""
+    options = AttentionOptions(window=window, scale=0.4)
+    sharing = Sharing("on" if shared else "off")
+    (pack,) = make_packs(BRANCHING, 10_000, long_rows=True, sharing=sharing, multiple_of=16)
+    with flash_on_cpu():
+        how = document_attention(pack, long_rows=True, window=window)
+        assert isinstance(how, FlashTrees if shared else FlashDocuments)
+        found = attend(pack, how, options)
+    for mine, expected in zip(found, attend(pack, MaskedDocuments(pack), options), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_a_window_leaves_out_what_is_older() -> None:
+    """By the definition of transformers: `window` tokens, the token itself among them."""
+    (pack,) = make_packs(DOCUMENTS[:1], 10_000, long_rows=False, multiple_of=1)
+    length = pack.lengths[0]
+    values_RTKD = torch.eye(pack.tokens_RT.shape[1])[None, :, None]
+    zeros = torch.zeros_like(values_RTKD)
+    weights = MaskedDocuments(pack)(0, zeros, zeros, values_RTKD, AttentionOptions(window=3))[0, :length, 0, :length]
+    expected = torch.ones(length, length).tril().triu(-2)
+    assert torch.equal(weights > 0, expected > 0)
+
+
+def test_layers_for_adapters_are_those_of_the_table() -> None:
+    for spec in ODD.values():
+        names = {name.split(".")[-3] for name in adapter_parameters(spec, LoraConfig(rank=2))}
+        assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
