@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.faulty_ranks import SKIPPED_ONCE, generator_with_a_wrong_slice, skipping_generator
-from helpers.meshes import assert_goes_on, assert_noticed, chain
+from helpers.meshes import Layout, assert_goes_on, assert_noticed, chain, run_mesh
 from helpers.models import SHAPE, lively_model
 from helpers.probes import logprob_gaps
 from helpers.ranks import run_ranks
@@ -51,23 +51,19 @@ EXACT = ["generator.dtype=float32", "trainer.dtype=float32"]
 
 
 @pytest.mark.parametrize(
-    ("replicate", "data", "tensor"), [(1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1), (2, 2, 1), (2, 1, 2)]
+    "mesh", [(1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1), (2, 2, 1), (2, 1, 2), (1, 1, 1, 2), (1, 1, 2, 2), (2, 1, 1, 2)]
 )
-def test_a_trainer_over_nccl_computes_what_one_rank_computes(
-    replicate: int, data: int, tensor: int, tmp_path: Path
-) -> None:
+def test_a_trainer_over_nccl_computes_what_one_rank_computes(mesh: Layout, tmp_path: Path) -> None:
     save_model(lively_model(), tmp_path / "model")
-    count, mesh = replicate * data * tensor, f"{replicate}x{data}"
-    run_ranks("helpers.trainer_rank", count, mesh, "gradients,updates", str(tmp_path), device="cuda:0")
+    by_task = run_mesh("gradients,updates", mesh, tmp_path, device="cuda:0")
     loss, expected = naive_gradients(lively_model(), make_test_documents(DOCUMENTS))
-    found = load_file(tmp_path / "gradients")
+    found, updates = by_task["gradients"], by_task["updates"]
     for case in ("one", "several", "full"):
         gradients = {
             name.removeprefix(f"{case}/"): value for name, value in found.items() if name.startswith(f"{case}/")
         }
         assert gradients.pop("loss").item() == pytest.approx(loss, abs=1e-4)
         assert_same_gradients(gradients, expected)
-    updates = load_file(tmp_path / "updates")
     assert updates["same"].item() == 1, "a snapshot is gone on from bit for bit"
     learner = make_learner(tmp_path / "model", LONE_RANK, device=GPU)
     train(learner)

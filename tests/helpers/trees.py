@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from helpers.models import VOCABULARY
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import REFERENCE_LOGPROBS
-from llamarl.train import tree_attention
+from llamarl.train import context_attention, tree_attention
 from llamarl.types import Given
 
 
@@ -57,11 +57,11 @@ def _document(rng: np.random.Generator, prompt: np.ndarray, answer: np.ndarray) 
 
 @contextmanager
 def flash_on_cpu() -> Iterator[None]:
-    """Computes the parts of tree attention without FlashAttention."""
-    with (
-        patch.object(tree_attention, "flash_forward", plain_forward),
-        patch.object(tree_attention, "flash_backward", plain_backward),
-    ):
+    """Computes tree attention, and that of ranks which share packs, without FlashAttention."""
+    with ExitStack() as patches:
+        for module in (tree_attention, context_attention):
+            patches.enter_context(patch.object(module, "flash_forward", plain_forward))
+            patches.enter_context(patch.object(module, "flash_backward", plain_backward))
         yield
 
 
@@ -103,8 +103,11 @@ def _wide(x: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, starts_q: Tensor, starts_k: Tensor, causal: bool) -> Tensor:
     rows, columns = (_runs(starts, x.shape[0]) for starts, x in ((starts_q, q), (starts_k, k)))
     mask_QK = rows[:, None] == columns
-    if causal:
-        mask_QK = mask_QK.tril()
+    if causal:  # the last query of a run sees the last key
+        left = [
+            starts[1:].long()[run] - torch.arange(len(run)) for starts, run in ((starts_q, rows), (starts_k, columns))
+        ]
+        mask_QK &= left[1] >= left[0][:, None]
     scores_HQK: Tensor = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) / q.shape[-1] ** 0.5
     return scores_HQK.masked_fill(~mask_QK, -torch.inf)
 

@@ -50,6 +50,6 @@ def check_training(config: Config) -> None:
 def _check_ranks(section: str, settings: TrainerConfig | ReferenceConfig, shape: ModelSpec, config: Config) -> None:
     check_tensor_parallel(shape, settings.tensor, f"{section}.tensor")
     device = device_of(f"{section}.device", settings.device)
-    replicate = settings.replicate if isinstance(settings, TrainerConfig) else 1
-    copies = "" if replicate == 1 else f"{replicate} * "
-    check_gpus(f"{section}.data: {copies}{settings.data} * {settings.tensor}", settings.ranks, device, config)
+    replicate, context = (settings.replicate, settings.context) if isinstance(settings, TrainerConfig) else (1, 1)
+    copies, sharing = ("" if replicate == 1 else f"{replicate} * "), ("" if context == 1 else f" * {context}")
+    check_gpus(f"{section}.data: {copies}{settings.data}{sharing} * {settings.tensor}", settings.ranks, device, config)

@@ -235,6 +235,19 @@ def tensor_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, tokens_per_rank: floa
     return passes * 4 * shape.num_layers * all_reduce_s(gpu, each_bytes, tp)
 
 
+def context_exchange_s(
+    shape: ModelSpec, gpu: Gpu, tp: int, context: int, tokens: float, recompute: str = "none"
+) -> float:
+    """Context parallelism's communication for `tokens` tokens of a group of ranks: each layer gathers keys and values in bf16
+    in the forward and in the backward pass, and once more where whole blocks are computed again, and sums their gradients in
+    fp32. It does not overlap with anything."""
+    if context == 1:
+        return 0.0
+    gathers = 3 if recompute == "full" else 2
+    each_bytes = 2 * shape.kv_size / tp * (2 * gathers + 4) * tokens * (context - 1) / context
+    return shape.num_layers * each_bytes / (link_gb_s(gpu, tp * context) * 1e9)
+
+
 # Links
 
 HOP_S = 4e-6  # one step of a collective between GPUs of a host
@@ -322,11 +335,13 @@ def pass_bytes(
     batch_ranks: int,
     width: int = 2,
     lora: LoraConfig = NO_LORA,
+    context: int = 1,
 ) -> dict[str, float]:
     """Most bytes per rank that a pass of `tokens` tokens takes, with `width` bytes per number, by kind: what FSDP gathers and
     reduces, if several ranks share a batch, and activations. It is the fullest of four moments: in the head, in the backward
     pass of the last layer, when the embedding's gradient is there, and when FSDP reduces it with the head's. With adapters,
-    head, embedding and layers have no gradients."""
+    head, embedding and layers have no gradients. `context` ranks share the tokens."""
+    seen, tokens = tokens, tokens / context
     ends, layer = (
         (num_parameters(shape) - block_parameters(shape)) / tp,
         block_parameters(shape) / shape.num_layers / tp,
@@ -335,14 +350,19 @@ def pass_bytes(
     kept = tokens * shape.num_layers * _kept_bytes(shape, recompute, tp, width)
     if lora:
         in_head = kept + _frozen_head_bytes(shape, tokens, tp)
-        in_layer = kept + _layer_bytes(shape, tokens, recompute, tp, width)
+        in_layer = (
+            kept + _layer_bytes(shape, tokens, recompute, tp, width) + _context_bytes(shape, seen, tp, context, width)
+        )
         gathered = width * ends + 2 * width * layer if batch_ranks > 1 else 0.0
         return {"gathered": gathered, "activations": max(in_head, in_layer)}
     moments = {
         "head": (0.0, kept + _head_bytes(shape, tokens, tp, width)),
         "layer": (
             2 * width * layer + 4 * layer,
-            kept + _layer_bytes(shape, tokens, recompute, tp, width) + width * head,
+            kept
+            + _layer_bytes(shape, tokens, recompute, tp, width)
+            + _context_bytes(shape, seen, tp, context, width)
+            + width * head,
         ),
         "embedding": (4 * layer, width * (embedding + head)),  # every tensor rank makes the gradient of all of it
         "reduced": (4 * ends, width * embedding / tp),
@@ -370,6 +390,12 @@ def _layer_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width
     """A layer's backward pass: what was not kept of it, or gradients of its MLP."""
     whole, attention = (_kept_bytes(shape, how, tp, width) for how in ("none", "selective"))
     return tokens * (whole if recompute == "full" else whole - attention + 4 * shape.hidden_size)
+
+
+def _context_bytes(shape: ModelSpec, tokens: float, tp: int, context: int, width: int) -> float:
+    """Keys and values of all ranks in a layer's backward pass: gathered, put in order for each run of queries, and their
+    gradients, whose sum is fp32."""
+    return 0.0 if context == 1 else tokens * 2 * shape.kv_size / tp * (2 * width + 2 * 4)
 
 
 def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int) -> float:

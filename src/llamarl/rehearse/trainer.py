@@ -28,7 +28,7 @@ def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int
     check_tensor_parallel(ranks.shape, ranks.tp, "trainer.tensor")
     tracker = MemoryTracker("activations", owners={AdamW._collect: "gradients"})
     with fake_ranks(rank, ranks.ranks):
-        mesh = make_mesh(ranks.data, ranks.tp, rank, DEVICE, ranks.replicate)
+        mesh = make_mesh(ranks.data, ranks.tp, rank, DEVICE, ranks.replicate, ranks.context)
         computing = ComputeSettings(
             DEVICE,
             torch.bfloat16,

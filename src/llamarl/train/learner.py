@@ -17,9 +17,10 @@ from llamarl.algo.losses import Loss, is_tokenwise, objective
 from llamarl.algo.metrics import TokenMeasures, describe_groups, token_metrics, token_totals
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train.adapter_check import EffectTolerance, TrainedHash, check_effect
+from llamarl.train.context import join_answers, whole_answers
 from llamarl.train.lm_head import chunked_logprobs, fused_loss
 from llamarl.train.optimizer import AdamW, gradient_norm
-from llamarl.train.packing import PADDING, Pack
+from llamarl.train.packing import PADDING, AnswerPlaces, Pack
 from llamarl.train.parallel import complete_gradients, is_tensor_sharded, sum_over_replicas
 from llamarl.train.policy import Policy
 from llamarl.train.shards import trained
@@ -110,11 +111,13 @@ class Learner:
         return seen
 
     def _forward(self, pack: Pack, seen: Seen, *, num_tokens: int, num_sequences: int) -> Tensor:
-        def part_loss(part: slice, logprobs_n: Tensor, entropy_n: Tensor) -> Tensor:
-            tokens = pack.tokens(part, logprobs_n, entropy_n, num_tokens=num_tokens, num_sequences=num_sequences)
+        def part_loss(
+            part: slice, logprobs_n: Tensor, entropy_n: Tensor, of: Pack = pack, weight: float = 1.0
+        ) -> Tensor:
+            tokens = of.tokens(part, logprobs_n, entropy_n, num_tokens=num_tokens, num_sequences=num_sequences)
             value, metrics = objective(self._loss, tokens, self._algo)
-            seen.add_part(pack, len(logprobs_n), metrics)
-            return value if pack.counts else value * 0.0
+            seen.add_part(of, weight * len(logprobs_n), metrics)
+            return value * weight if of.counts else value * 0.0
 
         hidden_NC, head = self.policy.hidden(pack), self.policy.head
         weight_VC = self.policy.head_weight  # after the pass, when FSDP has gathered it
@@ -122,7 +125,10 @@ class Learner:
             loss, logprobs_N, entropy_N = fused_loss(hidden_NC, weight_VC, pack.targets_N, part_loss, head)
         else:
             logprobs_N, entropy_N = chunked_logprobs(hidden_NC, weight_VC, pack.targets_N, head)
-            loss = part_loss(slice(0, pack.num_targets), logprobs_N, entropy_N)
+            of, weight = whole_answers(pack)
+            mesh = self.policy.computing.mesh
+            whole = join_answers(logprobs_N, pack, mesh), join_answers(entropy_N, pack, mesh)
+            loss = part_loss(slice(0, of.num_targets), *whole, of, weight)
         seen.add_tokens(pack, logprobs_N.detach(), entropy_N.detach())
         return loss
 
@@ -157,8 +163,16 @@ class Learner:
         """Difference of log-probs between policy and generator on tokens that this same version has sampled."""
         documents = [document_of(probe.prompt, one, version=version) for one in probe.completions]
         packs = self.policy.packs(documents, same_everywhere=True) if documents else []
-        gaps = [(self.policy.logprobs(pack).cpu() - pack.behavior_logprobs_N).abs() for pack in packs]
-        return torch.cat(gaps).double().mean().item() if gaps else 0.0
+        if not packs:
+            return 0.0
+        gaps_N = torch.cat([self._gaps(pack) for pack in packs]).double()
+        total = torch.tensor([gaps_N.sum().item(), len(gaps_N)], dtype=torch.float64)
+        gap, count = self.policy.computing.mesh.sum_over_context(total.to(self.policy.computing.device)).tolist()
+        return float(gap / count)
+
+    def _gaps(self, pack: Pack) -> Tensor:
+        gaps_N = (self.policy.logprobs(pack).cpu() - pack.behavior_logprobs_N).abs()
+        return gaps_N if pack.counts else gaps_N[:0]
 
     def _speed(self, documents: Sequence[Document], work: UpdateWork, start_s: float) -> dict[str, float]:
         how = self.policy.computing
@@ -204,7 +218,7 @@ class Seen:
         self._losses: list[Tensor] = []
         self._parts: list[tuple[float, Mapping[str, Tensor | float]]] = []  # tokens, metrics of the loss
         self._tokens: list[TokenMeasures] = []
-        self._sequences: list[Tensor] = []  # document of each of these tokens
+        self._places: list[AnswerPlaces] = []  # where these tokens belong
         self._work: list[tuple[Tensor, float]] = []  # tokens and squares of each pass
 
     def add_loss(self, loss: Tensor) -> None:
@@ -212,16 +226,16 @@ class Seen:
 
     def add_work(self, pack: Pack) -> None:
         """Counts what a pass has computed, from the rows that went through the model."""
-        if pack.counts:
+        if pack.is_work:
             squares = sum(node.squares for node in pack.nodes)
             self._work.append(((pack.nodes_RT != PADDING).sum(), float(squares)))
 
-    def add_part(self, pack: Pack, num_tokens: int, metrics: Mapping[str, Tensor | float]) -> None:
+    def add_part(self, pack: Pack, num_tokens: float, metrics: Mapping[str, Tensor | float]) -> None:
         self._parts.append((float(num_tokens) if pack.counts else 0.0, metrics))
 
     def add_tokens(self, pack: Pack, logprobs_N: Tensor, entropy_N: Tensor) -> None:
         if pack.counts:
-            self._sequences.append(pack.sequence_N)
+            self._places.append(pack.places)
             self._tokens.append(
                 TokenMeasures(logprobs_N, pack.behavior_logprobs_N, entropy_N, pack.staleness_N, pack.fresh_N)
             )
@@ -260,8 +274,8 @@ class Seen:
         """Log-probs of the wanted groups' rollouts, by ordinal (a collective); empty for those that were left out."""
         wanted = frozenset(wanted)
         column = TokenColumn(documents, self._policy, only=[one.source[0] in wanted for one in documents])
-        for sequence_N, tokens in zip(self._sequences, self._tokens, strict=True):
-            column.fill(sequence_N, tokens.policy_logprobs_N)
+        for places, tokens in zip(self._places, self._tokens, strict=True):
+            column.fill(places, tokens.policy_logprobs_N)
         found = dict(zip((one.source for one in documents), column.complete(), strict=True))
         return {
             group.ordinal: tuple(found.get((group.ordinal, number), b"") for number in range(len(group.rollouts)))

@@ -58,7 +58,7 @@ def parallelize(
         _compile(model, any_length=mesh.tensor == 1)
     if from_parts:
         recompute_from_parts(model, mesh)
-    if mesh.batch_ranks > 1:
+    if mesh.token_ranks > 1:
         _fsdp(model, mesh, compute_dtype)
 
 

@@ -22,7 +22,7 @@ def add_reference_column(policy: Policy, groups: Sequence[RolloutGroup]) -> tupl
     for pack in policy.packs(documents):
         logprobs_N = policy.logprobs(pack)
         if pack.counts:
-            column.fill(pack.sequence_N, logprobs_N)
+            column.fill(pack.places, logprobs_N)
     columns = iter(column.complete())
     return tuple(
         RolloutGroup(group.prompt, tuple(_with_column(one, next(columns)) for one in group.rollouts))

@@ -15,26 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from llamarl.train.flash import flash_backward, flash_forward, longest_of, starts_of
 from llamarl.train.fp16 import to_half
 from llamarl.train.packing import NO_PARENT, Pack
 
-_LONGEST = 1024  # tokens; longest document that attention is launched for at least
-_LONGEST_BRANCHES = 4096  # the same for all documents behind a node together, which are few and long
-
-
-def starts_of(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Where each run of tokens begins, and where the last one ends."""
-    starts_D = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-    starts_D = starts_D.to(device, non_blocking=True)
-    torch._dynamo.maybe_mark_dynamic(starts_D, 0)  # packs hold any number of documents
-    return starts_D
-
-
-def longest_of(lengths: Sequence[int], least: int = _LONGEST) -> int:
-    """A power of two that most packs have in common, since blocks are compiled again for every new value."""
-    return max(least, 1 << (max(lengths) - 1).bit_length())
+_LONGEST_BRANCHES = 4096  # tokens; longest run of all documents behind a node together, which are few and long
 
 
 class FlashTrees:
@@ -166,30 +152,3 @@ def join(out_QHD: Tensor, sums_QH: Tensor, other_QHD: Tensor, others_QH: Tensor)
     weight_QHD = (others_QH - joined_QH).exp()[..., None].expand(out_QHD.shape)
     out = torch.lerp(out_QHD.to(weight_QHD.dtype), other_QHD.to(weight_QHD.dtype), weight_QHD)
     return out.to(out_QHD.dtype), joined_QH
-
-
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, logarithms of the sums [H, Q] of the softmax, and what the backward pass wants besides."""
-    found = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False
-    )
-    return found[0], found[1], found[2], found[3]
-
-
-def flash_backward(
-    given: tuple[Tensor, ...],
-    starts_q: Tensor,
-    starts_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    causal: bool,
-    random: Tensor,
-    unused: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, given those of the output, then q, k, v, the output and its sums."""
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *given, starts_q, starts_k, longest_q, longest_k, 0.0, causal, random, unused
-    )
-    return found

@@ -28,8 +28,8 @@ SHAPE = replace(shape_named("llama-3.2-1b"), num_layers=4)
 H100 = GPUS["h100"]
 
 
-def ranks(data: int = 1, tp: int = 1, recompute: str = "full") -> TrainerRanks:
-    return TrainerRanks(SHAPE, H100, "bf16", data, tp, recompute, 4096)
+def ranks(data: int = 1, tp: int = 1, recompute: str = "full", context: int = 1) -> TrainerRanks:
+    return TrainerRanks(SHAPE, H100, "bf16", data, tp, recompute, 4096 * context, context=context)
 
 
 def trained(layout: TrainerRanks) -> RoleMemory:
@@ -44,10 +44,11 @@ def generated(precision: str, tp: int) -> RoleMemory:
 
 
 @pytest.mark.parametrize(
-    ("data", "tp", "recompute"), [(1, 1, "none"), (4, 1, "selective"), (1, 2, "full"), (64, 4, "full")]
+    ("data", "tp", "recompute", "context"),
+    [(1, 1, "none", 1), (4, 1, "selective", 1), (1, 2, "full", 1), (64, 4, "full", 1), (2, 1, "selective", 4)],
 )
-def test_a_trainer_rank_takes_what_the_formula_says(data: int, tp: int, recompute: str) -> None:
-    role = trained(ranks(data, tp, recompute))
+def test_a_trainer_rank_takes_what_the_formula_says(data: int, tp: int, recompute: str, context: int) -> None:
+    role = trained(ranks(data, tp, recompute, context))
     assert abs(role.difference) < 0.1, "\n".join(table_of([role]))
     assert role.ranks[0].kinds.keys() == role.formula.keys()
     for kind in ("weights", "optimizer state", "gradients"):
