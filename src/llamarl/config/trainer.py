@@ -63,8 +63,11 @@ class TrainerConfig(Section, frozen=True):
         ),
     ] = "off"
     recompute: Annotated[
-        Literal["none", "selective", "full"],
-        Meta(description="activations recomputed in the backward pass: none, those of the MLPs, or whole blocks"),
+        Literal["none", "selective", "offload", "full"],
+        Meta(
+            description="activations recomputed in the backward pass: none, those of the MLPs, or whole blocks; offload: "
+            "those of the MLPs, while all others wait in host memory"
+        ),
     ] = "none"
     compile: Annotated[
         Literal["auto", "on", "off"], Meta(description="compile the blocks with torch.compile; auto: on a GPU")

@@ -34,6 +34,7 @@ from llamarl.plan.terms import (
     held_bytes,
     kv_bytes_per_token,
     num_trained,
+    offloaded_bytes,
     pass_bytes,
     published_bytes,
     training_state_bytes,
@@ -169,6 +170,9 @@ def _trainer_parts(
         ).values()
     )
     yield MemoryItem("activations", place, passing, _less_activations(longest, settings), sure=False)
+    if settings.recompute == "offload" and on_gpu:
+        host = offloaded_bytes(shape, tokens / settings.context, settings.tensor, width)
+        yield MemoryItem("activations in host memory", HOST, host, "lower trainer.tokens_per_pack", sure=False)
     if first_replica:
         yield from _copies_of_policy(config, shape, place)
     yield _process(device)
@@ -176,7 +180,7 @@ def _trainer_parts(
 
 def _less_activations(longest: int, settings: TrainerConfig) -> str:
     """Settings that make passes smaller. A pack is never smaller than the longest sequence, which ranks can share."""
-    if longest >= settings.tokens_per_pack and settings.recompute == "full":
+    if longest >= settings.tokens_per_pack and settings.recompute in ("full", "offload"):
         return "share sequences over GPUs with trainer.context"
     return "lower trainer.tokens_per_pack or set trainer.recompute=full"
 

@@ -146,7 +146,7 @@ def _products_in(precision: str) -> str:
 
 def recomputed_parameters(shape: ModelSpec, recompute: str) -> int:
     """Number of weights whose product is computed again in the backward pass: of none, of the MLPs, or of all layers."""
-    if recompute == "selective":
+    if recompute in ("selective", "offload"):
         mlp = (one.size for one in family_of(shape).layer(shape) if one.kind in ("mlp_in", "mlp_out"))
         return shape.num_layers * sum(mlp)
     return block_parameters(shape) if recompute == "full" else 0
@@ -233,6 +233,14 @@ def tensor_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, tokens_per_rank: floa
         return 0.0
     each_bytes = tokens_per_rank / passes * shape.hidden_size * 2
     return passes * 4 * shape.num_layers * all_reduce_s(gpu, each_bytes, tp)
+
+
+HOST_GB_S = 45.0  # copies between a GPU and pinned host memory, in each direction (PCIe 5, 16 lanes)
+
+
+def offload_s(shape: ModelSpec, tokens_per_rank: float, tp: int, width: int = 2) -> float:
+    """Time to copy what layers keep to host memory and back; the last layer's stays. It overlaps with the passes."""
+    return 2 * offloaded_bytes(shape, tokens_per_rank, tp, width) / (HOST_GB_S * 1e9)
 
 
 def context_exchange_s(
@@ -327,6 +335,14 @@ def training_state_bytes(
     return sum(training_state(shape, tp, data, replicate, lora, base).values())
 
 
+OFFLOADED_LAYERS = 4  # whose activations are on the device with recompute=offload: one computes, others come and go
+
+
+def offloaded_bytes(shape: ModelSpec, tokens: float, tp: int, width: int = 2) -> float:
+    """Bytes of host memory per rank that the activations of a pass of `tokens` tokens take with recompute=offload."""
+    return tokens * (shape.num_layers - 1) * _kept_bytes(shape, "selective", tp, width)
+
+
 def pass_bytes(
     shape: ModelSpec,
     tokens: float,
@@ -347,7 +363,8 @@ def pass_bytes(
         block_parameters(shape) / shape.num_layers / tp,
     )
     embedding, head = embedding_of(shape).size, head_of(shape).size / tp
-    kept = tokens * shape.num_layers * _kept_bytes(shape, recompute, tp, width)
+    layers = min(shape.num_layers, OFFLOADED_LAYERS) if recompute == "offload" else shape.num_layers
+    kept = tokens * layers * _kept_bytes(shape, recompute, tp, width)
     if lora:
         in_head = kept + _frozen_head_bytes(shape, tokens, tp)
         in_layer = (
@@ -405,7 +422,8 @@ def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int) -> float:
     norms = 2 if tp == 1 else 1
     attention = (2 * 4 + norms * width) * shape.hidden_size + width * (2 * shape.q_size + 2 * shape.kv_size) / tp
     mlp = width * 3 * shape.intermediate_size / tp
-    return {"none": attention + mlp, "selective": attention, "full": 4 * shape.hidden_size / tp}[recompute]
+    some = {"none": attention + mlp, "selective": attention, "offload": attention, "full": 4 * shape.hidden_size / tp}
+    return some[recompute]
 
 
 def wire(precision: str) -> str:

@@ -14,6 +14,7 @@ from llamarl.plan.terms import (
     WORKSPACE_BYTES,
     context_exchange_s,
     num_trained,
+    offload_s,
     pass_bytes,
     replica_exchange_s,
     shard_exchange_s,
@@ -157,7 +158,10 @@ class TrainerRanks(Struct, frozen=True):
         each = batch.tokens / self.batch_ranks
         tensor_s = tensor_exchange_s(self.shape, self.gpu, self.tp, each / self.context, passes)
         context_s = context_exchange_s(self.shape, self.gpu, self.tp, self.context, each, self.recompute)
-        return total_s(self.gpu.train, terms) + self._accumulate_s(passes) + tensor_s + context_s
+        passes_s = total_s(self.gpu.train, terms)
+        if self.recompute == "offload":
+            passes_s = max(passes_s, offload_s(self.shape, each / self.context, self.tp))
+        return passes_s + self._accumulate_s(passes) + tensor_s + context_s
 
     def _accumulate_s(self, passes: float) -> float:
         if passes == 1:

@@ -29,7 +29,7 @@ CHUNKS = 2  # of each rank
 Indices = NDArray[np.int64]
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens [first, end) of a share, which lie behind one another in one node of the whole pack, or in padding."""
 
     node: int
@@ -44,7 +44,7 @@ class ContextShare:
     whole: Pack
     rows: tuple[Indices, ...]  # of each rank: the whole row's indices of its tokens, in its order
     rank: int
-    runs: tuple[Run, ...]  # all of this rank's tokens
+    runs: tuple[TokenRun, ...]  # all of this rank's tokens
     answers: Indices  # which of the whole pack's answer tokens are this share's, in its order
 
     @cached_property
@@ -52,7 +52,7 @@ class ContextShare:
         """The whole row's indices of all tokens, rank by rank: the order in which they are gathered."""
         return np.concatenate(self.rows)
 
-    def positions(self, run: Run) -> tuple[int, int]:
+    def positions(self, run: TokenRun) -> tuple[int, int]:
         """Positions of a run's tokens in their documents."""
         node, row = self.whole.nodes[run.node], self.rows[self.rank]
         start = node.start + int(row[run.first]) - node.first
@@ -119,10 +119,10 @@ def _deal_chunks(seen_T: Indices, ranks: int) -> tuple[Indices, ...]:
     return tuple(chunks[sorted(mine)].flatten() for mine in dealt)
 
 
-def _runs(number_t: Indices, row: Indices) -> tuple[Run, ...]:
+def _runs(number_t: Indices, row: Indices) -> tuple[TokenRun, ...]:
     breaks = (np.diff(row) != 1) | (np.diff(number_t) != 0)
     edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(row)]
-    return tuple(Run(int(number_t[first]), first, end) for first, end in pairwise(edges))
+    return tuple(TokenRun(int(number_t[first]), first, end) for first, end in pairwise(edges))
 
 
 def whole_answers(pack: Pack) -> tuple[Pack, float]:

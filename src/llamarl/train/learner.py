@@ -19,6 +19,7 @@ from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train.adapter_check import EffectTolerance, TrainedHash, check_effect
 from llamarl.train.context import join_answers, whole_answers
 from llamarl.train.lm_head import chunked_logprobs, fused_loss
+from llamarl.train.offload import moved_bytes
 from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import PADDING, AnswerPlaces, Pack
 from llamarl.train.parallel import complete_gradients, is_tensor_sharded, sum_over_replicas
@@ -59,6 +60,7 @@ class Learner:
             None  # waits until the weights may change; returns the seconds that this took
         )
         self._held_s = 0.0
+        self._offloaded_bytes = 0
 
     def update(
         self,
@@ -179,7 +181,16 @@ class Learner:
         synchronize(how.device)
         elapsed_s = time.perf_counter() - start_s
         tokens = sum(len(document.tokens) for document in documents)
-        return speed_of(self.policy.model.shape, tokens, work, elapsed_s, how.device, how.dtype, how.mesh.size)
+        found = speed_of(self.policy.model.shape, tokens, work, elapsed_s, how.device, how.dtype, how.mesh.size)
+        return found if (moved := self._offloaded_gib()) is None else {**found, "offloaded_gib": moved}
+
+    def _offloaded_gib(self) -> float | None:
+        """Activations that this rank has put into host memory since it was asked last; None where that is not wanted."""
+        total = moved_bytes(self.policy.model)
+        if total is None:
+            return None
+        found, self._offloaded_bytes = (total - self._offloaded_bytes) / 2**30, total
+        return found
 
 
 OF_LOSS = "loss/"  # prefix of the loss's own sums
