@@ -333,6 +333,32 @@ def shared_packs(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     return found | {"logprobs": probe_logprobs(learner.policy, documents)}
 
 
+NARROW_CASES: dict[str, dict[str, object]] = {
+    "documents": {},
+    "trees": {"share_prompts": "on"},
+    "several": {"tokens_per_pack": 300, "share_prompts": "on"},
+    "compiled": {"compiled": True, "recompute": "selective"},
+    "compiled trees": {"compiled": True, "recompute": "full", "share_prompts": "on"},
+    "offload": {"compiled": True, "recompute": "offload"},
+    "half": {"share_prompts": "on"},
+}
+
+
+def narrow_packs(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients on a GPU, where attention is FlashAttention's."""
+    documents, found = make_branching_documents(8, 6, longest=40), dict[str, Tensor]()
+    for case, how in NARROW_CASES.items():
+        dtype = torch.float16 if case == "half" else torch.bfloat16
+        if case == "half" and mesh.tensor > 1:
+            continue
+        policy = load_policy(folder / "model", ComputeSettings(DEVICE, dtype, mesh, **how))  # type: ignore[arg-type]
+        learner = Learner(policy, aipo_loss, settings=TrainerConfig(), algo=AlgoConfig(), updates=10)
+        seen = learner.accumulate(documents)
+        found |= {f"{case}/{name}": grad for name, grad in whole_gradients(learner).items()}
+        found[f"{case}/loss"] = torch.tensor([seen.loss()])
+    return found
+
+
 def probe_logprobs(policy: Policy, documents: list[Document]) -> Tensor:
     """Log-probs of documents that every rank computes, or every group of ranks that share packs."""
     column = TokenColumn(documents, policy)
@@ -369,6 +395,7 @@ TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "one_more_narrow": partial(one_more, dtype=torch.bfloat16),
     "compiled": compiled,
     "shared_packs": shared_packs,
+    "narrow_packs": narrow_packs,
 }
 
 

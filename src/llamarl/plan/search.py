@@ -135,14 +135,12 @@ class Space:
                     yield from self._sharing_packs(alone)
 
     def _sharing_packs(self, ranks: TrainerRanks) -> Iterator[TrainerRanks]:
-        """Yield the same ranks in groups that share packs, inside a host, where one rank cannot hold a pack: the smallest
-        groups that can. It costs time, and nothing else is gained."""
-        count = 1
-        while not self.fits(ranks.memory_bytes) and ranks.data % 2 == 0:
-            count *= 2
-            if count * ranks.tp > self.question.gpu.gpus_per_host:
+        """Yield the same ranks in groups that share packs, inside a host, where one rank cannot hold the longest document:
+        the smallest groups that can. It costs time, so larger packs are not shared."""
+        while not self.fits(ranks.memory_bytes) and ranks.data % 2 == 0 and ranks.tokens_per_pack == self._packs[0]:
+            ranks = replace(ranks, data=ranks.data // 2, context=2 * ranks.context)
+            if ranks.context * ranks.tp > self.question.gpu.gpus_per_host:
                 return
-            ranks = replace(ranks, data=ranks.data // 2, context=count)
             if self.fits(ranks.memory_bytes):
                 yield ranks
 
