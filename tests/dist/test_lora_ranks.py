@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.lora import LORA, merged_gradients, random_adapters, save_both
-from helpers.meshes import same_bits
+from helpers.meshes import run_mesh, same_bits
 from helpers.models import SHAPE
 from helpers.ranks import run_ranks
 from helpers.tensor_rank import decode
 from helpers.trainer_rank import DOCUMENTS, adapters
 from helpers.training import assert_same_gradients, make_test_documents
 from msgspec.structs import replace
-from safetensors.torch import load_file
 from torch import Tensor
 
 from llamarl.families.adapters import num_adapter_parameters
@@ -25,26 +24,21 @@ from llamarl.model.adapter_folder import load_merged
 from llamarl.model.checkpoint import save_model
 from llamarl.train.mesh import LONE_RANK
 
-MESHES = {  # replicate, data, tensor
+MESHES = {  # replicate, data, tensor, context
     "fsdp=2": (1, 2, 1),
     "tp=2": (1, 1, 2),
     "fsdp=2,tp=2": (1, 2, 2),
     "hsdp=2,tp=2": (2, 1, 2),
+    "context=2": (1, 1, 1, 2),
 }
 Found = dict[str, Tensor]
-
-
-def run_trainer(tasks: str, mesh: tuple[int, int, int], folder: Path) -> dict[str, Found]:
-    replicate, data, tensor = mesh
-    run_ranks("helpers.trainer_rank", replicate * data * tensor, f"{replicate}x{data}", tasks, str(folder))
-    return {task: load_file(folder / task) for task in tasks.split(",")}
 
 
 @pytest.fixture(scope="module", params=list(MESHES.values()), ids=list(MESHES))
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Found], Path]:
     folder = tmp_path_factory.mktemp("ranks")
     save_both(folder)
-    return run_trainer("adapters,narrow_adapters", request.param, folder), folder
+    return run_mesh("adapters,narrow_adapters", request.param, folder), folder
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +84,7 @@ def test_tied_heads_and_head_norms_go_with_adapters(tmp_path: Path) -> None:
     """None of them is trained."""
     shape = replace(SHAPE, tied_head=True, qk_norm=True)
     save_both(tmp_path, shape=shape)
-    found = named(run_trainer("adapters", (1, 2, 2), tmp_path)["adapters"], "several/")
+    found = named(run_mesh("adapters", (1, 2, 2), tmp_path)["adapters"], "several/")
     _, expected = merged_gradients(tmp_path / "adapter", make_test_documents(DOCUMENTS), random_adapters(shape=shape))
     del found["loss"]
     assert_same_gradients(found, expected)
@@ -102,7 +96,7 @@ def test_adapters_go_on_from_mesh_to_mesh(tmp_path: Path) -> None:
     chain = []
     for mesh in ((1, 2, 2), (1, 2, 1), (1, 1, 1), (2, 1, 1)):
         (tmp_path / "rendezvous").unlink(missing_ok=True)
-        chain.append(run_trainer("one_more_adapted", mesh, tmp_path)["one_more_adapted"])
+        chain.append(run_mesh("one_more_adapted", mesh, tmp_path)["one_more_adapted"])
     for before, after in pairwise(chain):
         assert any("exp_avg_sq" in name for name in after) and same_bits(after, before)
     assert {path.name for path in (tmp_path / "1" / "policy").glob("*.safetensors")} == {"adapter_model.safetensors"}

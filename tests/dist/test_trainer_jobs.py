@@ -88,11 +88,12 @@ def test_streams_of_several_ranks_are_those_of_one(tmp_path: Path) -> None:
 
 
 def test_replicas_of_a_sharded_trainer_do_what_one_rank_does(tmp_path: Path) -> None:
-    """They publish and save once, and the run can go on without them."""
+    """They publish and save once, and the run can go on without them. Ranks of a replica share packs."""
     folder = run(
         tmp_path / "replicas",
         "trainer.replicate=2",
-        "trainer.data=2",
+        "trainer.context=2",
+        "trainer.share_prompts=auto",
         "algo.reference_kl=0.1",
         "reference.place=trainer",
     )
@@ -101,7 +102,9 @@ def test_replicas_of_a_sharded_trainer_do_what_one_rank_does(tmp_path: Path) -> 
     expected = load_model(folder / "snapshots/4/policy")
     rmtree(folder / "snapshots/4")
     notes = Notes()
-    assert Job.resume(folder, overrides=["trainer.replicate=1", "trainer.data=1"], display=notes).outcome == "finished"
+    assert (
+        Job.resume(folder, overrides=["trainer.replicate=1", "trainer.context=1"], display=notes).outcome == "finished"
+    )
     assert "trainer.replicate: 2 so far, 1 from here on" in notes.seen
     again = load_model(folder / "snapshots/4/policy")
     for (name, mine), (_, theirs) in zip(again.named_parameters(), expected.named_parameters(), strict=True):

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.meshes import assert_noticed
+from helpers.meshes import Layout, assert_noticed, run_mesh
 from helpers.models import SHAPE, lively_model
-from helpers.ranks import run_ranks
 from helpers.trainer_rank import DOCUMENTS, make_learner, sequence_loss, train, whole_masters
 from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
 from helpers.trees import make_branching_documents
 from msgspec.structs import replace
-from safetensors.torch import load_file
 from torch import Tensor
 
 from llamarl.model.checkpoint import save_model
@@ -21,28 +19,24 @@ from llamarl.train.mesh import LONE_RANK
 from llamarl.train.token_column import TokenColumn
 
 TIED = replace(SHAPE, tied_head=True, qk_norm=True)
-MESHES = {  # replicate, data, tensor
+MESHES = {  # replicate, data, tensor, context
     "fsdp=4": (1, 4, 1),
     "tp=2": (1, 1, 2),
     "fsdp=2,tp=2": (1, 2, 2),
     "hsdp=2": (2, 1, 1),
     "hsdp=2,fsdp=2": (2, 2, 1),
     "hsdp=2,tp=2": (2, 1, 2),
+    "context=2,tp=2": (1, 1, 2, 2),
+    "hsdp=2,context=2": (2, 1, 1, 2),
 }
 Found = dict[str, dict[str, Tensor]]
-
-
-def run_trainer(tasks: str, mesh: tuple[int, int, int], folder: Path) -> Found:
-    replicate, data, tensor = mesh
-    run_ranks("helpers.trainer_rank", replicate * data * tensor, f"{replicate}x{data}", tasks, str(folder))
-    return {task: load_file(folder / task) for task in tasks.split(",")}
 
 
 @pytest.fixture(scope="module", params=list(MESHES.values()), ids=list(MESHES))
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("ranks")
     save_model(lively_model(), folder / "model")
-    found = run_trainer("gradients,sequence_loss,updates,narrow", request.param, folder)
+    found = run_mesh("gradients,sequence_loss,updates,narrow", request.param, folder)
     return {**found, "mesh": {"shards": torch.tensor(request.param[1:])}}
 
 
@@ -69,7 +63,7 @@ def test_gradients_equal_one_rank_one_document_at_a_time(found: Found, case: str
 def test_compiled_blocks_of_tensor_ranks_compute_the_same(tmp_path: Path) -> None:
     """Over passes of several lengths, also with whole blocks computed twice."""
     save_model(lively_model(), tmp_path / "model")
-    found = run_trainer("compiled", (1, 1, 2), tmp_path)["compiled"]
+    found = run_mesh("compiled", (1, 1, 2), tmp_path)["compiled"]
     _, expected = naive_gradients(lively_model(), make_test_documents(DOCUMENTS))
     for recompute in ("none", "full"):
         assert_same_gradients(named(found, f"{recompute}/"), expected)
@@ -88,10 +82,10 @@ def test_metrics_are_those_of_the_whole_update(found: Found) -> None:
 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (1, 3, 1)], ids=["fsdp=2,tp=2", "fsdp=3"])
-def test_shared_prompts_change_nothing_on_any_mesh(mesh: tuple[int, int, int], tmp_path: Path) -> None:
+def test_shared_prompts_change_nothing_on_any_mesh(mesh: Layout, tmp_path: Path) -> None:
     """Gradients and metrics are those of one rank with one document at a time; each case shares tokens."""
     save_model(lively_model(), tmp_path / "model")
-    found, documents = run_trainer("trees", mesh, tmp_path)["trees"], make_branching_documents()
+    found, documents = run_mesh("trees", mesh, tmp_path)["trees"], make_branching_documents()
     learner = cpu_learner()
     seen = learner.accumulate(documents)
     for case in ("one", "several", "full"):
@@ -103,7 +97,7 @@ def test_shared_prompts_change_nothing_on_any_mesh(mesh: tuple[int, int, int], t
     assert metrics == pytest.approx(seen.metrics(documents, 4.0), rel=1e-4, abs=1e-5)
     column = TokenColumn(documents, learner.policy)
     for pack in learner.policy.packs(documents):
-        column.fill(pack.sequence_N, learner.policy.logprobs(pack))
+        column.fill(pack.places, learner.policy.logprobs(pack))
     expected = [torch.frombuffer(bytearray(one), dtype=torch.float32) for one in column.complete()]
     assert torch.allclose(found["logprobs"], torch.cat(expected), atol=1e-5)
 
@@ -150,9 +144,9 @@ def test_narrow_passes_keep_fp32_masters(found: Found, model: Path) -> None:
 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 1, 2)])
-def test_tied_heads_and_head_norms_survive_tensor_parallelism(mesh: tuple[int, int, int], tmp_path: Path) -> None:
+def test_tied_heads_and_head_norms_survive_tensor_parallelism(mesh: Layout, tmp_path: Path) -> None:
     save_model(lively_model(shape=TIED), tmp_path / "model")
-    gradients = named(run_trainer("gradients", mesh, tmp_path)["gradients"], "several/")
+    gradients = named(run_mesh("gradients", mesh, tmp_path)["gradients"], "several/")
     loss, expected = naive_gradients(lively_model(shape=TIED), make_test_documents(DOCUMENTS))
     assert gradients.pop("loss").item() == pytest.approx(loss, abs=1e-5)
     assert_same_gradients(gradients, expected)
@@ -161,4 +155,4 @@ def test_tied_heads_and_head_norms_survive_tensor_parallelism(mesh: tuple[int, i
 def test_replicas_that_drift_apart_are_noticed(tmp_path: Path) -> None:
     """If their gradients were never summed, or if one bit of a moment is wrong: at the next snapshot, in one line."""
     save_model(lively_model(), tmp_path / "model")
-    assert_noticed(run_trainer("apart", (2, 1, 1), tmp_path)["apart"])
+    assert_noticed(run_mesh("apart", (2, 1, 1), tmp_path)["apart"])

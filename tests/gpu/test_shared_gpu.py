@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.faulty_ranks import SKIPPED_ONCE, generator_with_a_wrong_slice, skipping_generator
-from helpers.meshes import assert_goes_on, assert_noticed, chain
+from helpers.meshes import Layout, assert_goes_on, assert_noticed, chain, run_mesh
 from helpers.models import SHAPE, lively_model
 from helpers.probes import logprob_gaps
 from helpers.ranks import run_ranks
 from helpers.tensor_rank import check_same_tokens
-from helpers.trainer_rank import DOCUMENTS, make_learner, train, whole_masters
-from helpers.training import assert_same_gradients, make_test_documents, naive_gradients
+from helpers.trainer_rank import DOCUMENTS, NARROW_CASES, make_learner, train, whole_masters
+from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
+from helpers.trees import make_branching_documents
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
@@ -26,7 +27,8 @@ from llamarl.config.file import load_config
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.ledger_state import audit
 from llamarl.errors import ConfigError
-from llamarl.model.checkpoint import save_model
+from llamarl.model.checkpoint import random_model, save_model
+from llamarl.model_spec import ModelSpec
 from llamarl.observe.event_log import event_file, read_events
 from llamarl.train.mesh import LONE_RANK
 
@@ -51,28 +53,56 @@ EXACT = ["generator.dtype=float32", "trainer.dtype=float32"]
 
 
 @pytest.mark.parametrize(
-    ("replicate", "data", "tensor"), [(1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1), (2, 2, 1), (2, 1, 2)]
+    "mesh", [(1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1), (2, 2, 1), (2, 1, 2), (1, 1, 1, 2), (1, 1, 2, 2), (2, 1, 1, 2)]
 )
-def test_a_trainer_over_nccl_computes_what_one_rank_computes(
-    replicate: int, data: int, tensor: int, tmp_path: Path
-) -> None:
+def test_a_trainer_over_nccl_computes_what_one_rank_computes(mesh: Layout, tmp_path: Path) -> None:
     save_model(lively_model(), tmp_path / "model")
-    count, mesh = replicate * data * tensor, f"{replicate}x{data}"
-    run_ranks("helpers.trainer_rank", count, mesh, "gradients,updates", str(tmp_path), device="cuda:0")
+    by_task = run_mesh("gradients,updates", mesh, tmp_path, device="cuda:0")
     loss, expected = naive_gradients(lively_model(), make_test_documents(DOCUMENTS))
-    found = load_file(tmp_path / "gradients")
+    found, updates = by_task["gradients"], by_task["updates"]
     for case in ("one", "several", "full"):
         gradients = {
             name.removeprefix(f"{case}/"): value for name, value in found.items() if name.startswith(f"{case}/")
         }
         assert gradients.pop("loss").item() == pytest.approx(loss, abs=1e-4)
         assert_same_gradients(gradients, expected)
-    updates = load_file(tmp_path / "updates")
     assert updates["same"].item() == 1, "a snapshot is gone on from bit for bit"
     learner = make_learner(tmp_path / "model", LONE_RANK, device=GPU)
     train(learner)
     differs = [(updates[name] - master.cpu()).abs().flatten() > 1e-4 for name, master in whole_masters(learner).items()]
     assert torch.cat(differs).float().mean() < 2e-3
+
+
+CALM = ModelSpec(
+    vocab_size=23,
+    hidden_size=128,
+    intermediate_size=256,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    max_positions=1024,
+)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2)])
+def test_ranks_over_nccl_that_share_narrow_packs(mesh: Layout, tmp_path: Path) -> None:
+    """Documents and trees by FlashAttention, compiled or not: gradients of one rank in fp32, up to bf16's rounding."""
+    model = random_model(CALM)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    save_model(model, tmp_path / "model")
+    learner, documents = cpu_learner(model), make_branching_documents(8, 6, longest=40)
+    loss, expected = learner.accumulate(documents).loss(), learner.optimizer.gradients()
+    found = run_mesh("narrow_packs", mesh, tmp_path, device="cuda:0")["narrow_packs"]
+    for case in NARROW_CASES if mesh[2] == 1 else [case for case in NARROW_CASES if case != "half"]:
+        assert found[f"{case}/loss"].item() == pytest.approx(loss, rel=0.05, abs=0.02), case
+        for name, grad in expected.items():
+            mine, wanted = found[f"{case}/{name}"].flatten(), grad.flatten()
+            assert torch.nn.functional.cosine_similarity(mine, wanted, dim=0) > 0.99, (case, name)
+            assert (mine - wanted).norm() / wanted.norm() < 0.1, (case, name)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -93,7 +123,8 @@ def test_weights_over_nccl_whoever_dies_when() -> None:
 
 
 def test_a_snapshot_over_nccl_is_gone_on_from_by_other_meshes(tmp_path: Path) -> None:
-    found = chain([(1, 2, 2), (1, 4, 1), (1, 1, 1), (2, 2, 1), (1, 2, 1), (1, 1, 2)], tmp_path, device="cuda:0")
+    layouts = [(1, 2, 2), (1, 4, 1), (1, 1, 1), (2, 2, 1), (1, 1, 1, 2), (1, 2, 1), (1, 1, 2)]
+    found = chain(layouts, tmp_path, device="cuda:0")
     assert_goes_on(found, tmp_path, GPU)
 
 
@@ -101,6 +132,12 @@ def test_replicas_over_nccl_that_drift_apart_are_noticed(tmp_path: Path) -> None
     save_model(lively_model(), tmp_path / "model")
     run_ranks("helpers.trainer_rank", 4, "2x2", "apart", str(tmp_path), device="cuda:0")
     assert_noticed(load_file(tmp_path / "apart"))
+
+
+def test_a_job_whose_ranks_share_packs_over_nccl(tmp_path: Path) -> None:
+    settings = ["trainer.context=2", "trainer.tensor=1", "trainer.share_prompts=auto", "algo.loss=gspo"]
+    gaps = run(tmp_path / "run", *EXACT, *settings, "algo.reference_kl=0.1", "reference.place=trainer")
+    assert len(gaps) >= 3 and max(gaps) < 1e-4, gaps
 
 
 def test_a_job_with_replicas_over_nccl(tmp_path: Path) -> None:

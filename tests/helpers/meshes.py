@@ -17,19 +17,22 @@ from helpers.training import assert_same_gradients, make_test_documents, naive_g
 from llamarl.model.checkpoint import save_model
 from llamarl.train.mesh import LONE_RANK
 
-Layout = tuple[int, int, int]  # replicate, data, tensor
+Layout = tuple[int, ...]  # replicate, data, tensor, and context if it is not 1
+
+
+def run_mesh(tasks: str, layout: Layout, folder: Path, device: str = "cpu") -> dict[str, dict[str, Tensor]]:
+    """What rank 0 of a trainer with this mesh found, by task."""
+    replicate, data, tensor, context = (*layout, 1)[:4]
+    (folder / "rendezvous").unlink(missing_ok=True)
+    ranks, mesh = replicate * data * tensor * context, f"{replicate}x{data}x{context}"
+    run_ranks("helpers.trainer_rank", ranks, mesh, tasks, str(folder), device=device)
+    return {task: load_file(folder / task) for task in tasks.split(",")}
 
 
 def chain(layouts: list[Layout], folder: Path, device: str = "cpu", task: str = "one_more") -> list[dict[str, Tensor]]:
     """What each mesh has read, computed and written."""
     save_model(lively_model(), folder / "model")
-    found = []
-    for replicate, data, tensor in layouts:
-        (folder / "rendezvous").unlink(missing_ok=True)
-        count, mesh = replicate * data * tensor, f"{replicate}x{data}"
-        run_ranks("helpers.trainer_rank", count, mesh, task, str(folder), device=device)
-        found.append(load_file(folder / task))
-    return found
+    return [run_mesh(task, layout, folder, device)[task] for layout in layouts]
 
 
 def assert_noticed(found: dict[str, Tensor]) -> None:

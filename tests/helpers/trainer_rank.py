@@ -1,5 +1,5 @@
 """One rank of a trainer, as a program: `python -m helpers.trainer_rank RANK COUNT DATA TASKS FOLDER`.
-DATA may be REPLICATExDATA; other ranks are tensor parallel.
+DATA may be REPLICATExDATA or REPLICATExDATAxCONTEXT; other ranks are tensor parallel.
 
 Ranks rendezvous through a file in FOLDER and communicate over loopback. Rank 0 writes its results to FOLDER as safetensors.
 """
@@ -22,8 +22,9 @@ from helpers.layouts import part
 from helpers.lora import LORA
 from helpers.ranks import DEVICE, join_in, leave_group
 from helpers.training import make_test_documents
-from helpers.trees import make_branching_documents
-from llamarl.algo.losses import REFERENCE_LOGPROBS, aipo_loss, gspo_loss
+from helpers.trees import flash_on_cpu, make_branching_documents
+from llamarl.algo.batch import Document
+from llamarl.algo.losses import LOSSES, REFERENCE_LOGPROBS, aipo_loss, gspo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.errors import JobFailed
 from llamarl.model.training_state import MANIFEST, POLICY, SnapshotManifest
@@ -31,7 +32,7 @@ from llamarl.train import parallel
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import TrainerMesh, make_mesh
-from llamarl.train.policy import ComputeSettings, load_policy
+from llamarl.train.policy import ComputeSettings, Policy, load_policy
 from llamarl.train.restore import load_masters, restore
 from llamarl.train.shards import owned_shards, trained_shards
 from llamarl.train.state import TrainingState, gather
@@ -147,7 +148,7 @@ def trees(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     for pack in learner.policy.packs(documents):
         logprobs_N = learner.policy.logprobs(pack)
         if pack.counts:
-            column.fill(pack.sequence_N, logprobs_N)
+            column.fill(pack.places, logprobs_N)
     found["logprobs"] = torch.cat([torch.frombuffer(bytearray(one), dtype=torch.float32) for one in column.complete()])
     return found | {f"metric/{name}": torch.tensor([value]) for name, value in seen.metrics(documents, 4.0).items()}
 
@@ -207,10 +208,9 @@ def adapters(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
         found[f"{case}/loss"] = torch.tensor([seen.loss()])
     policy = learner.policy
     assert policy.model.adapters is not None
-    packs = policy.packs(documents, same_everywhere=True)
-    found["with"] = torch.cat([policy.logprobs(pack) for pack in packs])
+    found["with"] = probe_logprobs(policy, documents)
     with policy.model.adapters.off():
-        found["without"] = torch.cat([policy.logprobs(pack) for pack in packs])
+        found["without"] = probe_logprobs(policy, documents)
     straight = make_learner(folder / "model", mesh, lora=LORA)
     found["grad_norm"] = torch.tensor([train(straight)["grad_norm"]])
     first = make_learner(folder / "model", mesh, lora=LORA)
@@ -269,7 +269,7 @@ def apart(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
         state,
         f"in 1 of {3 * len(sound.optimizer.slots)} tensors, the first of them {sound.optimizer.slots[3].name}/exp_avg;",
     )
-    with patch.object(TrainerMesh, "fsdp_mesh", property(lambda self: self.devices["data"])):
+    with patch.object(TrainerMesh, "fsdp_mesh", property(lambda self: self.devices["shards"])):
         learner = make_learner(folder / "model", mesh)
     learner.accumulate(make_test_documents(DOCUMENTS))
     found = whole_gradients(learner)
@@ -298,6 +298,78 @@ def one_more(mesh: TrainerMesh, folder: Path, dtype: torch.dtype = torch.float32
     return found | {name: torch.tensor([metrics[name]]) for name in ("loss", "grad_norm")}
 
 
+def shared_packs(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients, where ranks share packs: of plain documents and of trees, for every loss, with every kind of recompute, with
+    FlashAttention's way, compiled; metrics, and log-probs of a probe."""
+    documents, found = make_branching_documents(), dict[str, Tensor]()
+
+    def add(
+        case: str, loss: str = "aipo", count: int = len(documents), dtype: torch.dtype = torch.float32, **how: object
+    ) -> Learner:
+        computing = ComputeSettings(DEVICE, dtype, mesh, **how)  # type: ignore[arg-type]
+        algo = AlgoConfig(loss=loss, gspo_low=0.5, gspo_high=0.5, entropy=0.1, reference_kl=0.2)
+        policy = load_policy(folder / "model", computing)
+        learner = Learner(policy, LOSSES[loss], settings=TrainerConfig(), algo=algo, updates=10)
+        seen = learner.accumulate(documents[:count])
+        found.update({f"{case}/{name}": grad for name, grad in whole_gradients(learner).items()})
+        found[f"{case}/loss"] = torch.tensor([seen.loss()])
+        metrics = seen.metrics(documents[:count], 4.0)
+        found.update({f"{case}/metric/{name}": torch.tensor([value]) for name, value in metrics.items()})
+        found[f"{case}/work"] = torch.tensor(seen.totals(documents[:count], 4.0).work)
+        return learner
+
+    for loss in LOSSES:
+        add(loss, loss)
+    add("gspo trees", "gspo", share_prompts="on")
+    add("trees", share_prompts="on", tokens_per_pack=50)
+    add("full", recompute="full", tokens_per_pack=30)
+    add("selective", recompute="selective")
+    learner = add("lonely", count=1)
+    with flash_on_cpu(), patch.object(ComputeSettings, "long_rows", property(lambda _: True)):
+        add("flash", dtype=torch.float64)  # fp32 would mean fp16 products
+        add("flash trees", dtype=torch.float64, share_prompts="on", recompute="full")
+    parallel.compile_backend = lambda: "aot_eager"  # type: ignore[attr-defined]
+    add("compiled", compiled=True, recompute="full", tokens_per_pack=60)
+    return found | {"logprobs": probe_logprobs(learner.policy, documents)}
+
+
+NARROW_CASES: dict[str, dict[str, object]] = {
+    "documents": {},
+    "trees": {"share_prompts": "on"},
+    "several": {"tokens_per_pack": 300, "share_prompts": "on"},
+    "compiled": {"compiled": True, "recompute": "selective"},
+    "compiled trees": {"compiled": True, "recompute": "full", "share_prompts": "on"},
+    "offload": {"compiled": True, "recompute": "offload"},
+    "half": {"share_prompts": "on"},
+}
+
+
+def narrow_packs(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients on a GPU, where attention is FlashAttention's."""
+    documents, found = make_branching_documents(8, 6, longest=40), dict[str, Tensor]()
+    for case, how in NARROW_CASES.items():
+        dtype = torch.float16 if case == "half" else torch.bfloat16
+        if case == "half" and mesh.tensor > 1:
+            continue
+        policy = load_policy(folder / "model", ComputeSettings(DEVICE, dtype, mesh, **how))  # type: ignore[arg-type]
+        learner = Learner(policy, aipo_loss, settings=TrainerConfig(), algo=AlgoConfig(), updates=10)
+        seen = learner.accumulate(documents)
+        found |= {f"{case}/{name}": grad for name, grad in whole_gradients(learner).items()}
+        found[f"{case}/loss"] = torch.tensor([seen.loss()])
+    return found
+
+
+def probe_logprobs(policy: Policy, documents: list[Document]) -> Tensor:
+    """Log-probs of documents that every rank computes, or every group of ranks that share packs."""
+    column = TokenColumn(documents, policy)
+    for pack in policy.packs(documents, same_everywhere=True):
+        logprobs_N = policy.logprobs(pack)
+        if pack.counts:
+            column.fill(pack.places, logprobs_N)
+    values = column.complete(same_everywhere=True)
+    return torch.cat([torch.frombuffer(bytearray(one), dtype=torch.float32) for one in values])
+
+
 def compiled(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """Gradients of compiled blocks, over passes of several lengths. Their kernels are torch's own, which saves a minute."""
     found = dict[str, Tensor]()
@@ -322,15 +394,24 @@ TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "one_more": one_more,
     "one_more_narrow": partial(one_more, dtype=torch.bfloat16),
     "compiled": compiled,
+    "shared_packs": shared_packs,
+    "narrow_packs": narrow_packs,
 }
+
+
+def mesh_of(text: str) -> tuple[int, int, int]:
+    """replicate, data, context"""
+    sizes = [int(size) for size in text.split("x")]
+    replicate, data, context = {1: [1, *sizes, 1], 2: [*sizes, 1], 3: sizes}[len(sizes)]
+    return replicate, data, context
 
 
 def main() -> None:
     rank, count = map(int, sys.argv[1:3])
-    replicate, data = (1, *map(int, sys.argv[3].split("x")))[-2:]
+    replicate, data, context = mesh_of(sys.argv[3])
     tasks, folder = sys.argv[4], Path(sys.argv[5])
     join_in(folder, rank, count)
-    mesh = make_mesh(data, count // (replicate * data), rank, DEVICE, replicate)
+    mesh = make_mesh(data, count // (replicate * data * context), rank, DEVICE, replicate, context)
     for task in tasks.split(","):
         found = TASKS[task](mesh, folder)
         if rank == 0:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +15,7 @@ from torch import Tensor
 from helpers.models import VOCABULARY
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import REFERENCE_LOGPROBS
-from llamarl.train import attention, tree_attention
+from llamarl.train import attention, context_attention, tree_attention
 from llamarl.types import Given
 
 
@@ -58,13 +58,13 @@ def _document(rng: np.random.Generator, prompt: np.ndarray, answer: np.ndarray) 
 
 @contextmanager
 def flash_on_cpu() -> Iterator[None]:
-    """Computes the parts of tree attention without FlashAttention."""
-    with (
-        patch.object(tree_attention, "flash_forward", plain_forward),
-        patch.object(tree_attention, "flash_backward", plain_backward),
-        patch.object(tree_attention, "causal_flash", plain_causal),
-        patch.object(attention, "causal_flash", plain_causal),
-    ):
+    """Computes tree attention, and that of ranks which share packs, without FlashAttention."""
+    with ExitStack() as patches:
+        for module in (tree_attention, context_attention):
+            patches.enter_context(patch.object(module, "flash_forward", plain_forward))
+            patches.enter_context(patch.object(module, "flash_backward", plain_backward))
+        for module in (attention, tree_attention):
+            patches.enter_context(patch.object(module, "causal_flash", plain_causal))
         yield
 
 
@@ -99,10 +99,10 @@ def plain_forward(
     longest_q: int,
     longest_k: int,
     causal: bool,
-    scale: float | None = None,
+    options: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     narrow, (q, k, v) = q.dtype, (_wide(x) for x in (q, k, v))
-    scores_HQK = _scores(q, k, starts_q, starts_k, causal, scale)
+    scores_HQK = _scores(q, k, starts_q, starts_k, causal, options)
     sums_HQ = scores_HQK.logsumexp(-1)
     out = torch.einsum("hqk,khd->qhd", (scores_HQK - sums_HQ[..., None]).exp(), _for_each_head(v, q))
     return out.to(narrow), sums_HQ, q.new_zeros(2), q.new_zeros(0)
@@ -117,14 +117,16 @@ def plain_backward(
     causal: bool,
     random: Tensor,
     unused: Tensor,
-    scale: float | None = None,
+    options: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What FlashAttention computes: weights from the sums that it is given, and the output's share from the output."""
     narrow, (grad, q, k, v, out, sums_HQ) = given[0].dtype, (_wide(x) for x in given)
     assert sums_HQ.is_contiguous(), "the kernel assumes it"
-    weights_HQK = (_scores(q, k, starts_q, starts_k, causal, scale) - sums_HQ[..., None]).exp()
+    weights_HQK = (_scores(q, k, starts_q, starts_k, causal, options) - sums_HQ[..., None]).exp()
     of_weights_HQK = torch.einsum("qhd,khd->hqk", grad, _for_each_head(v, q))
-    of_scores_HQK = weights_HQK * (of_weights_HQK - (grad * out).sum(-1).t()[..., None]) * _scale(q, scale)
+    of_scores_HQK = (
+        weights_HQK * (of_weights_HQK - (grad * out).sum(-1).t()[..., None]) * _scale(q, options.get("scale"))
+    )
     of_q = torch.einsum("hqk,khd->qhd", of_scores_HQK, _for_each_head(k, q))
     of_k, of_v = torch.einsum("hqk,qhd->khd", of_scores_HQK, q), torch.einsum("hqk,qhd->khd", weights_HQK, grad)
     return of_q.to(narrow), _of_groups(of_k, k).to(narrow), _of_groups(of_v, v).to(narrow)
@@ -138,12 +140,19 @@ def _scale(q: Tensor, scale: float | None) -> float:
     return float(q.shape[-1] ** -0.5) if scale is None else scale
 
 
-def _scores(q: Tensor, k: Tensor, starts_q: Tensor, starts_k: Tensor, causal: bool, scale: float | None) -> Tensor:
+def _scores(
+    q: Tensor, k: Tensor, starts_q: Tensor, starts_k: Tensor, causal: bool, options: Mapping[str, Any]
+) -> Tensor:
     rows, columns = (_runs(starts, x.shape[0]) for starts, x in ((starts_q, q), (starts_k, k)))
     mask_QK = rows[:, None] == columns
-    if causal:
-        mask_QK = mask_QK.tril()
-    scores_HQK: Tensor = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) * _scale(q, scale)
+    if causal:  # the last query of a run sees the last key
+        left = [
+            starts[1:].long()[run] - torch.arange(len(run)) for starts, run in ((starts_q, rows), (starts_k, columns))
+        ]
+        mask_QK &= left[1] >= left[0][:, None]
+        if (before := options.get("window_size_left")) is not None:
+            mask_QK &= left[1] <= left[0][:, None] + before
+    scores_HQK: Tensor = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) * _scale(q, options.get("scale"))
     return scores_HQK.masked_fill(~mask_QK, -torch.inf)
 
 

@@ -85,6 +85,15 @@ def test_replicas_and_ranks_on_one_machine_count_together() -> None:
     assert size(replicated, "optimizer state and gradients") == 3 * size(sharded, "optimizer state and gradients")
 
 
+def test_ranks_that_share_packs_hold_a_part_of_their_activations_and_of_the_state() -> None:
+    settings = ["generator.device=cpu", "trainer.device=cpu", "generator.max_new_tokens=5000"]
+    one = list(job_parts(load_config(None, settings)))
+    four = list(job_parts(load_config(None, [*settings, "trainer.context=4"])))
+    assert len([part for part in four if part.what == "activations"]) == 4
+    assert size(four, "optimizer state and gradients") == pytest.approx(size(one, "optimizer state and gradients"))
+    assert size(four, "activations") / 4 < 0.4 * size(one, "activations")
+
+
 def test_gpus_are_counted_each_for_itself_and_shared_ones_together() -> None:
     for count, places in ((2, {"cuda:0", "cuda:1"}), (1, {"cuda:0"})):
         with patch("torch.cuda.device_count", return_value=count):

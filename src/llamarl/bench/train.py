@@ -48,6 +48,7 @@ class TrainBench(Struct, frozen=True, kw_only=True):
     device: str = "cuda"
     dtype: Literal["bfloat16", "float16"] = "bfloat16"  # precision of the passes on a GPU
     lora: int = 0  # rank of adapters on a frozen model; 0: all weights are trained
+    cudnn_from: int = 0  # tokens; documents of at least this length have cuDNN's attention; 0: none
 
 
 class TrainFigures(Struct, frozen=True, kw_only=True):
@@ -70,9 +71,11 @@ class TrainFigures(Struct, frozen=True, kw_only=True):
     settings: TrainBench
 
 
-def measure(bench: TrainBench, learner: Learner, documents: Sequence[Document]) -> TrainFigures:
-    times = [time_update(learner, documents, number) for number in range(WARM_UP + bench.updates)][WARM_UP:]
-    return _figures(bench, learner, documents, times)
+def measure(bench: TrainBench, learner: Learner, documents: Sequence[Document], warm_up: int = WARM_UP) -> TrainFigures:
+    """Figures of some updates, after `warm_up` others."""
+    numbers = range(WARM_UP - warm_up, WARM_UP + bench.updates)
+    times = [time_update(learner, documents, number) for number in numbers]
+    return _figures(bench, learner, documents, times[warm_up:])
 
 
 def prepare(bench: TrainBench, shape: ModelSpec | None = None) -> tuple[Learner, list[Document]]:
@@ -86,6 +89,7 @@ def prepare(bench: TrainBench, shape: ModelSpec | None = None) -> tuple[Learner,
         compiled=bench.compile,
         tokens_per_pack=bench.tokens_per_pack or sum(len(document.tokens) for document in documents),
         lora=LoraConfig(rank=bench.lora),
+        cudnn_from=bench.cudnn_from,
     )
     settings = TrainerConfig(offload=bench.offload, lr=1e-6)
     learner = Learner(random_policy(shape, computing), aipo_loss, settings=settings, algo=AlgoConfig(), updates=1000)

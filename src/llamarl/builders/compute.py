@@ -53,6 +53,6 @@ def check_ranks(
     """Refuse ranks that cannot share the model, or for which there are no GPUs."""
     check_tensor_parallel(shape, settings.tensor, f"{section}.tensor")
     device = device_of(f"{section}.device", settings.device)
-    replicate = settings.replicate if isinstance(settings, TrainerConfig) else 1
-    copies = "" if replicate == 1 else f"{replicate} * "
-    check_gpus(f"{section}.data: {copies}{settings.data} * {settings.tensor}", settings.ranks, device, config)
+    replicate, context = (settings.replicate, settings.context) if isinstance(settings, TrainerConfig) else (1, 1)
+    copies, sharing = ("" if replicate == 1 else f"{replicate} * "), ("" if context == 1 else f" * {context}")
+    check_gpus(f"{section}.data: {copies}{settings.data}{sharing} * {settings.tensor}", settings.ranks, device, config)

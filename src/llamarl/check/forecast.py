@@ -126,7 +126,8 @@ def _better(config: Config, gpu: Gpu, scene: SimulationSetup, update_s: float) -
     sides = layout(best.plan)
     trainer, generator = sides["trainer"], sides["generator"]
     settings = (
-        f"placement={sides['placement']} trainer.data={trainer['data']} trainer.tensor={trainer['tensor']} "
+        f"placement={sides['placement']} trainer.data={trainer['data']} trainer.context={trainer['context']} "
+        f"trainer.tensor={trainer['tensor']} "
         f"trainer.recompute={trainer['recompute']} trainer.tokens_per_pack={trainer['tokens_per_pack']} "
         f"generator.replicas={generator['replicas']} generator.tensor={generator['tensor']} "
         f"generator.slots={generator['slots']} schedule.max_staleness={best.plan.max_staleness}"

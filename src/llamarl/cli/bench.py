@@ -21,6 +21,7 @@ bench = Commands(help="Measure the parts on this machine.", invoke_without_comma
 class Recompute(StrEnum):
     none = "none"
     selective = "selective"
+    offload = "offload"
     full = "full"
 
 

@@ -214,7 +214,7 @@ def _check_base(config: Config) -> None:
     if config.trainer.dtype == "float16":
         raise ConfigError("model.base: fp8 products are computed in bfloat16; set trainer.dtype to auto")
     for key, ranks in (
-        ("trainer.data, tensor and replicate", config.trainer.ranks),
+        ("trainer.data, context, tensor and replicate", config.trainer.ranks),
         ("generator.tensor", generator.tensor),
     ):
         if ranks > 1:

@@ -44,6 +44,15 @@ _OURS: dict[str, tuple[str, ...]] = {
     "trainer.max_grad_norm": ("grad_clip", "clip_grad", "gradient_clipping", "max_norm", "grad_norm"),
     "trainer.replicate": ("hsdp", "ddp_size", "dp_replicate", "data_parallel_replicate_degree"),
     "trainer.data": ("fsdp_size", "data_parallel_size", "dp", "num_gpus", "n_gpus_per_node", "num_processes"),
+    "trainer.context": (
+        "context_parallel_size",
+        "context_parallel_degree",
+        "cp",
+        "cp_size",
+        "sequence_parallel_size",
+        "ulysses_sequence_parallel_size",
+        "ring_attn_size",
+    ),
     "trainer.dtype": ("bf16", "fp16", "precision", "mixed_precision", "torch_dtype"),
     "trainer.tokens_per_pack": (
         "micro_batch_size",

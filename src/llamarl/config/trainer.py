@@ -24,12 +24,21 @@ class TrainerConfig(Section, frozen=True):
     replicate: Annotated[
         int,
         Meta(
-            ge=1, description="copies of the data * tensor ranks (HSDP); gradients are summed over them once per update"
+            ge=1,
+            description="copies of the data * context * tensor ranks (HSDP); gradients are summed over them once per update",
         ),
     ] = 1
     data: Annotated[int, Meta(ge=1, description="data-parallel ranks, which also shard the weights (FSDP)")] = 1
+    context: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="ranks that share the tokens of each pack (context parallel), for sequences that one GPU cannot "
+            "hold; they shard the weights too",
+        ),
+    ] = 1
     tensor: Annotated[
-        int, Meta(ge=1, description="tensor-parallel ranks; there are replicate * data * tensor processes")
+        int, Meta(ge=1, description="tensor-parallel ranks; there are replicate * data * context * tensor processes")
     ] = 1
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -39,7 +48,12 @@ class TrainerConfig(Section, frozen=True):
         ),
     ] = "auto"
     tokens_per_pack: Annotated[
-        int, Meta(ge=16, description="most tokens in one forward and backward pass; a longer sequence goes alone")
+        int,
+        Meta(
+            ge=16,
+            description="most tokens in one forward and backward pass, which context ranks share; a longer sequence goes "
+            "alone",
+        ),
     ] = 16_384
     share_prompts: Annotated[
         Literal["auto", "on", "off"],
@@ -49,8 +63,11 @@ class TrainerConfig(Section, frozen=True):
         ),
     ] = "off"
     recompute: Annotated[
-        Literal["none", "selective", "full"],
-        Meta(description="activations recomputed in the backward pass: none, those of the MLPs, or whole blocks"),
+        Literal["none", "selective", "offload", "full"],
+        Meta(
+            description="activations recomputed in the backward pass: none, those of the MLPs, or whole blocks; offload: "
+            "those of the MLPs, while all others wait in host memory"
+        ),
     ] = "none"
     compile: Annotated[
         Literal["auto", "on", "off"], Meta(description="compile the blocks with torch.compile; auto: on a GPU")
@@ -69,12 +86,17 @@ class TrainerConfig(Section, frozen=True):
 
     @property
     def ranks(self) -> int:
-        return self.replicate * self.data * self.tensor
+        return self.replicate * self.shard_ranks
 
     @property
     def shard_ranks(self) -> int:
         """Ranks of one replica, which hold the model once."""
-        return self.data * self.tensor
+        return self.fsdp_ranks * self.tensor
+
+    @property
+    def fsdp_ranks(self) -> int:
+        """Ranks that FSDP shards the weights over."""
+        return self.data * self.context
 
     @property
     def batch_ranks(self) -> int:

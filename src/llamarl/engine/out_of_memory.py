@@ -15,7 +15,8 @@ _SIGNS = (
 )
 _REMEDIES = {
     "generator": "lower generator.slots, generator.kv_pages or generator.max_new_tokens",
-    "trainer": "lower trainer.tokens_per_pack, or set trainer.recompute=full or trainer.offload=true",
+    "trainer": "lower trainer.tokens_per_pack, or set trainer.recompute=full, trainer.offload=true or, for sequences too "
+    "long for one GPU, trainer.context",
     "reference": "lower trainer.tokens_per_pack, or set reference.place=trainer",
     "reward": "lower reward.workers or reward.memory_mb",
     "reward_model": "lower schedule.samples_per_group, or set reward_model.dtype=bfloat16",

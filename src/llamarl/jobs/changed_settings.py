@@ -28,6 +28,7 @@ FREE = (
     "trainer.final_lr_share",
     "trainer.replicate",
     "trainer.data",
+    "trainer.context",
     "trainer.tensor",
     "trainer.tokens_per_pack",
     "trainer.share_prompts",

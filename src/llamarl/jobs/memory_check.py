@@ -17,7 +17,7 @@ from llamarl.builders.base import why_two_bases
 from llamarl.builders.devices import device_of, dtype_of, generator_devices, trainer_devices
 from llamarl.builders.reward_model import reward_model_folder
 from llamarl.builders.weights import weight_transport, wire_precision
-from llamarl.config import Config
+from llamarl.config import Config, TrainerConfig
 from llamarl.controller.default_line import default_line
 from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.errors import ConfigError
@@ -34,6 +34,7 @@ from llamarl.plan.terms import (
     held_bytes,
     kv_bytes_per_token,
     num_trained,
+    offloaded_bytes,
     pass_bytes,
     published_bytes,
     training_state_bytes,
@@ -166,22 +167,33 @@ def _trainer_parts(
     tokens = max(longest, min(settings.tokens_per_pack, answers * longest / settings.batch_ranks))
     width = WIDTH["bf16" if on_gpu else "fp32"]
     lora = config.model.lora
+    ranks = settings.replicate * settings.fsdp_ranks
     passing = sum(
-        pass_bytes(shape, tokens, settings.recompute, settings.tensor, settings.batch_ranks, width, lora).values()
+        pass_bytes(
+            shape, tokens, settings.recompute, settings.tensor, ranks, width, lora, context=settings.context
+        ).values()
     )
-    yield MemoryItem(
-        "activations", place, passing, "lower trainer.tokens_per_pack or set trainer.recompute=full", sure=False
-    )
+    yield MemoryItem("activations", place, passing, _less_activations(longest, settings), sure=False)
+    if settings.recompute == "offload" and on_gpu:
+        host = offloaded_bytes(shape, tokens / settings.context, settings.tensor, width)
+        yield MemoryItem("activations in host memory", HOST, host, "lower trainer.tokens_per_pack", sure=False)
     if first_replica:
         yield from _copies_of_policy(config, shape, place)
     yield _process(device)
+
+
+def _less_activations(longest: int, settings: TrainerConfig) -> str:
+    """Settings that make passes smaller. A pack is never smaller than the longest sequence, which ranks can share."""
+    if longest >= settings.tokens_per_pack and settings.recompute in ("full", "offload"):
+        return "share sequences over GPUs with trainer.context"
+    return "lower trainer.tokens_per_pack or set trainer.recompute=full"
 
 
 def _training_state(config: Config, shape: ModelSpec, on_gpu: bool) -> float:
     """Bytes per rank that are surely taken. Frozen weights have the type of the passes."""
     settings, lora = config.trainer, config.model.lora
     base = "fp8" if config.model.base == "fp8" else "bf16" if on_gpu else "fp32"
-    state = training_state_bytes(shape, settings.tensor, settings.data, settings.replicate, lora, base)
+    state = training_state_bytes(shape, settings.tensor, settings.fsdp_ranks, settings.replicate, lora, base)
     if not lora:
         return state * (_LEAST if on_gpu else 1.0)
     return state - (weight_bytes(shape, base) if shares_base(config) else 0.0)

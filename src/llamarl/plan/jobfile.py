@@ -32,6 +32,7 @@ def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
         "trainer": {
             "replicate": trainer.replicate,
             "data": trainer.data,
+            "context": trainer.context,
             "tensor": trainer.tp,
             "dtype": DTYPES[trainer.precision],
             "recompute": trainer.recompute,

@@ -50,6 +50,7 @@ def layout(plan: Plan) -> dict[str, Any]:
             "gpus": trainer.ranks,
             "replicate": trainer.replicate,
             "data": trainer.data,
+            "context": trainer.context,
             "tensor": trainer.tp,
             "recompute": trainer.recompute,
             "tokens_per_pack": trainer.tokens_per_pack,

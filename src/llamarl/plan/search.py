@@ -118,7 +118,8 @@ class Space:
         if rest or hosts == 1 or not ranks.waits_for_shards(self._batch):
             return
         for each in (hosts // count for count in range(2, hosts + 1) if hosts % count == 0):
-            yield replace(ranks, data=each * per_host // ranks.tp, replicate=hosts // each)
+            if each * per_host % (ranks.tp * ranks.context) == 0:
+                yield replace(ranks, data=each * per_host // (ranks.tp * ranks.context), replicate=hosts // each)
 
     def _trainer_ranks(self, gpus: int) -> Iterator[TrainerRanks]:
         question = self.question
@@ -127,9 +128,21 @@ class Space:
         for tp in question.tensor_sizes() if gpus == 1 or not question.has_narrow_base else ():
             for recompute in RECOMPUTE if gpus % tp == 0 else ():
                 for pack in self._packs:
-                    yield TrainerRanks(
+                    alone = TrainerRanks(
                         question.shape, question.gpu, precision, gpus // tp, tp, recompute, pack, 1, question.lora, base
                     )
+                    yield alone
+                    yield from self._sharing_packs(alone)
+
+    def _sharing_packs(self, ranks: TrainerRanks) -> Iterator[TrainerRanks]:
+        """Yield the same ranks in groups that share packs, inside a host, where one rank cannot hold the longest document:
+        the smallest groups that can. It costs time, so larger packs are not shared."""
+        while not self.fits(ranks.memory_bytes) and ranks.data % 2 == 0 and ranks.tokens_per_pack == self._packs[0]:
+            ranks = replace(ranks, data=ranks.data // 2, context=2 * ranks.context)
+            if ranks.context * ranks.tp > self.question.gpu.gpus_per_host:
+                return
+            if self.fits(ranks.memory_bytes):
+                yield ranks
 
     def least_trainer_bytes(self, gpus: int) -> float:
         return min((ranks.memory_bytes for ranks in self._trainer_ranks(gpus)), default=inf)

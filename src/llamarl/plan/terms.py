@@ -146,7 +146,7 @@ def _products_in(precision: str) -> str:
 
 def recomputed_parameters(shape: ModelSpec, recompute: str) -> int:
     """Number of weights whose product is computed again in the backward pass: of none, of the MLPs, or of all layers."""
-    if recompute == "selective":
+    if recompute in ("selective", "offload"):
         mlp = (one.size for one in family_of(shape).layer(shape) if one.kind in ("mlp_in", "mlp_out"))
         return shape.num_layers * sum(mlp)
     return block_parameters(shape) if recompute == "full" else 0
@@ -235,6 +235,27 @@ def tensor_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, tokens_per_rank: floa
     return passes * 4 * shape.num_layers * all_reduce_s(gpu, each_bytes, tp)
 
 
+HOST_GB_S = 45.0  # copies between a GPU and pinned host memory, in each direction (PCIe 5, 16 lanes)
+
+
+def offload_s(shape: ModelSpec, tokens_per_rank: float, tp: int, width: int = 2) -> float:
+    """Time to copy what layers keep to host memory and back; the last layer's stays. It overlaps with the passes."""
+    return 2 * offloaded_bytes(shape, tokens_per_rank, tp, width) / (HOST_GB_S * 1e9)
+
+
+def context_exchange_s(
+    shape: ModelSpec, gpu: Gpu, tp: int, context: int, tokens: float, recompute: str = "none"
+) -> float:
+    """Context parallelism's communication for `tokens` tokens of a group of ranks: each layer gathers keys and values in bf16
+    in the forward and in the backward pass, and once more where whole blocks are computed again, and sums their gradients in
+    fp32. It does not overlap with anything."""
+    if context == 1:
+        return 0.0
+    gathers = 3 if recompute == "full" else 2
+    each_bytes = 2 * shape.kv_size / tp * (2 * gathers + 4) * tokens * (context - 1) / context
+    return shape.num_layers * each_bytes / (link_gb_s(gpu, tp * context) * 1e9)
+
+
 # Links
 
 HOP_S = 4e-6  # one step of a collective between GPUs of a host
@@ -314,6 +335,14 @@ def training_state_bytes(
     return sum(training_state(shape, tp, data, replicate, lora, base).values())
 
 
+OFFLOADED_LAYERS = 4  # whose activations are on the device with recompute=offload: one computes, others come and go
+
+
+def offloaded_bytes(shape: ModelSpec, tokens: float, tp: int, width: int = 2) -> float:
+    """Bytes of host memory per rank that the activations of a pass of `tokens` tokens take with recompute=offload."""
+    return tokens * (shape.num_layers - 1) * _kept_bytes(shape, "selective", tp, width)
+
+
 def pass_bytes(
     shape: ModelSpec,
     tokens: float,
@@ -322,27 +351,35 @@ def pass_bytes(
     batch_ranks: int,
     width: int = 2,
     lora: LoraConfig = NO_LORA,
+    context: int = 1,
 ) -> dict[str, float]:
     """Most bytes per rank that a pass of `tokens` tokens takes, with `width` bytes per number, by kind: what FSDP gathers and
     reduces, if several ranks share a batch, and activations. It is the fullest of four moments: in the head, in the backward
     pass of the last layer, when the embedding's gradient is there, and when FSDP reduces it with the head's. With adapters,
-    head, embedding and layers have no gradients."""
+    head, embedding and layers have no gradients. `context` ranks share the tokens."""
+    seen, tokens = tokens, tokens / context
     ends, layer = (
         (num_parameters(shape) - block_parameters(shape)) / tp,
         block_parameters(shape) / shape.num_layers / tp,
     )
     embedding, head = embedding_of(shape).size, head_of(shape).size / tp
-    kept = tokens * shape.num_layers * _kept_bytes(shape, recompute, tp, width)
+    layers = min(shape.num_layers, OFFLOADED_LAYERS) if recompute == "offload" else shape.num_layers
+    kept = tokens * layers * _kept_bytes(shape, recompute, tp, width)
     if lora:
         in_head = kept + _frozen_head_bytes(shape, tokens, tp)
-        in_layer = kept + _layer_bytes(shape, tokens, recompute, tp, width)
+        in_layer = (
+            kept + _layer_bytes(shape, tokens, recompute, tp, width) + _context_bytes(shape, seen, tp, context, width)
+        )
         gathered = width * ends + 2 * width * layer if batch_ranks > 1 else 0.0
         return {"gathered": gathered, "activations": max(in_head, in_layer)}
     moments = {
         "head": (0.0, kept + _head_bytes(shape, tokens, tp, width)),
         "layer": (
             2 * width * layer + 4 * layer,
-            kept + _layer_bytes(shape, tokens, recompute, tp, width) + width * head,
+            kept
+            + _layer_bytes(shape, tokens, recompute, tp, width)
+            + _context_bytes(shape, seen, tp, context, width)
+            + width * head,
         ),
         "embedding": (4 * layer, width * (embedding + head)),  # every tensor rank makes the gradient of all of it
         "reduced": (4 * ends, width * embedding / tp),
@@ -372,6 +409,12 @@ def _layer_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width
     return tokens * (whole if recompute == "full" else whole - attention + 4 * shape.hidden_size)
 
 
+def _context_bytes(shape: ModelSpec, tokens: float, tp: int, context: int, width: int) -> float:
+    """Keys and values of all ranks in a layer's backward pass: gathered, put in order for each run of queries, and their
+    gradients, whose sum is fp32."""
+    return 0.0 if context == 1 else tokens * 2 * shape.kv_size / tp * (2 * width + 2 * 4)
+
+
 def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int) -> float:
     """Bytes per token that a layer keeps: the stream before it and between its halves, which is fp32, and inputs and results
     of its products. With tensor parallelism one of the two norms is computed again, and a block that is computed
@@ -379,7 +422,8 @@ def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int) -> float:
     norms = 2 if tp == 1 else 1
     attention = (2 * 4 + norms * width) * shape.hidden_size + width * (2 * shape.q_size + 2 * shape.kv_size) / tp
     mlp = width * 3 * shape.intermediate_size / tp
-    return {"none": attention + mlp, "selective": attention, "full": 4 * shape.hidden_size / tp}[recompute]
+    some = {"none": attention + mlp, "selective": attention, "offload": attention, "full": 4 * shape.hidden_size / tp}
+    return some[recompute]
 
 
 def wire(precision: str) -> str:

@@ -12,7 +12,9 @@ from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.terms import (
     WORKSPACE_BYTES,
+    context_exchange_s,
     num_trained,
+    offload_s,
     pass_bytes,
     replica_exchange_s,
     shard_exchange_s,
@@ -80,7 +82,8 @@ def packed(gpu: Gpu, lengths: Sequence[float], answer_share: float) -> UpdateLoa
 
 
 class TrainerRanks(Struct, frozen=True):
-    """A trainer of replicate * data * tp ranks: FSDP over `data`, tensor parallel over `tp`, and copies of both."""
+    """A trainer of replicate * data * context * tp ranks: FSDP over `data` and `context`, whose ranks share each pack, tensor
+    parallel over `tp`, and copies of them."""
 
     shape: ModelSpec
     gpu: Gpu
@@ -92,10 +95,16 @@ class TrainerRanks(Struct, frozen=True):
     replicate: int = 1
     lora: LoraConfig = NO_LORA
     base: str = "bf16"  # precision of the frozen weights, with adapters
+    context: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.replicate * self.data * self.tp
+        return self.replicate * self.fsdp_ranks * self.tp
+
+    @property
+    def fsdp_ranks(self) -> int:
+        """Ranks that FSDP shards the weights over."""
+        return self.data * self.context
 
     @property
     def batch_ranks(self) -> int:
@@ -106,24 +115,25 @@ class TrainerRanks(Struct, frozen=True):
     def layout(self) -> str:
         """The mesh in words."""
         replicas = f"{self.replicate} replicas x " if self.replicate > 1 else ""
-        return f"{replicas}FSDP {self.data} x TP {self.tp}"
+        context = f" x context {self.context}" if self.context > 1 else ""
+        return f"{replicas}FSDP {self.data}{context} x TP {self.tp}"
 
     def passes(self, tokens: float) -> float:
-        """Forward and backward passes of each rank for this many tokens in all."""
+        """Forward and backward passes of each rank for this many tokens in all. Context ranks share each pass."""
         return max(1.0, -(-tokens // (self.tokens_per_pack * self.batch_ranks)))
 
     def update_s(self, batch: UpdateLoad) -> float:
         """Time of an update. FSDP's communication overlaps with the passes; that of tensor parallelism does not. Replicas sum
         their gradients during the last backward pass, which is two thirds of that pass."""
         passes, computing_s = self.passes(batch.computed(self.tokens_per_pack).tokens), self.computing_s(batch)
-        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, passes, self.lora)
-        replicas_s = replica_exchange_s(self.shape, self.gpu, self.tp, self.data, self.replicate, self.lora)
+        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, passes, self.lora)
+        replicas_s = replica_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, self.replicate, self.lora)
         return max(computing_s, sharding_s) + max(0.0, replicas_s - computing_s / passes * 2 / 3)
 
     def waits_for_shards(self, batch: UpdateLoad) -> bool:
         """Whether FSDP's communication takes longer than everything that it overlaps with."""
         passes = self.passes(batch.computed(self.tokens_per_pack).tokens)
-        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.data, passes, self.lora)
+        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, passes, self.lora)
         return sharding_s > self.computing_s(batch)
 
     def computing_s(self, batch: UpdateLoad) -> float:
@@ -141,12 +151,17 @@ class TrainerRanks(Struct, frozen=True):
             passes=passes,
             recompute=self.recompute,
             tp=self.tp,
-            data=self.data,
+            data=self.fsdp_ranks,
             replicate=self.replicate,
             lora=self.lora,
         )
-        tensor_s = tensor_exchange_s(self.shape, self.gpu, self.tp, batch.tokens / self.batch_ranks, passes)
-        return total_s(self.gpu.train, terms) + self._accumulate_s(passes) + tensor_s
+        each = batch.tokens / self.batch_ranks
+        tensor_s = tensor_exchange_s(self.shape, self.gpu, self.tp, each / self.context, passes)
+        context_s = context_exchange_s(self.shape, self.gpu, self.tp, self.context, each, self.recompute)
+        passes_s = total_s(self.gpu.train, terms)
+        if self.recompute == "offload":
+            passes_s = max(passes_s, offload_s(self.shape, each / self.context, self.tp))
+        return passes_s + self._accumulate_s(passes) + tensor_s + context_s
 
     def _accumulate_s(self, passes: float) -> float:
         if passes == 1:
@@ -155,7 +170,7 @@ class TrainerRanks(Struct, frozen=True):
             passes
             * ACCUMULATE_BYTES
             * num_trained(self.shape, self.lora)
-            / (self.data * self.tp)
+            / (self.fsdp_ranks * self.tp)
             / self.gpu.bytes_per_s
         )
 
@@ -167,7 +182,8 @@ class TrainerRanks(Struct, frozen=True):
     @property
     def memory_kinds(self) -> dict[str, float]:
         """Bytes of one rank's tensors, by kind."""
+        ranks = self.replicate * self.fsdp_ranks
         passing = pass_bytes(
-            self.shape, self.tokens_per_pack, self.recompute, self.tp, self.batch_ranks, lora=self.lora
+            self.shape, self.tokens_per_pack, self.recompute, self.tp, ranks, lora=self.lora, context=self.context
         )
-        return {**training_state(self.shape, self.tp, self.data, self.replicate, self.lora, self.base), **passing}
+        return {**training_state(self.shape, self.tp, self.fsdp_ranks, self.replicate, self.lora, self.base), **passing}

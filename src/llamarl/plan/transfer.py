@@ -22,7 +22,7 @@ def transfer_s(trainer: TrainerRanks, replica: Replica, replicas: int) -> float:
     """Seconds until all replicas have the trainer's weights."""
     total = trainer.ranks + replica.tp * replicas
     links = _links(trainer.gpu, total)
-    copies, data = trainer.replicate, trainer.data
+    copies, data = trainer.replicate, trainer.fsdp_ranks
     precision, lora = wire(replica.precision), trainer.lora
     return _transfer_s(trainer.shape, copies, data, trainer.tp, replica.tp, replicas, precision, links, lora)
 

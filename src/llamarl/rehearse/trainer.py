@@ -19,16 +19,19 @@ from llamarl.train.learner import Learner
 from llamarl.train.mesh import check_tensor_parallel, make_mesh
 from llamarl.train.optimizer import AdamW
 from llamarl.train.parallel import tie_head
+from llamarl.train.pinned import HostArena
 from llamarl.train.policy import ComputeSettings, Policy, meta_shards
+
+_HOST = "host memory"
 
 
 def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int) -> RankMemory:
     """Memory of one rank over an update of two full passes, with documents of these lengths. The first pass makes the sums of
     gradients; like all later passes, the second one runs beside them."""
     check_tensor_parallel(ranks.shape, ranks.tp, "trainer.tensor")
-    tracker = MemoryTracker("activations", owners={AdamW._collect: "gradients"})
+    tracker = MemoryTracker("activations", owners={AdamW._collect: "gradients", HostArena._make: _HOST})
     with fake_ranks(rank, ranks.ranks):
-        mesh = make_mesh(ranks.data, ranks.tp, rank, DEVICE, ranks.replicate)
+        mesh = make_mesh(ranks.data, ranks.tp, rank, DEVICE, ranks.replicate, ranks.context)
         computing = ComputeSettings(
             DEVICE,
             torch.bfloat16,
@@ -47,7 +50,7 @@ def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int
                 )
             _label_gradients(learner, tracker)
             _update(learner, _documents(ranks, prompt, answer))
-    return RankMemory(rank, dict(tracker.at_peak))
+    return RankMemory(rank, {kind: size for kind, size in tracker.at_peak.items() if kind != _HOST})
 
 
 def _label_gradients(learner: Learner, tracker: MemoryTracker) -> None:

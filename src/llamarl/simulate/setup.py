@@ -84,6 +84,7 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
             settings.replicate,
             self.config.model.lora,
             "fp8" if self.config.model.base == "fp8" else precision,
+            settings.context,
         )
 
     @property

@@ -24,6 +24,7 @@ from llamarl.families.adapters import adapter_parameters
 from llamarl.model.adapter_digest import AdapterHash, HashedPart, PendingHash
 from llamarl.train.policy import Policy
 from llamarl.train.shards import trained_shards
+from llamarl.train.token_column import TokenColumn
 from llamarl.types import (
     Completion,
     CompletionGroup,
@@ -127,11 +128,12 @@ def _logprobs(
 ) -> Tensor:
     """Log-probs of all sampled tokens, in the order of the completions."""
     documents = [document_of(group.prompt, one, version=version) for group, one in found]
-    rows: dict[int, list[Tensor]] = {}
+    column = TokenColumn(documents, policy)
     for pack in policy.packs(documents, same_everywhere=True):
-        for number, value in zip(pack.sequence_N.tolist(), policy.logprobs(pack).cpu(), strict=True):
-            rows.setdefault(number, []).append(value)
-    return torch.stack([value for number in sorted(rows) for value in rows[number]])
+        logprobs_N = policy.logprobs(pack)
+        if pack.counts:
+            column.fill(pack.places, logprobs_N)
+    return torch.cat([_column(one) for one in column.complete(same_everywhere=True)])
 
 
 def first_seen(found: Sequence[tuple[CompletionGroup | RolloutGroup, Completion]]) -> Tensor:

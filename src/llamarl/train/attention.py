@@ -14,8 +14,9 @@ from llamarl.model.gpu_paths import on_gpu
 from llamarl.model.plain_attention import masked_attention
 from llamarl.model.transformer import Attend
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
+from llamarl.train.flash import causal_flash, flash_options, longest_of, starts_of
 from llamarl.train.packing import NO_PARENT, Pack
-from llamarl.train.tree_attention import FlashTrees, causal_flash, flash_options, longest_of, starts_of
+from llamarl.train.tree_attention import FlashTrees
 
 CUDNN = SDPBackend.CUDNN_ATTENTION
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -43,7 +44,7 @@ class MaskedDocuments:
     def __init__(self, pack: Pack) -> None:
         numbers_RT = pack.nodes_RT
         if pack.is_shared:
-            seen_RTT = _ancestors(pack)[numbers_RT[:, :, None], numbers_RT[:, None, :]]
+            seen_RTT = ancestors_of(pack)[numbers_RT[:, :, None], numbers_RT[:, None, :]]
         else:
             seen_RTT = numbers_RT[:, :, None] == numbers_RT[:, None, :]
         self.mask_R1TT = seen_RTT.tril_()[:, None]
@@ -113,7 +114,7 @@ class CudnnDocuments:
         return out_BHLD.transpose(1, 2).flatten(0, 1)[None]
 
 
-def _ancestors(pack: Pack) -> Tensor:
+def ancestors_of(pack: Pack) -> Tensor:
     """Whether a node (row) sees another one (column): itself and all before it in its documents. Padding, which is -1 and so
     the last row, sees itself."""
     seen = torch.eye(len(pack.nodes) + 1, dtype=torch.bool)

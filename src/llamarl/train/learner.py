@@ -18,9 +18,11 @@ from llamarl.algo.metrics import TokenMeasures, describe_groups, stream_metrics,
 from llamarl.algo.streams import TEACHER_LOGPROBS, StreamCounts, StreamWeights, imitation_stream, policy_stream
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train.adapter_check import EffectTolerance, TrainedHash, check_effect
+from llamarl.train.context import join_answers, whole_answers
 from llamarl.train.lm_head import PartLoss, TeacherStates, chunked_logprobs, no_loss, taught_loss
+from llamarl.train.offload import moved_bytes
 from llamarl.train.optimizer import AdamW, gradient_norm
-from llamarl.train.packing import PADDING, Pack
+from llamarl.train.packing import PADDING, AnswerPlaces, Pack
 from llamarl.train.parallel import complete_gradients, is_tensor_sharded, sum_over_replicas
 from llamarl.train.policy import Policy
 from llamarl.train.shards import trained
@@ -65,6 +67,7 @@ class Learner:
             None  # waits until the weights may change; returns the seconds that this took
         )
         self._held_s = 0.0
+        self._offloaded_bytes = 0
 
     def update(
         self,
@@ -118,23 +121,27 @@ class Learner:
         return seen
 
     def _forward(self, pack: Pack, seen: Seen, counts: StreamCounts, teacher: TeacherStates | None) -> Tensor:
-        part_loss = self._part_loss(pack, seen, counts)
         hidden_NC = self.policy.hidden(pack)
         head = replace(self.policy.head, temperature=1.0) if pack.streams.imitation else self.policy.head
         weight_VC = self.policy.head_weight  # after the pass, when FSDP has gathered it
         whole = pack.streams.policy and not is_tokenwise(self._loss)
         if whole:
             logprobs_N, entropy_N = chunked_logprobs(hidden_NC, weight_VC, pack.targets_N, head)
-            loss = part_loss(slice(0, pack.num_targets), logprobs_N, entropy_N)
+            of, share = whole_answers(pack)
+            mesh = self.policy.computing.mesh
+            joined = join_answers(logprobs_N, pack, mesh), join_answers(entropy_N, pack, mesh)
+            loss = self._part_loss(of, seen, counts, share)(slice(0, of.num_targets), *joined)
         if not whole or teacher is not None:
-            inputs = (hidden_NC, weight_VC, pack.targets_N, no_loss if whole else part_loss)
-            fused, logprobs_N, entropy_N, kl_N = taught_loss(*inputs, head, teacher)
+            part_loss = no_loss if whole else self._part_loss(pack, seen, counts)
+            fused, logprobs_N, entropy_N, kl_N = taught_loss(
+                hidden_NC, weight_VC, pack.targets_N, part_loss, head, teacher
+            )
             loss = loss + fused if whole else fused
         seen.add_tokens(pack, logprobs_N.detach(), entropy_N.detach(), None if teacher is None else kl_N)
         return loss
 
-    def _part_loss(self, pack: Pack, seen: Seen, counts: StreamCounts) -> PartLoss:
-        """The loss of a part of the pack's tokens, in the streams that the pack is in."""
+    def _part_loss(self, pack: Pack, seen: Seen, counts: StreamCounts, share: float = 1.0) -> PartLoss:
+        """The loss of a part of the pack's tokens, in the streams that the pack is in; of it, this rank counts a share."""
         weights, streams = self._weights, pack.streams
         if not streams.policy and not streams.imitation:
             return no_loss
@@ -149,8 +156,8 @@ class Learner:
             else:
                 taught = weights.sampled_kl if streams.teacher else 0.0
                 value, metrics = policy_stream(self._loss, tokens, self._algo, sampled_kl=taught)
-                seen.add_part(pack, len(logprobs_n), metrics)
-            return value if pack.counts else value * 0.0
+                seen.add_part(pack, share * len(logprobs_n), metrics)
+            return value * (share if pack.counts else 0.0)
 
         return part_loss
 
@@ -185,15 +192,32 @@ class Learner:
         """Difference of log-probs between policy and generator on tokens that this same version has sampled."""
         documents = [document_of(probe.prompt, one, version=version) for one in probe.completions]
         packs = self.policy.packs(documents, same_everywhere=True) if documents else []
-        gaps = [(self.policy.logprobs(pack).cpu() - pack.behavior_logprobs_N).abs() for pack in packs]
-        return torch.cat(gaps).double().mean().item() if gaps else 0.0
+        if not packs:
+            return 0.0
+        gaps_N = torch.cat([self._gaps(pack) for pack in packs]).double()
+        total = torch.tensor([gaps_N.sum().item(), len(gaps_N)], dtype=torch.float64)
+        gap, count = self.policy.computing.mesh.sum_over_context(total.to(self.policy.computing.device)).tolist()
+        return float(gap / count)
+
+    def _gaps(self, pack: Pack) -> Tensor:
+        gaps_N = (self.policy.logprobs(pack).cpu() - pack.behavior_logprobs_N).abs()
+        return gaps_N if pack.counts else gaps_N[:0]
 
     def _speed(self, documents: Sequence[Document], work: UpdateWork, start_s: float) -> dict[str, float]:
         how = self.policy.computing
         synchronize(how.device)
         elapsed_s = time.perf_counter() - start_s
         tokens = sum(len(document.tokens) for document in documents)
-        return speed_of(self.policy.model.shape, tokens, work, elapsed_s, how.device, how.dtype, how.mesh.size)
+        found = speed_of(self.policy.model.shape, tokens, work, elapsed_s, how.device, how.dtype, how.mesh.size)
+        return found if (moved := self._offloaded_gib()) is None else {**found, "offloaded_gib": moved}
+
+    def _offloaded_gib(self) -> float | None:
+        """Activations that this rank has put into host memory since it was asked last; None where that is not wanted."""
+        total = moved_bytes(self.policy.model)
+        if total is None:
+            return None
+        found, self._offloaded_bytes = (total - self._offloaded_bytes) / 2**30, total
+        return found
 
 
 OF_LOSS = "loss/"  # prefix of the loss's own sums
@@ -237,7 +261,7 @@ class Seen:
         self._losses: list[Tensor] = []
         self._parts: list[tuple[float, Mapping[str, Tensor | float]]] = []  # tokens, metrics of the loss
         self._tokens: list[TokenMeasures] = []
-        self._sequences: list[Tensor] = []  # document of each of these tokens
+        self._places: list[AnswerPlaces] = []  # where these tokens belong
         self._streams: list[Streams] = []  # of the tokens of each pack
         self._kl: list[Tensor] = []  # sums of the KL to teachers
         self._work: list[tuple[Tensor, float]] = []  # tokens and squares of each pass
@@ -247,16 +271,16 @@ class Seen:
 
     def add_work(self, pack: Pack) -> None:
         """Counts what a pass has computed, from the rows that went through the model."""
-        if pack.counts:
+        if pack.is_work:
             squares = sum(node.squares for node in pack.nodes)
             self._work.append(((pack.nodes_RT != PADDING).sum(), float(squares)))
 
-    def add_part(self, pack: Pack, num_tokens: int, metrics: Mapping[str, Tensor | float]) -> None:
+    def add_part(self, pack: Pack, num_tokens: float, metrics: Mapping[str, Tensor | float]) -> None:
         self._parts.append((float(num_tokens) if pack.counts else 0.0, metrics))
 
     def add_tokens(self, pack: Pack, logprobs_N: Tensor, entropy_N: Tensor, kl_N: Tensor | None = None) -> None:
         if pack.counts:
-            self._sequences.append(pack.sequence_N)
+            self._places.append(pack.places)
             self._streams.append(pack.streams)
             if kl_N is None and TEACHER_LOGPROBS in pack.columns:
                 kl_N = logprobs_N - pack.columns[TEACHER_LOGPROBS]  # the k1 estimate
@@ -304,8 +328,8 @@ class Seen:
         """Log-probs of the wanted groups' rollouts, by ordinal (a collective); empty for those that were left out."""
         wanted = frozenset(wanted)
         column = TokenColumn(documents, self._policy, only=[one.source[0] in wanted for one in documents])
-        for sequence_N, tokens in zip(self._sequences, self._tokens, strict=True):
-            column.fill(sequence_N, tokens.policy_logprobs_N)
+        for places, tokens in zip(self._places, self._tokens, strict=True):
+            column.fill(places, tokens.policy_logprobs_N)
         found = dict(zip((one.source for one in documents), column.complete(), strict=True))
         return {
             group.ordinal: tuple(found.get((group.ordinal, number), b"") for number in range(len(group.rollouts)))

@@ -1,5 +1,5 @@
-"""The trainer's ranks as a mesh: `data` ranks share an update's tokens and shard the weights, `tensor` ranks share every
-product, and `replicate` copies of such a mesh share an update's tokens too.
+"""The trainer's ranks as a mesh: `data` ranks share an update's documents, `context` ranks share the tokens of each pack, and
+both shard the weights; `tensor` ranks share every product, and `replicate` copies of such a mesh share documents too.
 
 A single rank is a mesh too: its collectives are no-ops, so that callers need not ask how many ranks there are.
 """
@@ -24,11 +24,23 @@ class TrainerMesh:
     rank: int = 0
     devices: DeviceMesh | None = None
     replicate: int = 1
-    batch: DeviceMesh | None = None  # all ranks that share an update's documents
+    batch: DeviceMesh | None = None  # all ranks that share an update's tokens
+    context: int = 1
+    context_mesh: DeviceMesh | None = None  # the ranks that share this rank's packs
 
     @property
     def size(self) -> int:
-        return self.replicate * self.data * self.tensor
+        return self.token_ranks * self.tensor
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that FSDP shards the weights over: `data` and `context` ranks alike."""
+        return self.data * self.context
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of ranks that share an update's tokens."""
+        return self.replicate * self.shards
 
     @property
     def batch_ranks(self) -> int:
@@ -38,22 +50,31 @@ class TrainerMesh:
     @property
     def batch_rank(self) -> int:
         """Number of this rank's part of an update's documents."""
-        return self.rank // self.tensor
+        return self.rank // (self.context * self.tensor)
 
     @property
     def replica(self) -> int:
         """Number of the copy of the sharded model that this rank belongs to."""
-        return self.rank // (self.data * self.tensor)
+        return self.rank // (self.shards * self.tensor)
 
     @property
     def tensor_rank(self) -> int:
         return self.rank % self.tensor
 
     @property
+    def context_rank(self) -> int:
+        return self.rank // self.tensor % self.context
+
+    @property
+    def context_group(self) -> dist.ProcessGroup:
+        assert self.context_mesh is not None
+        return self.context_mesh.get_group()
+
+    @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh of FSDP: `data`, or (`replicate`, `data`), which makes it HSDP."""
+        """The mesh of FSDP: `shards`, or (`replicate`, `shards`), which makes it HSDP."""
         assert self.devices is not None
-        return self.devices["replicate", "data"] if self.replicate > 1 else self.devices["data"]
+        return self.devices["replicate", "shards"] if self.replicate > 1 else self.devices["shards"]
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
@@ -70,15 +91,21 @@ class TrainerMesh:
         return self.batch.get_group()
 
     def sum_over_batch(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks that share an update's documents."""
-        if self.batch_ranks > 1:
+        """Sum over the ranks that share an update's tokens."""
+        if self.token_ranks > 1:
             dist.all_reduce(tensor, group=self._batch_group)
         return tensor
 
     def max_over_batch(self, tensor: Tensor) -> Tensor:
-        """Maximum over the ranks that share an update's documents."""
-        if self.batch_ranks > 1:
+        """Maximum over the ranks that share an update's tokens."""
+        if self.token_ranks > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._batch_group)
+        return tensor
+
+    def sum_over_context(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks that share this rank's packs."""
+        if self.context > 1:
+            dist.all_reduce(tensor, group=self.context_group)
         return tensor
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
@@ -104,21 +131,28 @@ class TrainerMesh:
 LONE_RANK = TrainerMesh()
 
 
-def make_mesh(data: int, tensor: int, rank: int, device: torch.device, replicate: int = 1) -> TrainerMesh:
-    """The mesh of this rank. Neighboring ranks share products: they talk most, so they should be closest. Replicas talk once
-    per update, so they may be farthest."""
-    if replicate * data * tensor == 1:
+def make_mesh(
+    data: int, tensor: int, rank: int, device: torch.device, replicate: int = 1, context: int = 1
+) -> TrainerMesh:
+    """The mesh of this rank. Neighboring ranks share products: they talk most, so they should be closest. Then come those
+    that share packs. Replicas talk once per update, so they may be farthest."""
+    if replicate * data * context * tensor == 1:
         return LONE_RANK
     if device.type == "cuda":
         torch.cuda.set_device(device)  # otherwise torch takes the GPU with this rank's number, as does FSDP then
+    shards = data * context
     if replicate == 1:
-        devices = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
-        batch = devices["data"]
+        devices = init_device_mesh(device.type, (shards, tensor), mesh_dim_names=("shards", "tensor"))
+        batch = devices["shards"]
     else:
-        names = ("replicate", "data", "tensor")
-        devices = init_device_mesh(device.type, (replicate, data, tensor), mesh_dim_names=names)
-        batch = devices["replicate", "data"]._flatten("batch")
-    return TrainerMesh(data, tensor, rank, devices, replicate, batch)
+        names = ("replicate", "shards", "tensor")
+        devices = init_device_mesh(device.type, (replicate, shards, tensor), mesh_dim_names=names)
+        batch = devices["replicate", "shards"]._flatten("batch")
+    packs = None
+    if context > 1:
+        sizes = (replicate * data, context, tensor)
+        packs = init_device_mesh(device.type, sizes, mesh_dim_names=("packs", "context", "tensor"))["context"]
+    return TrainerMesh(data, tensor, rank, devices, replicate, batch, context, packs)
 
 
 def check_tensor_parallel(shape: ModelSpec, tensor: int, key: str) -> None:

@@ -21,11 +21,10 @@ from torch.optim.adamw import adamw
 from torch.utils.hooks import RemovableHandle
 
 from llamarl.config import TrainerConfig
-from llamarl.errors import ConfigError
 from llamarl.model.gpu_paths import Backend, compile_backend, on_gpu
+from llamarl.train.pinned import aligned, pin, unpin
 
 _EPSILON = 1e-8
-_ALIGNED = 64  # bytes
 _AHEAD = 2  # parameters whose state is copied from host memory while another is updated
 
 
@@ -293,30 +292,13 @@ def host_state(slots: Sequence[Slot]) -> tuple[Tensor, dict[str, dict[str, Tenso
     sizes = [
         (slot, key, dtype, slot.local.numel() * dtype.itemsize) for slot in slots for key, dtype in slot.kinds.items()
     ]
-    memory = torch.empty(sum(_aligned(size) for *_, size in sizes), dtype=torch.uint8).zero_()
+    memory = torch.empty(sum(aligned(size) for *_, size in sizes), dtype=torch.uint8).zero_()
     home: dict[str, dict[str, Tensor]] = {slot.name: {} for slot in slots}
     start = 0
     for slot, key, dtype, size in sizes:
         home[slot.name][key] = memory[start : start + size].view(dtype).view(slot.local.shape)
-        start += _aligned(size)
+        start += aligned(size)
     return memory, home
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED) * _ALIGNED
-
-
-def _pin(memory: Tensor) -> None:
-    """Pins memory in place. Torch's own pinned memory comes in powers of two and may take twice as much."""
-    if status := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):  # type: ignore[no-untyped-call]
-        raise ConfigError(
-            f"trainer.offload: {memory.nbytes / 1e9:.0f} GB of host memory cannot be pinned (CUDA error {status}); "
-            "is there so much, and may this process lock it (ulimit -l)?"
-        )
-
-
-def _unpin(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
 class _Offload:
@@ -326,8 +308,8 @@ class _Offload:
         self._device = device
         self._incoming, self._outgoing = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         memory, self._home = host_state(slots)
-        _pin(memory)
-        weakref.finalize(self, _unpin, memory).atexit = False
+        pin(memory, "trainer.offload")
+        weakref.finalize(self, unpin, memory).atexit = False
         for slot in slots:
             slot.state = self._home[slot.name]
 

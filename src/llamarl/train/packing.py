@@ -9,9 +9,9 @@ tail of a row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor
 from llamarl.algo.batch import POLICY, Document, Streams, TokenBatch
 from llamarl.train.balance import balance
 from llamarl.train.trees import TreeBranch, cut, grow_trees, plain_trees
+
+if TYPE_CHECKING:
+    from llamarl.train.context import ContextShare
 
 _SHORTEST_ROW = 64  # tokens; in shorter rows, the number of rows costs more than masked attention saves
 TILE = 128  # tokens; a GPU's long row is padded to a multiple of this, so that its products have whole tiles
@@ -50,9 +53,16 @@ class Node:
         return self.end**2 - self.start**2
 
 
+class AnswerPlaces(NamedTuple):
+    """Where answer tokens belong in their update."""
+
+    sequence_N: Tensor  # document of the update
+    within_N: Tensor  # number of the token among the sampled ones of its document
+
+
 @dataclass(frozen=True)
 class Pack:
-    """R rows of T tokens, and their N answer tokens as flat vectors."""
+    """R rows of T tokens, and their N answer tokens as flat vectors; with context parallelism, a rank's share of them."""
 
     tokens_RT: Tensor
     positions_RT: Tensor  # position of each token in its document
@@ -63,15 +73,27 @@ class Pack:
     behavior_logprobs_N: Tensor
     advantages_N: Tensor
     sequence_N: Tensor  # document of the update that each answer token belongs to
+    within_N: Tensor  # number of each answer token among the sampled ones of its document
     staleness_N: Tensor
     fresh_N: Tensor  # whether the version being trained sampled the whole document
     columns: dict[str, Tensor]
+    at: NDArray[np.int64]  # `at_N` on the host
     counts: bool = True  # False: a filler that keeps its rank in step with the others; nothing is learned from it
     streams: Streams = POLICY  # of all its documents
+    share: ContextShare | None = None  # with context parallelism: the pack that this is a share of
 
     @property
     def num_targets(self) -> int:
         return len(self.targets_N)
+
+    @property
+    def places(self) -> AnswerPlaces:
+        return AnswerPlaces(self.sequence_N, self.within_N)
+
+    @property
+    def is_work(self) -> bool:
+        """Whether its tokens belong to the update, also where it has no answer tokens of its own."""
+        return self.counts or (self.share is not None and self.share.whole.counts)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -96,7 +118,7 @@ class Pack:
             return self
         moved = {name: _move(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         columns = {name: _move(value, device) for name, value in self.columns.items()}
-        return Pack(**moved, nodes=self.nodes, columns=columns, counts=self.counts, streams=self.streams)
+        return replace(self, **moved, columns=columns)  # type: ignore[arg-type]
 
     def tokens(
         self, part: slice, policy_logprobs_n: Tensor, entropy_n: Tensor, *, num_tokens: int, num_sequences: int
@@ -263,27 +285,29 @@ def _to_tensors(documents: Sequence[Document], rows: Sequence[Sequence[Placed]],
     order = [item for item, _ in ends]
     packed = [documents[item] for item in order]
     sizes = np.array([document.num_answer_tokens for document in packed])
-    before = [_indices(nodes, node)[document.places - 1] for document, (_, node) in zip(packed, ends, strict=True)]
+    before = [path_of(nodes, node)[document.places - 1] for document, (_, node) in zip(packed, ends, strict=True)]
     fresh = np.array([not document.staleness.any() for document in packed], dtype=bool)
     return Pack(
         tokens_RT=torch.from_numpy(tokens),
         positions_RT=torch.from_numpy(positions),
         nodes_RT=torch.from_numpy(numbers),
         nodes=tuple(nodes),
-        at_N=torch.from_numpy(_concatenate(before, np.int64)),
+        at_N=torch.from_numpy(at := _concatenate(before, np.int64)),
         targets_N=torch.from_numpy(_concatenate([document.answer for document in packed], np.int64)),
         behavior_logprobs_N=_floats([document.behavior_logprobs for document in packed]),
         advantages_N=_floats([document.advantages for document in packed]),
         sequence_N=torch.from_numpy(np.repeat(np.array(order, dtype=np.int64), sizes)),
+        within_N=torch.from_numpy(_concatenate([np.arange(size) for size in sizes], np.int64)),
         staleness_N=torch.from_numpy(_concatenate([document.staleness for document in packed], np.int64)),
         fresh_N=torch.from_numpy(np.repeat(fresh, sizes)),
         columns={name: _floats([document.columns[name] for document in packed]) for name in _columns(packed)},
+        at=at,
         counts=counts,
         streams=packed[0].streams,
     )
 
 
-def _indices(nodes: Sequence[Node], last: int) -> NDArray[np.int64]:
+def path_of(nodes: Sequence[Node], last: int) -> NDArray[np.int64]:
     """Index of each token of the document that ends with this node, in rows * width."""
     path = [np.arange(one.first, one.first + one.length) for one in _upwards(nodes, last)]
     return np.concatenate(path[::-1])

@@ -33,6 +33,7 @@ from llamarl.model.ops import Rope
 from llamarl.model.transformer import AllHeadsNorm, Transformer
 from llamarl.train.lora import add_trained_adapters
 from llamarl.train.mesh import TrainerMesh
+from llamarl.train.offload import offload_activations
 from llamarl.train.recompute import recompute_from_parts, recompute_inside
 
 _MAX_GRAPHS = 64
@@ -54,13 +55,15 @@ def parallelize(
         add_trained_adapters(model, lora, mesh)
     from_parts = recompute == "full" and mesh.tensor > 1
     if recompute != "none" and not from_parts:
-        recompute_inside(model, recompute)
+        recompute_inside(model, "full" if recompute == "full" else "selective")
     # torch 2.13 compiles no blocks of DTensors whose sizes are unknown, and none that are computed again inside the graph.
     if compiled:
         _compile(model, any_length=mesh.tensor == 1)
     if from_parts:
         recompute_from_parts(model, mesh)
-    if mesh.batch_ranks > 1:
+    if recompute == "offload":
+        offload_activations(model)
+    if mesh.token_ranks > 1:
         _fsdp(model, mesh, compute_dtype)
 
 

@@ -17,10 +17,12 @@ from llamarl.families.parameters import block_parameters, parameters
 from llamarl.model.adapter_folder import check_base_of
 from llamarl.model.base import Base
 from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, random_model
-from llamarl.model.transformer import Transformer
+from llamarl.model.transformer import Attend, Transformer
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.trainer import LEAST_SHARED
 from llamarl.train.attention import document_attention, uses_long_rows
+from llamarl.train.context import take_share
+from llamarl.train.context_attention import context_attention
 from llamarl.train.fp16 import take_half_operands
 from llamarl.train.lm_head import Head, Vocabulary, chunked_logprobs
 from llamarl.train.lora import load_adapters, start_adapters
@@ -33,6 +35,7 @@ from llamarl.train.shards import owned_shards
 _LENGTHS = (
     32  # most lengths of rows, where each is compiled apart; torch stops compiling at twice as many (`parallel.py`)
 )
+_CPU_TILE = 8  # tokens; where attention is masked, padding costs more than ragged products
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,10 @@ class ComputeSettings:
     @property
     def rows_multiple_of(self) -> int:
         """Number of tokens that long rows are padded to a multiple of. Blocks of tensor ranks are compiled for every length
-        of rows apart, so these have few lengths."""
+        of rows apart, so these have few lengths. Where ranks share a row, each has whole tiles of it."""
+        tile = (TILE if self.long_rows else _CPU_TILE) * self.mesh.context
         each_length = self.compiled and self.mesh.tensor > 1
-        return -(-self.tokens_per_pack // (_LENGTHS * TILE)) * TILE if each_length else TILE
+        return -(-self.tokens_per_pack // (_LENGTHS * tile)) * tile if each_length else tile
 
 
 class Policy:
@@ -92,27 +96,32 @@ class Policy:
         return self.computing.long_rows and not self.model.shape.attention_softcap
 
     def packs(self, documents: Sequence[Document], *, same_everywhere: bool = False) -> list[Pack]:
-        """This rank's share of the documents, or all of them on every rank."""
+        """This rank's share of the documents, or all of them on every rank; of packs that ranks share, this rank's share."""
         how, mesh = self.computing, self.computing.mesh
         rank, num_ranks = (0, 1) if same_everywhere else (mesh.batch_rank, mesh.batch_ranks)
-        return make_packs(
+        packs = make_packs(
             documents,
             how.tokens_per_pack,
             rank=rank,
             num_ranks=num_ranks,
-            long_rows=self.long_rows,
+            long_rows=self.long_rows or mesh.context > 1,
             multiple_of=how.rows_multiple_of,
             sharing=self._sharing,
         )
+        return packs if mesh.context == 1 else [take_share(pack, mesh.context, mesh.context_rank) for pack in packs]
 
     def hidden(self, pack: Pack) -> Tensor:
         """The states [N, C] that predict the pack's answer tokens."""
+        hidden_RTC: Tensor = self.model(pack.tokens_RT, pack.positions_RT, self._attention(pack))
+        return hidden_RTC.flatten(0, 1).index_select(0, pack.at_N)
+
+    def _attention(self, pack: Pack) -> Attend:
         how = self.computing
+        if pack.share is not None:
+            return context_attention(pack, how.mesh, long_rows=self.long_rows)
         cudnn_from = 0 if how.dtype == torch.float16 else how.cudnn_from  # its operands are fp32 here
         window = max(self.model.shape.windows, default=0)
-        attend = document_attention(pack, long_rows=self.long_rows, cudnn_from=cudnn_from, window=window)
-        hidden_RTC: Tensor = self.model(pack.tokens_RT, pack.positions_RT, attend)
-        return hidden_RTC.flatten(0, 1).index_select(0, pack.at_N)
+        return document_attention(pack, long_rows=self.long_rows, cudnn_from=cudnn_from, window=window)
 
     @torch.no_grad()
     def logprobs(self, pack: Pack) -> Tensor:
@@ -204,7 +213,7 @@ def meta_shards(shape: ModelSpec, computing: ComputeSettings) -> Transformer:
 def parameter_dtype(computing: ComputeSettings) -> torch.dtype:
     """Type of the model's parameters. With FSDP they are fp32 masters, which it casts when it gathers them. A frozen model
     needs no masters."""
-    masters = computing.mesh.batch_ranks > 1 and not computing.lora
+    masters = computing.mesh.token_ranks > 1 and not computing.lora
     return torch.float32 if masters else computing.weight_dtype
 
 

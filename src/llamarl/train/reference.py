@@ -27,7 +27,7 @@ def add_logprobs(policy: Policy, groups: Sequence[RolloutGroup], name: str) -> t
     for pack in policy.packs(documents):
         logprobs_N = policy.logprobs(pack)
         if pack.counts:
-            column.fill(pack.sequence_N, logprobs_N)
+            column.fill(pack.places, logprobs_N)
     columns = iter(column.complete())
     return tuple(
         RolloutGroup(group.prompt, tuple(_with_column(one, name, next(columns)) for one in group.rollouts))

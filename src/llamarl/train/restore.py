@@ -38,7 +38,7 @@ Piece = tuple[int, Box, Box]  # a rank that wrote, the box that it holds, the pa
 class MeshOnDisk(msgspec.Struct, frozen=True):
     """The ranks whose shards make up the state in a snapshot."""
 
-    data: int
+    data: int  # ranks that FSDP sharded the state over
     tensor: int
 
     @property

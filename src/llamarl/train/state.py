@@ -134,7 +134,7 @@ def _write_mesh(folder: Path, mesh: TrainerMesh) -> Path:
 
 
 def _on_disk(mesh: TrainerMesh) -> MeshOnDisk:
-    return MeshOnDisk(mesh.data, mesh.tensor)
+    return MeshOnDisk(mesh.shards, mesh.tensor)
 
 
 def _sync(path: Path) -> None:

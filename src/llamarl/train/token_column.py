@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from llamarl.algo.batch import Document
+from llamarl.train.packing import AnswerPlaces
 from llamarl.train.policy import Policy
 
 
@@ -22,21 +23,20 @@ class TokenColumn:
         self._starts = torch.tensor([0, *self._lengths]).cumsum(0)
         self._values_N = torch.zeros(sum(self._lengths), dtype=torch.float32)
 
-    def fill(self, sequence_N: Tensor, values_N: Tensor) -> None:
-        """Take the values of a pack's tokens; `sequence_N` is the document of each."""
+    def fill(self, places: AnswerPlaces, values_N: Tensor) -> None:
+        """Take the values of a pack's tokens."""
+        sequence_N, within_N = places
         if self._only is not None:
             here_N = self._only.to(sequence_N.device)[sequence_N]
-            sequence_N, values_N = sequence_N[here_N], values_N[here_N]
-        sequence_N = sequence_N.cpu()
-        _, counts = torch.unique_consecutive(
-            sequence_N, return_counts=True
-        )  # a pack keeps a document's tokens together
-        first_N = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        within_N = torch.arange(len(sequence_N)) - first_N
-        self._values_N[self._starts[sequence_N] + within_N] = values_N.cpu().float()
+            sequence_N, within_N, values_N = sequence_N[here_N], within_N[here_N], values_N[here_N]
+        self._values_N[self._starts[sequence_N.cpu()] + within_N.cpu()] = values_N.cpu().float()
 
-    def complete(self) -> list[bytes]:
-        """The values of each document, as fp32 bytes; a collective, after which every rank has those of all ranks."""
-        if self._how.mesh.batch_ranks > 1:  # each rank has filled its own tokens, and the others are zero
-            self._values_N.copy_(self._how.mesh.sum_over_batch(self._values_N.to(self._how.device)))
+    def complete(self, *, same_everywhere: bool = False) -> list[bytes]:
+        """The values of each document, as fp32 bytes; a collective, after which every rank has those of all ranks. With
+        `same_everywhere`, each part of the mesh that shares packs has computed all documents."""
+        mesh = self._how.mesh
+        if (mesh.context if same_everywhere else mesh.token_ranks) > 1:
+            # Each rank has filled its own tokens, and the others are zero.
+            total = mesh.sum_over_context if same_everywhere else mesh.sum_over_batch
+            self._values_N.copy_(total(self._values_N.to(self._how.device)))
         return [one.numpy().astype("<f4").tobytes() for one in torch.split(self._values_N, self._lengths)]

@@ -12,65 +12,19 @@ tokens see, in front of its own, and all nodes are documents of one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
-from llamarl.train.fp16 import HalfFlash, to_half
+from llamarl.train.flash import causal_flash, flash_backward, flash_forward, flash_options, longest_of, starts_of
+from llamarl.train.fp16 import to_half
 from llamarl.train.packing import NO_PARENT, Node, Pack
 
-_LONGEST = 1024  # tokens; longest document that attention is launched for at least
-_LONGEST_BRANCHES = 4096  # the same for all documents behind a node together, which are few and long
-
-
-def starts_of(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Where each run of tokens begins, and where the last one ends."""
-    starts_D = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-    starts_D = starts_D.to(device, non_blocking=True)
-    torch._dynamo.maybe_mark_dynamic(starts_D, 0)  # packs hold any number of documents
-    return starts_D
-
-
-def longest_of(lengths: Sequence[int], least: int = _LONGEST) -> int:
-    """A power of two that most packs have in common, since blocks are compiled again for every new value."""
-    return max(least, 1 << (max(lengths) - 1).bit_length())
-
-
-def flash_options(options: AttentionOptions) -> dict[str, Any]:
-    """Arguments of FlashAttention, beside its operands, for what is not plain. A window counts the token itself."""
-    found: dict[str, Any] = {}
-    if options.scale is not None:
-        found["scale"] = options.scale
-    if options.window:
-        found |= {"window_size_left": options.window - 1, "window_size_right": 0}
-    return found
-
-
-def causal_flash(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    options: dict[str, Any],
-) -> Tensor:
-    """PyTorch's variable-length FlashAttention; the last query of a document is at its last key. fp32 operands mean an fp16
-    forward and a bf16 backward pass."""
-    ends = starts_q, starts_k, longest_q, longest_k
-    if q_THD.dtype == torch.float32:
-        half_THD: Tensor = HalfFlash.apply(q_THD, k_TKD, v_TKD, *ends, options)  # type: ignore[no-untyped-call]
-        return half_THD
-    out_THD: Tensor = torch.ops.aten._flash_attention_forward(q_THD, k_TKD, v_TKD, *ends, 0.0, True, False, **options)[
-        0
-    ]
-    return out_THD
+_LONGEST_BRANCHES = 4096  # tokens; longest run of all documents behind a node together, which are few and long
 
 
 class WindowedNodes:
@@ -163,7 +117,7 @@ class FlashTrees:
             self.longest,
             self.longests,
             self.pairs,
-            options.scale,
+            flash_options(options),
             self.starts_D,
             *self.levels,
             *self.starts,
@@ -195,22 +149,22 @@ class TreeFlash(torch.autograd.Function):
         longest: int,
         longests: tuple[int, ...],
         pairs: tuple[tuple[int, int], ...],
-        scale: float | None,
+        options: Mapping[str, Any],
         *where: Tensor,
     ) -> Tensor:
         wide = q_THD.dtype == torch.float32
         q, k, v = (to_half(x) if wide else x for x in (q_THD, k_TKD, v_TKD))
         starts_D, levels, starts = _unfold(where, len(pairs))
-        out, sums, random, unused = flash_forward(q, k, v, starts_D, starts_D, longest, longest, True, scale)
+        out, sums, random, unused = flash_forward(q, k, v, starts_D, starts_D, longest, longest, True, options)
         outs, sums_of = _slices(out, levels), _slices(sums.t(), levels)
         qs, ks, vs = (_slices(x, levels) for x in (q, k, v))
         for part, (above, below) in enumerate(pairs):
             ends = starts[2 * part], starts[2 * part + 1], longests[2 * part], longests[2 * part + 1]
-            other, others, *_ = flash_forward(qs[below], ks[above], vs[above], *ends, False, scale)
+            other, others, *_ = flash_forward(qs[below], ks[above], vs[above], *ends, False, options)
             outs[below], sums_of[below] = join(outs[below], sums_of[below], other, others.t())
         out, sums = torch.cat(outs), torch.cat(sums_of).t().contiguous()
         ctx.save_for_backward(q, k, v, out, sums, random, unused, *where)
-        ctx.longest, ctx.longests, ctx.pairs, ctx.wide, ctx.scale = longest, longests, pairs, wide, scale
+        ctx.longest, ctx.longests, ctx.pairs, ctx.wide, ctx.options = longest, longests, pairs, wide, options
         return out.float() if wide else out
 
     @staticmethod
@@ -221,14 +175,14 @@ class TreeFlash(torch.autograd.Function):
         if ctx.wide:
             grad, q, k, v, out = (x.to(torch.bfloat16) for x in (grad, q, k, v, out))
         whole = flash_backward(
-            (grad, q, k, v, out, sums), starts_D, starts_D, ctx.longest, ctx.longest, True, random, unused, ctx.scale
+            (grad, q, k, v, out, sums), starts_D, starts_D, ctx.longest, ctx.longest, True, random, unused, ctx.options
         )
         of_q, of_k, of_v = (_slices(x, levels) for x in whole)
         tops, qs, ks, vs, outs, sums_of = (_slices(x, levels) for x in (grad, q, k, v, out, sums.t()))
         for part, (above, below) in enumerate(ctx.pairs):
             ends = starts[2 * part], starts[2 * part + 1], ctx.longests[2 * part], ctx.longests[2 * part + 1]
             given = tops[below], qs[below], ks[above], vs[above], outs[below], sums_of[below].t().contiguous()
-            more_q, more_k, more_v = flash_backward(given, *ends, False, random, unused, ctx.scale)
+            more_q, more_k, more_v = flash_backward(given, *ends, False, random, unused, ctx.options)
             of_q[below] = of_q[below] + more_q
             of_k[above], of_v[above] = of_k[above] + more_k, of_v[above] + more_v
         found = [torch.cat(parts) for parts in (of_q, of_k, of_v)]
@@ -253,43 +207,3 @@ def join(out_QHD: Tensor, sums_QH: Tensor, other_QHD: Tensor, others_QH: Tensor)
     weight_QHD = (others_QH - joined_QH).exp()[..., None].expand(out_QHD.shape)
     out = torch.lerp(out_QHD.to(weight_QHD.dtype), other_QHD.to(weight_QHD.dtype), weight_QHD)
     return out.to(out_QHD.dtype), joined_QH
-
-
-def flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    causal: bool,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, logarithms of the sums [H, Q] of the softmax, and what the backward pass wants besides."""
-    found = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False, **_scaled(scale)
-    )
-    return found[0], found[1], found[2], found[3]
-
-
-def flash_backward(
-    given: tuple[Tensor, ...],
-    starts_q: Tensor,
-    starts_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    causal: bool,
-    random: Tensor,
-    unused: Tensor,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, given those of the output, then q, k, v, the output and its sums."""
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *given, starts_q, starts_k, longest_q, longest_k, 0.0, causal, random, unused, **_scaled(scale)
-    )
-    return found
-
-
-def _scaled(scale: float | None) -> dict[str, float]:
-    return {} if scale is None else {"scale": scale}

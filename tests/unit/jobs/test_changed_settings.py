@@ -22,9 +22,10 @@ def test_what_may_change_is_listed() -> None:
 
 
 def test_the_ranks_of_a_trainer_may_change() -> None:
-    assert changes("trainer.replicate=2", "trainer.data=4", "trainer.tensor=2") == [
+    assert changes("trainer.replicate=2", "trainer.data=4", "trainer.context=2", "trainer.tensor=2") == [
         "trainer.replicate: 1 so far, 2 from here on",
         "trainer.data: 1 so far, 4 from here on",
+        "trainer.context: 1 so far, 2 from here on",
         "trainer.tensor: 1 so far, 2 from here on",
     ]
 

@@ -143,6 +143,20 @@ def test_replicas_are_taken_where_sharding_over_all_hosts_costs_too_much() -> No
         assert fastest_trainer(easy, easy.gpus // 2, replicas=True).ranks.replicate == 1
 
 
+def test_ranks_share_packs_only_where_one_cannot_hold_the_longest_sequence() -> None:
+    """The fewest ranks that can, on one host."""
+    for answer, shared in ((1000, False), (500_000, True)):
+        asked = question("llama-3.1-8b", gpus=16)
+        asked = replace(asked, work=replace(asked.work, answers=Lengths(f"fixed:{answer}")))
+        space = Space(asked)
+        found = [one.ranks for one in space.trainers(8) if space.fits(one.memory_bytes)]
+        assert any(one.context > 1 for one in found) == shared, answer
+        assert all(one.data * one.context * one.tp == 8 for one in found)
+        for one in found:
+            fewer = replace(one, data=2 * one.data, context=one.context // 2)
+            assert one.context == 1 or not space.fits(fewer.memory_bytes)
+
+
 def test_no_plan_takes_more_memory_than_there_is() -> None:
     for asked in map(random_question, range(40)):
         for found in (best_sync(asked), best_async(asked)):
