@@ -64,13 +64,13 @@ class OffloadedBlock:
 
     def __init__(self, block: nn.Module, number: int, offload: ActivationOffload) -> None:
         self._forward: Callable[..., Tensor] = block.forward
-        self._block, self._number, self.offload = [block], number, offload  # the list hides the block from the module
+        self._block, self._number, self.offload = block, number, offload
 
     def __call__(self, x_RTC: Tensor, rope: tuple[Tensor, Tensor], attend: object) -> Tensor:
         if not torch.is_grad_enabled():
             return self._forward(x_RTC, rope, attend)
-        masks = [one for one in vars(attend).values() if isinstance(one, Tensor)] if hasattr(attend, "__dict__") else []
-        stays = [*self._block[0].parameters(), *self._block[0].buffers(), *rope, *masks]
+        masks = [one for one in vars(attend).values() if isinstance(one, Tensor)]
+        stays = [*self._block.parameters(), *self._block.buffers(), *rope, *masks]
         kept = self.offload.begin_block(self._number, x_RTC.device, stays)
         with saved_tensors_hooks(kept.pack, kept.unpack):
             out = self._forward(x_RTC, rope, attend)
@@ -99,9 +99,8 @@ class _BlockActivations:
         self, copies: _Copies, stays: set[int], before: _BlockActivations | None, least_bytes: int | None
     ) -> None:
         self._copies, self._stays, self._before, self._least_bytes = copies, stays, before, least_bytes
-        self._moved: WeakValueDictionary[Key, _Moved] = (
-            WeakValueDictionary()
-        )  # autograd holds them until they were used
+        # Autograd holds them until they were used.
+        self._moved: WeakValueDictionary[Key, _Moved] = WeakValueDictionary()
         self._fetched = False
         self.moved_bytes = 0
 
