@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 from helpers.cli import llamarl
 from helpers.models import SHAPE
+from msgspec.structs import replace
 
 from llamarl.bench import calibrate
 from llamarl.bench.calibrate import DecodePoint, TrainPoint
-from llamarl.plan.gpus import gpu_named
+from llamarl.model_spec import shape_named
+from llamarl.plan.fit import Measured
+from llamarl.plan.gpus import GPUS, gpu_named
+from llamarl.plan.terms import decode_terms, total_s
 
 RUN = ["generator.threads=1", "trainer.threads=1", "schedule.updates=4", "evaluate.prompts=0"]
 
@@ -64,3 +68,20 @@ def test_without_a_command_bench_shows_what_there_is() -> None:
     done = llamarl("bench")
     assert "--calibrate" in done.out
     assert "decode" in done.out
+
+
+def test_what_fp8_adds_to_a_layer_is_what_its_products_do_not_explain() -> None:
+    """A small model that fp8 makes no faster: the planner then predicts that, and a large one is still faster."""
+    gpu, small, large = GPUS["h200"], shape_named("qwen2.5-1.5b"), shape_named("llama-3.1-8b")
+    terms = {name: decode_terms(small, gpu, name, 256, 1e5) for name in ("bf16", "fp8")}
+    wide_s = total_s(gpu.decode, terms["bf16"])
+    added_s = calibrate.narrow_s(gpu, small, Measured("fp8", wide_s, terms["fp8"]))
+    assert added_s > 0
+    knows = replace(gpu.decode, narrow_s=added_s)
+    assert total_s(knows, terms["fp8"]) == pytest.approx(wide_s)
+    assert total_s(knows, terms["bf16"]) == wide_s
+    assert total_s(knows, decode_terms(large, gpu, "fp8", 256, 1e5)) < 0.9 * total_s(
+        knows, decode_terms(large, gpu, "bf16", 256, 1e5)
+    )
+    quick = Measured("fp8", wide_s / 100, terms["fp8"])
+    assert calibrate.narrow_s(gpu, small, quick) == 0.0, "never a gain: the products say that already"

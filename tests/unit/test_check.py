@@ -159,6 +159,15 @@ def test_times_of_other_jobs_are_predicted_too(settings: list[str]) -> None:
     assert (time.state, better.what) == ("ok", "better"), (time, better)
 
 
+def test_narrow_weights_that_do_not_pay_are_told() -> None:
+    prompts, _ = prepared(load_config(None, CPU))
+    assert prompts is not None
+    narrow = load_config(None, ["generator.quantize=fp8"])
+    found = {one.what: one for one in forecast(narrow, FINE, prompts, GPUS["h200"], "fixed:8")}
+    assert found["precision"].state == "warning" and "do not pay below 8B" in found["precision"].told
+    assert "generator.quantize=none" in found["precision"].advice
+
+
 def test_a_machine_without_a_gpu_is_described_by_its_measured_limits() -> None:
     found = describe_machine(load_config(None, ["trainer.threads=1"]), replace(FINE, gpus=(), driver="", cuda=""))
     assert found.is_cpu and found.source == "limits" and found.threads == 1

@@ -29,6 +29,8 @@ from llamarl.plan.gpus import GIB, GPUS, DecodeFactors, EngineFactors, Gpu, Trai
 from llamarl.plan.terms import decode_terms, total_s, train_terms
 from llamarl.plan.trainer import packed
 
+_FP8_CAPABILITY = (8, 9)  # first GPUs with fp8 products
+_FP8_POINT = 1  # decode point that is also measured with fp8 weights
 _REPEATS = 3  # the median counts, not the minimum: jobs are disturbed as much as measurements
 
 
@@ -141,8 +143,25 @@ def calibrate(device: torch.device, threads: int) -> Calibration:
     fitted = (fit_factors(bare.decode, decode), fit_factors(bare.train, train))
     rows = [_row(one, fitted[0]) for one in decode] + [_row(one, fitted[1]) for one in train]
     gpu = replace(bare, decode=fitted[0], train=fitted[1], source="measured")
+    if on_gpu and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY:
+        gpu, row = _with_fp8(gpu, device, points[_FP8_POINT], clock)
+        rows.append(row)
     prefill = _prefill_factor(gpu, precision, points, [read_s for _, read_s in measured])
-    return Calibration(replace(gpu, decode=replace(fitted[0], prefill=prefill)), tuple(rows))
+    return Calibration(replace(gpu, decode=replace(gpu.decode, prefill=prefill)), tuple(rows))
+
+
+def _with_fp8(gpu: Gpu, device: torch.device, point: DecodePoint, clock: Clock) -> tuple[Gpu, CalibrationRow]:
+    """The machine with the rate of fp8 products, and with what fp8 weights add to every layer of a small model."""
+    best = measure_ceilings(device, PRECISIONS["fp8"], clock)
+    gpu = replace(gpu, tflops=replace(gpu.tflops, fp8=best.flops / gpu.product_share / 1e12))
+    step, _ = _measure_decode(gpu, "fp8", device, point, clock)
+    gpu = replace(gpu, decode=replace(gpu.decode, narrow_s=narrow_s(gpu, point.shape, step)))
+    return gpu, _row(Measured(f"fp8: {step.what}", step.seconds, step.terms), gpu.decode)
+
+
+def narrow_s(gpu: Gpu, shape: ModelSpec, step: Measured) -> float:
+    """Seconds per layer that a step with fp8 weights takes longer than its products, which are half as many bytes."""
+    return max(0.0, step.seconds - total_s(replace(gpu.decode, narrow_s=0.0), step.terms)) / shape.num_layers
 
 
 def _row(one: Measured, factors: DecodeFactors | TrainFactors) -> CalibrationRow:

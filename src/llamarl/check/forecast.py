@@ -17,6 +17,7 @@ from llamarl.observe.display import format_seconds
 from llamarl.plan.fallback import async_plan, sync_plan
 from llamarl.plan.gpus import GIB, GPUS, Gpu
 from llamarl.plan.lengths import Lengths
+from llamarl.plan.narrow import narrow_advice
 from llamarl.plan.report import layout
 from llamarl.plan.workload import Question, Workload
 from llamarl.simulate.rehearse import rehearse
@@ -56,6 +57,8 @@ def forecast(config: Config, facts: MachineFacts, prompts: Prompts, gpu: Gpu | N
     told = f"{each} s an update, {whole} for {updates} updates{lengths}; {_how_sure(described)}"
     yield Finding("time", "ok", told, "" if described.source == "measured" else _CALIBRATE)
     if not described.is_cpu:
+        if slow := narrow_advice(scenes[-1].shape, config.generator.quantize):
+            yield Finding("precision", "warning", slow, "unless memory is short: generator.quantize=none")
         with suppress(LlamaRLError):  # the planner knows fewer models and layouts than the trainer
             yield _better(config, described, scenes[-1], found[-1])
 

@@ -84,6 +84,7 @@ def plan_command(
     from llamarl.plan.fallback import async_plan, sync_plan, widened
     from llamarl.plan.gpus import gpu_named
     from llamarl.plan.lengths import Lengths
+    from llamarl.plan.narrow import narrow_advice
     from llamarl.plan.report import figures, table
     from llamarl.plan.workload import Question, Workload
     from llamarl.simulate.rehearse import rehearse
@@ -127,6 +128,9 @@ def plan_command(
         return
     print("\n".join(table(question, [("synchronous, co-located", sync), ("asynchronous", split)])))
     print(f"gain               {gain:.2f}x" if gain else f"no gain: {_missing(sync is None)}")
+    asked_for = "fp8" if "fp8" in question.precisions and not question.has_narrow_base else ""
+    if slow := narrow_advice(question.shape, asked_for):
+        print(f"note               {slow}")
     _print_built(built)
     print(f"job written to {out}: llamarl train {out}" if out else f"\n{text}", end="\n" if out else "")
 

@@ -265,6 +265,8 @@ class Scheduler:
         admission = Admission()
         if self._waiting and self._waiting[0].num_unread > self.prefill_tokens:
             self._read_chunk(self._waiting[0], admission)
+            if self._waiting[0].num_unread:
+                return admission  # what is left comes next time: an admission reads a sequence once
         while self._waiting and self._free_slots and self._may_read(self._waiting[0], admission):
             if self._start(self._waiting[0], burst, steps, admission):
                 self._waiting.popleft()

@@ -32,6 +32,7 @@ class DecodeFactors(Factors, frozen=True):
     scores: float = 1.2
     layer_s: float = 33e-6  # per layer: least time of the many small kernels in a CUDA graph
     step_s: float = 100e-6
+    narrow_s: float = 0.0  # per layer with fp8 weights: quantizing the inputs of its products
     row_s: float = 0.0  # per row: bookkeeping on the host, which a GPU does not wait for
     prefill: float = 1.0  # factor on reading prompts, whose terms are those of a step and of training attention
 

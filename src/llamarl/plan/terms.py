@@ -97,6 +97,7 @@ def decode_terms(
         "traffic": rows * forward_traffic(shape, precision, tp) / gpu.bytes_per_s,
         "scores": rows * shape.vocab_size / tp * 4 / gpu.bytes_per_s,
         "layer_s": shape.num_layers,
+        "narrow_s": shape.num_layers if precision == "fp8" else 0,
         "step_s": 1.0,
         "row_s": rows,
     }
