@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.brief import BRIEF
 from helpers.cli import llamarl
 from helpers.engines import ENGINE
 from helpers.fingerprint import fingerprint
@@ -107,6 +108,13 @@ def test_the_policy_comes_closer_to_its_teacher(kind: str, teachers: Kinds, tmp_
     Job(load_config(None, settings)).run(tmp_path / "run")
     kl = [row["teacher_kl"] for row in metrics_of(tmp_path / "run")]
     assert sum(kl[-3:]) < 0.7 * sum(kl[:3]), kl
+
+
+def test_the_example_learns_from_any_teacher_with_its_tokenizer(teachers: Kinds, tmp_path: Path) -> None:
+    settings = [*BRIEF, "trainer.device=cpu", "generator.device=cpu", "evaluate.every=0", teachers["exact"][0]]
+    code, out, err = llamarl("train", "examples/distil.yaml", *settings, "--run", tmp_path / "run")
+    assert (code, err) == (0, "") and "KL to the teacher" in out
+    assert "by distillation with" in llamarl("push", tmp_path / "run", "ann/sums", "--dry-run").out
 
 
 def test_a_teacher_may_be_the_same_base_with_other_adapters(tmp_path: Path) -> None:

@@ -83,6 +83,14 @@ def eval_sum(prompt: str) -> str:
     return str(int(first) + int(second))
 
 
+def test_the_card_of_its_policy_says_how_it_was_trained(straight: tuple[list[str], Path]) -> None:
+    settings, folder = straight
+    card = llamarl("push", folder, "ann/sums", "--dry-run").out
+    method = "reinforcement learning and supervised fine-tuning" if settings is BESIDE else "supervised fine-tuning"
+    assert f" by {method} with " in card and "- answers from data: `additions.jsonl`" in card
+    assert f"llamarl {'train' if settings is BESIDE else 'sft'} job.yaml" in card
+
+
 def some_rows(folder: Path, count: int) -> str:
     data = folder / "rows.jsonl"
     data.write_text("".join(f'{{"prompt": "{n}+1=", "completion": "{n + 1}"}}\n' for n in range(count)))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from helpers.cli import llamarl
 from helpers.models import SHAPE
+from msgspec.structs import replace
 
 from llamarl.bench import decode_windows
 from llamarl.bench.decode import DecodeBench, bench_decode, describe_decode
 from llamarl.bench.decode_case import DecodeCase
 from llamarl.bench.decode_floor import cached_tokens, floor_s
 from llamarl.bench.machine import Ceilings
+from llamarl.bench.train import TrainBench, prepare
 from llamarl.families.parameters import num_parameters
 from llamarl.model_spec import shape_named
 
@@ -22,6 +26,15 @@ def test_decoding_is_measured_in_every_way_that_it_names() -> None:
     assert 0 < result.share_of_floor < 1, "quicker than the machine allows: the floor or the rate is wrong"
     assert result.share_of_floor == pytest.approx(result.tokens_per_s / result.floor_tokens_per_s)
     assert "tokens/s" in describe_decode(result)
+
+
+@pytest.mark.parametrize("streams", [{}, {"sft": True}, {"teacher": "smollm2-135m"}], ids=["policy", "sft", "teacher"])
+def test_training_is_measured_in_each_stream(streams: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.bench.train.shape_named", lambda name: replace(SHAPE, hidden_size=16, head_dim=4))
+    bench = TrainBench(model="small", tokens=128, length=64, device="cpu", compile=False, updates=1, **streams)
+    learner, documents = prepare(bench, SHAPE)
+    metrics = learner.accumulate(documents).metrics(documents, 4.0)
+    assert ("sft_loss" in metrics, "teacher_kl" in metrics) == ("sft" in streams, "teacher" in streams)
 
 
 def test_the_floor_of_a_step_is_its_bytes_when_few_sequences_run() -> None:

@@ -97,11 +97,19 @@ def make_documents(
     for group in groups:
         advantages = token_advantages(group, algo)
         flat = not any(one.any() for one in advantages)
+        _check_written(group)
         streams = _streams(group.prompt, flat=flat and algo.zero_variance == "skip", sampled_kl=bool(sampled_kl))
         for number, (rollout, own) in enumerate(zip(group.rollouts, advantages, strict=True)):
             if not why_left_out(rollout, flat=flat, algo=algo, prompt=group.prompt):
                 documents.append(_document_of(group.prompt, rollout, version, own, number, streams))
     return documents
+
+
+def _check_written(group: RolloutGroup) -> None:
+    """Refuses a row of data whose answer is not the data's: some role has changed it on the way."""
+    written = group.prompt.written
+    if written is not None and any(one.completion.tokens != written.tokens for one in group.rollouts):
+        raise OwnCodeFailed(f"group {group.ordinal}: its answer is not the one that the data gives (sft.path)")
 
 
 def _streams(prompt: PromptGroup, *, flat: bool, sampled_kl: bool) -> Streams:

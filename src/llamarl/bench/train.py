@@ -6,6 +6,7 @@ each document.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -15,17 +16,20 @@ import msgspec
 import numpy as np
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from llamarl.algo.batch import Document
+from llamarl.algo.batch import IMITATION, Document, Streams
 from llamarl.algo.losses import aipo_loss
 from llamarl.bench.machine import kernel_times
 from llamarl.config import AlgoConfig, LoraConfig, TrainerConfig
+from llamarl.config.teacher import THE_TEACHER
 from llamarl.errors import InputError
 from llamarl.model_spec import ModelSpec, shape_named
 from llamarl.train.learner import Learner
 from llamarl.train.policy import ComputeSettings, random_policy
 from llamarl.train.speed import datasheet_tflops, measured_tflops, synchronize, training_flops
+from llamarl.train.teacher import HostedTeacher, Teachers
 
 WARM_UP = 3
 SHORTEST, LONGEST = 64, 2048  # limits of log-normal lengths
@@ -49,6 +53,8 @@ class TrainBench(Struct, frozen=True, kw_only=True):
     dtype: Literal["bfloat16", "float16"] = "bfloat16"  # precision of the passes on a GPU
     lora: int = 0  # rank of adapters on a frozen model; 0: all weights are trained
     cudnn_from: int = 0  # tokens; documents of at least this length have cuDNN's attention; 0: none
+    sft: bool = False  # cross-entropy instead of the policy gradient
+    teacher: str = ""  # shape of a teacher whose exact KL is learned beside it; empty: none
 
 
 class TrainFigures(Struct, frozen=True, kw_only=True):
@@ -91,16 +97,39 @@ def prepare(bench: TrainBench, shape: ModelSpec | None = None) -> tuple[Learner,
         lora=LoraConfig(rank=bench.lora),
         cudnn_from=bench.cudnn_from,
     )
-    settings = TrainerConfig(offload=bench.offload, lr=1e-6)
-    learner = Learner(random_policy(shape, computing), aipo_loss, settings=settings, algo=AlgoConfig(), updates=1000)
+    learner = Learner(
+        random_policy(shape, computing),
+        aipo_loss,
+        settings=TrainerConfig(offload=bench.offload, lr=1e-6),
+        algo=AlgoConfig(),
+        updates=1000,
+        teachers=_teachers(bench, shape, computing),
+    )
     return learner, documents
+
+
+def _teachers(bench: TrainBench, shape: ModelSpec, computing: ComputeSettings) -> Teachers | None:
+    """The teacher, with the policy's vocabulary, on the device all the time."""
+    if not bench.teacher:
+        return None
+    own = replace(shape_named(bench.teacher), vocab_size=shape.vocab_size)
+    policy = random_policy(own, dataclasses.replace(computing, lora=LoraConfig(), recompute="none"), seed=1)
+    return Teachers({THE_TEACHER: HostedTeacher(policy, offload=False)})
+
+
+def _streams(bench: TrainBench) -> Streams:
+    if bench.sft and bench.teacher:
+        raise InputError("--teacher: compares sampled answers, and --sft has none; leave one of them out")
+    return IMITATION if bench.sft else Streams(teacher=THE_TEACHER if bench.teacher else "")
 
 
 def make_documents(shape: ModelSpec, bench: TrainBench) -> list[Document]:
     rng = np.random.default_rng(0)
     lengths = _draw_lengths(bench, rng)
     width = max(lengths)
-    return [_document(shape, length, width if bench.padded else length, rng) for length in lengths]
+    streams = _streams(bench)
+    documents = [_document(shape, length, width if bench.padded else length, rng) for length in lengths]
+    return [dataclasses.replace(document, streams=streams) for document in documents]
 
 
 def _draw_lengths(bench: TrainBench, rng: np.random.Generator) -> list[int]:

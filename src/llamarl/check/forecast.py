@@ -34,6 +34,9 @@ def forecast(config: Config, facts: MachineFacts, prompts: Prompts, gpu: Gpu | N
     if config.agent:
         yield Finding("time", "ok", "not predicted for agents: what they do between their calls is not known")
         return
+    if config.sft or (config.teacher and not config.teacher.alone):
+        yield Finding("time", "ok", "not predicted for rows of data, or for teachers on the trainer's ranks")
+        return
     if not config.generator.replicas or config.engine.hosts:
         yield Finding("time", "ok", "not predicted for generators that join, or for other hosts; see llamarl simulate")
         return

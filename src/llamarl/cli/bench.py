@@ -109,6 +109,12 @@ def bench_train_command(
     lora: Annotated[
         int, typer.Option(metavar="RANK", min=0, help="train adapters of this rank on a frozen model; 0: none")
     ] = 0,
+    sft: Annotated[
+        bool, typer.Option("--sft", help="cross-entropy, as `llamarl sft` trains, instead of the policy gradient")
+    ] = False,
+    teacher: Annotated[
+        str, typer.Option(metavar="SHAPE", help="learn the exact KL to a teacher of this shape beside it")
+    ] = "",
     device: DeviceOption = "auto",
     profile: Annotated[bool, typer.Option("--profile", help="also show the longest kernels of one update")] = False,
     json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
@@ -131,6 +137,8 @@ def bench_train_command(
         device=settled,
         dtype=dtype.value,
         lora=lora,
+        sft=sft,
+        teacher=teacher,
     )
     run(bench, as_json=json, profiled=profile)
 

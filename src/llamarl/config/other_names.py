@@ -86,6 +86,10 @@ _OURS: dict[str, tuple[str, ...]] = {
     "algo.overlong": ("mask_truncated_completions", "overlong_buffer", "overlong_filtering"),
     "schedule.dynamic_sampling": ("filter_groups", "dynamic_filtering", "enable_dynamic_sampling"),
     "reference.model": ("ref_model", "ref_policy", "reference_model", "ref_pretrain"),
+    "teacher.path": ("teacher_model", "teacher_model_path", "teacher_model_name_or_path"),
+    "teacher.weight": ("distill_coef", "distillation_coef", "kd_coef", "distill_loss_coef"),
+    "sft.learn": ("train_on_inputs", "completion_only_loss", "assistant_only_loss", "train_on_prompt"),
+    "sft.weight": ("sft_coef", "sft_loss_coef", "ptx_coef"),
     "schedule.updates": (
         "max_steps",
         "num_steps",

@@ -32,6 +32,9 @@ class SftConfig(Section, frozen=True):
     completion_field: Annotated[
         str, Meta(min_length=1, description="column with the answer, text or messages, in data without chats")
     ] = "completion"
+    template: Annotated[
+        str, Meta(description="template of prompts that are texts, with {prompt} in place of each, as in task.template")
+    ] = "{prompt}"
     chat: Annotated[
         bool, Meta(description="put prompts and completions that are texts into the model's chat template")
     ] = False
@@ -59,6 +62,8 @@ class SftConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         if not self.path and (changed := changed_settings(self)):
             raise ConfigError(f"sft.{changed[0]}: cannot take effect without data; set sft.path")
+        if "{prompt}" not in self.template:
+            raise ConfigError("sft.template: must hold {prompt} where the prompt goes")
         if self.share < 1 and self.epochs > 1:
             raise ConfigError("sft.epochs: cannot take effect with sft.share below 1, where schedule.updates counts")
 

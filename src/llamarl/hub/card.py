@@ -75,13 +75,13 @@ def make_card(name: str, facts: RunFacts, files: Sequence[str], license_name: st
     base, data = _shown(config.model.path), _data(config)
     sections = [
         f"# {name.rpartition('/')[2]}",
-        f"{'An adapter of' if ADAPTER in files else 'Trained from'} {_link(base)} by reinforcement learning with "
+        f"{'An adapter of' if ADAPTER in files else 'Trained from'} {_link(base)} by {_method(config)} with "
         f"[LlamaRL](https://arxiv.org/abs/2505.24034): version {facts.version}, after as many updates.",
         _section("Results", _results(facts)),
-        _section("Data and reward", [f"- data: {data}", f"- reward: `{_reward(config)}`"]),
+        _section("Data and reward", [f"- data: {data}", f"- reward: `{_reward(config)}`", *_other_streams(config)]),
         _section("Audit", _audit(facts.audit)),
         _section("Settings that differ from the defaults", [_fenced(settings_that_differ(config))]),
-        _section("Command", [f"With these settings as `job.yaml`: {_code('llamarl train job.yaml')}"]),
+        _section("Command", [f"With these settings as `job.yaml`: {_code(f'llamarl {_command(config)} job.yaml')}"]),
         _section("Versions", [f"- {line}" for line in _versions(facts)]),
         _section("License", [_license(license_name, base)]),
     ]
@@ -124,7 +124,7 @@ def _metadata(config: Config, files: Sequence[str], license_name: str) -> str:
     meta: dict[str, Any] = {
         "library_name": "peft" if ADAPTER in files else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["llamarl", "reinforcement-learning"],
+        "tags": ["llamarl", *_tags(config)],
     }
     if base:
         meta |= {"base_model": base.repo}
@@ -135,8 +135,34 @@ def _metadata(config: Config, files: Sequence[str], license_name: str) -> str:
     return f"---\n{yaml.safe_dump(meta, sort_keys=False)}---\n"
 
 
+def _method(config: Config) -> str:
+    """What the policy was trained by, in words."""
+    if config.supervised:
+        return "supervised fine-tuning"
+    taught = ["distillation"] if config.teacher else []
+    rewarded = ["reinforcement learning"] if config.algo.reward_weight else []
+    return " and ".join([*rewarded, *taught, *(["supervised fine-tuning"] if config.sft else [])])
+
+
+def _tags(config: Config) -> list[str]:
+    named = {"reinforcement learning": "reinforcement-learning", "supervised fine-tuning": "sft"}
+    return [named.get(one, one) for one in _method(config).split(" and ")]
+
+
+def _command(config: Config) -> str:
+    return "sft" if config.supervised else "train"
+
+
+def _other_streams(config: Config) -> list[str]:
+    """What was learned from besides rewards."""
+    rows = [f"- answers from data: {_link(_shown(config.sft.path), 'datasets/')}"] if config.sft else []
+    named = [path for path in (config.teacher.path, *config.teacher.by_name.values(), config.teacher.adapter) if path]
+    return [*rows, *(f"- teacher: {_link(_shown(path))}" for path in named)]
+
+
 def _data_paths(config: Config) -> list[str]:
-    return [path for part in (config.task, *config.task.parts) for path in (part.path, part.test_path) if path]
+    of_task = [path for part in (config.task, *config.task.parts) for path in (part.path, part.test_path)]
+    return [path for path in (*of_task, config.sft.path) if path]
 
 
 def _data(config: Config) -> str:

@@ -123,6 +123,8 @@ def make_simulation(scene: SimulationSetup, hear: Callable[[Record], None] = lam
     config, line, timeline = scene.config, default_line(scene.config), Timeline()
     if config.agent:
         raise InputError("agent: what agents do between their calls is not known, so such a job cannot be simulated")
+    if config.sft or (config.teacher and not config.teacher.alone):
+        raise InputError("simulating rows of data (sft.path) or teachers on the trainer's ranks is not possible yet")
     clock, answers = Clock(timeline), _answers(scene)
     _seat(scene, line, clock, answers)
     return Simulation(

@@ -42,9 +42,9 @@ def read_answered_chat(settings: SftConfig, row: Row) -> AnsweredChat:
             f"'{settings.completion_field}'; there are: {', '.join(map(repr, row)) or 'none'}"
         )
     if not isinstance(prompt, list) and not isinstance(completion, list) and not settings.chat:
-        texts = text_field(row, settings.prompt_field), text_field(row, settings.completion_field)
-        return AnsweredChat((Turn("user", texts[0]), Turn(ASSISTANT, texts[1])), plain=True)
-    asked = _turns(prompt, settings.prompt_field) if isinstance(prompt, list) else (_turn("user", prompt, settings),)
+        answer = text_field(row, settings.completion_field)
+        return AnsweredChat((_asked(prompt, settings), Turn(ASSISTANT, answer)), plain=True)
+    asked = _turns(prompt, settings.prompt_field) if isinstance(prompt, list) else (_asked(prompt, settings),)
     said = (
         _turns(completion, settings.completion_field)
         if isinstance(completion, list)
@@ -53,8 +53,8 @@ def read_answered_chat(settings: SftConfig, row: Row) -> AnsweredChat:
     return AnsweredChat(_checked((*asked, *said), settings.completion_field, settings))
 
 
-def _turn(role: str, text: Any, settings: SftConfig) -> Turn:
-    return Turn(role, as_text(text, settings.prompt_field))
+def _asked(prompt: Any, settings: SftConfig) -> Turn:
+    return Turn("user", settings.template.replace("{prompt}", as_text(prompt, settings.prompt_field)))
 
 
 def _checked(turns: tuple[Turn, ...], field: str, settings: SftConfig) -> tuple[Turn, ...]:

@@ -28,7 +28,7 @@ from llamarl.train.policy import Policy
 from llamarl.train.shards import trained
 from llamarl.train.speed import UpdateWork, speed_of, synchronize
 from llamarl.train.stream_packs import stream_packs
-from llamarl.train.teacher import NO_LESSON, Teachers
+from llamarl.train.teacher import NO_LESSON, Lesson, Teachers
 from llamarl.train.token_column import TokenColumn
 from llamarl.types import CompletionGroup, RolloutGroup
 
@@ -106,7 +106,7 @@ class Learner:
         counts = StreamCounts.of(documents)
         seen = Seen(self.policy, counts)
         packs = stream_packs(self.policy, documents)
-        lesson = self._teachers.teach(packs, counts.teacher) if self._teachers and counts.teacher else NO_LESSON
+        lesson = self._lesson(packs, counts)
         with self.optimizer.summing() if len(packs) > 1 else nullcontext():
             for number, pack in enumerate(packs):
                 sum_over_replicas(self.policy.model, self.policy.computing.mesh, pack is packs[-1])
@@ -119,6 +119,12 @@ class Learner:
                     self.optimizer.collect()
         complete_gradients(self.optimizer.gradients(), self.policy.model, self.policy.computing.mesh)
         return seen
+
+    def _lesson(self, packs: Sequence[Pack], counts: StreamCounts) -> Lesson:
+        """What teachers say of the packs that ask for one. A KL that is sampled has come with the rollouts."""
+        if not counts.teacher or self._weights.sampled_kl:
+            return NO_LESSON
+        return (self._teachers or Teachers({})).teach(packs, counts.teacher)
 
     def _forward(self, pack: Pack, seen: Seen, counts: StreamCounts, teacher: TeacherStates | None) -> Tensor:
         hidden_NC = self.policy.hidden(pack)

@@ -100,7 +100,7 @@ class Lesson:
         )
 
 
-NO_LESSON = Lesson()
+NO_LESSON = Lesson()  # of an update without teachers, or one whose teachers have given columns
 
 
 class Teachers:
@@ -113,6 +113,8 @@ class Teachers:
     def teach(self, packs: Sequence[Pack], num_tokens: int) -> Lesson:
         """Passes of all teachers over the packs that name them; every rank has equally many of each. A token's KL weighs
         `weight` / `num_tokens`. States wait in host memory."""
+        if missing := {pack.streams.teacher for pack in packs} - {"", *self._teachers}:
+            raise LookupError(f"no teacher is named '{sorted(missing)[0]}' here, but a group asks for it")
         hidden: dict[int, Tensor] = {}
         heads: dict[int, tuple[Tensor, Head]] = {}
         weights = {

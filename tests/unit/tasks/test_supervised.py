@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llamarl.config import SftConfig
+from llamarl.errors import ConfigError
 from llamarl.tasks.data_files import BadRow
 from llamarl.tasks.supervised import read_answered_chat
 from llamarl.types import Turn
@@ -31,6 +32,15 @@ def test_chats_and_pairs_of_texts_or_messages_are_read() -> None:
     assert turns({"prompt": [USER], "completion": [ASSISTANT]}) == ASKED
     assert turns({"prompt": [USER], "completion": "2"}) == ASKED
     assert turns({"q": {"text": "1+1="}, "a": 2}, prompt_field="q.text", completion_field="a") == ASKED
+
+
+def test_a_template_is_put_around_prompts_that_are_texts() -> None:
+    row = {"prompt": "1+1=", "completion": "2"}
+    assert turns(row, template="Q: {prompt}\nA:")[0] == ("user", "Q: 1+1=\nA:")
+    assert turns(row, template="Q: {prompt}", chat=True)[0] == ("user", "Q: 1+1=")
+    assert turns({"prompt": [USER], "completion": "2"}, template="Q: {prompt}")[0] == ("user", "1+1=")
+    with pytest.raises(ConfigError, match=r"must hold \{prompt\}"):
+        settings(template="Q:")
 
 
 def test_only_a_pair_of_texts_is_plain_unless_a_chat_is_asked_for() -> None:

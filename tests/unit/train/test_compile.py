@@ -60,3 +60,24 @@ def test_blocks_of_each_kind_share_a_graph() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_all_blocks_share_one_graph(recompute: str) -> None:
     assert graphs(2, recompute) == graphs(3, recompute)
+
+
+def test_the_kl_to_a_teacher_is_compiled_once_whatever_its_weight() -> None:
+    """The weight follows from the number of tokens, which is another one in every update."""
+    hidden, weight = torch.randn(40, 8).requires_grad_(), torch.randn(23, 8).requires_grad_()
+    targets, states = torch.randint(23, (40,)), (torch.randn(40, 12), torch.randn(23, 12))
+    found: list[int] = []
+    for number in range(3):
+        grads = []
+        for compiled in (True, False):
+            teacher = lm_head.TeacherStates(*states, 1 / (number + 3), 0.25)
+            head = lm_head.Head(0.8, chunk=20, compiled=compiled)
+            loss = lm_head.taught_loss(hidden, weight, targets, _mean_logprob, head, teacher)[0]
+            grads.append(torch.autograd.grad(loss, (hidden, weight)))
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*grads, strict=True))
+        found.append(int(counters["stats"]["unique_graphs"]))
+    assert found[0] == found[-1] and not counters["graph_break"]
+
+
+def _mean_logprob(part: slice, logprobs_n: torch.Tensor, entropy_n: torch.Tensor) -> torch.Tensor:
+    return (logprobs_n.sum() + entropy_n.sum()) / 40

@@ -18,11 +18,12 @@ from llamarl.algo.batch import IMITATION, POLICY, Document, Streams, make_docume
 from llamarl.algo.losses import LOSSES, aipo_loss, gspo_loss
 from llamarl.algo.streams import TEACHER_LOGPROBS, StreamCounts, StreamWeights
 from llamarl.config import AlgoConfig, TrainerConfig
+from llamarl.errors import OwnCodeFailed
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.train.learner import Learner
 from llamarl.train.policy import ComputeSettings, Policy
 from llamarl.train.teacher import HostedTeacher, Teachers
-from llamarl.types import RolloutGroup, WrittenAnswer, tokens_to_bytes, unjudged, written_group
+from llamarl.types import Given, RolloutGroup, WrittenAnswer, tokens_to_bytes, unjudged, written_group
 
 GSPO = AlgoConfig(gspo_low=0.5, gspo_high=0.5)
 
@@ -178,6 +179,26 @@ def test_without_a_weight_of_rewards_only_the_teacher_is_left() -> None:
 def test_rows_of_data_are_imitated_whatever_their_reward() -> None:
     assert streams_of(row()) == [IMITATION]
     assert StreamCounts.of(make_documents([row()], version=3, algo=AlgoConfig())).imitation == 4
+
+
+def test_a_users_later_turns_in_a_row_are_not_learned() -> None:
+    written = WrittenAnswer(tokens_to_bytes([5, 6, 7, 2]), (Given(1, 2),))
+    group = unjudged(written_group(replace_field(prompt_group([3, 4]), written=written), 3))
+    (document,) = make_documents([group], version=3, algo=AlgoConfig())
+    assert document.answer.tolist() == [5, 2] and document.places.tolist() == [2, 5]
+
+
+def test_an_answer_that_is_not_the_datas_is_never_imitated() -> None:
+    changed = replace_field(row(), rollouts=taught([1.0]).rollouts)
+    with pytest.raises(OwnCodeFailed, match="not the one that the data gives"):
+        make_documents([changed], version=3, algo=AlgoConfig())
+
+
+@pytest.mark.parametrize("teachers", [[], ["b"]])
+def test_a_teacher_that_is_not_there_is_not_passed_over(teachers: list[str]) -> None:
+    documents = in_streams(make_test_documents(4), [Streams(teacher="a")])
+    with pytest.raises(LookupError, match="no teacher is named 'a'"):
+        learner_with(teachers).accumulate(documents)
 
 
 def test_an_update_of_rows_alone_reports_what_it_learned() -> None:

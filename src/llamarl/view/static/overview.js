@@ -9,6 +9,8 @@ const share = (value) => percent(value, value !== null && Math.abs(value) < 0.1 
 const CHARTS = [
   { title: "Reward", names: ["reward"], band: true },
   { title: "Held-out", evaluation: true },
+  { title: "Loss on the rows", names: ["sft_loss"], band: true, only: true },
+  { title: "KL to the teacher", names: ["teacher_kl"], band: true, only: true },
   { title: "Staleness", names: ["staleness_mean", "staleness_max"], labels: ["mean", "max"] },
   { title: "Clipped and effective samples", names: ["effective_sample_size", "clipped_share"], labels: ["effective samples", "clipped"], format: share },
   { title: "Log-prob gap", names: ["logprob_gap"], hint: "generator against trainer on the same weights, per token" },
@@ -94,7 +96,7 @@ export async function showOverview(root, context) {
     const found = await get(`run/${run}/overview`);
     if (!first) {
       first = found;
-      for (const spec of CHARTS) plots.push(chart(spec));
+      for (const spec of CHARTS) if (!spec.only || found.metrics.includes(spec.names[0])) plots.push(chart(spec));
     }
     drawTop(found);
     const { first: from, last: to } = zoom();
