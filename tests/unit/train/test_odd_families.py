@@ -10,6 +10,7 @@ from helpers.trees import flash_on_cpu, make_branching_documents
 from torch import Tensor
 
 from llamarl.config import LoraConfig
+from llamarl.errors import ConfigError
 from llamarl.families.adapters import adapter_parameters
 from llamarl.model_spec import AttentionOptions
 from llamarl.train.attention import FlashDocuments, MaskedDocuments, document_attention
@@ -76,6 +77,15 @@ def test_a_window_leaves_out_what_is_older() -> None:
 
 
 def test_layers_for_adapters_are_those_of_the_table() -> None:
-    for spec in ODD.values():
-        names = {name.split(".")[-3] for name in adapter_parameters(spec, LoraConfig(rank=2))}
-        assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    for name, spec in ODD.items():
+        targets = ("o_proj", "down_proj") if name == "phi3" else "all"
+        found = adapter_parameters(spec, LoraConfig(rank=2, targets=targets))
+        assert {one.split(".")[-3] for one in found} == (set(targets) if name == "phi3" else every)
+
+
+def test_adapters_of_layers_that_files_hold_joined_are_refused() -> None:
+    """One adapter of Phi-3's qkv_proj has one A; three of its parts have three, and PEFT could not load them."""
+    for targets in ("all", "attention", "mlp", ("q_proj",)):
+        with pytest.raises(ConfigError, match="choose among: o_proj, down_proj"):
+            adapter_parameters(ODD["phi3"], LoraConfig(rank=2, targets=targets))
