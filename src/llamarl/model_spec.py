@@ -6,7 +6,7 @@ No torch here, so plans and `--help` start at once. `families/` lists the parame
 from __future__ import annotations
 
 import difflib
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -264,6 +264,77 @@ def _smollm2(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, t
     )
 
 
+def _sized(
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int,
+    positions: int,
+    **more: Any,
+) -> ModelSpec:
+    return ModelSpec(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=positions,
+        **more,
+    )
+
+
+def _olmo2(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> ModelSpec:
+    how: dict[str, Any] = {
+        "norms": "post",
+        "wide_qk_norm": True,
+        "family": "olmo2",
+        "rope_theta": 500_000.0,
+        "norm_eps": 1e-6,
+    }
+    return _sized(hidden, ffn, layers, heads, kv_heads, 128, 100_352, 4096, **how)
+
+
+_GEMMA: dict[str, Any] = {
+    "norms": "sandwich",
+    "norm_plus_one": True,
+    "activation": "gelu_tanh",
+    "tied_head": True,
+    "norm_eps": 1e-6,
+}
+
+
+def _gemma2(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, head_dim: int, scalar: int) -> ModelSpec:
+    return _sized(
+        *(hidden, ffn, layers, heads, kv_heads, head_dim, 256_000, 8192),
+        **_GEMMA,
+        family="gemma2",
+        windows=tuple(0 if layer % 2 else 4096 for layer in range(layers)),
+        attention_scale=scalar**-0.5,
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+        embedding_multiplier=hidden**0.5,
+    )
+
+
+def _gemma3(hidden: int, ffn: int, layers: int) -> ModelSpec:
+    return _sized(
+        *(hidden, ffn, layers, 4, 1, 256, 262_144, 32_768),
+        **_GEMMA,
+        family="gemma3_text",
+        qk_norm=True,
+        windows=tuple(512 if (layer + 1) % 6 else 0 for layer in range(layers)),
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+        attention_scale=256**-0.5,
+        embedding_multiplier=hidden**0.5,
+    )
+
+
 # Sizes as in each model's own config.json; Qwen2.5 and Qwen3 as in that of the chat model.
 SHAPES: dict[str, ModelSpec] = {
     "smollm2-135m": _smollm2(576, 1536, 30, 9, 3, theta=100_000.0),
@@ -292,6 +363,17 @@ SHAPES: dict[str, ModelSpec] = {
     "mistral-7b-v0.3": _mistral(4096, 14_336, 32, vocab=32_768, positions=32_768, theta=1_000_000.0),
     "mistral-nemo-12b": _mistral(5120, 14_336, 40, vocab=131_072, positions=128_000, theta=1_000_000.0),
     "mistral-small-24b": _mistral(5120, 32_768, 40, vocab=131_072, positions=32_768, theta=100_000_000.0),
+    "olmo-2-1b": _olmo2(2048, 8192, 16, 16, 16),
+    "olmo-2-7b": _olmo2(4096, 11_008, 32, 32, 32),
+    "olmo-2-13b": _olmo2(5120, 13_824, 40, 40, 40),
+    "olmo-2-32b": _olmo2(5120, 27_648, 64, 40, 8),
+    "phi-3-mini-4k": _sized(3072, 8192, 32, 32, 32, 96, 32_064, 4096, family="phi3", windows=(2047,) * 32),
+    "phi-4": _sized(5120, 17_920, 40, 40, 10, 128, 100_352, 16_384, family="phi3", rope_theta=250_000.0),
+    "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4, head_dim=256, scalar=256),
+    "gemma-2-9b": _gemma2(3584, 14_336, 42, 16, 8, head_dim=256, scalar=256),
+    "gemma-2-27b": _gemma2(4608, 36_864, 46, 32, 16, head_dim=128, scalar=144),
+    "gemma-3-270m": _gemma3(640, 2048, 18),
+    "gemma-3-1b": _gemma3(1152, 6912, 26),
 }
 
 

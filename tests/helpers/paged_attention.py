@@ -125,8 +125,8 @@ def shape_of(heads: int, kv_heads: int, size: int, rotated: int = 0) -> ModelSpe
 
 def run_interpreted() -> None:
     """Windows of all kinds, softcaps, scales and partial rotation, in small."""
-    cpu, some = torch.device("cpu"), (7, (4, 2, 16), (16, 4), torch.float32)
-    for window in (1, 2, 5, 16, 17, 33, 200):
+    cpu, some = torch.device("cpu"), (4, (4, 2, 16), (16, 3), torch.float32)
+    for window in (1, 2, 17, 33):
         for parts in (0, 2):
             attention_agrees(*some, cpu, narrow=False, parts=parts, options=AttentionOptions(window=window))
     attention_agrees(*some, cpu, narrow=False, options=AttentionOptions(softcap=1.5, scale=0.4))

@@ -38,6 +38,17 @@ PUBLISHED = {
     "mistral-7b-v0.1": 7.2417,
     "mistral-7b-v0.3": 7.2480,
     "mistral-nemo-12b": 12.248,
+    "olmo-2-1b": 1.485,
+    "olmo-2-7b": 7.299,
+    "olmo-2-13b": 13.716,
+    "olmo-2-32b": 32.234,
+    "phi-3-mini-4k": 3.821,
+    "phi-4": 14.66,
+    "gemma-2-2b": 2.614,
+    "gemma-2-9b": 9.242,
+    "gemma-2-27b": 27.227,
+    "gemma-3-270m": 0.2681,
+    "gemma-3-1b": 0.99989,
     "mistral-small-24b": 23.572,
 }  # billions of parameters
 

@@ -39,11 +39,25 @@ def adapted_layers(spec: ModelSpec, lora: LoraConfig) -> list[ParameterSpec]:
         return []
     if isinstance(lora.targets, str):
         prefix = "" if lora.targets == "all" else lora.targets
-        return [one for one in products if one.kind.startswith(prefix)]
-    names = layer_names(spec)
-    if unknown := [name for name in lora.targets if name not in names]:
-        raise ConfigError(f"model.lora.targets: no layer is named '{unknown[0]}'; known: {', '.join(names)}")
-    return [one for one in products if layer_name(one) in lora.targets]
+        found = [one for one in products if one.kind.startswith(prefix)]
+    else:
+        names = layer_names(spec)
+        if unknown := [name for name in lora.targets if name not in names]:
+            raise ConfigError(f"model.lora.targets: no layer is named '{unknown[0]}'; known: {', '.join(names)}")
+        found = [one for one in products if layer_name(one) in lora.targets]
+    _refuse_joined(spec, found)
+    return found
+
+
+def _refuse_joined(spec: ModelSpec, layers: list[ParameterSpec]) -> None:
+    """PEFT knows the layers that files hold, and one adapter of a joined one is not three of its parts."""
+    if joined := next((one for one in layers if one.stored), None):
+        whole = joined.stored.split(".")[-2]
+        single = [layer_name(one) for one in family_of(spec).layer(spec) if one.is_product and not one.stored]
+        raise ConfigError(
+            f"model.lora.targets: files of {spec.family} hold {layer_name(joined)} as a part of {whole}, which adapters of "
+            f"single layers cannot stand for; choose among: {', '.join(single)}"
+        )
 
 
 def layer_names(spec: ModelSpec) -> list[str]:

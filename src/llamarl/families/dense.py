@@ -189,6 +189,7 @@ GEMMA3 = _dense(
     rope_theta=1_000_000.0,
     windowed=lambda layer, config: (layer + 1) % int(config.get("sliding_window_pattern") or 6) != 0,
     local_rope="theta",
+    surplus_tokens=("<image_soft_token>",),  # of its relatives that see images
     **_GEMMA,
 )
 

@@ -145,5 +145,7 @@ class Family(Struct, frozen=True):
     """Types of RoPE that its models may have."""
     rope_names: Mapping[str, str] = {}
     """Old names of these types."""
+    surplus_tokens: tuple[str, ...] = ()
+    """Special tokens that its tokenizers know and its models have no row for."""
     partial_rotary: bool = False
     """Whether a part of each head may be rotated."""

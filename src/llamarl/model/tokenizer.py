@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from llamarl.errors import ModelError
+from llamarl.families.parameters import FAMILIES
 from llamarl.model.chat_template import ChatOptions, ChatTemplate, Messages, NoChatTemplate, Template, Tools
 from llamarl.model.hf_config import read_json_object
 
@@ -34,7 +35,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder}: no tokenizer.json; only folders with a fast tokenizer are supported")
-        backend = _backend(path)
+        backend = _without_surplus(_backend(path), path, _num_rows(folder))
         settings = read_json_object(folder / "tokenizer_config.json") if _has(folder, "tokenizer_config.json") else {}
         tokenizer = cls(
             backend, eos_ids=_eos_ids(folder, settings, backend), template=_template(folder, settings, chat_options)
@@ -130,12 +131,34 @@ def _has(folder: Path, name: str) -> bool:
 
 def _check_fits(tokenizer: Tokenizer, folder: Path) -> None:
     """Refuses a tokenizer with ids beyond the embedding, which would fail in the middle of a job."""
-    num_rows = read_json_object(folder / "config.json").get("vocab_size") if _has(folder, "config.json") else None
-    if not isinstance(num_rows, int):
+    if (num_rows := _num_rows(folder)) is None:
         return
     largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids, -1)
     if largest >= num_rows:
         raise ModelError(f"{folder}: the tokenizer knows token {largest}, but config.json says vocab_size {num_rows}")
+
+
+def _num_rows(folder: Path) -> int | None:
+    """Rows of the model's embedding; None where no config says so."""
+    rows = read_json_object(folder / "config.json").get("vocab_size") if _has(folder, "config.json") else None
+    return rows if isinstance(rows, int) else None
+
+
+def _without_surplus(backend: tokenizers.Tokenizer, path: Path, num_rows: int | None) -> tokenizers.Tokenizer:
+    """The tokenizer without the special tokens that the models of its family have no row for. Their texts are then as any
+    other; as tokens they would fail in the middle of a job."""
+    surplus = [text for text in _surplus_tokens(path.parent) if (backend.token_to_id(text) or -1) >= (num_rows or 0)]
+    if not surplus:
+        return backend
+    whole = read_json_object(path)
+    kept = [one for one in whole["added_tokens"] if one["content"] not in surplus]
+    return tokenizers.Tokenizer.from_str(json.dumps(whole | {"added_tokens": kept}))
+
+
+def _surplus_tokens(folder: Path) -> tuple[str, ...]:
+    name = read_json_object(folder / "config.json").get("model_type") if _has(folder, "config.json") else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    return family.surplus_tokens if family else ()
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:

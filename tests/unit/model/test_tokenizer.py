@@ -107,6 +107,23 @@ def test_of_several_templates_the_default_is_used(backend: Backend, tmp_path: Pa
     assert tokenizer.decode(tokenizer.chat(CHAT)) == "yes"
 
 
+def test_gemmas_token_of_images_is_plain_text_for_a_model_without_images(backend: Backend, tmp_path: Path) -> None:
+    """Its tokenizer knows one token more than the model has rows. In any other family that is refused."""
+    image = "<image_soft_token>"
+    more = Backend.from_str(backend.to_str())
+    more.add_special_tokens([AddedToken(image, special=True, normalized=False)])
+    write(tmp_path, more)
+    config = {"vocab_size": 259, "eos_token_id": 257, "model_type": "gemma3_text"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(tmp_path)
+    tokens = tokenizer.encode(f"a {image} <|im_end|>")
+    assert tokenizer.vocab_size == 259 and max(tokens) < 259
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == f"a {image} <|im_end|>"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(ModelError, match="the tokenizer knows token 259"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize(("num_rows", "eos"), [(258, 257), (259, 300)])
 def test_a_token_beyond_the_embedding_is_refused(backend: Backend, tmp_path: Path, num_rows: int, eos: int) -> None:
     write(tmp_path, backend)

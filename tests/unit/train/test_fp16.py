@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.models import lively_model
+from helpers.odd_models import odd_model
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,9 +17,9 @@ from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.train.fp16 import WideLinear, take_half_operands, to_half
 
 
-def narrow_model() -> Transformer:
+def narrow_model(name: str = "") -> Transformer:
     """Whose weights are bf16 numbers."""
-    model = lively_model()
+    model = odd_model(name) if name else lively_model()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.3)
@@ -53,8 +54,9 @@ def last_state(model: Transformer) -> Tensor:
     return seen[0].float()
 
 
-def test_states_are_several_times_nearer_to_those_of_fp32() -> None:
-    exact, bf16, half = (last_state(change(narrow_model())) for change in (Transformer.float, unchanged, halved))
+@pytest.mark.parametrize("name", ["", "llama", "olmo2", "gemma3_text"])
+def test_states_are_several_times_nearer_to_those_of_fp32(name: str) -> None:
+    exact, bf16, half = (last_state(change(narrow_model(name))) for change in (Transformer.float, unchanged, halved))
     assert (half - exact).abs().mean() < 0.3 * (bf16 - exact).abs().mean()
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers.odd_models import ODD, odd_model
+from helpers.trainer_rank import make_learner
 from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
 from helpers.trees import flash_on_cpu, make_branching_documents
+from safetensors.torch import load_file
 from torch import Tensor
 
 from llamarl.config import LoraConfig
+from llamarl.errors import ConfigError
 from llamarl.families.adapters import adapter_parameters
+from llamarl.model.checkpoint import save_model
 from llamarl.model_spec import AttentionOptions
 from llamarl.train.attention import FlashDocuments, MaskedDocuments, document_attention
+from llamarl.train.mesh import LONE_RANK
 from llamarl.train.packing import PADDING, Pack, Sharing, make_packs
 from llamarl.train.tree_attention import FlashTrees
 
@@ -76,6 +83,26 @@ def test_a_window_leaves_out_what_is_older() -> None:
 
 
 def test_layers_for_adapters_are_those_of_the_table() -> None:
-    for spec in ODD.values():
-        names = {name.split(".")[-3] for name in adapter_parameters(spec, LoraConfig(rank=2))}
-        assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    for name, spec in ODD.items():
+        targets = ("o_proj", "down_proj") if name == "phi3" else "all"
+        found = adapter_parameters(spec, LoraConfig(rank=2, targets=targets))
+        assert {one.split(".")[-3] for one in found} == (set(targets) if name == "phi3" else every)
+
+
+def test_adapters_of_layers_that_files_hold_joined_are_refused() -> None:
+    """One adapter of Phi-3's qkv_proj has one A; three of its parts have three, and PEFT could not load them."""
+    for targets in ("all", "attention", "mlp", ("q_proj",)):
+        with pytest.raises(ConfigError, match="choose among: o_proj, down_proj"):
+            adapter_parameters(ODD["phi3"], LoraConfig(rank=2, targets=targets))
+
+
+def test_masters_are_read_from_joined_tensors(tmp_path: Path) -> None:
+    """As a resumed job reads them from the policy of its snapshot."""
+    model = odd_model("phi3")
+    save_model(model, tmp_path / "model")
+    assert "model.layers.1.self_attn.qkv_proj.weight" in load_file(tmp_path / "model" / "model.safetensors")
+    learner = make_learner(tmp_path / "model", LONE_RANK)
+    wanted = dict(model.named_parameters())
+    for name, master in learner.optimizer.masters():
+        assert torch.equal(master.view_as(wanted[name]), wanted[name]), name
