@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +24,16 @@ from llamarl.model_spec import ModelSpec, shape_named
 
 CUDA = torch.device("cuda", 0)
 COLD_BYTES = 400 << 20  # of weights in a graph: several times a GPU's cache
-CHOICES: dict[str, tuple[int, ...]] = {
-    "rows": (64, 128),
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "shrink_rows": (16, 32, 64),
+    "sum_length": (256, 512, 1024),
+    "depth": (64, 128),
+    "rows": (32, 64, 128),
     "columns": (64, 128, 256),
     "warps": (4, 8),
-    "gated_columns": (32, 64, 128),
+    "gated_columns": (64, 128),
     "gated_warps": (4, 8),
-    "sum_length": (256, 512, 1024),
+    "early": (False,),
 }
 
 Step = Callable[[Tensor], Tensor]

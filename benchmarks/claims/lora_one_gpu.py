@@ -38,6 +38,7 @@ from llamarl.model.checkpoint import Checkpoint, carry_files
 from llamarl.model.hf_config import carried_config
 from llamarl.model.quantize import FP8, quantize_rows
 from llamarl.model_spec import ModelSpec, shape_named
+from llamarl.observe.callbacks import UpdateDone
 from llamarl.observe.rows import read_rows
 
 WARM_UP = 2  # the first updates compile
@@ -59,7 +60,7 @@ class Case(Struct, frozen=True):
 
 CASES = {
     "smollm2-135m": Case(3, 2, 24, 400, ("generator.slots=16",)),
-    "qwen3-8b": Case(10, 16, 1024, 12_000, ("trainer.tokens_per_pack=4096", "trainer.recompute=full"), most_gib=45),
+    "qwen3-8b": Case(4, 16, 1024, 8_400, ("trainer.tokens_per_pack=2048", "trainer.recompute=full"), most_gib=45),
     "qwen3-32b": Case(
         10, 16, 1024, 12_000, ("trainer.tokens_per_pack=8192", "trainer.recompute=full"), most_error=0.15
     ),
@@ -173,7 +174,13 @@ def main() -> None:
         config = load_config(None, [*SETTINGS, *own, *case.settings, *args.settings])
         started = time.monotonic()
         with MemoryWatch() as watch:
-            Job(config, builders={"generator": random_generator, "trainer": random_trainer}).run(folder / "run")
+            builders = {"generator": random_generator, "trainer": random_trainer}
+
+            def told(done: UpdateDone) -> None:
+                took_s, all_s = done.timings.get("update_s", 0.0), time.monotonic() - started
+                print(f"update {done.update}: {took_s:.1f} s; {all_s:.0f} s in all", flush=True)
+
+            Job(config, builders=builders, callbacks=[told]).run(folder / "run")
         rows, timings = (read_rows(folder / "run" / name) for name in ("metrics.jsonl", "timings.jsonl"))
         expected_s = 0.0 if args.no_prediction else predicted_s(config, case, shape)
     finally:

@@ -75,7 +75,7 @@ def test_two_launches_add_what_plain_products_do(kind: str, rank: int, rows: int
             inner = 0.5 * x.double() @ a[number * rank : (number + 1) * rank].double().t()
             expected[:, one] += inner @ b[at:end].double().t()
             at = end
-        expand_add(out, shrink(given, a), b, tiles_of(columns, rank, CUDA), 0.5)
+        expand_add(out, shrink(given, a, early=False), b, tiles_of(columns), 0.5, early=True)
         error = (out.double() - expected).norm() / expected.norm()
         assert error < (1e-5 if kind == "float32" else 5e-3), float(error)
 
@@ -92,7 +92,8 @@ def test_gate_and_up_are_multiplied_on_the_way(dtype: torch.dtype, gate_first: b
     deltas = [inner[:, :8] @ b[:200].double().t(), inner[:, 8:] @ b[200:].double().t()]
     gate, up = (gate_up.double() + torch.cat(deltas if gate_first else deltas[::-1], 1)).chunk(2, dim=1)
     expected = torch.nn.functional.silu(gate) * up
-    error = (expand_gated(gate_up, shrink(x, a), b, gate_first, 0.5).double() - expected).norm() / expected.norm()
+    inner = shrink(x, a, early=False)
+    error = (expand_gated(gate_up, inner, b, gate_first, 0.5, early=True).double() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2), float(error)
 
 
@@ -102,8 +103,9 @@ def test_the_hash_of_a_gpu_is_that_of_a_cpu() -> None:
         sizes = [(3, 70), (300, 4), (170, 200)]
         made = [torch.randn(size, generator=generator).to(device) for size in sizes]
         return [
-            HashedPart(f"{index}", one, ((index, index + one.shape[0]), (2, 2 + one.shape[1])), 999, 0.5)
+            HashedPart(f"{columns}", one, ((index, index + one.shape[0]), (first, first + one.shape[1])), columns, 0.5)
             for index, one in enumerate(made)
+            for first, columns in ((2, 999), (0, one.shape[1]))  # part of a matrix, and whole rows
         ]
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -60,7 +60,7 @@ class ServeResult(Struct, frozen=True, kw_only=True):
     lost: float  # requests without a whole answer
     first_token_s: float  # one request at a time, streamed: median time from the request to the first token
     decoder_first_token_s: float  # the same without HTTP
-    memory_start_mib: float  # of the server's process, after a first tenth of the requests
+    memory_start_mib: float  # of the server's processes, after half as many requests
     memory_end_mib: float
 
     @property
@@ -142,7 +142,7 @@ class HttpLoad:
         case = self._case
         await self.ask_all(case.concurrency)  # to capture the graphs of all batches
         first_token_s = await self._first_token_s()
-        await self.ask_all(max(case.concurrency, case.requests // 10))
+        await self.ask_all(max(case.concurrency, case.requests // 2))  # random weights name every token; names are kept
         memory_mib, self._sampled = _memory_mib(self._pid), 0
         start_s = time.monotonic()
         await self.ask_all(case.requests)
@@ -195,7 +195,9 @@ class HttpLoad:
         for number in range(_FIRST_TOKENS):
             start_s = time.monotonic()
             writer.write(self._request(number, stream=True))
-            await reader.readuntil(b"\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            if not head.startswith(b"HTTP/1.1 200 "):
+                raise JobFailed(f"bench serve: the server refuses such requests: {(await reader.read(1000)).decode()}")
             await reader.readuntil(b"\n\n")
             found.append(time.monotonic() - start_s)
             await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
@@ -217,8 +219,11 @@ async def _read_events(reader: asyncio.StreamReader) -> list[bytes]:
 
 
 def _memory_mib(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    """Of a process and its children."""
+    process = Path(f"/proc/{pid}")
+    children = (process / "task" / str(pid) / "children").read_text().split()
+    own_mib = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return own_mib + sum(_memory_mib(int(child)) for child in children)
 
 
 def _decoder_alone(case: ServeCase, folder: str) -> dict[str, float]:

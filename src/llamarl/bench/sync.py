@@ -28,7 +28,7 @@ from llamarl.families.family import ParameterSpec
 from llamarl.layout.boxes import Box, shape_of
 from llamarl.layout.mesh import PRECISIONS, Side, box_on
 from llamarl.layout.model import FP8, SCALE, placement_of, scale_box, wire_dtype
-from llamarl.model.adapter_digest import AdapterHash, HashedPart, hash_text
+from llamarl.model.adapter_digest import AdapterHash, HashedPart, PendingHash
 from llamarl.model.shards import Parameters, Shard
 from llamarl.model_spec import ModelSpec
 from llamarl.weights.group import Group
@@ -99,9 +99,9 @@ class BenchRank:
             return None
         return float(tensor[tuple(inside)].item())
 
-    def digest(self, hashed: AdapterHash) -> str:
-        """Hash of the adapters; empty without any."""
-        return hash_text(hashed.total(self._parts)) if self._lora else ""
+    def begin_hash(self, hashed: AdapterHash) -> PendingHash | None:
+        """Hash of the adapters, if there are any."""
+        return PendingHash(hashed.total(self._parts)) if self._lora else None
 
     @cached_property
     def _parts(self) -> list[HashedPart]:
@@ -143,12 +143,13 @@ class TrainerRank(BenchRank):
 
     def publish(self, version: int) -> tuple[float, float]:
         self._edition, start_s = version + 2, time.monotonic()
-        self.digest(self._hash)
+        pending = self.begin_hash(self._hash)
         self._writer.publish(version)
+        _text(pending)
         return start_s, time.monotonic()
 
     def hashed(self) -> str:
-        return self.digest(self._hash)
+        return _text(self.begin_hash(self._hash))
 
 
 class GeneratorRank(BenchRank):
@@ -174,11 +175,15 @@ class GeneratorRank(BenchRank):
     def load(self, version: int) -> tuple[float, float, int]:
         start_s = time.monotonic()
         num_bytes = self._reader.load(version)
-        self.digest(self._hash)
+        _text(self.begin_hash(self._hash))
         return start_s, time.monotonic(), num_bytes
 
     def hashed(self) -> str:
-        return self.digest(self._hash)
+        return _text(self.begin_hash(self._hash))
+
+
+def _text(pending: PendingHash | None) -> str:
+    return pending.text() if pending else ""
 
 
 def _fill(flat: Tensor, numbers: Tensor) -> None:

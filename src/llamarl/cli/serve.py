@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import gc
-import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from llamarl.cli.devices import DeviceOption, device_or_refuse, say_device
+from llamarl.cli.devices import DeviceOption, say_device
 from llamarl.cli.models import MODEL_HELP, Dtype
 from llamarl.config import model_folder
 from llamarl.errors import InputError, JobFailed
 from llamarl.hub.models import fetch_model
 
-if TYPE_CHECKING:
-    from llamarl.serve.local_backend import LocalBackend
-
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_SWITCH_S = 0.0005  # the decoder's thread must not wait long for the event loop's, nor that for the decoder's
 
 
 def serve_command(
@@ -52,36 +47,42 @@ def serve_command(
     if host not in _LOOPBACK and not keys:
         raise InputError(f"--host {host}: beyond this machine only with --key or --key-file")
 
-    from llamarl.generate.llm import LLM
     from llamarl.serve.app import make_app
     from llamarl.serve.limits import ServeLimits
     from llamarl.serve.local_backend import LocalBackend
     from llamarl.serve.run import HttpServer
     from llamarl.serve.session import KeyAccess
 
-    folder = model_folder(fetch_model(model, "MODEL"))
-    llm = LLM(folder, device=device_or_refuse(device), dtype=dtype.value)
-    if max_model_len > llm.shape.max_positions:
-        raise InputError(f"--max-model-len {max_model_len}: the model has {llm.shape.max_positions} positions")
+    backend = LocalBackend(
+        model_folder(fetch_model(model, "MODEL")),
+        name=name or _name_of(model),
+        device=device,
+        dtype=dtype.value,
+        slots=slots,
+        max_length=max_model_len,
+    )
+    if max_model_len > backend.opened.shape.max_positions:
+        raise InputError(
+            f"--max-model-len {max_model_len}: the model has {backend.opened.shape.max_positions} positions"
+        )
     limits = ServeLimits(max_requests=max_requests, max_body_bytes=max_body_mb << 20, grace_s=grace_s)
-    backend = LocalBackend(llm, name=name or _name_of(model), slots=slots, max_length=max_model_len)
-    server = HttpServer(make_app(backend, KeyAccess(llm.tokenizer, keys), limits), limits, host=host, port=port)
-    say_device(llm.device, llm.precision)
-    sys.setswitchinterval(_SWITCH_S)
+    server = HttpServer(make_app(backend, KeyAccess(backend.tokenizer, keys), limits), limits, host=host, port=port)
     backend.on_failure = server.stop
-    backend.load()
-    gc.freeze()  # what is there now stays; looking through it again and again would hold up answers
     backend.start()
+    say_device(backend.device, backend.precision)
+    gc.freeze()  # what is there now stays; looking through it again and again would hold up answers
+
+    def ready() -> None:
+        backend.attach()
+        print(f"{backend.name} on {server.url}", flush=True)
+
     try:
-        server.run(ready=lambda: print(f"{backend.name} on {server.url}", flush=True))
+        server.run(ready)
+        failure = backend.failure
     finally:
         backend.close()
-    _check_failure(backend)
-
-
-def _check_failure(backend: LocalBackend) -> None:
-    if backend.failure is not None:
-        raise JobFailed(f"the model stopped answering: {type(backend.failure).__name__}: {backend.failure}")
+    if failure:
+        raise JobFailed(f"the model stopped answering: {failure}")
 
 
 def _keys(given: list[str], file: Path | None) -> list[str]:

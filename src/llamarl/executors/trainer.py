@@ -24,6 +24,7 @@ from llamarl.messages import (
     WeightsPublished,
     WorkOnBatch,
 )
+from llamarl.model.adapter_digest import PendingHash
 from llamarl.model.transformer import Transformer
 from llamarl.train.adapter_check import AdaptersDiffer
 from llamarl.train.exchange import Exchange
@@ -81,21 +82,21 @@ class Trainer:
             case WorkOnBatch():
                 yield self._update(message)
             case PublishWeights() if self._beside is not None:
-                self._beside.begin(message.version, partial(self._published, self._digest()), self._not_published)
+                self._beside.begin(message.version, partial(self._published, self._begin_hash()), self._not_published)
             case PublishWeights():
-                digest = self._digest()
-                yield _report(self._weights.publish(message.version), digest)
+                pending = self._begin_hash()
+                yield _report(self._weights.publish(message.version), pending)
             case SaveState():
                 self._begin_save(message)
             case _:
                 raise UnexpectedMessage("trainer", message)
 
-    def _digest(self) -> str:
+    def _begin_hash(self) -> PendingHash | None:
         """Hash of the adapters that are about to be published."""
-        return self._adapter_hash.digest() if self._adapter_hash else ""
+        return self._adapter_hash.begin() if self._adapter_hash else None
 
-    def _published(self, digest: str, made: Publication) -> None:
-        self._tell(_report(made, digest))
+    def _published(self, pending: PendingHash | None, made: Publication) -> None:
+        self._tell(_report(made, pending))
 
     def _not_published(self, error: Exception) -> None:
         self._tell(Failed(f"weights could not be published: {type(error).__name__}: {error}"))
@@ -135,8 +136,8 @@ class Trainer:
         self._saving = (message.version, self._pool.submit(self._state.write, Path(message.folder)))
 
 
-def _report(made: Publication, adapters: str) -> WeightsPublished:
-    return WeightsPublished(made.version, made.num_bytes, made.changed, adapters=adapters)
+def _report(made: Publication, pending: PendingHash | None) -> WeightsPublished:
+    return WeightsPublished(made.version, made.num_bytes, made.changed, adapters=pending.text() if pending else "")
 
 
 def _gpu(learner: Learner) -> int:

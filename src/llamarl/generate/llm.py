@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from msgspec import Struct, ValidationError, convert
@@ -26,6 +26,7 @@ from llamarl.model.chat_template import ChatOptions
 from llamarl.model.checkpoint import check_headers
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer
+from llamarl.model_spec import ModelSpec
 from llamarl.types import (
     Completion,
     CompletionGroup,
@@ -53,6 +54,27 @@ class TextCompletion(Struct, frozen=True):
     tokens: list[int]  # the stop token included
     logprobs: list[float]  # of each token, under the distribution it was drawn from
     finish_reason: Literal["stop", "length"]  # the model's stop token, or the token limit
+
+
+class OpenedModel(NamedTuple):
+    """What is known of a model folder before its weights are read."""
+
+    folder: Path
+    shape: ModelSpec
+    tokenizer: Tokenizer
+
+
+def open_model(folder: str | Path, chat_options: ChatOptions | None = None) -> OpenedModel:
+    """Finds a model folder and looks at all of it but the numbers. `folder` as in `LLM`."""
+    found = model_folder(fetch_model(str(folder)))
+    base = base_or_same(found)
+    shape = check_headers(base)
+    if base != found:
+        open_adapter(found, shape)
+    tokenizer = Tokenizer.load(base, chat_options)
+    if not tokenizer.eos_ids:
+        raise ModelError(f"{found}: names no end token")
+    return OpenedModel(found, shape, tokenizer)
 
 
 class LLM:
@@ -84,14 +106,7 @@ class LLM:
             raise ArgumentError("dtype", f"expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, is {dtype}")
         if slots < 1:
             raise ArgumentError("slots", f"must be at least 1, is {slots}")
-        self.folder = model_folder(fetch_model(str(folder)))
-        base = base_or_same(self.folder)
-        self.shape = check_headers(base)
-        if base != self.folder:
-            open_adapter(self.folder, self.shape)
-        self.tokenizer = Tokenizer.load(base, chat_options)
-        if not self.tokenizer.eos_ids:
-            raise ModelError(f"{self.folder}: names no end token")
+        self.folder, self.shape, self.tokenizer = open_model(folder, chat_options)
         self.device = choose_device(device)
         self.dtype = dtype_on(dtype, self.device)
         self._slots = slots

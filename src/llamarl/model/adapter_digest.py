@@ -89,5 +89,20 @@ def _factor(name: str, scale: float) -> int:
     return int.from_bytes(digest, signed=True) | 1
 
 
+class PendingHash:
+    """A hash on its way to the host: what is asked of the device afterwards does not wait for it, nor it for that."""
+
+    def __init__(self, total: Tensor) -> None:
+        self._total, self._arrived = total, None
+        if total.is_cuda:
+            self._total = torch.empty((), dtype=total.dtype, pin_memory=True).copy_(total, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(total.device).record_event()
+
+    def text(self) -> str:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return hash_text(self._total)
+
+
 def hash_text(total: Tensor) -> str:
     return f"{int(total.item()) & ((1 << 64) - 1):016x}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -175,8 +175,7 @@ class Part(NamedTuple):
 
 class AdaptedProduct:
     """The product of one layer, or of several that read the same input, with adapters beside it. All A are one matrix, one
-    behind another, and so are all B. On a GPU they take two launches (`lora_kernels.py`), the first beside the base's
-    product, on a stream of its own."""
+    behind another, and so are all B. On a GPU they take two launches (`lora_kernels.py`)."""
 
     def __init__(self, base: Product, a: Tensor, b: Tensor, parts: Sequence[Part], adapters: Adapters) -> None:
         self._base, self._a, self._b, self._parts, self._adapters = base, a, b, parts, adapters
@@ -186,14 +185,14 @@ class AdaptedProduct:
     def _make_tiles(self) -> AdapterTiles:
         from llamarl.model.lora_kernels import tiles_of
 
-        return tiles_of([part.rows for part in self._parts], self._rank, self._a.device)
+        return tiles_of([part.rows for part in self._parts])
 
     def __call__(self, x: Any) -> Any:
         if not self._adapters.on:
             return self._base(x)
         if self._has_kernels(x):
-            inner = self._start(x)
-            return self._add(self._base(x), self._joined(inner))
+            out = self._base(x)
+            return self._add(out, self._inner_of(x))
         out = self._base(x)
         for part, h, b in zip(self._parts, self._inner(x), self._all_b(), strict=True):
             out[..., part.rows] += F.linear(h, b)
@@ -204,35 +203,26 @@ class AdaptedProduct:
         if not self._adapters.on:
             return add_base(total)
         if self._has_kernels(x):
-            inner = self._start(x)
             out = add_base(total)
-            self._add(total, self._joined(inner))  # the sum is made in place
+            self._add(total, self._inner_of(x))  # the sum is made in place
             return out
         return add_base(total + F.linear(self._inner(x)[0], self._b))
 
     def _has_kernels(self, x: Any) -> bool:
         return self._tiles is not None and fused(x[0] if isinstance(x, tuple) else x)
 
-    def _start(self, x: Any) -> Tensor:
-        """A's product, made beside what the current stream does until it is `_joined`. Its memory belongs to the other
-        stream, which waits for the current one before it uses any again."""
+    def _inner_of(self, x: Any) -> Tensor:
+        """A's product; to be made right behind the base's, from the same input."""
         from llamarl.model.lora_kernels import shrink
 
-        side = _side_stream(self._a.device)
-        side.wait_stream(torch.cuda.current_stream(self._a.device))
-        with torch.cuda.stream(side):
-            return shrink(x, self._a)
-
-    def _joined(self, inner: Tensor) -> Tensor:
-        torch.cuda.current_stream(self._a.device).wait_stream(_side_stream(self._a.device))
-        return inner
+        return shrink(x, self._a, early=True)
 
     def _add(self, out: Tensor, inner: Tensor) -> Tensor:
         """Adds B's product to `out`, in place."""
         from llamarl.model.lora_kernels import expand_add
 
         assert self._tiles is not None
-        expand_add(out, inner, self._b, self._tiles, self._scale)
+        expand_add(out, inner, self._b, self._tiles, self._scale, early=True)
         return out
 
     def _inner(self, x: Any) -> Sequence[Tensor]:
@@ -259,8 +249,8 @@ class AdaptedGate(AdaptedProduct):
     def __call__(self, x: Any) -> Any:
         if not (self._adapters.on and len(self._parts) == 2 and self._has_kernels(x)):
             return super().__call__(x)
-        inner = self._start(x)
-        return Pending(self._base(x), self._joined(inner))
+        out = self._base(x)
+        return Pending(out, self._inner_of(x))
 
     def activate(self, gate_up: Tensor | Pending) -> Tensor:
         """silu(gate) * up"""
@@ -269,12 +259,7 @@ class AdaptedGate(AdaptedProduct):
         from llamarl.model.lora_kernels import expand_gated
 
         gate_first = self._parts[0].rows.start == 0
-        return expand_gated(gate_up.out, gate_up.inner, self._b, gate_first, self._scale)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return expand_gated(gate_up.out, gate_up.inner, self._b, gate_first, self._scale, early=True)
 
 
 def _plain_input(x: Any, dtype: torch.dtype) -> Tensor:

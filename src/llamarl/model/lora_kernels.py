@@ -1,14 +1,15 @@
 """Triton kernels of adapters: for a product, or several joined ones, two launches. Imported only on a GPU.
 
 The first multiplies the input with all A: so few columns that one program for each tile would leave most of a GPU idle, so
-the long sum is cut into parts. The second sums the parts, multiplies them with B, each layer's with its own, and adds to the
-output in place; of gate and up it also makes the product of both, which reads the output anyway. Sums are made in a fixed
-order, so results do not depend on what runs beside.
+the long sum is cut into parts, and the program that ends last adds them up. The second multiplies that with B, each layer's
+with its own, and adds to the output in place; of gate and up it also makes the product of both, which reads the output
+anyway. Sums are made in a fixed order, so results do not depend on what runs beside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,43 +21,44 @@ from llamarl.model.kernels import narrowed
 
 _LEAST = 16  # smallest size of a tile's side
 _LARGE = 1024  # rows from which torch's product keeps a GPU busy
+_MOST_TILES = 4096  # whose sums are made in parts
 
 
 class Tuning(NamedTuple):
     """Sizes of tiles, measured by `benchmarks/lora_products.py`."""
 
-    rows: int = 64
-    width: int = 128
+    shrink_rows: int = 16
+    shrink_width: int = 128
     depth: int = 128
     sum_length: int = 512  # terms of a part of the first product's sum
-    max_parts: int = 8
+    max_parts: int = 16
+    rows: int = 32
     columns: int = 128
     warps: int = 4
     gated_columns: int = 64
     gated_warps: int = 4
+    early: bool = True  # kernels start while the one before them ends (programmatic dependent launch)
 
 
 TUNING = Tuning()
+_MOST_LAYERS = 3  # of a joined product
 
 
 class AdapterTiles(NamedTuple):
     """Tiles of the output of a joined product, none of which belongs to two layers."""
 
-    table: (
-        Tensor  # [tiles, 4]: first column of the output, number of columns, first column of A's result, first row of B
-    )
     num_tiles: int
+    layers: tuple[int, ...]  # of each: tiles up to its end, first column of the output, end, first row of its B
 
 
-def tiles_of(columns: Sequence[slice], rank: int, device: torch.device) -> AdapterTiles:
+def tiles_of(columns: Sequence[slice]) -> AdapterTiles:
     """Tiles of layers with these columns of the output; their B lie one behind another."""
-    found, row = list[tuple[int, int, int, int]](), 0
-    for number, one in enumerate(columns):
-        for first in range(one.start, one.stop, TUNING.columns):
-            size = min(TUNING.columns, one.stop - first)
-            found.append((first, size, number * rank, row))
-            row += size
-    return AdapterTiles(torch.tensor(found, dtype=torch.int32, device=device), len(found))
+    found, tiles, row = list[int](), 0, 0
+    for one in columns:
+        tiles += triton.cdiv(one.stop - one.start, TUNING.columns)
+        found += [tiles, one.start, one.stop, row]
+        row += one.stop - one.start
+    return AdapterTiles(tiles, tuple(found + found[-4:] * (_MOST_LAYERS - len(columns))))
 
 
 @triton.jit
@@ -64,20 +66,27 @@ def _shrink(
     x_ptr,
     scales_ptr,
     a_ptr,
+    parts_ptr,
+    counts_ptr,
     out_ptr,
     rows,
     width,
     inner,
     chunk,
     SCALED: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     part = tl.program_id(2)
     row_inside, column_inside = row < rows, column < width
+    inside_out = row_inside[:, None] & column_inside[None, :]
     total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for start in range(part * chunk, min(inner, (part + 1) * chunk), DEPTH):
         k = start + tl.arange(0, DEPTH)
@@ -91,51 +100,79 @@ def _shrink(
             a_ptr + column[:, None] * inner + k[None, :], mask=column_inside[:, None] & inside[None, :], other=0.0
         )
         total += tl.dot(x.to(a.dtype), tl.trans(a), input_precision="ieee")
+    if EARLY:  # the input was there before the base's product began; only what is written may wait for that to end
+        tl.extra.cuda.gdc_wait()
     if SCALED:
         total *= tl.load(scales_ptr + row, mask=row_inside, other=0.0)[:, None]
-    at = out_ptr + (part * rows + row.to(tl.int64))[:, None] * width + column[None, :]
-    tl.store(at, total, mask=row_inside[:, None] & column_inside[None, :])
-
-
-@triton.jit
-def _summed_parts(at, inside, stride, PARTS: tl.constexpr):
-    h = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    for _ in tl.static_range(1, PARTS):
-        at += stride
-        h += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    return h
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    if PARTS == 1:
+        tl.store(out_ptr + at, total, mask=inside_out)
+    else:
+        stride = rows * width
+        tl.store(parts_ptr + part * stride + at, total, mask=inside_out)
+        count = counts_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.debug_barrier()  # all of the part is written before it counts
+        if tl.atomic_add(count, 1, sem="acq_rel") == PARTS - 1:
+            total = tl.load(parts_ptr + at, mask=inside_out, other=0.0, cache_modifier=".cg")
+            for one in range(1, PARTS):
+                total += tl.load(parts_ptr + one * stride + at, mask=inside_out, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptr + at, total, mask=inside_out)
+            tl.store(count, 0)  # for the next launch
 
 
 @triton.jit
 def _expand_add(
     h_ptr,
     b_ptr,
-    tiles_ptr,
     out_ptr,
     rows,
     width,
     out_width,
     scale,
-    PARTS: tl.constexpr,
+    tiles_0,
+    first_0,
+    end_0,
+    row_0,
+    tiles_1,
+    first_1,
+    end_1,
+    row_1,
+    tiles_2,
+    first_2,
+    end_2,
+    row_2,
     RANK: tl.constexpr,
     DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tile = tiles_ptr + tl.program_id(1) * 4
-    first, count, at_h, at_b = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-    k, column = tl.arange(0, DEPTH), tl.arange(0, COLUMNS)
-    row_inside, k_inside, column_inside = row < rows, k < RANK, column < count
-    inside = row_inside[:, None] & k_inside[None, :]
-    h = _summed_parts(h_ptr + row.to(tl.int64)[:, None] * width + at_h + k[None, :], inside, rows * width, PARTS)
-    b = tl.load(
-        b_ptr + (at_b + column)[:, None] * RANK + k[None, :], mask=column_inside[:, None] & k_inside[None, :], other=0.0
-    )
-    delta = tl.dot((h * scale).to(b.dtype), tl.trans(b), input_precision="ieee")
-    to = out_ptr + row.to(tl.int64)[:, None] * out_width + first + column[None, :]
+    tile = tl.program_id(1)
+    layer = (tile >= tiles_0).to(tl.int32) + (tile >= tiles_1).to(tl.int32)
+    before = tl.where(layer == 0, 0, tl.where(layer == 1, tiles_0, tiles_1))
+    first = tl.where(layer == 0, first_0, tl.where(layer == 1, first_1, first_2))
+    end = tl.where(layer == 0, end_0, tl.where(layer == 1, end_1, end_2))
+    first_row = tl.where(layer == 0, row_0, tl.where(layer == 1, row_1, row_2))
+    inner = (tile - before) * COLUMNS + tl.arange(0, COLUMNS)
+    row, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    row_inside, k_inside, column_inside = row < rows, k < RANK, first + inner < end
     inside = row_inside[:, None] & column_inside[None, :]
-    total = tl.load(to, mask=inside, other=0.0).to(tl.float32) + delta
+    to = out_ptr + row.to(tl.int64)[:, None] * out_width + first + inner[None, :]
+    b = tl.load(
+        b_ptr + (first_row + inner)[:, None] * RANK + k[None, :],
+        mask=column_inside[:, None] & k_inside[None, :],
+        other=0.0,
+    )
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    total = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+    h = tl.load(
+        h_ptr + row.to(tl.int64)[:, None] * width + layer * RANK + k[None, :],
+        mask=row_inside[:, None] & k_inside[None, :],
+        other=0.0,
+    )
+    h = (h.to(tl.float32) * scale).to(b.dtype)
+    total += tl.dot(h, tl.trans(b), input_precision="ieee")
     tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -153,11 +190,11 @@ def _expand_gated(
     gate_row,
     up_row,
     scale,
-    PARTS: tl.constexpr,
     RANK: tl.constexpr,
     DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -168,86 +205,114 @@ def _expand_gated(
     at_b = b_ptr + column[:, None] * RANK + k[None, :]
     at = x_ptr + row.to(tl.int64)[:, None] * (2 * size) + column[None, :]
     inside = row_inside[:, None] & column_inside[None, :]
+    b_gate = tl.load(at_b + gate_row * RANK, mask=inside_b, other=0.0)
+    b_up = tl.load(at_b + up_row * RANK, mask=inside_b, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     gate, up = tl.load(at, mask=inside, other=0.0), tl.load(at + size, mask=inside, other=0.0)
-    b = tl.load(at_b + gate_row * RANK, mask=inside_b, other=0.0)
-    h = _summed_parts(at_h + at_gate, inside_h, rows * width, PARTS) * scale
-    gate_sum = (gate.to(tl.float32) + tl.dot(h.to(b.dtype), tl.trans(b), input_precision="ieee")).to(gate.dtype)
-    b = tl.load(at_b + up_row * RANK, mask=inside_b, other=0.0)
-    h = _summed_parts(at_h + at_up, inside_h, rows * width, PARTS) * scale
-    up_sum = (up.to(tl.float32) + tl.dot(h.to(b.dtype), tl.trans(b), input_precision="ieee")).to(up.dtype)
+    h_gate = (tl.load(at_h + at_gate, mask=inside_h, other=0.0).to(tl.float32) * scale).to(b_gate.dtype)
+    h_up = (tl.load(at_h + at_up, mask=inside_h, other=0.0).to(tl.float32) * scale).to(b_up.dtype)
+    gate_sum = (gate.to(tl.float32) + tl.dot(h_gate, tl.trans(b_gate), input_precision="ieee")).to(gate.dtype)
+    up_sum = (up.to(tl.float32) + tl.dot(h_up, tl.trans(b_up), input_precision="ieee")).to(up.dtype)
     wide = gate_sum.to(tl.float32)
     made = narrowed(wide * tl.sigmoid(wide) * up_sum.to(tl.float32), out_ptr.dtype.element_ty)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * size + column[None, :], made, mask=inside)
 
 
-def shrink(x: Tensor | tuple[Tensor, Tensor], a_RK: Tensor) -> Tensor:
-    """x @ A.t() as parts [P, M, R] to be summed. Quantized rows come with their scales."""
+def shrink(x: Tensor | tuple[Tensor, Tensor], a_RK: Tensor, *, early: bool) -> Tensor:
+    """x @ A.t(), [M, R]. Quantized rows come with their scales. All launches on a device share their counters, so they must
+    follow each other. `early`: it follows a product of the same input on the same stream, and may begin before that ends."""
     x, scales = x if isinstance(x, tuple) else (x, None)
     x_MK, width = x.flatten(0, -2).contiguous(), len(a_RK)
     rows, inner = x_MK.shape
     if scales is None and rows >= _LARGE:
-        return torch.mm(x_MK, a_RK.t())[None]
-    tile_rows, tile_width = _tile(rows, TUNING.rows), _tile(width, TUNING.width)
+        return torch.mm(x_MK, a_RK.t())
+    most_rows = TUNING.shrink_rows if rows < _LARGE else TUNING.rows
+    tile_rows, tile_width = _tile(rows, most_rows), _tile(width, TUNING.shrink_width)
     wanted = min(TUNING.max_parts, triton.cdiv(inner, TUNING.sum_length)) if rows < _LARGE else 1
     chunk = triton.cdiv(triton.cdiv(inner, wanted), TUNING.depth) * TUNING.depth
-    parts = triton.cdiv(inner, chunk)
-    out_PMR = torch.empty(parts, rows, width, dtype=torch.float32, device=x_MK.device)
-    _shrink[(triton.cdiv(rows, tile_rows), triton.cdiv(width, tile_width), parts)](
+    parts, grid = triton.cdiv(inner, chunk), (triton.cdiv(rows, tile_rows), triton.cdiv(width, tile_width))
+    assert parts == 1 or grid[0] * grid[1] <= _MOST_TILES
+    out_MR = torch.empty(rows, width, dtype=torch.float32, device=x_MK.device)
+    _shrink[(*grid, parts)](
         x_MK,
         x_MK if scales is None else scales.flatten(),
         a_RK,
-        out_PMR,
+        out_MR if parts == 1 else torch.empty(parts, rows, width, dtype=torch.float32, device=x_MK.device),
+        _counts(x_MK.device),
+        out_MR,
         rows,
         width,
         inner,
         chunk,
         SCALED=scales is not None,
+        PARTS=parts,
         ROWS=tile_rows,
         WIDTH=tile_width,
         DEPTH=TUNING.depth if x_MK.itemsize < 4 else 32,
         num_warps=4,
         num_stages=3,
+        **_early(early and x_MK.data_ptr() == x.data_ptr()),  # not right behind a copy of the input
     )
-    return out_PMR
+    return out_MR
+
+
+@cache
+def _counts(device: torch.device) -> Tensor:
+    """Parts of each tile that are written; zero between launches."""
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+@cache
+def _can_begin_early() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def _early(wanted: bool) -> dict[str, bool]:
+    """Arguments of a launch: whether it may begin before the one before it has ended."""
+    if not (wanted and TUNING.early and _can_begin_early()):
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
 
 
 def _tile(size: int, most: int) -> int:
     return min(most, max(_LEAST, int(triton.next_power_of_2(size))))
 
 
-def expand_add(out: Tensor, h_PMR: Tensor, b_NR: Tensor, tiles: AdapterTiles, scale: float) -> None:
-    """Adds scale * h @ B.t() of each layer to its columns of the output, which is contiguous."""
-    parts, rows, width = h_PMR.shape
-    rank, tile_rows = b_NR.shape[1], _tile(rows, TUNING.rows)
+def expand_add(out: Tensor, h_MR: Tensor, b_NR: Tensor, tiles: AdapterTiles, scale: float, *, early: bool) -> None:
+    """Adds scale * h @ B.t() of each layer to its columns of the output, which is contiguous. `early`: `shrink` is the
+    launch before it."""
+    (rows, width), rank = h_MR.shape, b_NR.shape[1]
+    tile_rows = _tile(rows, TUNING.rows)
     assert out.is_contiguous()
     _expand_add[(triton.cdiv(rows, tile_rows), tiles.num_tiles)](
-        h_PMR,
+        h_MR,
         b_NR,
-        tiles.table,
         out,
         rows,
         width,
         out.shape[-1],
         scale,
-        PARTS=parts,
+        *tiles.layers,
         RANK=rank,
         DEPTH=max(_LEAST, triton.next_power_of_2(rank)),
         ROWS=tile_rows,
         COLUMNS=TUNING.columns,
         num_warps=TUNING.warps,
         num_stages=1,
+        **_early(early),
     )
 
 
-def expand_gated(gate_up: Tensor, h_PMR: Tensor, b_NR: Tensor, gate_first: bool, scale: float) -> Tensor:
+def expand_gated(gate_up: Tensor, h_MR: Tensor, b_NR: Tensor, gate_first: bool, scale: float, *, early: bool) -> Tensor:
     """silu(gate) * up, after the adapters' product was added to both. `gate_first`: whether A and B of gate come first."""
-    parts, rows, width = h_PMR.shape
-    rank, size, tile_rows = b_NR.shape[1], gate_up.shape[-1] // 2, _tile(rows, TUNING.rows)
+    (rows, width), rank, size = h_MR.shape, b_NR.shape[1], gate_up.shape[-1] // 2
+    tile_rows = _tile(rows, TUNING.rows)
     assert gate_up.is_contiguous() and len(b_NR) == 2 * size
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     order = (0, rank, 0, size) if gate_first else (rank, 0, size, 0)
     _expand_gated[(triton.cdiv(rows, tile_rows), triton.cdiv(size, TUNING.gated_columns))](
-        h_PMR,
+        h_MR,
         b_NR,
         gate_up,
         out,
@@ -256,13 +321,13 @@ def expand_gated(gate_up: Tensor, h_PMR: Tensor, b_NR: Tensor, gate_first: bool,
         size,
         *order,
         scale,
-        PARTS=parts,
         RANK=rank,
         DEPTH=max(_LEAST, triton.next_power_of_2(rank)),
         ROWS=tile_rows,
         COLUMNS=TUNING.gated_columns,
         num_warps=TUNING.gated_warps,
         num_stages=1,
+        **_early(early),
     )
     return out
 
@@ -281,6 +346,27 @@ def as_bfloat16(x):
 
 
 @triton.jit
+def _hash_step(
+    numbers,
+    at,
+    count,
+    HELD: tl.constexpr,
+    WIRE: tl.constexpr,
+    APPLIED: tl.constexpr,
+    BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Bits of some numbers after the changes of type."""
+    if WHOLE:  # without a mask, so that each thread reads 16 bytes at once
+        x = tl.load(numbers + at)
+    else:
+        x = tl.load(numbers + at, mask=at < count, other=0.0)
+    if tl.float32 == HELD and tl.bfloat16 == WIRE:
+        x = as_bfloat16(x)
+    return x.to(APPLIED).to(BITS, bitcast=True).to(tl.int64)
+
+
+@triton.jit
 def _hash(
     tiles_ptr,
     total_ptr,
@@ -293,18 +379,24 @@ def _hash(
     STEP: tl.constexpr,
 ):
     row = tiles_ptr + tl.program_id(0) * 7
-    numbers, count, start = tl.load(row).to(tl.pointer_type(HELD)), tl.load(row + 1), tl.load(row + 2)
+    numbers = tl.load(row).to(tl.pointer_type(HELD))
+    count, start = tl.load(row + 1).to(tl.int32), tl.load(row + 2)
     width, first, columns, factor = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
-    total = tl.zeros((STEP,), dtype=tl.int64)
-    for begin in range(0, TILE, STEP):
-        at = begin + tl.arange(0, STEP).to(tl.int64)
-        inside = start + at
-        x = tl.load(numbers + inside, mask=at < count, other=0.0)
-        if tl.float32 == HELD and tl.bfloat16 == WIRE:
-            x = as_bfloat16(x)
-        x = x.to(APPLIED)
-        place = first + (inside // width) * columns + inside % width
-        total += x.to(BITS, bitcast=True).to(tl.int64) * ((place * mix) * 2 + 1)
+    numbers += start
+    total, steps = tl.zeros((STEP,), dtype=tl.int64), tl.arange(0, STEP)
+    if (width == columns) & (count == TILE) & (numbers.to(tl.int64) % 16 == 0):
+        # Places follow each other, so one sum makes the next factor: products of 64 bits would take longer than all else.
+        aligned = tl.multiple_of(numbers, 16)
+        factors = steps.to(tl.int64) * (mix * 2) + ((first + start) * (mix * 2) + 1)
+        for begin in range(0, TILE, STEP):
+            total += _hash_step(aligned, begin + steps, count, HELD, WIRE, APPLIED, BITS, True) * factors
+            factors += mix * 2 * STEP
+    else:
+        for begin in range(0, TILE, STEP):
+            bits = _hash_step(numbers, begin + steps, count, HELD, WIRE, APPLIED, BITS, False)
+            inside = (start + begin + steps).to(tl.int32)
+            place = (inside // width.to(tl.int32)).to(tl.int64) * columns + inside % width.to(tl.int32)
+            total += bits * (((first + place) * mix) * 2 + 1)
     tl.atomic_add(total_ptr, tl.sum(total, axis=0) * factor)
 
 
@@ -322,6 +414,7 @@ def hash_tiles(
 
 def hash_table(parts: Sequence[tuple[Tensor, int, int, int]], device: torch.device) -> Tensor:
     """The table of `hash_tiles` for matrices, each with its place, the columns of the whole one, and its factor."""
+    assert all(tensor.numel() < 1 << 31 for tensor, *_ in parts)
     rows = [
         (tensor.data_ptr(), min(_HASHED, tensor.numel() - start), start, tensor.shape[1], place, columns, factor)
         for tensor, place, columns, factor in parts

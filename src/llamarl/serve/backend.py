@@ -1,6 +1,6 @@
 """What answers prompts: token ids in, sampled token ids out. The HTTP side knows nothing else of the model.
 
-`LocalBackend` is a model folder in this process; a job answers from its generators by another backend.
+`LocalBackend` is a model folder in a process of its own; a job answers from its generators by another backend.
 """
 
 from __future__ import annotations

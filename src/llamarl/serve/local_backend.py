@@ -1,47 +1,39 @@
-"""A model folder as a backend: the decoder in a thread of its own, fed from the event loop.
-
-Requests join the running batch between two bursts and leave it as they end, or as soon as their client is gone. After each
-step everything that is new goes to the event loop in one call.
-"""
+"""A model folder as a backend: the decoder in a process of its own (`decoder_process.py`), fed from the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
-import threading
+import os
+import socket
+import subprocess
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from queue import Empty, SimpleQueue
+from pathlib import Path
 
-import torch
-
-from llamarl.generate.decoder import ContinuousDecoder, Limits, StreamedTokens
-from llamarl.generate.llm import LLM
-from llamarl.generate.scheduler import GroupOptions, Sampled
-from llamarl.generate.scoring import TokenScores, score_tokens
-from llamarl.generate.stop_strings import StopStrings
+from llamarl.errors import InputError, JobFailed
+from llamarl.generate.llm import open_model
+from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.serve.backend import Ask, BackendStats, Finish, Piece, Scores
-from llamarl.serve.refusals import RequestRefused
-from llamarl.serve.versions import version_runs
-from llamarl.types import (
-    Completion,
-    CompletionGroup,
-    Problem,
-    PromptGroup,
-    Sampling,
-    bytes_to_floats,
-    bytes_to_tokens,
-    tokens_to_bytes,
+from llamarl.processes import PYTHON, describe_signal
+from llamarl.serve.backend import Ask, BackendStats, Piece, Scores
+from llamarl.serve.decoder_messages import (
+    BeginAnswer,
+    Command,
+    DecoderEnds,
+    DecoderNews,
+    DecoderReady,
+    DropAnswer,
+    ScoreTokens,
+    StartDecoder,
+    decode_told,
+    encode,
 )
+from llamarl.serve.refusals import RequestRefused
 
-_GPU_SLOTS, _CPU_SLOTS = 256, 16
-_GPU_LENGTH, _CPU_LENGTH = 16_384, 2_048
-_DRAW_BITS = 62
-_NOTHING = Problem("", "")
-
-Work = Callable[[], None]
+_READ_BYTES = 1 << 20
+_END_S = 10.0
+_AT_ONCE = 8  # pieces delivered in one round of the event loop
 
 
 class PieceInbox:
@@ -77,34 +69,35 @@ class PieceInbox:
 
 
 class LocalBackend:
-    """Answers from a model folder in this process; see the module's docstring."""
+    """Answers from a model folder. `start` before the event loop runs, and `attach` on it."""
 
-    def __init__(self, llm: LLM, *, name: str, slots: int = 0, max_length: int = 0, seed: int = 0) -> None:
-        """`slots`: answers sampled at once; 0: 256 on a GPU, 16 on a CPU, where every step computes all of them.
-        `max_length`: longest prompt and answer together; 0: what the model allows, but at most 16,384 tokens on a GPU and
-        2,048 on a CPU."""
-        on_cpu = llm.device == "cpu"
-        longest = max_length or min(llm.shape.max_positions, _CPU_LENGTH if on_cpu else _GPU_LENGTH)
-        limits = Limits(
-            slots=slots or (_CPU_SLOTS if on_cpu else _GPU_SLOTS),
-            max_prompt_tokens=longest - 1,
-            max_new_tokens=longest - 1,
-            max_length=longest,
-        )
-        llm.check_cache(limits, "lower --slots or --max-model-len")
-        self._llm, self._name, self._limits, self._seed = llm, name, limits, seed
-        self._work: SimpleQueue[Work] = SimpleQueue()
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        name: str,
+        device: str = "auto",
+        dtype: str = "auto",
+        slots: int = 0,
+        max_length: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """`device` and `dtype` as in `LLM`. `slots`: answers sampled at once; 0: 256 on a GPU, 16 on a CPU, where every step
+        computes all of them. `max_length`: longest prompt and answer together; 0: what the model allows, but at most 16,384
+        tokens on a GPU and 2,048 on a CPU."""
+        self.opened = open_model(folder)
+        self._name = name
+        self._start = StartDecoder(str(self.opened.folder), device, dtype, slots, max_length, seed)
         self._inboxes: dict[int, PieceInbox] = {}
+        self._scoring: dict[int, asyncio.Future[Scores]] = {}
         self._ordinals = itertools.count()
-        self._stats, self._version = BackendStats(), 0
+        self._stats, self._ready = BackendStats(), DecoderReady("", "", 0)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._decoder: ContinuousDecoder | None = None
-        self._closing = False
-        self._scoring: set[asyncio.Future[TokenScores]] = set()
-        self._streams: set[int] = set()  # groups whose pieces were told while they were sampled
-        self.failure: BaseException | None = None  # why nothing is answered any more
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader, self._unsent = FrameReader(), bytearray()
+        self._arrived: deque[tuple[int, Piece]] = deque()  # not delivered yet
+        self.failure = ""  # why nothing is answered any more
         self.on_failure: Callable[[], None] = lambda: None
-        self._thread = threading.Thread(target=self._run, name="decoder", daemon=True)
 
     @property
     def name(self) -> str:
@@ -112,55 +105,80 @@ class LocalBackend:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._llm.tokenizer
+        return self.opened.tokenizer
 
     @property
     def max_positions(self) -> int:
-        return self._limits.length
+        return self._ready.max_length
 
     @property
     def vocab_size(self) -> int:
-        return self._llm.shape.vocab_size
+        return self.opened.shape.vocab_size
 
     @property
     def version(self) -> int:
-        return self._version
+        return 0
 
     @property
     def stats(self) -> BackendStats:
         return self._stats
 
-    def load(self) -> None:
-        """Read the weights and answer one prompt, so that the first client does not wait for it."""
-        self._use_device()
-        decoder = self._llm.decoder(self._limits, seed=self._seed)
-        decoder.version = self._version
-        once = PromptGroup(next(self._ordinals), _NOTHING, tokens_to_bytes([0, 0]), Sampling(max_new_tokens=1))
-        decoder.add(once)
-        while not decoder.idle:
-            decoder.step()
-        self._decoder = decoder
+    @property
+    def device(self) -> str:
+        return self._ready.device
+
+    @property
+    def precision(self) -> str:
+        return self._ready.precision
 
     def start(self) -> None:
-        """Begin to decode; to be called after `load`."""
-        self._thread.start()
+        """Start the decoder's process and wait until the weights are read. Raises InputError for what the user can mend."""
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            command = [*PYTHON, "-m", "llamarl.serve.decoder_process", str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._socket.sendall(encode_frame(encode(self._start)))
+        while not self._ready.max_length and not self.failure:
+            self._receive(0)
+        if self.failure:
+            self.close()
+            raise JobFailed(f"the model could not be loaded: {self.failure}")
 
     def close(self) -> None:
-        """End the thread. Requests that are not answered yet are refused."""
-        self._closing = True
-        self._work.put(lambda: None)
-        if self._thread.is_alive():
-            self._thread.join()
+        """End the process. Requests that are not answered yet are refused."""
+        if self._process is None:
+            return
+        self._detach()
+        self._socket.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # in the middle of a step that does not end
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+        self._fail("the server ends")
+
+    def attach(self) -> None:
+        """Listen to the decoder on the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._detach()
+            self._loop = loop
+            loop.add_reader(self._socket, self._receive, socket.MSG_DONTWAIT)
+
+    def _detach(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+        self._loop = None
 
     # On the event loop
 
     async def ask(self, ask: Ask) -> AsyncIterator[Piece]:
-        self._loop = loop = asyncio.get_running_loop()
-        if self.failure is not None:
-            raise _gone()
-        ordinal, inbox = next(self._ordinals), PieceInbox(loop, ask.sampling.samples)
+        self._check_alive()
+        ordinal, inbox = next(self._ordinals), PieceInbox(asyncio.get_running_loop(), ask.sampling.samples)
         self._inboxes[ordinal] = inbox
-        self._work.put(lambda: self._add(ordinal, ask))
+        self._send(BeginAnswer(ordinal, ask))
         try:
             while (item := await inbox.get()) is not None:
                 if isinstance(item, RequestRefused):
@@ -169,140 +187,106 @@ class LocalBackend:
         finally:
             del self._inboxes[ordinal]
             if not inbox.done:
-                self._work.put(lambda: self._drop(ordinal))
+                self._send(DropAnswer(ordinal))
 
     async def score(self, tokens: Sequence[int], top: int) -> Scores:
-        self._loop = loop = asyncio.get_running_loop()
-        if self.failure is not None:
-            raise _gone()
-        future: asyncio.Future[TokenScores] = loop.create_future()
-        self._scoring.add(future)
-        self._work.put(lambda: self._score(future, tokens, top))
+        self._check_alive()
+        ordinal, future = next(self._ordinals), asyncio.get_running_loop().create_future()
+        self._scoring[ordinal] = future
+        self._send(ScoreTokens(ordinal, list(tokens), top))
         try:
-            found = await future
+            found: Scores = await future
         finally:
-            self._scoring.discard(future)
-        return Scores(logprobs=found.logprobs, ranks=found.ranks, top=found.top)
+            del self._scoring[ordinal]
+        return found
 
-    def _hand_out(self, groups: list[CompletionGroup], streamed: list[StreamedTokens]) -> None:
-        for news in streamed:
-            if inbox := self._inboxes.get(news.key[0]):
-                inbox.put(_piece_of_stream(news))
-        for group in groups:
-            if inbox := self._inboxes.get(group.ordinal):
-                for index, completion in enumerate(group.completions):
-                    inbox.put(_whole_piece(index, completion))
+    def _check_alive(self) -> None:
+        if self.failure:
+            raise _gone()
+        self.attach()
 
-    def _refuse(self, ordinal: int, refusal: RequestRefused) -> None:
-        if inbox := self._inboxes.get(ordinal):
-            inbox.put(refusal)
+    def _send(self, command: Command) -> None:
+        if not self.failure:
+            self._unsent += encode_frame(encode(command))
+            self._flush()
 
-    # In the decoder's thread
-
-    def _run(self) -> None:
+    def _flush(self) -> None:
+        """Send what the socket takes, and the rest as soon as it takes more."""
+        assert self._loop is not None
         try:
-            self._use_device()
-            assert self._decoder is not None, "load was not called"
-            while not self._closing:
-                self._take_work(self._decoder)
-                if self._decoder.decoding:
-                    self._step(self._decoder)
-        except BaseException as error:  # an error on the device or out of memory: nobody can be answered any more
-            self.failure = error
-            self.on_failure()
-        self._tell(self._end_all)
-
-    def _use_device(self) -> None:
-        """Every thread has a current GPU of its own; streams and events are made on it."""
-        if ":" in self._llm.device:
-            torch.cuda.set_device(self._llm.device)
-
-    def _take_work(self, decoder: ContinuousDecoder) -> None:
-        """Do what was asked for; without anything to decode, wait for it."""
-        try:
-            work = self._work.get(block=not decoder.decoding)
-            while True:
-                work()
-                work = self._work.get_nowait()
-        except Empty:
+            del self._unsent[: self._socket.send(self._unsent, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
             pass
+        except OSError:
+            self._unsent.clear()  # its end is noticed by reading
+        if self._unsent:
+            self._loop.add_writer(self._socket, self._flush)
+        else:
+            self._loop.remove_writer(self._socket)
 
-    def _step(self, decoder: ContinuousDecoder) -> None:
-        groups = [group for group in decoder.step() if group.ordinal not in self._streams]
-        streamed = decoder.take_streamed()
-        self._streams -= {news.key[0] for news in streamed if not decoder.holds(news.key[0])}
-        self._stats = BackendStats(
-            running=decoder.num_running, waiting=decoder.num_waiting, cache_share=decoder.cache_share
-        )
-        if groups or streamed:
-            self._tell(lambda: self._hand_out(groups, streamed))
-
-    def _add(self, ordinal: int, ask: Ask) -> None:
-        assert self._decoder is not None
-        stop = StopStrings(self.tokenizer, ask.stop, ask.stop_token_ids)
-        draws = secrets.randbits(_DRAW_BITS) if ask.seed is None else ask.seed % (1 << _DRAW_BITS)
-        options = GroupOptions(draws=draws, stop=stop or None, stream=ask.stream)
+    def _receive(self, flags: int) -> None:
         try:
-            self._decoder.add(PromptGroup(ordinal, _NOTHING, tokens_to_bytes(ask.tokens), ask.sampling), options)
-        except ValueError as error:
-            refusal = RequestRefused(400, str(error))
-            self._tell(lambda: self._refuse(ordinal, refusal))
+            data = self._socket.recv(_READ_BYTES, flags)
+            told = [decode_told(payload) for payload in self._reader.feed(data)]
+        except BlockingIOError:
             return
-        if ask.stream:
-            self._streams.add(ordinal)
+        except (OSError, BadFrame) as error:
+            self._fail(str(error))
+            return
+        for one in told:
+            match one:
+                case DecoderReady():
+                    self._ready = one
+                case DecoderNews():
+                    self._hand_out(one)
+                case DecoderEnds(reason, by_user):
+                    if by_user:
+                        self.close()
+                        raise InputError(reason)
+                    self._fail(reason)
+        if not data:
+            self._fail(self._how_it_ended())
 
-    def _score(self, future: asyncio.Future[TokenScores], tokens: Sequence[int], top: int) -> None:
-        found = score_tokens(self._llm.model, tokens, top)
+    def _hand_out(self, news: DecoderNews) -> None:
+        self._stats = news.stats
+        if not self._arrived:
+            asyncio.get_running_loop().call_soon(self._deliver)
+        self._arrived.extend(news.pieces)
+        for ordinal, reason in news.refused:
+            if inbox := self._inboxes.get(ordinal):
+                inbox.put(RequestRefused(400, reason))
+        for ordinal, scores in news.scores:
+            future = self._scoring.get(ordinal)
+            if future is not None and not future.done():
+                future.set_result(scores)
 
-        def tell() -> None:
-            if not future.done():
-                future.set_result(found)
+    def _deliver(self) -> None:
+        """A few pieces in each round of the loop: clients whose answers are written ask again while others are being written.
+        Otherwise the decoder would have nothing to do while a whole wave of answers that end together is written."""
+        for ordinal, piece in (self._arrived.popleft() for _ in range(min(_AT_ONCE, len(self._arrived)))):
+            if inbox := self._inboxes.get(ordinal):
+                inbox.put(piece)
+        if self._arrived:
+            asyncio.get_running_loop().call_soon(self._deliver)
 
-        self._tell(tell)
+    def _how_it_ended(self) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        return f"its process was {describe_signal(-code)}" if code < 0 else f"its process exited with code {code}"
 
-    def _drop(self, ordinal: int) -> None:
-        assert self._decoder is not None
-        self._streams.discard(ordinal)
-        if self._decoder.holds(ordinal):
-            self._decoder.drop(ordinal)
-
-    def _tell(self, call: Work) -> None:
-        """Call something on the event loop, unless that is gone."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call)
-
-    def _end_all(self) -> None:
+    def _fail(self, reason: str) -> None:
+        if self.failure:
+            return
+        self.failure = reason
+        self._detach()
         for inbox in self._inboxes.values():
             inbox.put(_gone())
-        for future in self._scoring:
+        for future in self._scoring.values():
             if not future.done():
                 future.set_exception(_gone())
+        if self._process is not None:
+            self.on_failure()
 
 
 def _gone() -> RequestRefused:
     return RequestRefused(503, "the model does not answer any more; see the server's log")
-
-
-def _finish_of(completion: Completion) -> Finish:
-    return "length" if completion.truncated else "stop"
-
-
-def _piece_of_stream(news: StreamedTokens) -> Piece:
-    sampled: Sampled = news.sampled
-    return Piece(
-        index=news.key[1],
-        tokens=sampled.tokens,
-        logprobs=sampled.logprobs,
-        versions=version_runs(sampled.versions),
-        finish=None if news.completion is None else _finish_of(news.completion),
-    )
-
-
-def _whole_piece(index: int, completion: Completion) -> Piece:
-    return Piece(
-        index=index,
-        tokens=bytes_to_tokens(completion.tokens).tolist(),
-        logprobs=bytes_to_floats(completion.behavior_logprobs).tolist(),
-        versions=completion.versions,
-        finish=_finish_of(completion),
-    )

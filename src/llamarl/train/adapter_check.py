@@ -21,10 +21,19 @@ from torch import Tensor
 from llamarl.algo.batch import document_of
 from llamarl.errors import JobFailed
 from llamarl.families.adapters import adapter_parameters
-from llamarl.model.adapter_digest import AdapterHash, HashedPart, hash_text
+from llamarl.model.adapter_digest import AdapterHash, HashedPart, PendingHash
 from llamarl.train.policy import Policy
 from llamarl.train.shards import trained_shards
-from llamarl.types import Completion, CompletionGroup, Group, RolloutGroup, bytes_to_floats, completions_of
+from llamarl.types import (
+    Completion,
+    CompletionGroup,
+    Group,
+    RolloutGroup,
+    bytes_to_floats,
+    bytes_to_tokens,
+    completions_of,
+    sampled_places,
+)
 
 _OF_FLOOR = 4.0  # times the difference of the base's log-probs; on CPUs it was 0.5 to 3.8, in fp32 and bf16
 _OF_SHARE = 0.1  # by which the share that is served may be off, besides its standard errors
@@ -94,7 +103,8 @@ def check_effect(policy: Policy, groups: Sequence[Group], version: int, toleranc
         off = _logprobs(policy, found, version)
     effect = torch.cat([_column(one.adapter_effect) for _, one in found])
     base = torch.cat([_column(one.base_logprobs) for _, one in found])
-    gap = EffectGap.of(on - off, effect, off - base)
+    new = first_seen(found)
+    gap = EffectGap.of((on - off)[new], effect[new], (off - base)[new])
     if not gap.agrees(tolerance):
         raise AdaptersDiffer(
             f"model.lora: with version {version}, the adapters change the trainer's log-probs by {gap.effect:.2g} on average "
@@ -122,6 +132,19 @@ def _logprobs(
         for number, value in zip(pack.sequence_N.tolist(), policy.logprobs(pack).cpu(), strict=True):
             rows.setdefault(number, []).append(value)
     return torch.stack([value for number in sorted(rows) for value in rows[number]])
+
+
+def first_seen(found: Sequence[tuple[CompletionGroup | RolloutGroup, Completion]]) -> Tensor:
+    """Which sampled tokens follow something that no answer before has. The same token after the same ones says nothing new:
+    its rounding is the same too."""
+    seen, new = set[tuple[bytes, bytes]](), list[bool]()
+    for group, one in found:
+        tokens = bytes_to_tokens(one.tokens)
+        for place in sampled_places(len(tokens), one.given):
+            before = (group.prompt.prompt_tokens, tokens[: place + 1].tobytes())
+            new.append(before not in seen)
+            seen.add(before)
+    return torch.tensor(new)
 
 
 def _column(data: bytes) -> Tensor:
@@ -152,7 +175,7 @@ class TrainedHash:
             for name in self._names
         ]
 
-    def digest(self) -> str:
+    def begin(self) -> PendingHash:
         """To be called by all ranks together (a collective)."""
         mesh, total = self._policy.computing.mesh, self._hash.total(self._parts)
-        return hash_text(mesh.sum_over_shards(total) if mesh.size > 1 else total)
+        return PendingHash(mesh.sum_over_shards(total) if mesh.size > 1 else total)

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import pytest
 
+from llamarl.errors import InputError
 from llamarl.generate.llm import LLM
 from llamarl.serve.backend import Ask, Piece
 from llamarl.serve.local_backend import LocalBackend
@@ -24,10 +25,9 @@ def llm() -> LLM:
     return LLM("tiny", device="cpu")
 
 
-@pytest.fixture
-def backend(llm: LLM) -> Iterator[LocalBackend]:
-    found = LocalBackend(llm, name="tiny", slots=4, max_length=96)
-    found.load()
+@pytest.fixture(scope="module")
+def backend() -> Iterator[LocalBackend]:
+    found = LocalBackend("tiny", name="tiny", device="cpu", slots=4, max_length=96)
     found.start()
     yield found
     found.close()
@@ -170,16 +170,49 @@ def test_what_can_never_be_decoded_is_refused(llm: LLM, backend: LocalBackend) -
         run(lambda: answers(backend, ask_of(llm, sampling=Sampling(max_new_tokens=94))))
 
 
-def test_a_decoder_that_fails_refuses_all_and_is_told(llm: LLM, backend: LocalBackend) -> None:
+def test_a_request_larger_than_the_socket_takes_at_once_arrives_whole(llm: LLM, backend: LocalBackend) -> None:
+    refused = ask_of(llm, tokens=[1] * 400_000)
+
+    async def large_and_small() -> dict[int, Piece]:
+        large = asyncio.ensure_future(answers(backend, refused))
+        found = await answers(backend, ask_of(llm))
+        with pytest.raises(RequestRefused, match=r"400,?000"):
+            await large
+        return found
+
+    assert len(run(large_and_small)) == 3
+
+
+def test_a_decoder_that_dies_refuses_all_and_is_told(llm: LLM) -> None:
     told: list[bool] = []
-    backend.on_failure = lambda: told.append(True)
-    assert backend._decoder is not None
+    found = LocalBackend("tiny", name="tiny", device="cpu", slots=4, max_length=96)
+    found.on_failure = lambda: told.append(True)
+    found.start()
 
-    def fail() -> None:
-        raise RuntimeError("CUDA error")
+    async def kill_while_it_answers() -> None:
+        long = Sampling(samples=4, max_new_tokens=88, temperature=WILD)
+        async for _ in found.ask(ask_of(llm, sampling=long, stream=True)):
+            assert found._process is not None
+            found._process.kill()
 
-    backend._decoder.step = fail  # type: ignore[method-assign, assignment]
     for _ in range(2):
         with pytest.raises(RequestRefused, match="does not answer any more"):
-            run(lambda: answers(backend, ask_of(llm)))
-    assert told == [True] and isinstance(backend.failure, RuntimeError)
+            run(kill_while_it_answers)
+    assert told == [True] and found.failure == "its process was killed by SIGKILL"
+    found.close()
+
+
+def test_what_it_cannot_load_is_told_by_the_start() -> None:
+    found = LocalBackend("tiny", name="tiny", device="cuda:99")
+    with pytest.raises(InputError, match="cuda:99: cannot be used here"):
+        found.start()
+
+
+def test_an_error_of_the_decoder_is_told_before_its_process_ends(llm: LLM) -> None:
+    """A token that is not in the vocabulary is refused before it gets here; on a GPU it would break the device's context."""
+    found = LocalBackend("tiny", name="tiny", device="cpu", slots=4, max_length=96)
+    found.start()
+    with pytest.raises(RequestRefused, match="does not answer any more"):
+        run(lambda: found.score([1, 10**6], 1))
+    assert "IndexError" in found.failure
+    found.close()

@@ -14,10 +14,11 @@ from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, LoraConfig, TrainerConfig
 from llamarl.errors import InputError
 from llamarl.model.adapter_folder import load_merged
-from llamarl.train.adapter_check import EffectGap, EffectTolerance
+from llamarl.train.adapter_check import EffectGap, EffectTolerance, first_seen
 from llamarl.train.learner import Learner
 from llamarl.train.policy import ComputeSettings, Policy, load_policy
 from llamarl.train.shards import trained
+from llamarl.types import Completion, CompletionGroup, Problem, PromptGroup, Sampling, tokens_to_bytes
 
 DOCUMENTS = make_test_documents(13)
 
@@ -143,3 +144,17 @@ def test_few_tokens_with_much_rounding_prove_nothing() -> None:
     effect = torch.tensor([0.9, 0.05, 0.04, 0.1, 0.06, 0.02])
     served = effect + torch.tensor([-0.3, 0.02, -0.05, 0.04, 0.01, -0.03])
     assert EffectGap.of(effect, served, torch.full((6,), 0.05)).agrees(EffectTolerance(least=0.03))
+
+
+def test_the_same_answer_again_proves_nothing_more() -> None:
+    """As measured by a job with an fp8 generator whose four answers were the same: three tokens, each counted four times."""
+    prompt = PromptGroup(0, Problem("", ""), tokens_to_bytes([1, 2]), Sampling())
+    answers = [
+        Completion(tokens_to_bytes(tokens), b"", (), truncated=False) for tokens in ([5, 6, 7], [5, 6, 7], [5, 8, 7])
+    ]
+    group = CompletionGroup(prompt, tuple(answers))
+    new = first_seen([(group, one) for one in answers])
+    assert new.tolist() == [True] * 3 + [False] * 3 + [False, True, True]
+    effect, served, base = (torch.tensor(one) for one in ([0.351, 0.016, 0.0], [0.235, 0.041, 0.0], [0.11, 0.02, 0.0]))
+    assert EffectGap.of(effect, served, base).agrees(EffectTolerance(least=0.03))
+    assert not EffectGap.of(*(one.repeat(4) for one in (effect, served, base))).agrees(EffectTolerance(least=0.03))
