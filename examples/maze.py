@@ -63,10 +63,11 @@ class MazeInDigits(Maze):
         return ""  # the prompt says it all
 
     def step(self, text: str) -> str | tuple[str | None, float]:
-        """Rewards are given once, at the end, by the attribute `reward`; a key that means nothing ends the game."""
+        """The reward of a turn, which the attribute `reward` is added to at the end. A useless turn costs something, but does
+        not end the game: otherwise, giving up early would be worth more than trying."""
         direction = self.KEYS.get(text.strip()[:1])
         if direction is None:
-            return None, -0.5
+            return self._places(), -0.2
         if self._behind(direction) is None:
             return self._places(), -0.1
         self.move(direction)  # type: ignore[arg-type]

@@ -133,7 +133,9 @@ def counts(run: Run) -> dict[str, int]:
 
 def test_hangman_of_textarena_trains(model: Path, tmp_path: Path, words: None) -> None:
     config = "task.env_config={taskset: {game: Hangman-v0}, player: {max_turns: 3}}"
-    run = train(model, tmp_path / "run", "task.env=textarena", config, "task.size=40", "evaluate.prompts=1")
+    run = train(
+        model, tmp_path / "run", "task.env=textarena", config, "task.size=40", "task.held_out=0.3", "evaluate.prompts=1"
+    )
     told = counts(run)
     assert told["agent_failures"] == told["agent_timeouts"] == told["agent_restarts"] == 0
     assert told["agent_calls"] > told["agent_sessions"]  # games have several turns

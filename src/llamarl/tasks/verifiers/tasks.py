@@ -50,7 +50,8 @@ def _example(row: dict[str, Any]) -> Example:
 
 def _identity(row: dict[str, Any]) -> str:
     """What makes it another task: games often have the same prompt and another seed."""
-    return json.dumps({key: value for key, value in row.items() if key not in ("idx", "name")}, sort_keys=True)
+    held = {key: value for key, value in row.items() if value is not None and key not in ("idx", "name")}
+    return json.dumps(held, sort_keys=True)
 
 
 def _told(output: bytes) -> Iterator[dict[str, Any]]:
