@@ -336,7 +336,7 @@ def training_state_bytes(
     return sum(training_state(shape, tp, data, replicate, lora, base).values())
 
 
-OFFLOADED_LAYERS = 4  # whose activations are on the device with recompute=offload: one computes, others come and go
+OFFLOADED_LAYERS = 3  # whose activations are on the device with recompute=offload: one computes, others come and go
 
 
 def offloaded_bytes(shape: ModelSpec, tokens: float, tp: int, width: int = 2) -> float:

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from llamarl.model.transformer import Transformer
@@ -118,7 +119,7 @@ class _BlockActivations:
     def _can_move(self, tensor: Tensor) -> bool:
         if self._least_bytes is None or tensor.nbytes < self._least_bytes or _memory_of(tensor) in self._stays:
             return False
-        return type(tensor) is Tensor and _is_dense(tensor)
+        return not isinstance(tensor, AsyncCollectiveTensor) and _is_dense(tensor)
 
     def unpack(self, kept: _Moved | Tensor) -> Tensor:
         self.fetch()

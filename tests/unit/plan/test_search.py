@@ -145,7 +145,7 @@ def test_replicas_are_taken_where_sharding_over_all_hosts_costs_too_much() -> No
 
 def test_ranks_share_packs_only_where_one_cannot_hold_the_longest_sequence() -> None:
     """The fewest ranks that can, on one host."""
-    for answer, shared in ((1000, False), (500_000, True)):
+    for answer, shared in ((1000, False), (130_000, True)):
         asked = question("llama-3.1-8b", gpus=16)
         asked = replace(asked, work=replace(asked.work, answers=Lengths(f"fixed:{answer}")))
         space = Space(asked)
