@@ -477,7 +477,7 @@ class ContinuousDecoder:
         if group is not None:
             self._ready.append(_in_order(group))
             if self._drafting is not None:
-                self._drafting.forget(group.prompt.ordinal)
+                self._drafting.finish(group)
 
     def _completion(self, sequence: Sequence, *, cut_off: bool) -> Completion:
         tokens, logprobs, versions = sequence.sampled
@@ -525,7 +525,7 @@ class ContinuousDecoder:
         while self._in_flight:
             self._collect()
         if self._drafting is not None:
-            self._drafting.forget(ordinal)
+            self._drafting.drop(ordinal)
         for running in self._schedule.drop(ordinal):
             self._device.close(running.slot)
             self._device.set_pages(running.slot, ())

@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 from llamarl.generate.device_runner import Burst, DeviceRunner, opening_at
 from llamarl.generate.drafts import MATCHED, DraftChoice, SuffixIndex
-from llamarl.generate.scheduler import DecodeBatch, Key, Running, Sampled, Scheduler, Sequence
+from llamarl.generate.scheduler import DecodeBatch, GroupUnderway, Key, Running, Sampled, Scheduler, Sequence
 from llamarl.generate.slots import Opening
 from llamarl.types import bytes_to_tokens
 
 MOST_ROWS = 64  # running sequences; with more, a step costs more with copies than without
-_PROMPT = -1  # the text of the prompt in a group's index
+_PROMPT = (-1, -1)  # the text of the prompt in a group's index
+_MOST_EARLIER = 200_000  # tokens of earlier answers that are kept, about 40 MB
 
 Drafter = Callable[[Sequence, list[int], int], list[int]]  # sequence, its tokens, most tokens of the draft
 
@@ -72,12 +73,21 @@ class Drafting:
             self._accept(one, draft, found)
         return self._device.look()
 
-    def forget(self, ordinal: int) -> None:
-        """Forget what is known of a group that is complete or given up."""
+    def finish(self, group: GroupUnderway) -> None:
+        """Hear that a group is complete."""
+        self._forget(group.prompt.ordinal)
+        if isinstance(self._drafter, SiblingDrafts):
+            self._drafter.finish(group)
+
+    def drop(self, ordinal: int) -> None:
+        """Hear that a group was given up."""
+        self._forget(ordinal)
+        if isinstance(self._drafter, SiblingDrafts):
+            self._drafter.drop(ordinal)
+
+    def _forget(self, ordinal: int) -> None:
         for key in [key for key in self._known if key[0] == ordinal]:
             del self._known[key]
-        if isinstance(self._drafter, SiblingDrafts):
-            self._drafter.forget(ordinal)
 
     def take_counts(self) -> DraftCounts:
         """Counts since the last call."""
@@ -156,24 +166,57 @@ class Drafting:
 
 
 class SiblingDrafts:
-    """Drafts from the answers of the same group, the answer itself and the prompt."""
+    """Drafts from the answers of the same group, the last answers to the same prompt (of an evaluation before, or of an
+    earlier epoch), the answer itself and the prompt."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, SuffixIndex] = {}
+        self._groups: dict[int, SuffixIndex] = {}  # by ordinal
+        self._earlier: dict[bytes, SuffixIndex] = {}  # by prompt, oldest first
+        self._num_earlier = 0  # tokens in these
 
     def __call__(self, sequence: Sequence, tokens: list[int], most: int) -> list[int]:
-        group = sequence.group
-        index = self._groups.get(group.prompt.ordinal)
-        if index is None:
-            index = self._groups[group.prompt.ordinal] = SuffixIndex()
-            index.extend(_PROMPT, group.tokens)
-        for sample, done in group.completions.items():
-            if sample not in index:
-                index.extend(sample, [*group.tokens[-MATCHED:], *bytes_to_tokens(done.tokens).tolist()])
-        if sequence.sample not in index:
-            index.extend(sequence.sample, group.tokens[-MATCHED:])
-        index.catch_up(sequence.sample, tokens, min(MATCHED, len(group.tokens)))
-        return index.draft(sequence.sample, most)
+        group, ordinal = sequence.group, sequence.group.prompt.ordinal
+        if ordinal not in self._groups:
+            self._groups[ordinal] = self._take(group.prompt.prompt_tokens) or _index_of(group)
+        index, start = self._groups[ordinal], group.tokens[-MATCHED:]
+        _add_completions(index, group)
+        if sequence.key not in index:
+            index.extend(sequence.key, start)
+        index.catch_up(sequence.key, tokens, len(start))
+        return index.draft(sequence.key, most)
 
-    def forget(self, ordinal: int) -> None:
+    def finish(self, group: GroupUnderway) -> None:
+        """Keep the answers of a complete group for the next time that its prompt comes, if some were drafted, or if it is of
+        an evaluation, which asks the same again."""
+        was_drafted = self._groups.pop(group.prompt.ordinal, None) is not None
+        if not was_drafted and group.prompt.kind != "evaluation":
+            return
+        self._take(group.prompt.prompt_tokens)
+        index = _index_of(group)
+        _add_completions(index, group)
+        self._earlier[group.prompt.prompt_tokens] = index
+        self._num_earlier += index.num_tokens
+        while self._num_earlier > _MOST_EARLIER:
+            self._take(next(iter(self._earlier)))
+
+    def drop(self, ordinal: int) -> None:
         self._groups.pop(ordinal, None)
+
+    def _take(self, prompt: bytes) -> SuffixIndex | None:
+        index = self._earlier.pop(prompt, None)
+        self._num_earlier -= index.num_tokens if index else 0
+        return index
+
+
+def _index_of(group: GroupUnderway) -> SuffixIndex:
+    index = SuffixIndex()
+    index.extend(_PROMPT, group.tokens)
+    return index
+
+
+def _add_completions(index: SuffixIndex, group: GroupUnderway) -> None:
+    """Add the answers that are complete, behind the end of their prompt."""
+    for sample, done in group.completions.items():
+        key = (group.prompt.ordinal, sample)
+        if key not in index:
+            index.extend(key, [*group.tokens[-MATCHED:], *bytes_to_tokens(done.tokens).tolist()])

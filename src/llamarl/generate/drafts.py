@@ -1,7 +1,8 @@
 """Guesses of how answers go on, and whether guessing pays. Uses no tensor and no device.
 
-A draft is what followed the same few tokens before: in the answers of siblings, finished or not, in the answer itself, or in
-the prompt. It may be wrong; `drafting.py` keeps of it what the policy would have sampled anyway.
+A draft is what followed the same few tokens before: in the answers of siblings, finished or not, in earlier answers to the
+same prompt, in the answer itself, or in the prompt. It may be wrong; `drafting.py` keeps of it what the policy would have
+sampled anyway.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+Text = tuple[int, int]  # ordinal of a group and index of the sample
 MATCHED = 3  # tokens that must be the same before a draft begins
 _MOST_COMPARED = 32  # tokens by which the best of several places is chosen
 _MOST_PLACES = 16  # of one run of tokens, the newest ones
@@ -23,13 +25,17 @@ class SuffixIndex:
     """Texts of one group, and where each run of a few tokens occurs in them."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, list[int]] = {}
-        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)  # text, end of the run
+        self._texts: dict[Text, list[int]] = {}
+        self._places: dict[tuple[int, ...], list[tuple[Text, int]]] = defaultdict(list)  # text, end of the run
 
-    def __contains__(self, text: int) -> bool:
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self._texts.values()))
+
+    def __contains__(self, text: Text) -> bool:
         return text in self._texts
 
-    def extend(self, text: int, tokens: Sequence[int]) -> None:
+    def extend(self, text: Text, tokens: Sequence[int]) -> None:
         """Append tokens to a text, which may be new."""
         found = self._texts.setdefault(text, [])
         for token in tokens:
@@ -39,11 +45,11 @@ class SuffixIndex:
                 places.append((text, len(found)))
                 del places[:-_MOST_PLACES]
 
-    def catch_up(self, text: int, tokens: Sequence[int], offset: int) -> None:
+    def catch_up(self, text: Text, tokens: Sequence[int], offset: int) -> None:
         """Append what is new of `tokens`, which are those of the text behind its first `offset`."""
         self.extend(text, tokens[len(self._texts[text]) - offset :])
 
-    def draft(self, text: int, most: int) -> list[int]:
+    def draft(self, text: Text, most: int) -> list[int]:
         """What may follow this text: the tokens behind the place that has most in common with its end."""
         own = self._texts[text]
         best, longest = [], 0

@@ -12,10 +12,12 @@ from helpers.lora import put_adapters, random_adapters
 from helpers.models import EOS, SHAPE, VOCABULARY, copy_weights, lively_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from llamarl.config import LoraConfig
+from llamarl.generate import drafting
 from llamarl.generate.decoder import ContinuousDecoder, Limits
-from llamarl.generate.drafting import Drafter
+from llamarl.generate.drafting import Drafter, SiblingDrafts
 from llamarl.generate.drafts import _TRIAL, _UNTIL_NEXT_TRIAL, DraftChoice, SuffixIndex
 from llamarl.generate.scheduler import GroupOptions, Sequence
 from llamarl.layout.boxes import whole
@@ -143,7 +145,41 @@ def test_siblings_with_the_same_answer_guess_each_other() -> None:
     assert decoder.drafting is not None
     counts = decoder.drafting.counts
     assert counts.accepted > 0.3 * counts.drafted > 0
-    assert not decoder.drafting._known and not decoder.drafting._drafter._groups  # type: ignore[attr-defined]
+    assert not decoder.drafting._known
+
+
+def test_an_evaluation_is_drafted_from_the_one_before() -> None:
+    """Greedy answers to the same problems: with the same weights all drafts are right."""
+
+    def rounds(decoder: ContinuousDecoder) -> dict[int, CompletionGroup]:
+        found: dict[int, CompletionGroup] = {}
+        for number in range(2):
+            asked = [
+                replace(prompt_group([3 + at, 1, 4 + at], ordinal=10 * number + at, temperature=0.0), kind="evaluation")
+                for at in range(3)
+            ]
+            asked = [replace(one, sampling=replace(one.sampling, samples=1, max_new_tokens=MAX_NEW)) for one in asked]
+            found |= decode_all(decoder, asked)
+        return found
+
+    decoder = decoder_with(6, eos_ids=())
+    assert rounds(decoder) == rounds(decoder_with(eos_ids=()))
+    assert decoder.drafting is not None
+    drafts = decoder.drafting._drafter
+    assert isinstance(drafts, SiblingDrafts) and not drafts._groups
+    assert decoder.drafting.counts.accepted > 3 * MAX_NEW // 2
+    assert drafts._num_earlier == sum(one.num_tokens for one in drafts._earlier.values()) > 0
+
+
+def test_earlier_answers_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "_MOST_EARLIER", 100)
+    decoder = decoder_with(3, eos_ids=())
+    for ordinal in range(6):
+        decode_all(decoder, [prompt_group([ordinal + 1, 2, 3], ordinal=ordinal, samples=2, max_new_tokens=16)])
+    assert decoder.drafting is not None
+    drafts = decoder.drafting._drafter
+    assert isinstance(drafts, SiblingDrafts)
+    assert 0 < sum(one.num_tokens for one in drafts._earlier.values()) == drafts._num_earlier <= 100
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}])
@@ -254,17 +290,18 @@ def test_a_dropped_group_is_forgotten() -> None:
 
 def test_a_draft_is_what_followed_the_longest_common_run() -> None:
     index = SuffixIndex()
-    index.extend(0, [1, 2, 3, 4, 5, 6, 7])
-    index.extend(1, [9, 2, 3, 4, 8])
-    index.extend(2, [1, 2, 3, 4])
-    assert index.draft(2, 2) == [5, 6], "four tokens are the same as in 0, three as in 1"
-    assert index.draft(2, 9) == [5, 6, 7]
-    index.extend(2, [8])
-    assert index.draft(2, 3) == [], "nothing ever followed that"
-    index.extend(3, [5])
-    assert index.draft(3, 3) == []
-    index.catch_up(3, [5, 2, 3, 4], 0)
-    assert index.draft(3, 1) == [8], "of places with as much in common, the newest that goes on"
+    first, second, third, last = ((0, sample) for sample in range(4))
+    index.extend(first, [1, 2, 3, 4, 5, 6, 7])
+    index.extend(second, [9, 2, 3, 4, 8])
+    index.extend(third, [1, 2, 3, 4])
+    assert index.draft(third, 2) == [5, 6], "four tokens are the same as in the first, three as in the second"
+    assert index.draft(third, 9) == [5, 6, 7]
+    index.extend(third, [8])
+    assert index.draft(third, 3) == [], "nothing ever followed that"
+    index.extend(last, [5])
+    assert index.draft(last, 3) == []
+    index.catch_up(last, [5, 2, 3, 4], 0)
+    assert index.draft(last, 1) == [8], "of places with as much in common, the newest that goes on"
 
 
 class Watch:

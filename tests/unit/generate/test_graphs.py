@@ -60,7 +60,7 @@ def test_graphs_that_most_jobs_need_are_captured_before_the_work() -> None:
     for capture in device.preparations(8, 2048, filtered=False):
         capture()
     captured = [key[1:] for key in device._graphs._captured]
-    assert captured[0] == (256, 8, False, 0, False), "all slots first: every job needs that"
+    assert captured[0] == (256, 8, False, 0, False, False), "all slots first: every job needs that"
     assert [width for width, *_ in captured[-3:]] == [4, 2, 1]
     assert device._batch[0].tolist() == [256] * 256, "nobody's slot: a capture must not touch a sequence"
     device._decode_of(DecodeBatch(slots=[5, 9, 2], firsts=[], counts=[], skips=[0] * 3), 8, False)
