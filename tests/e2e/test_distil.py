@@ -13,6 +13,7 @@ from helpers.fingerprint import fingerprint
 from helpers.killing import TINY, KillAt, Killed
 from helpers.mortal_teacher import FLAG, build_mortal_teacher
 from helpers.small_model import SPEC, small_model
+from helpers.stub_teacher import stub_endpoint
 from msgspec.structs import replace
 
 from llamarl import Job
@@ -135,6 +136,15 @@ def test_a_teacher_may_be_the_same_base_with_other_adapters(tmp_path: Path) -> N
         assert own["teacher_kl"] > 1e-4
 
 
+def test_a_teacher_may_be_asked_over_http(tmp_path: Path) -> None:
+    with stub_endpoint() as server:
+        settings = [*SMALL, f"teacher.url={server.url}", "teacher.kl=sampled", "teacher.place=own", "engine=inline"]
+        Job(load_config(None, [*settings, "schedule.updates=2", "evaluate.prompts=0"])).run(tmp_path / "run")
+    first, *_ = metrics_of(tmp_path / "run")
+    assert first["teacher_tokens"] == first["trained_tokens"] and first["teacher_kl"] > 0
+    assert len(server.asked) == 1 + 2 * 16, "one before anything starts, then one for each answer"
+
+
 def test_rows_may_name_their_teachers(teachers: Kinds, tmp_path: Path) -> None:
     one = teachers["exact"][0].removeprefix("teacher.path=")
     data = tmp_path / "data.jsonl"
@@ -160,6 +170,7 @@ def test_rows_may_name_their_teachers(teachers: Kinds, tmp_path: Path) -> None:
         ("algo.reward_weight=0", "algo.reward_weight: 0 leaves nothing to learn from"),
         ("teacher.path=tiny; teacher.place=own", "teacher.place: own ranks send one number for each token"),
         ("teacher.path=tiny; teacher.kl=sampled; teacher.forward=1", "teacher.forward: cannot take effect"),
+        ("teacher.url=http://127.0.0.1:9", "teacher.url: gives log-probs of sampled tokens; set teacher.kl=sampled"),
         ("teacher.adapter=x", "teacher.adapter: needs adapters of the same layers in the policy"),
         ("teacher.by_name={a: tiny}", "teacher.by_name: nothing names these teachers"),
         ("teacher.by_name={a: tiny}; task.teacher=b", "task.teacher: 'b' is no name in teacher.by_name"),

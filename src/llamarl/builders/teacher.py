@@ -21,6 +21,7 @@ from llamarl.model.adapter_folder import check_base_of, check_same, open_adapter
 from llamarl.model.checkpoint import check_headers
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
+from llamarl.train.endpoint_teacher import EndpointFailed, EndpointTeacher
 from llamarl.train.mesh import check_tensor_parallel, make_mesh
 from llamarl.train.policy import ComputeSettings, Policy, load_policy
 from llamarl.train.teacher import AdapterTeacher, FrozenPolicy, HostedTeacher, Teachers
@@ -29,6 +30,8 @@ from llamarl.train.teacher import AdapterTeacher, FrozenPolicy, HostedTeacher, T
 def build_teacher(context: BuildContext) -> Executor:
     """One rank of a teacher that has ranks of its own."""
     config, settings = context.config, context.config.teacher
+    if settings.url:
+        return Teacher(EndpointTeacher(settings))
     device = device_of("teacher.device", settings.device, gpu_for(context))
     mesh = make_mesh(settings.data, settings.tensor, context.rank, device)
     computing = _computing(config, compute_settings(config, device, mesh))
@@ -67,6 +70,8 @@ def check_teachers(config: Config, spoken: Tokenizer) -> None:
     settings, vocab_size = config.teacher, read_shape(config.model_folder).vocab_size
     if settings.adapter:
         _check_adapter(config)
+    if settings.url:
+        _check_endpoint(EndpointTeacher(settings), spoken)
     for key, folder in _keys(config).items():
         try:
             shape, own = check_headers(folder), Tokenizer.load(folder)
@@ -102,3 +107,20 @@ def _check_adapter(config: Config) -> None:
         check_base_of(adapter_folder(config), config.model_folder)
     except InputError as error:
         raise ConfigError(f"teacher.adapter: {error}") from None
+
+
+_PROBED = 32  # ids whose texts are compared
+
+
+def _check_endpoint(teacher: EndpointTeacher, spoken: Tokenizer) -> None:
+    """Asks once. An endpoint shows no hash of its tokenizer, so the texts of some ids are compared."""
+    tokens = [number * max(1, spoken.vocab_size // _PROBED) % spoken.vocab_size for number in range(_PROBED)]
+    try:
+        scored = teacher.scored(tokens)
+    except EndpointFailed as error:
+        raise ConfigError(f"teacher.url: {error}") from None
+    for token, one in zip(tokens[1:], scored, strict=True):
+        theirs, ours = one.get("decoded_token"), spoken.decode([token], skip_special_tokens=False)
+        if theirs and ours and str(theirs).strip() != ours.strip():
+            told = f"token {token} is {str(theirs)[:40]!r} there and {ours!r} here"
+            raise ConfigError(f"teacher.url: its tokenizer is another than the policy's: {told}")

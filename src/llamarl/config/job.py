@@ -269,6 +269,14 @@ def _check_teacher(config: Config) -> None:
         return
     if config.supervised:
         raise ConfigError("teacher.path: teaches tokens that the policy samples; with sft.share=1 nothing is sampled")
+    if teacher.url and config.generator.temperature != 1:
+        raise ConfigError(
+            "teacher.url: an endpoint's log-probs are those of temperature 1; set generator.temperature to 1"
+        )
+    if teacher.url and config.schedule.deterministic:
+        raise ConfigError(
+            "teacher.url: an endpoint may answer otherwise next time, which schedule.deterministic rules out"
+        )
     if teacher.by_name and not named and not teacher.column:
         raise ConfigError("teacher.by_name: nothing names these teachers; set task.teacher, or teacher.column")
     if teacher.adapter and not config.model.lora:

@@ -29,6 +29,18 @@ class TeacherConfig(Section, frozen=True):
         str,
         Meta(description="with model.lora: PEFT folder of a teacher that is the same base with other adapters"),
     ] = ""
+    url: Annotated[
+        str,
+        Meta(
+            pattern=r"^(https?://[^@?#\s]+)?$",
+            description="address of a teacher that is served elsewhere, such as http://127.0.0.1:8000; needs kl=sampled and "
+            "place=own",
+        ),
+    ] = ""
+    key_env: Annotated[
+        str,
+        Meta(pattern=r"^\w*$", description="url: environment variable that holds the API key; empty: no key is sent"),
+    ] = ""
     kl: Annotated[
         Literal["exact", "sampled"],
         Meta(
@@ -60,8 +72,12 @@ class TeacherConfig(Section, frozen=True):
     threads: Threads = 0
 
     def __post_init__(self) -> None:
-        if sum(map(bool, (self.path, self.by_name, self.adapter))) > 1:
-            raise ConfigError("teacher.path: set one of path, by_name and adapter")
+        if sum(map(bool, (self.path, self.by_name, self.adapter, self.url))) > 1:
+            raise ConfigError("teacher.path: set one of path, by_name, adapter and url")
+        if self.url and (self.kl != "sampled" or self.place != "own" or self.ranks > 1):
+            raise ConfigError(
+                "teacher.url: gives log-probs of sampled tokens; set teacher.kl=sampled and teacher.place=own"
+            )
         if not self and (changed := changed_settings(self)):
             raise ConfigError(f"teacher.{changed[0]}: cannot take effect without a teacher; set teacher.path")
         if self.column and not self.by_name:
@@ -74,13 +90,13 @@ class TeacherConfig(Section, frozen=True):
             raise ConfigError(
                 "teacher.place: own ranks send one number for each token; set teacher.kl=sampled, or place=trainer"
             )
-        if self.place == "own" and not self.path:
+        if self.place == "own" and not (self.path or self.url):
             raise ConfigError(
                 "teacher.place: ranks of its own hold one whole teacher; set teacher.path, or place=trainer"
             )
 
     def __bool__(self) -> bool:
-        return bool(self.path or self.by_name or self.adapter)
+        return bool(self.path or self.by_name or self.adapter or self.url)
 
     @property
     def names(self) -> tuple[str, ...]:

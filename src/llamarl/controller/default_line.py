@@ -91,7 +91,14 @@ def _way_to_trainer(config: Config) -> tuple[list[str], list[Role], list[Channel
     if config.teacher.alone:
         taught = config.teacher
         roles.append(
-            Role(name="teacher", unit="batch", done="taught", ranks=taught.ranks, threads=taught.threads, gpu=True)
+            Role(
+                name="teacher",
+                unit="batch",
+                done="taught",
+                ranks=taught.ranks,
+                threads=taught.threads,
+                gpu=not taught.url,
+            )
         )
     first, judged = ("agent", config.agent.reward == "scorer") if config.agent else ("generator", True)
     stops = [first, *(["reward"] if judged else []), *(role.name for role in roles), "trainer"]

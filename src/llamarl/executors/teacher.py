@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 from llamarl.executors.executor import UnexpectedMessage
 from llamarl.messages import BatchResult, Message, Report, SaveState, StateSaved, WorkOnBatch
+from llamarl.train.endpoint_teacher import EndpointTeacher
 from llamarl.train.teacher import Teachers
 
 
 class Teacher:
     idle = True  # a batch is answered as soon as it arrives
 
-    def __init__(self, teachers: Teachers) -> None:
+    def __init__(self, teachers: Teachers | EndpointTeacher) -> None:
         self._teachers = teachers
 
     def handle(self, message: Message) -> Iterable[Report]:
