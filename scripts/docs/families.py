@@ -11,7 +11,7 @@ from llamarl.families.family import Family
 from llamarl.model.hf_keys import ONLY
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-_FIXED = {
+_FIXED: dict[str, str | dict[str, str]] = {
     "qkv_bias": "biases on q, k and v",
     "qk_norm": "a norm of each head of q and k",
     "wide_qk_norm": "norms of q and k over all heads",
