@@ -170,6 +170,16 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         )
         return None if options == PLAIN_ATTENTION else options
 
+    def attended_share(self, length: float) -> float:
+        """Share of the pairs of causal attention that its layers compute for documents of this length."""
+        inside = [min(1.0, window / length) if window and length else 1.0 for window in self.windows]
+        return sum(part * (2 - part) for part in inside) / len(inside) if inside else 1.0
+
+    def cached_share(self, length: float) -> float:
+        """Share of the cached tokens that a decode step of its layers reads, for sequences of this length."""
+        inside = [min(1.0, window / length) if window and length else 1.0 for window in self.windows]
+        return sum(inside) / len(inside) if inside else 1.0
+
     def splits_over(self, ranks: int) -> bool:
         """Whether tensor-parallel ranks can share its heads and the inner width of its MLPs evenly."""
         return not (self.num_kv_heads % ranks or self.num_heads % ranks or self.intermediate_size % ranks)

@@ -64,6 +64,17 @@ def test_the_page_of_models_lists_every_name() -> None:
     assert all(f"`{name}`" in page for name in SHAPES)
 
 
+def test_windows_are_counted_by_what_they_see() -> None:
+    """Against a count of pairs; without windows nothing is left out."""
+    length = 6000
+    gemma, plain = SHAPES["gemma-2-2b"], SHAPES["llama-3.1-8b"]
+    pairs = [sum(min(token, window or token) for token in range(1, length + 1)) for window in gemma.windows]
+    share = sum(pairs) / len(pairs) / (length * (length + 1) / 2)
+    assert gemma.attended_share(length) == pytest.approx(share, rel=1e-3)
+    assert gemma.cached_share(length) == pytest.approx((1 + 4096 / length) / 2)
+    assert (gemma.attended_share(4096), plain.attended_share(length), plain.cached_share(length)) == (1.0, 1.0, 1.0)
+
+
 def test_a_name_is_found_as_a_hub_writes_it() -> None:
     assert shape_named("Qwen/Qwen3-32B") == shape_named("Qwen3-32B") == SHAPES["qwen3-32b"]
 

@@ -23,7 +23,8 @@ def floor_s(shape: ModelSpec, case: DecodeCase, ceilings: Ceilings) -> float:
     layer_s = sum(product_s(outputs, inputs) for outputs, inputs in layer_products(shape, tp=1))
     layer_s += num_adapter_parameters(shape, LoraConfig(rank=case.lora)) * plain / shape.num_layers / ceilings.bytes
     kv_width = 1 if case.kv_cache == "fp8" else plain
-    cache_bytes = cached_tokens(case) * 2 * shape.num_layers * shape.kv_size * kv_width
+    read = cached_tokens(case) * shape.cached_share(case.prompt + case.new / 2)
+    cache_bytes = read * 2 * shape.num_layers * shape.kv_size * kv_width
     return shape.num_layers * layer_s + _head_s(shape, case, ceilings) + cache_bytes / ceilings.bytes
 
 

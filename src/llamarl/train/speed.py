@@ -37,7 +37,10 @@ def training_flops(shape: ModelSpec, lengths: Iterable[int], lora: LoraConfig = 
 def flops_of(shape: ModelSpec, work: UpdateWork, lora: LoraConfig = NO_LORA) -> float:
     """As `training_flops`, of what was computed."""
     products = (4.0 if lora else 6.0) * matrix_parameters(shape) + 6.0 * num_adapter_parameters(shape, lora)
-    return products * work.tokens + 6.0 * shape.num_layers * shape.q_size * work.squares
+    seen = (
+        shape.attended_share(work.squares / work.tokens) if work.tokens else 1.0
+    )  # with windows, as if all were alike
+    return products * work.tokens + 6.0 * shape.num_layers * shape.q_size * work.squares * seen
 
 
 def datasheet_tflops(device: torch.device) -> float | None:
