@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llamarl.engine.snapshot_store import why_damaged
 
-LAYOUTS = [(1, 2, 2), (1, 4, 1), (1, 1, 1), (2, 1, 1), (1, 1, 1, 2), (1, 1, 2)]  # replicate, data, tensor, context
+LAYOUTS = [(1, 2, 2), (1, 2, 1, 2), (1, 1, 1), (2, 1, 1), (1, 1, 2)]  # replicate, data, tensor, context
 
 
 @pytest.fixture(scope="module")
