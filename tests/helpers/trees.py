@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 from helpers.models import VOCABULARY
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import REFERENCE_LOGPROBS
+from llamarl.model_spec import AttentionOptions
 from llamarl.train import attention, tree_attention
 from llamarl.types import Given
 
@@ -76,16 +76,16 @@ def plain_causal(
     starts_k: Tensor,
     longest_q: int,
     longest_k: int,
-    options: dict[str, Any],
+    options: AttentionOptions,
 ) -> Tensor:
     """As FlashAttention aligns them: the last query of a document is at its last key."""
     rows, columns = _runs(starts_q, q.shape[0]), _runs(starts_k, k.shape[0])
     query_Q = torch.arange(q.shape[0]) - starts_q.long()[rows + 1]
     key_K = torch.arange(k.shape[0]) - starts_k.long()[columns + 1]
     mask_QK = (rows[:, None] == columns) & (key_K <= query_Q[:, None])
-    if (left := options.get("window_size_left")) is not None:
-        mask_QK &= key_K >= query_Q[:, None] - left
-    scores_HQK = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) * _scale(q, options.get("scale"))
+    if options.window:
+        mask_QK &= key_K > query_Q[:, None] - options.window
+    scores_HQK = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) * _scale(q, options.scale)
     weights_HQK = scores_HQK.masked_fill(~mask_QK, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights_HQK, _for_each_head(v, q))
 

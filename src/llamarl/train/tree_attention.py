@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
-from llamarl.train.fp16 import HalfFlash, to_half
+from llamarl.train.fp16 import HalfFlash, flash_options, to_half
 from llamarl.train.packing import NO_PARENT, Node, Pack
 
 _LONGEST = 1024  # tokens; longest document that attention is launched for at least
@@ -41,16 +41,6 @@ def longest_of(lengths: Sequence[int], least: int = _LONGEST) -> int:
     return max(least, 1 << (max(lengths) - 1).bit_length())
 
 
-def flash_options(options: AttentionOptions) -> dict[str, Any]:
-    """Arguments of FlashAttention, beside its operands, for what is not plain. A window counts the token itself."""
-    found: dict[str, Any] = {}
-    if options.scale is not None:
-        found["scale"] = options.scale
-    if options.window:
-        found |= {"window_size_left": options.window - 1, "window_size_right": 0}
-    return found
-
-
 def causal_flash(
     q_THD: Tensor,
     k_TKD: Tensor,
@@ -59,17 +49,18 @@ def causal_flash(
     starts_k: Tensor,
     longest_q: int,
     longest_k: int,
-    options: dict[str, Any],
+    options: AttentionOptions,
 ) -> Tensor:
     """PyTorch's variable-length FlashAttention; the last query of a document is at its last key. fp32 operands mean an fp16
     forward and a bf16 backward pass."""
     ends = starts_q, starts_k, longest_q, longest_k
     if q_THD.dtype == torch.float32:
-        half_THD: Tensor = HalfFlash.apply(q_THD, k_TKD, v_TKD, *ends, options)  # type: ignore[no-untyped-call]
+        how = options.scale, options.window
+        half_THD: Tensor = HalfFlash.apply(q_THD, k_TKD, v_TKD, *ends, *how)  # type: ignore[no-untyped-call]
         return half_THD
-    out_THD: Tensor = torch.ops.aten._flash_attention_forward(q_THD, k_TKD, v_TKD, *ends, 0.0, True, False, **options)[
-        0
-    ]
+    out_THD: Tensor = torch.ops.aten._flash_attention_forward(
+        q_THD, k_TKD, v_TKD, *ends, 0.0, True, False, **flash_options(options.scale, options.window)
+    )[0]
     return out_THD
 
 
@@ -155,7 +146,7 @@ class FlashTrees:
             assert self.nodes is not None and options.window <= self.window
             keys, values = (x[0].index_select(0, self.nodes.keys_at) for x in (k_RTKD, v_RTKD))
             ends = self.starts_D, self.nodes.starts, self.longest, self.nodes.longest
-            return causal_flash(q_RTHD[0], keys, values, *ends, flash_options(options))[None]
+            return causal_flash(q_RTHD[0], keys, values, *ends, options)[None]
         out_THD: Tensor = TreeFlash.apply(  # type: ignore[no-untyped-call]
             q_RTHD[0],
             k_RTKD[0],
@@ -268,7 +259,7 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, logarithms of the sums [H, Q] of the softmax, and what the backward pass wants besides."""
     found = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False, **_scaled(scale)
+        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False, **flash_options(scale, 0)
     )
     return found[0], found[1], found[2], found[3]
 
@@ -286,10 +277,6 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, given those of the output, then q, k, v, the output and its sums."""
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *given, starts_q, starts_k, longest_q, longest_k, 0.0, causal, random, unused, **_scaled(scale)
+        *given, starts_q, starts_k, longest_q, longest_k, 0.0, causal, random, unused, **flash_options(scale, 0)
     )
     return found
-
-
-def _scaled(scale: float | None) -> dict[str, float]:
-    return {} if scale is None else {"scale": scale}
