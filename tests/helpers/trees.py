@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 from helpers.models import VOCABULARY
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import REFERENCE_LOGPROBS
+from llamarl.model_spec import AttentionOptions
 from llamarl.train import attention, context_attention, tree_attention
 from llamarl.types import Given
 
@@ -76,16 +76,16 @@ def plain_causal(
     starts_k: Tensor,
     longest_q: int,
     longest_k: int,
-    options: dict[str, Any],
+    options: AttentionOptions,
 ) -> Tensor:
     """As FlashAttention aligns them: the last query of a document is at its last key."""
     rows, columns = _runs(starts_q, q.shape[0]), _runs(starts_k, k.shape[0])
     query_Q = torch.arange(q.shape[0]) - starts_q.long()[rows + 1]
     key_K = torch.arange(k.shape[0]) - starts_k.long()[columns + 1]
     mask_QK = (rows[:, None] == columns) & (key_K <= query_Q[:, None])
-    if (left := options.get("window_size_left")) is not None:
-        mask_QK &= key_K >= query_Q[:, None] - left
-    scores_HQK = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) * _scale(q, options.get("scale"))
+    if options.window:
+        mask_QK &= key_K > query_Q[:, None] - options.window
+    scores_HQK = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) * _scale(q, options.scale)
     weights_HQK = scores_HQK.masked_fill(~mask_QK, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights_HQK, _for_each_head(v, q))
 
@@ -99,10 +99,11 @@ def plain_forward(
     longest_q: int,
     longest_k: int,
     causal: bool,
-    options: Mapping[str, Any],
+    scale: float | None = None,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     narrow, (q, k, v) = q.dtype, (_wide(x) for x in (q, k, v))
-    scores_HQK = _scores(q, k, starts_q, starts_k, causal, options)
+    scores_HQK = _scores(q, k, starts_q, starts_k, causal, scale, window)
     sums_HQ = scores_HQK.logsumexp(-1)
     out = torch.einsum("hqk,khd->qhd", (scores_HQK - sums_HQ[..., None]).exp(), _for_each_head(v, q))
     return out.to(narrow), sums_HQ, q.new_zeros(2), q.new_zeros(0)
@@ -117,16 +118,15 @@ def plain_backward(
     causal: bool,
     random: Tensor,
     unused: Tensor,
-    options: Mapping[str, Any],
+    scale: float | None = None,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What FlashAttention computes: weights from the sums that it is given, and the output's share from the output."""
     narrow, (grad, q, k, v, out, sums_HQ) = given[0].dtype, (_wide(x) for x in given)
     assert sums_HQ.is_contiguous(), "the kernel assumes it"
-    weights_HQK = (_scores(q, k, starts_q, starts_k, causal, options) - sums_HQ[..., None]).exp()
+    weights_HQK = (_scores(q, k, starts_q, starts_k, causal, scale, window) - sums_HQ[..., None]).exp()
     of_weights_HQK = torch.einsum("qhd,khd->hqk", grad, _for_each_head(v, q))
-    of_scores_HQK = (
-        weights_HQK * (of_weights_HQK - (grad * out).sum(-1).t()[..., None]) * _scale(q, options.get("scale"))
-    )
+    of_scores_HQK = weights_HQK * (of_weights_HQK - (grad * out).sum(-1).t()[..., None]) * _scale(q, scale)
     of_q = torch.einsum("hqk,khd->qhd", of_scores_HQK, _for_each_head(k, q))
     of_k, of_v = torch.einsum("hqk,qhd->khd", of_scores_HQK, q), torch.einsum("hqk,qhd->khd", weights_HQK, grad)
     return of_q.to(narrow), _of_groups(of_k, k).to(narrow), _of_groups(of_v, v).to(narrow)
@@ -141,7 +141,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 def _scores(
-    q: Tensor, k: Tensor, starts_q: Tensor, starts_k: Tensor, causal: bool, options: Mapping[str, Any]
+    q: Tensor, k: Tensor, starts_q: Tensor, starts_k: Tensor, causal: bool, scale: float | None, window: int
 ) -> Tensor:
     rows, columns = (_runs(starts, x.shape[0]) for starts, x in ((starts_q, q), (starts_k, k)))
     mask_QK = rows[:, None] == columns
@@ -150,9 +150,9 @@ def _scores(
             starts[1:].long()[run] - torch.arange(len(run)) for starts, run in ((starts_q, rows), (starts_k, columns))
         ]
         mask_QK &= left[1] >= left[0][:, None]
-        if (before := options.get("window_size_left")) is not None:
-            mask_QK &= left[1] <= left[0][:, None] + before
-    scores_HQK: Tensor = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) * _scale(q, options.get("scale"))
+        if window:
+            mask_QK &= left[1] < left[0][:, None] + window
+    scores_HQK: Tensor = torch.einsum("qhd,khd->hqk", q, _for_each_head(k, q)) * _scale(q, scale)
     return scores_HQK.masked_fill(~mask_QK, -torch.inf)
 
 

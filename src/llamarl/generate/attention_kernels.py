@@ -69,13 +69,11 @@ def _cut(tokens, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
 
 
 @triton.jit
-def _begin(position, skip, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+def _begin(position, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
     """First token to read: where the block begins that holds the first token of the window. A window of one token is the new
     one, which is not read."""
-    begin = skip
-    if WINDOW == 1:
-        begin = position
-    elif WINDOW > 1:
+    begin = position
+    if WINDOW > 1:
         begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK * BLOCK
     return begin
 
@@ -128,7 +126,7 @@ def _attend_pages(
     slot = tl.load(slots_ptr + row)
     position = tl.load(positions_ptr + slot).to(tl.int32)
     skip = tl.load(skips_ptr + row).to(tl.int32) if SHARED_PARTS > 0 else 0
-    begin = _begin(position, skip, BLOCK, WINDOW)
+    begin = skip if WINDOW == 0 else _begin(position, BLOCK, WINDOW)
     num_blocks, per_part, parts = _cut(position - begin, BLOCK, PARTS, LEAST)
     if PARTS > 1:  # noqa: SIM102 (known when it is compiled)
         if part >= parts:
@@ -340,7 +338,8 @@ def _join_parts(
     """One program: the query heads that share one key-value head of one sequence, if it was split."""
     head, row = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_ptr + tl.load(slots_ptr + row)).to(tl.int32)
-    _, _, parts = _cut(position - _begin(position, 0, BLOCK, WINDOW), BLOCK, PARTS, LEAST)
+    begin = 0 if WINDOW == 0 else _begin(position, BLOCK, WINDOW)
+    _, _, parts = _cut(position - begin, BLOCK, PARTS, LEAST)
     if parts == 1:
         return
     query, part, size = tl.arange(0, COLUMNS), tl.arange(0, PARTS), tl.arange(0, PADDED)

@@ -14,7 +14,7 @@ from llamarl.model.gpu_paths import on_gpu
 from llamarl.model.plain_attention import masked_attention
 from llamarl.model.transformer import Attend
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
-from llamarl.train.flash import causal_flash, flash_options, longest_of, starts_of
+from llamarl.train.flash import causal_flash, longest_of, starts_of
 from llamarl.train.packing import NO_PARENT, Pack
 from llamarl.train.tree_attention import FlashTrees
 
@@ -84,7 +84,7 @@ class FlashDocuments:
         options: AttentionOptions = PLAIN_ATTENTION,
     ) -> Tensor:
         ends = self.starts_D, self.starts_D, self.longest, self.longest
-        return causal_flash(q_RTHD[0], k_RTKD[0], v_RTKD[0], *ends, flash_options(options))[None]
+        return causal_flash(q_RTHD[0], k_RTKD[0], v_RTKD[0], *ends, options)[None]
 
 
 class CudnnDocuments:

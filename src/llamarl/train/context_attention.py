@@ -10,7 +10,6 @@ end, attends to them: so a tree needs no parts that are joined.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from llamarl.model.transformer import Attend
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
 from llamarl.train.attention import ancestors_of
 from llamarl.train.context import ContextShare, Indices
-from llamarl.train.flash import flash_backward, flash_forward, flash_options, longest_of, starts_of
+from llamarl.train.flash import flash_backward, flash_forward, longest_of, starts_of
 from llamarl.train.fp16 import to_half
 from llamarl.train.mesh import TrainerMesh
 from llamarl.train.packing import PADDING, Pack, path_of
@@ -96,7 +95,8 @@ class FlashContext:
             self.longest_k,
             self.ranks,
             self.group,
-            flash_options(options),
+            options.scale,
+            options.window,
         )
         return out_THD[None]
 
@@ -132,17 +132,20 @@ class ContextFlash(torch.autograd.Function):
         longest_k: int,
         ranks: int,
         group: str,
-        options: Mapping[str, Any],
+        scale: float | None,
+        window: int,
     ) -> Tensor:
         wide = q_THD.dtype == torch.float32
         q, both = q_THD, torch.cat((k_TKD, v_TKD), 1)
         if wide:
             q, both = to_half(q), to_half(both)
         k, v = gather(both, ranks, group).index_select(0, keys_S).chunk(2, dim=1)
-        out, sums, random, unused = flash_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, True, options)
+        out, sums, random, unused = flash_forward(
+            q, k, v, starts_q, starts_k, longest_q, longest_k, True, scale, window
+        )
         ctx.save_for_backward(q, both, out, sums, random, unused, keys_S, starts_q, starts_k)
         ctx.longest_q, ctx.longest_k, ctx.ranks, ctx.group = longest_q, longest_k, ranks, group
-        ctx.wide, ctx.options = wide, options
+        ctx.wide, ctx.scale, ctx.window = wide, scale, window
         return out.float() if wide else out
 
     @staticmethod
@@ -155,12 +158,14 @@ class ContextFlash(torch.autograd.Function):
         k, v = whole.index_select(0, keys_S).chunk(2, dim=1)
         given = grad, q, k, v, out, sums
         longests = ctx.longest_q, ctx.longest_k
-        of_q, *of_both = flash_backward(given, starts_q, starts_k, *longests, True, random, unused, ctx.options)
+        of_q, *of_both = flash_backward(
+            given, starts_q, starts_k, *longests, True, random, unused, ctx.scale, ctx.window
+        )
         total = torch.zeros(whole.shape, dtype=torch.float32, device=whole.device)
         total = total.index_add(0, keys_S, torch.cat(of_both, 1).float())
         of_k, of_v = scatter_sum(total, ctx.ranks, ctx.group).to(of_q.dtype).chunk(2, dim=1)
         found = [x.float() for x in (of_q, of_k, of_v)] if ctx.wide else [of_q, of_k, of_v]
-        return *found, *[None] * 8
+        return *found, *[None] * 9
 
 
 class _Gathered(torch.autograd.Function):

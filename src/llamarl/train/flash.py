@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from llamarl.model_spec import AttentionOptions
-from llamarl.train.fp16 import HalfFlash
+from llamarl.train.fp16 import HalfFlash, flash_options
 
 _LONGEST = 1024  # tokens; longest run that attention is launched for at least
 
@@ -28,16 +27,6 @@ def longest_of(lengths: Sequence[int], least: int = _LONGEST) -> int:
     return max(least, 1 << (max(lengths) - 1).bit_length())
 
 
-def flash_options(options: AttentionOptions) -> dict[str, Any]:
-    """Arguments of FlashAttention, beside its operands, for what is not plain. A window counts the token itself."""
-    found: dict[str, Any] = {}
-    if options.scale is not None:
-        found["scale"] = options.scale
-    if options.window:
-        found |= {"window_size_left": options.window - 1, "window_size_right": 0}
-    return found
-
-
 def causal_flash(
     q_THD: Tensor,
     k_TKD: Tensor,
@@ -46,17 +35,18 @@ def causal_flash(
     starts_k: Tensor,
     longest_q: int,
     longest_k: int,
-    options: dict[str, Any],
+    options: AttentionOptions,
 ) -> Tensor:
-    """PyTorch's variable-length FlashAttention; the last query of a document is at its last key. fp32 operands mean an fp16
-    forward and a bf16 backward pass."""
+    """Causal attention; the last query of a document is at its last key. fp32 operands mean an fp16 forward and a bf16
+    backward pass."""
     ends = starts_q, starts_k, longest_q, longest_k
     if q_THD.dtype == torch.float32:
-        half_THD: Tensor = HalfFlash.apply(q_THD, k_TKD, v_TKD, *ends, options)  # type: ignore[no-untyped-call]
+        how = options.scale, options.window
+        half_THD: Tensor = HalfFlash.apply(q_THD, k_TKD, v_TKD, *ends, *how)  # type: ignore[no-untyped-call]
         return half_THD
-    out_THD: Tensor = torch.ops.aten._flash_attention_forward(q_THD, k_TKD, v_TKD, *ends, 0.0, True, False, **options)[
-        0
-    ]
+    out_THD: Tensor = torch.ops.aten._flash_attention_forward(
+        q_THD, k_TKD, v_TKD, *ends, 0.0, True, False, **flash_options(options.scale, options.window)
+    )[0]
     return out_THD
 
 
@@ -69,11 +59,12 @@ def flash_forward(
     longest_q: int,
     longest_k: int,
     causal: bool,
-    options: Mapping[str, Any],
+    scale: float | None = None,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, logarithms of the sums [H, Q] of the softmax, and what the backward pass wants besides."""
     found = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False, **options
+        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False, **flash_options(scale, window)
     )
     return found[0], found[1], found[2], found[3]
 
@@ -87,10 +78,11 @@ def flash_backward(
     causal: bool,
     random: Tensor,
     unused: Tensor,
-    options: Mapping[str, Any],
+    scale: float | None = None,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, given those of the output, then q, k, v, the output and its sums."""
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *given, starts_q, starts_k, longest_q, longest_k, 0.0, causal, random, unused, **options
+        *given, starts_q, starts_k, longest_q, longest_k, 0.0, causal, random, unused, **flash_options(scale, window)
     )
     return found

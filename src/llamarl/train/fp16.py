@@ -10,7 +10,6 @@ The backward pass is that of bf16: gradients need its range, so that no loss has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -97,8 +96,14 @@ def to_half(x: Tensor) -> Tensor:
     return narrowed(x, torch.float16)
 
 
+def flash_options(scale: float | None, window: int) -> dict[str, Any]:
+    """Arguments of FlashAttention, beside its operands, for what is not plain. A window counts the token itself."""
+    found: dict[str, Any] = {} if scale is None else {"scale": scale}
+    return found | {"window_size_left": window - 1, "window_size_right": 0} if window else found
+
+
 class HalfFlash(torch.autograd.Function):
-    """FlashAttention over documents: fp16 forward, bf16 backward. `options`: of the operation, by name."""
+    """FlashAttention over documents: fp16 forward, bf16 backward."""
 
     @staticmethod
     def forward(
@@ -110,22 +115,24 @@ class HalfFlash(torch.autograd.Function):
         starts_k: Tensor,
         longest_q: int,
         longest_k: int,
-        options: Mapping[str, Any],
+        scale: float | None,
+        window: int,
     ) -> Tensor:
+        options = flash_options(scale, window)
         halves = tuple(to_half(x) for x in (q_THD, k_TKD, v_TKD))
         out, sums, random, unused, _ = torch.ops.aten._flash_attention_forward(
             *halves, starts_q, starts_k, longest_q, longest_k, 0.0, True, False, **options
         )
         ctx.save_for_backward(*halves, out, sums, starts_q, starts_k, random, unused)
-        ctx.longest, ctx.options = (longest_q, longest_k), options
+        ctx.longest, ctx.scale, ctx.window = (longest_q, longest_k), scale, window
         wide: Tensor = out.float()
         return wide
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *halves, out, sums, starts_q, starts_k, random, unused = ctx.saved_tensors
-        narrow = [x.to(torch.bfloat16) for x in (grads[0], *halves, out)]
+        narrow, options = [x.to(torch.bfloat16) for x in (grads[0], *halves, out)], flash_options(ctx.scale, ctx.window)
         found = torch.ops.aten._flash_attention_backward(
-            *narrow, sums, starts_q, starts_k, *ctx.longest, 0.0, True, random, unused, **ctx.options
+            *narrow, sums, starts_q, starts_k, *ctx.longest, 0.0, True, random, unused, **options
         )
-        return *(grad.float() for grad in found), None, None, None, None, None
+        return *(grad.float() for grad in found), *[None] * 6

@@ -12,7 +12,7 @@ tokens see, in front of its own, and all nodes are documents of one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
-from llamarl.train.flash import causal_flash, flash_backward, flash_forward, flash_options, longest_of, starts_of
+from llamarl.train.flash import causal_flash, flash_backward, flash_forward, longest_of, starts_of
 from llamarl.train.fp16 import to_half
 from llamarl.train.packing import NO_PARENT, Node, Pack
 
@@ -109,7 +109,7 @@ class FlashTrees:
             assert self.nodes is not None and options.window <= self.window
             keys, values = (x[0].index_select(0, self.nodes.keys_at) for x in (k_RTKD, v_RTKD))
             ends = self.starts_D, self.nodes.starts, self.longest, self.nodes.longest
-            return causal_flash(q_RTHD[0], keys, values, *ends, flash_options(options))[None]
+            return causal_flash(q_RTHD[0], keys, values, *ends, options)[None]
         out_THD: Tensor = TreeFlash.apply(  # type: ignore[no-untyped-call]
             q_RTHD[0],
             k_RTKD[0],
@@ -117,7 +117,7 @@ class FlashTrees:
             self.longest,
             self.longests,
             self.pairs,
-            flash_options(options),
+            options.scale,
             self.starts_D,
             *self.levels,
             *self.starts,
@@ -149,22 +149,22 @@ class TreeFlash(torch.autograd.Function):
         longest: int,
         longests: tuple[int, ...],
         pairs: tuple[tuple[int, int], ...],
-        options: Mapping[str, Any],
+        scale: float | None,
         *where: Tensor,
     ) -> Tensor:
         wide = q_THD.dtype == torch.float32
         q, k, v = (to_half(x) if wide else x for x in (q_THD, k_TKD, v_TKD))
         starts_D, levels, starts = _unfold(where, len(pairs))
-        out, sums, random, unused = flash_forward(q, k, v, starts_D, starts_D, longest, longest, True, options)
+        out, sums, random, unused = flash_forward(q, k, v, starts_D, starts_D, longest, longest, True, scale)
         outs, sums_of = _slices(out, levels), _slices(sums.t(), levels)
         qs, ks, vs = (_slices(x, levels) for x in (q, k, v))
         for part, (above, below) in enumerate(pairs):
             ends = starts[2 * part], starts[2 * part + 1], longests[2 * part], longests[2 * part + 1]
-            other, others, *_ = flash_forward(qs[below], ks[above], vs[above], *ends, False, options)
+            other, others, *_ = flash_forward(qs[below], ks[above], vs[above], *ends, False, scale)
             outs[below], sums_of[below] = join(outs[below], sums_of[below], other, others.t())
         out, sums = torch.cat(outs), torch.cat(sums_of).t().contiguous()
         ctx.save_for_backward(q, k, v, out, sums, random, unused, *where)
-        ctx.longest, ctx.longests, ctx.pairs, ctx.wide, ctx.options = longest, longests, pairs, wide, options
+        ctx.longest, ctx.longests, ctx.pairs, ctx.wide, ctx.scale = longest, longests, pairs, wide, scale
         return out.float() if wide else out
 
     @staticmethod
@@ -175,14 +175,14 @@ class TreeFlash(torch.autograd.Function):
         if ctx.wide:
             grad, q, k, v, out = (x.to(torch.bfloat16) for x in (grad, q, k, v, out))
         whole = flash_backward(
-            (grad, q, k, v, out, sums), starts_D, starts_D, ctx.longest, ctx.longest, True, random, unused, ctx.options
+            (grad, q, k, v, out, sums), starts_D, starts_D, ctx.longest, ctx.longest, True, random, unused, ctx.scale
         )
         of_q, of_k, of_v = (_slices(x, levels) for x in whole)
         tops, qs, ks, vs, outs, sums_of = (_slices(x, levels) for x in (grad, q, k, v, out, sums.t()))
         for part, (above, below) in enumerate(ctx.pairs):
             ends = starts[2 * part], starts[2 * part + 1], ctx.longests[2 * part], ctx.longests[2 * part + 1]
             given = tops[below], qs[below], ks[above], vs[above], outs[below], sums_of[below].t().contiguous()
-            more_q, more_k, more_v = flash_backward(given, *ends, False, random, unused, ctx.options)
+            more_q, more_k, more_v = flash_backward(given, *ends, False, random, unused, ctx.scale)
             of_q[below] = of_q[below] + more_q
             of_k[above], of_v[above] = of_k[above] + more_k, of_v[above] + more_v
         found = [torch.cat(parts) for parts in (of_q, of_k, of_v)]

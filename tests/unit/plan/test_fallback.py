@@ -86,7 +86,8 @@ def test_nothing_is_widened_where_memory_is_not_what_is_missing() -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_layout_that_is_offered_divides_the_model(name: str) -> None:
-    asked = widened(question(name, gpus=16, groups=64))
+    shape = replace(shape_named(name), max_positions=131_072)  # some models are too short for the question's answers
+    asked = widened(replace(question("llama-3.1-8b", gpus=16, groups=64), shape=shape))
     for generators in Space(asked).generators(16, 1):
         tp = generators.replica.tp
         assert tp <= 16

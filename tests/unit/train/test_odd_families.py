@@ -19,6 +19,7 @@ from llamarl.families.adapters import adapter_parameters
 from llamarl.model.checkpoint import save_model
 from llamarl.model_spec import AttentionOptions
 from llamarl.train.attention import FlashDocuments, MaskedDocuments, document_attention
+from llamarl.train.fp16 import flash_options
 from llamarl.train.mesh import LONE_RANK
 from llamarl.train.packing import PADDING, Pack, Sharing, make_packs
 from llamarl.train.tree_attention import FlashTrees
@@ -69,6 +70,12 @@ def test_one_long_row_with_a_window_equals_a_mask(window: int, shared: bool) -> 
         found = attend(pack, how, options)
     for mine, expected in zip(found, attend(pack, MaskedDocuments(pack), options), strict=True):
         torch.testing.assert_close(mine, expected)
+
+
+def test_flash_attention_counts_a_window_without_the_token_itself() -> None:
+    """It takes the number of tokens to the left; ours has the token itself in it."""
+    assert flash_options(None, 5) == {"window_size_left": 4, "window_size_right": 0}
+    assert (flash_options(0.5, 0), flash_options(None, 0)) == ({"scale": 0.5}, {})
 
 
 def test_a_window_leaves_out_what_is_older() -> None:
