@@ -4,8 +4,10 @@ BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before; so do
 # tests/unit/weights.
 FORKING := $(wildcard tests/dist/test_transfer_*.py)
+# Whole jobs that take a minute or more.
+LONG := $(addprefix tests/e2e/test_,failpoints.py learning.py precisions.py deterministic.py)
 
-.PHONY: train demo test test-dist test-view test-monarch test-cluster test-loggers test-serve test-environments test-wheel docs soak venv format bench clean
+.PHONY: train demo test test-long test-dist test-view test-monarch test-cluster test-loggers test-serve test-environments test-wheel docs soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -22,7 +24,11 @@ test: .venv/dev
 	$(BIN)/pytest tests/unit/weights # alone, see FORKING
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit --ignore=tests/unit/weights --ignore=tests/unit/tasks
 	$(BIN)/pytest tests/unit/tasks # alone: they look for programs that are left on the whole machine
-	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/e2e
+	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/e2e $(addprefix --ignore=,$(LONG))
+
+# Learning itself, deterministic jobs, processes killed at twenty places, every precision: five minutes.
+test-long: .venv/dev
+	$(BIN)/pytest --numprocesses 2 --dist loadfile $(LONG)
 
 # Executors of several ranks, weights between processes, real kills and stops: seven minutes.
 test-dist: .venv/dev
