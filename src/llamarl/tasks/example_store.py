@@ -22,7 +22,7 @@ class ExampleStore(Sequence[Example]):
     """Examples of one kind, in the order in which they were added. Beyond `in_memory` bytes they lie on the disk of
     $TMPDIR."""
 
-    def __init__(self, in_memory: int = IN_MEMORY_BYTES, kind: type[Example] = Example) -> None:
+    def __init__(self, in_memory: int = IN_MEMORY_BYTES, *, kind: type[Example] = Example) -> None:
         self._in_memory = in_memory
         self._ends = array("q")
         self._kept = bytearray()
