@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from llamarl.families.dense import DENSE
+from llamarl.families.dense import DENSE, GEMMA2
+from llamarl.families.experts import EXPERTS
 from llamarl.families.family import Family
 from llamarl.model.hf_keys import ONLY
 
@@ -18,7 +19,9 @@ _FIXED: dict[str, str | dict[str, str]] = {
     "norms": {"post": "norms behind attention and MLP", "sandwich": "norms before and behind attention and MLP"},
     "norm_plus_one": "norms times 1 + weight",
     "activation": {"gelu_tanh": "gelu by tanh"},
+    "normalize_routes": "weights of a token's experts sum to 1",
 }
+_IN_FILES = {"_one_by_one": "one by one, or stacked", "_granite_layer": "stacked"}
 
 
 def families() -> str:
@@ -27,7 +30,7 @@ def families() -> str:
         "| family | `model_type` | always | chosen by config.json | windows | `rope_type` |",
         "|---|---|---|---|---|---|",
     ]
-    return "\n".join([*head, *map(_row, DENSE)])
+    return "\n".join([*head, *map(_row, (*DENSE, *EXPERTS))])
 
 
 def _row(family: Family) -> str:
@@ -46,16 +49,18 @@ def _always(family: Family) -> Iterator[str]:
     for field, value in family.fixed.items():
         words = _FIXED[field]
         yield words[str(value)] if isinstance(words, dict) else words
-    if family.sized({"hidden_size": 1}):
+    if family.sized is GEMMA2.sized:
         yield "embedding times sqrt(hidden size)"
     if family.layer.__name__ == "_fused_layer":
         yield "q, k, v and gate, up joined in files"
+    if family in EXPERTS:
+        yield f"experts {_IN_FILES[family.layer.__name__]} in files"
     if family.local_rope != "none":
         yield "layers with a window rotate apart"
 
 
 def _chosen(family: Family) -> Iterator[str]:
-    yield from (f"`{key.key}`" for key in family.keys)
+    yield from (f"`{key}`" for key in (*(one.key for one in family.keys), *family.more_keys))
     if family.partial_rotary:
         yield "`partial_rotary_factor`"
 

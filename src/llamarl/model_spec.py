@@ -106,6 +106,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     """Whether norms multiply with 1 + weight (Gemma)."""
     activation: Activation = "silu"
     tied_head: bool = False
+    value_head: bool = False
+    """Whether the head is one row instead of a vocabulary: a score for each state (reward models, critics)."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -123,6 +125,18 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     """Factor of what attention and MLP add to the residual stream."""
+    clip_qkv: float = 0.0
+    """Bound of the elements of queries, keys and values (OLMoE); 0: none."""
+    experts: int = 0
+    """Number of experts of each MLP that is a mixture; 0: all MLPs are dense."""
+    experts_per_token: int = 0
+    """Number of experts that compute each token."""
+    expert_size: int = 0
+    """Inner size of one expert."""
+    normalize_routes: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of the layers whose MLP is dense, in a model with experts."""
     family: str = "llama"
     """Its table of parameters and `model_type` in config.json (families/)."""
 
@@ -130,6 +144,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise InputError(f"model shape: {name} must be at least 1, is {getattr(self, name)}")
+        if self.value_head and self.tied_head:
+            raise InputError("model shape: a head of one row cannot be tied to the embedding")
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"model shape: {self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly"
@@ -140,6 +156,15 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
             raise InputError(f"model shape: {self.rotary_dim} of {self.head_dim} features of a head cannot be rotated")
         if self.windows and len(self.windows) != self.num_layers:
             raise InputError(f"model shape: {len(self.windows)} windows for {self.num_layers} layers")
+        if self.experts and not (1 <= self.experts_per_token <= self.experts and self.expert_size >= 1):
+            raise InputError(
+                f"model shape: each token needs 1 to {self.experts} experts of size 1 or more, not "
+                f"{self.experts_per_token} of size {self.expert_size}"
+            )
+
+    @property
+    def head_rows(self) -> int:
+        return 1 if self.value_head else self.vocab_size
 
     @property
     def q_size(self) -> int:
@@ -158,6 +183,42 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     def has_local_rope(self) -> bool:
         """Whether layers with a window rotate by frequencies of their own."""
         return self.local_rope_theta > 0 and any(self.windows)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers whose MLP is a mixture of experts."""
+        return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return self.experts > 0 and layer not in self.dense_layers
+
+    @property
+    def inner_sizes(self) -> tuple[int, ...]:
+        """The different inner sizes of its MLPs: of dense ones, of experts, or both."""
+        dense = not self.experts or bool(self.dense_layers)
+        return ((self.intermediate_size,) if dense else ()) + ((self.expert_size,) if self.expert_layers else ())
+
+    @property
+    def inner_units(self) -> float:
+        """Number of inner units of a layer's MLP, or of a token's experts, that each token has; mean over the layers."""
+        each = self.experts_per_token * self.expert_size
+        return self._mean_over_layers(self.intermediate_size, each)
+
+    @property
+    def expert_copies(self) -> float:
+        """Number of experts that each token is copied to in a layer; mean over the layers. 0 without experts."""
+        return self._mean_over_layers(0, self.experts_per_token)
+
+    def _mean_over_layers(self, dense: float, mixed: float) -> float:
+        if not self.experts:
+            return dense
+        share = len(self.expert_layers) / self.num_layers
+        return share * mixed + (1 - share) * dense
+
+    def used_experts(self, tokens: float) -> float:
+        """Number of experts of a layer that so many tokens use, if they choose evenly and apart from one another."""
+        return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens) if self.experts else 0.0
 
     def window_of(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -181,8 +242,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         return sum(inside) / len(inside) if inside else 1.0
 
     def splits_over(self, ranks: int) -> bool:
-        """Whether tensor-parallel ranks can share its heads and the inner width of its MLPs evenly."""
-        return not (self.num_kv_heads % ranks or self.num_heads % ranks or self.intermediate_size % ranks)
+        """Whether tensor-parallel ranks can share its heads and the inner widths of its MLPs evenly."""
+        return not any(size % ranks for size in (self.num_kv_heads, self.num_heads, *self.inner_sizes))
 
 
 _LLAMA_3_1 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
@@ -345,6 +406,49 @@ def _gemma3(hidden: int, ffn: int, layers: int) -> ModelSpec:
     )
 
 
+def _olmoe() -> ModelSpec:
+    return _sized(
+        *(2048, 1024, 16, 16, 16, 128, 50_304, 4096),
+        family="olmoe",
+        wide_qk_norm=True,
+        experts=64,
+        experts_per_token=8,
+        expert_size=1024,
+    )
+
+
+def _qwen3_moe(hidden: int, ffn: int, inner: int, layers: int, heads: int) -> ModelSpec:
+    return _sized(
+        *(hidden, ffn, layers, heads, 4, 128, 151_936, 40_960),
+        family="qwen3_moe",
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        qk_norm=True,
+        experts=128,
+        experts_per_token=8,
+        expert_size=inner,
+        normalize_routes=True,
+    )
+
+
+def _granite_moe(hidden: int, inner: int, layers: int, heads: int, experts: int, scale: float) -> ModelSpec:
+    return _sized(
+        *(hidden, inner, layers, heads, 8, 64, 49_155, 131_072),
+        family="granitemoe",
+        rope_theta=1_500_000.0,
+        norm_eps=1e-6,
+        tied_head=True,
+        attention_scale=scale,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        logit_divisor=6.0,
+        experts=experts,
+        experts_per_token=8,
+        expert_size=inner,
+        normalize_routes=True,
+    )
+
+
 # Sizes as in each model's own config.json; Qwen2.5 and Qwen3 as in that of the chat model.
 SHAPES: dict[str, ModelSpec] = {
     "smollm2-135m": _smollm2(576, 1536, 30, 9, 3, theta=100_000.0),
@@ -384,6 +488,10 @@ SHAPES: dict[str, ModelSpec] = {
     "gemma-2-27b": _gemma2(4608, 36_864, 46, 32, 16, head_dim=128, scalar=144),
     "gemma-3-270m": _gemma3(640, 2048, 18),
     "gemma-3-1b": _gemma3(1152, 6912, 26),
+    "olmoe-1b-7b": _olmoe(),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 768, 48, 32),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 12_288, 1536, 94, 64),
+    "granite-3.1-1b-a400m": _granite_moe(1024, 512, 24, 16, 32, 0.015625),
 }
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from llamarl.model.checkpoint import save_model
 
-FAMILIES = ["llama", "olmo2", "gemma2"]
+FAMILIES = ["llama", "olmo2", "gemma2", "qwen3_moe", "olmoe"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -34,6 +34,9 @@ CLASSES = {
     "granite": "Granite",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3Text",
+    "qwen3_moe": "Qwen3Moe",
+    "olmoe": "Olmoe",
+    "granitemoe": "GraniteMoe",
 }
 
 
@@ -42,7 +45,7 @@ def odd_config(family: str, seed: int) -> dict[str, Any]:
     pick = random.Random(f"{family} {seed}")
     kv_heads, group, head_dim = pick.choice((1, 2, 3)), pick.choice((1, 2, 3)), pick.choice((8, 12, 16))
     heads = kv_heads * group
-    own_size = family in ("llama", "mistral", "qwen3", "gemma2", "gemma3_text")
+    own_size = family in ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "qwen3_moe")
     config: dict[str, Any] = {
         "vocab_size": pick.randrange(50, 120),
         "hidden_size": heads * (pick.choice((6, 8, 10)) if own_size else head_dim),
@@ -85,15 +88,39 @@ def _own(family: str, config: dict[str, Any], pick: random.Random) -> dict[str, 
         case "phi3":
             return {"sliding_window": window} | _phi_rope(config, pick)
         case "granite":
-            return bias | {
-                "mlp_bias": pick.random() < 0.5,
-                "embedding_multiplier": pick.choice((1.0, 12.0)),
-                "residual_multiplier": pick.choice((1.0, 0.22)),
-                "attention_multiplier": pick.choice((0.125, 0.3)),
-                "logits_scaling": pick.choice((1.0, 8.0)),
-            }
+            return bias | {"mlp_bias": pick.random() < 0.5} | _granite(pick)
+        case "qwen3_moe":
+            windows = {"sliding_window": window, "use_sliding_window": window is not None}
+            return bias | windows | _experts(pick, "num_experts") | _sparse_layers(layers, pick)
+        case "olmoe":
+            clip = {"clip_qkv": pick.choice((None, 0.4)), "norm_topk_prob": pick.random() < 0.5}
+            return bias | clip | _experts(pick, "num_experts")
+        case "granitemoe":
+            return bias | _granite(pick) | _experts(pick, "num_local_experts")
         case _:
             return bias | {"sliding_window": window or 3, "layer_types": types} | _gemma(family, config, pick)
+
+
+def _granite(pick: random.Random) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": pick.choice((1.0, 12.0)),
+        "residual_multiplier": pick.choice((1.0, 0.22)),
+        "attention_multiplier": pick.choice((0.125, 0.3)),
+        "logits_scaling": pick.choice((1.0, 8.0)),
+    }
+
+
+def _experts(pick: random.Random, key: str) -> dict[str, Any]:
+    experts = pick.choice((2, 5, 16))
+    return {key: experts, "num_experts_per_tok": pick.choice((1, 2, experts))}
+
+
+def _sparse_layers(layers: int, pick: random.Random) -> dict[str, Any]:
+    """Inner sizes, and layers without experts, of which some are left."""
+    step = pick.choice((1, 1, 2)) if layers > 1 else 1
+    listed = [0] if layers > 2 and pick.random() < 0.5 else []
+    own = {"moe_intermediate_size": pick.randrange(6, 20), "norm_topk_prob": pick.random() < 0.5}
+    return own | {"mlp_only_layers": listed, "decoder_sparse_step": step}
 
 
 def _phi_rope(config: dict[str, Any], pick: random.Random) -> dict[str, Any]:

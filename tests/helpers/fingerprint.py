@@ -18,6 +18,7 @@ def fingerprint(run: Path, version: int) -> dict[str, object]:
     assert audit.clean
     snapshot = run / "snapshots" / str(version)
     files = [*sorted((snapshot / "policy").glob("*.safetensors")), *sorted((snapshot / "trainer").iterdir())]
+    files += sorted(snapshot.glob("critic*/*"))
     return {
         "state": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
         "metrics": (run / "metrics.jsonl").read_bytes(),

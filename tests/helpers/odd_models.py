@@ -68,11 +68,47 @@ ODD: dict[str, ModelSpec] = {
         embedding_multiplier=SHAPE.hidden_size**0.5,
     ),
 }
+EXPERTS: dict[str, ModelSpec] = {
+    "qwen3_moe": replace(
+        SHAPE,
+        family="qwen3_moe",
+        qk_norm=True,
+        experts=4,
+        experts_per_token=2,
+        expert_size=12,
+        normalize_routes=True,
+        dense_layers=(0,),
+    ),
+    "olmoe": replace(
+        SHAPE,
+        family="olmoe",
+        intermediate_size=8,
+        wide_qk_norm=True,
+        clip_qkv=0.5,
+        experts=5,
+        experts_per_token=3,
+        expert_size=8,
+    ),
+    "granitemoe": replace(
+        SHAPE,
+        family="granitemoe",
+        intermediate_size=8,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        attention_scale=0.3,
+        logit_divisor=2.0,
+        experts=3,
+        experts_per_token=2,
+        expert_size=8,
+        normalize_routes=True,
+    ),
+}
+ALL = ODD | EXPERTS
 
 
 def odd_model(spec: str | ModelSpec, seed: int = 0) -> Transformer:
     """A model of a spec, or of one of these by name. Biases and norms at their neutral values would hide a missing one."""
-    model = random_model(ODD[spec] if isinstance(spec, str) else spec, seed=seed)
+    model = random_model(ALL[spec] if isinstance(spec, str) else spec, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

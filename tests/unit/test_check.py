@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -88,6 +89,11 @@ def test_this_machine_can_be_described(tmp_path: Path) -> None:
     facts = machine_facts(tmp_path / "runs" / "new")
     assert facts.disk_folder == str(tmp_path) and facts.disk_free_bytes > 0 and facts.torch and facts.cores > 0
     assert set(facts.extras) <= EXTRAS.keys()
+
+
+def test_every_extra_of_the_package_is_looked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert EXTRAS.keys() == project["optional-dependencies"].keys() - {"dev", "docs"}
 
 
 def places(*parts: tuple[str, float, bool], room: float, total: float | None = None) -> Finding:

@@ -50,6 +50,10 @@ PUBLISHED = {
     "gemma-3-270m": 0.2681,
     "gemma-3-1b": 0.99989,
     "mistral-small-24b": 23.572,
+    "olmoe-1b-7b": 6.919,
+    "qwen3-30b-a3b": 30.532,
+    "qwen3-235b-a22b": 235.094,
+    "granite-3.1-1b-a400m": 1.3346,
 }  # billions of parameters
 
 

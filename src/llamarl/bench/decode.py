@@ -12,7 +12,7 @@ import torch
 from msgspec import Struct
 
 from llamarl.bench.decode_case import LONGEST, OPERANDS, DecodeCase, DecodeFigures
-from llamarl.bench.decode_floor import floor_s
+from llamarl.bench.decode_floor import bench_lora, floor_s
 from llamarl.bench.decode_windows import DecodeWindows
 from llamarl.bench.jumping_decoder import JumpingDecoder
 from llamarl.bench.machine import (
@@ -23,11 +23,10 @@ from llamarl.bench.machine import (
     peak_memory_bytes,
     process_age_s,
 )
-from llamarl.config import LoraConfig
 from llamarl.generate.decoder import Limits
 from llamarl.model.checkpoint import random_model
 from llamarl.model.lora import Adapters, serve_adapters
-from llamarl.model.transformer import Transformer
+from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.model_spec import ModelSpec
 from llamarl.train.speed import synchronize
 from llamarl.types import Problem, PromptGroup, Sampling
@@ -89,7 +88,7 @@ def _decoder_of(shape: ModelSpec, case: DecodeCase, longest: int) -> JumpingDeco
 
 def random_adapters(model: Transformer, rank: int) -> Adapters:
     """Adapters beside all layers, of which neither A nor B is zero."""
-    adapters = serve_adapters(model, LoraConfig(rank=rank), lambda parameter: parameter.shape)
+    adapters = serve_adapters(model, bench_lora(model.shape, rank), lambda parameter: parameter.shape)
     with torch.no_grad():
         for one in adapters.applied():
             one.a.normal_(0.0, 0.02)
@@ -106,7 +105,7 @@ def bench_decode(shape: ModelSpec, case: DecodeCase, *, whole: bool = False) -> 
     windows = DecodeWindows(bench)
     found = windows.measure() if not whole and windows.needed else bench.whole()
     ceilings = measure_ceilings(device, OPERANDS[case.precision] if device.type == "cuda" else case.dtype)
-    floor = case.batch / floor_s(shape, case, ceilings)
+    floor = case.batch / floor_s(shape, case, ceilings, used_experts(bench.decoder.model, case.batch))
     return DecodeResult(
         case=case,
         first_token_s=first_token_s,
@@ -122,6 +121,18 @@ def bench_decode(shape: ModelSpec, case: DecodeCase, *, whole: bool = False) -> 
         ceilings=ceilings,
         windows=found.windows,
     )
+
+
+@torch.inference_mode()
+def used_experts(model: Transformer, tokens: int) -> float:
+    """Number of experts of a layer that so many random tokens use in this model; mean over its layers with experts."""
+    shape, device = model.shape, model.lm_head.weight.device
+    if not shape.experts:
+        return 0.0
+    tokens_T1 = torch.randint(shape.vocab_size, (tokens, 1), generator=torch.Generator().manual_seed(0)).to(device)
+    chosen = torch.empty(tokens, len(shape.expert_layers), shape.experts_per_token, dtype=torch.int64, device=device)
+    model(tokens_T1, torch.zeros_like(tokens_T1), causal_attention, chosen=chosen)
+    return statistics.fmean(len(set(of_layer.flatten().tolist())) for of_layer in chosen.unbind(1))
 
 
 class DecodeBench:

@@ -20,6 +20,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from llamarl.bench.actors import Actor, Actors
+from llamarl.bench.decode_floor import bench_lora
 from llamarl.bench.machine import best_s
 from llamarl.config.lora import NO_LORA, LoraConfig
 from llamarl.errors import InputError, JobFailed
@@ -289,7 +290,7 @@ def bench_sync(shape: ModelSpec, trainer: Side, generator: Side, case: SyncCase)
     """Measure the transfer of weights between two meshes."""
     if PRECISIONS[trainer.precision] == FP8:
         raise InputError("--trainer: a trainer holds fp32, bf16 or fp16; fp8 is what a generator may hold")
-    lora = LoraConfig(rank=case.lora)
+    lora = bench_lora(shape, case.lora)
     ends = Ends(shape, trainer, generator, case.transport, lora)
     try:
         rounds = [_round(ends, version) for version in range(_WARM_UP + case.rounds)][_WARM_UP:]

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from llamarl.algo.batch import IMITATION, Document, Streams
 from llamarl.algo.losses import aipo_loss
+from llamarl.bench.decode_floor import bench_lora
 from llamarl.bench.machine import kernel_times
 from llamarl.config import AlgoConfig, LoraConfig, TrainerConfig
 from llamarl.config.teacher import THE_TEACHER
@@ -94,7 +95,7 @@ def prepare(bench: TrainBench, shape: ModelSpec | None = None) -> tuple[Learner,
         recompute=bench.recompute,
         compiled=bench.compile,
         tokens_per_pack=bench.tokens_per_pack or sum(len(document.tokens) for document in documents),
-        lora=LoraConfig(rank=bench.lora),
+        lora=bench_lora(shape, bench.lora),
         cudnn_from=bench.cudnn_from,
     )
     learner = Learner(

@@ -1,11 +1,11 @@
-"""How trainer and reference compute their passes, and whether their ranks can share the model."""
+"""How trainer, reference and critic compute their passes, and whether their ranks can share the model."""
 
 from __future__ import annotations
 
 import torch
 
 from llamarl.builders.devices import check_gpus, device_of, dtype_of
-from llamarl.config import Config, ReferenceConfig, TeacherConfig, TrainerConfig
+from llamarl.config import Config, CriticConfig, ReferenceConfig, TeacherConfig, TrainerConfig
 from llamarl.errors import ConfigError, ModelError
 from llamarl.model.checkpoint import check_headers
 from llamarl.model.hf_config import read_shape
@@ -48,7 +48,10 @@ def check_training(config: Config) -> None:
 
 
 def check_ranks(
-    section: str, settings: TrainerConfig | ReferenceConfig | TeacherConfig, shape: ModelSpec, config: Config
+    section: str,
+    settings: TrainerConfig | ReferenceConfig | TeacherConfig | CriticConfig,
+    shape: ModelSpec,
+    config: Config,
 ) -> None:
     """Refuse ranks that cannot share the model, or for which there are no GPUs."""
     check_tensor_parallel(shape, settings.tensor, f"{section}.tensor")

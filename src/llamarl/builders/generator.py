@@ -57,6 +57,7 @@ def build_generator(context: BuildContext) -> Executor:
         add_adapters=partial(add_adapters, config=config, part=part) if config.model.lora else None,
         stop=StopStrings(tokenizer, settings.stop),
         drafts=DraftChoice(settings.draft),
+        record_routes=config.trainer.replay_routes,
     )
     return Generator(
         decoder,

@@ -27,7 +27,12 @@ EXTRAS = {
     "mlflow": "mlflow",
     "math": "math_verify",
     "judge": "httpx",
+    "hub": "huggingface_hub",
+    "data": "pyarrow",
     "gguf": "gguf",
+    "serve": "uvicorn",
+    "reasoning-gym": "reasoning_gym",
+    "verifiers": "zmq",
     "monarch": "monarch",
 }
 """Extras of the package, and the module by which each is recognized."""

@@ -204,10 +204,10 @@ def bench_serve_command(
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Measure what HTTP costs: throughput and first token of `llamarl serve`, compared with the decoder alone."""
-    from llamarl.config.job import SHIPPED_MODEL
+    from llamarl.config.job import SHIPPED_MODELS
     from llamarl.model_spec import shape_named
 
-    shape = None if model == SHIPPED_MODEL or Path(model).is_dir() else shape_named(model)
+    shape = None if model in SHIPPED_MODELS or Path(model).is_dir() else shape_named(model)
     where = device_or_refuse(device)
     from llamarl.bench.serve import ServeCase, bench_serve, describe_serve
 

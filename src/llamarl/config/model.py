@@ -15,7 +15,11 @@ class ModelConfig(Section, frozen=True):
     """The policy that is trained; see docs/models.md."""
 
     path: Annotated[
-        str, Meta(description="folder with config.json, *.safetensors and tokenizer.json; 'tiny' is the shipped model")
+        str,
+        Meta(
+            description="folder with config.json, *.safetensors and tokenizer.json; 'tiny' is the shipped model, 'tiny-moe' "
+            "the one with experts"
+        ),
     ] = "tiny"
     adapter: Annotated[
         str,

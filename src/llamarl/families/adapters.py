@@ -37,6 +37,10 @@ def adapted_layers(spec: ModelSpec, lora: LoraConfig) -> list[ParameterSpec]:
     products = [one for one in parameters(spec).values() if one.is_product]
     if not lora:
         return []
+    if spec.experts and lora.targets in ("all", "mlp"):
+        raise ConfigError(
+            f"model.lora.targets: {lora.targets}, but experts have no adapters here; set model.lora.targets=attention"
+        )
     if isinstance(lora.targets, str):
         prefix = "" if lora.targets == "all" else lora.targets
         found = [one for one in products if one.kind.startswith(prefix)]

@@ -13,6 +13,7 @@ from llamarl.families.family import COLUMNS, ROWS, ParameterSpec
 from llamarl.model_spec import ModelSpec, Norms
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SCORE = "score.weight"  # name of a head of one row in files
 # Names of the norms before attention, behind it, before the MLP and behind it; empty: there is none.
 NORM_NAMES: dict[Norms, tuple[str, str, str, str]] = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -32,7 +33,10 @@ def before_layers(spec: ModelSpec) -> Iterator[ParameterSpec]:
 
 def after_layers(spec: ModelSpec) -> Iterator[ParameterSpec]:
     yield ParameterSpec("model.norm.weight", (spec.hidden_size,), "norm")
-    yield ParameterSpec(HEAD, (spec.vocab_size, spec.hidden_size), "head", ROWS)
+    if spec.value_head:
+        yield ParameterSpec(HEAD, (1, spec.hidden_size), "head", stored=SCORE)
+    else:
+        yield ParameterSpec(HEAD, (spec.vocab_size, spec.hidden_size), "head", ROWS)
 
 
 def layer_parameters(spec: ModelSpec) -> Iterator[ParameterSpec]:
@@ -42,7 +46,7 @@ def layer_parameters(spec: ModelSpec) -> Iterator[ParameterSpec]:
     yield from _attention(spec)
     yield from _norm(spec, after_attention)
     yield from _norm(spec, before_mlp)
-    yield from _mlp(spec)
+    yield from _experts(spec) if spec.experts else _mlp(spec)
     yield from _norm(spec, after_mlp)
 
 
@@ -79,3 +83,12 @@ def _mlp(spec: ModelSpec) -> Iterator[ParameterSpec]:
     yield ParameterSpec("mlp.down_proj.weight", (hidden, inner), "mlp_out", COLUMNS)
     if spec.mlp_bias:
         yield ParameterSpec("mlp.down_proj.bias", (hidden,), "bias")
+
+
+def _experts(spec: ModelSpec) -> Iterator[ParameterSpec]:
+    """The router, which every rank holds, and all experts of a layer in two tensors: gate and up, and down. Tensor
+    parallelism cuts the inner units of each expert."""
+    hidden, inner, count = spec.hidden_size, spec.expert_size, spec.experts
+    yield ParameterSpec("mlp.gate.weight", (count, hidden), "router")
+    yield ParameterSpec("mlp.experts.gate_up_proj", (count, 2, inner, hidden), "expert_in", 2)
+    yield ParameterSpec("mlp.experts.down_proj", (count, hidden, inner), "expert_out", 2)

@@ -11,7 +11,7 @@ from llamarl.families.decoder import EMBEDDING, HEAD, after_layers, before_layer
 from llamarl.families.family import Config, ConfigKey, Family, ParameterSpec
 from llamarl.model_spec import ModelSpec
 
-_ATTENTION_BIAS = ConfigKey("attention_bias", ("qkv_bias", "out_bias"), False, bool, written=True)
+ATTENTION_BIAS = ConfigKey("attention_bias", ("qkv_bias", "out_bias"), False, bool, written=True)
 _MLP_BIAS = ConfigKey("mlp_bias", ("mlp_bias",), False, bool)
 _KV_HEADS = ("num_key_value_heads",)
 
@@ -25,7 +25,7 @@ LLAMA = _dense(
     name="llama",
     title="Llama 2, 3, 3.1, 3.2, SmolLM2",
     architecture="LlamaForCausalLM",
-    keys=(_ATTENTION_BIAS, _MLP_BIAS),
+    keys=(ATTENTION_BIAS, _MLP_BIAS),
     derived=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # old Llama checkpoints carry them
 )
 
@@ -60,7 +60,7 @@ QWEN3 = _dense(
     title="Qwen3 (dense)",
     architecture="Qwen3ForCausalLM",
     fixed={"qk_norm": True},
-    keys=(_ATTENTION_BIAS,),
+    keys=(ATTENTION_BIAS,),
     needs=_KV_HEADS,
     defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
     windowed=_behind_full_layers,
@@ -73,7 +73,7 @@ OLMO2 = _dense(
     title="OLMo 2",
     architecture="Olmo2ForCausalLM",
     fixed={"norms": "post", "wide_qk_norm": True},
-    keys=(_ATTENTION_BIAS,),
+    keys=(ATTENTION_BIAS,),
     defaults={"rms_norm_eps": 1e-5},
 )
 
@@ -82,7 +82,7 @@ OLMO3 = _dense(
     title="OLMo 3",
     architecture="Olmo3ForCausalLM",
     fixed={"norms": "post", "wide_qk_norm": True},
-    keys=(_ATTENTION_BIAS,),
+    keys=(ATTENTION_BIAS,),
     defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     rope_theta=500_000.0,
     windowed=lambda layer, config: (layer + 1) % 4 != 0,
@@ -111,18 +111,18 @@ PHI3 = _dense(
     partial_rotary=True,
 )
 
+GRANITE_MULTIPLIERS = (
+    ConfigKey("embedding_multiplier", ("embedding_multiplier",), 1.0),
+    ConfigKey("residual_multiplier", ("residual_multiplier",), 1.0),
+    ConfigKey("attention_multiplier", ("attention_scale",), 1.0),
+    ConfigKey("logits_scaling", ("logit_divisor",), 1.0),
+)
+
 GRANITE = _dense(
     name="granite",
     title="Granite 3, 3.1, 3.3 (dense)",
     architecture="GraniteForCausalLM",
-    keys=(
-        _ATTENTION_BIAS,
-        _MLP_BIAS,
-        ConfigKey("embedding_multiplier", ("embedding_multiplier",), 1.0),
-        ConfigKey("residual_multiplier", ("residual_multiplier",), 1.0),
-        ConfigKey("attention_multiplier", ("attention_scale",), 1.0),
-        ConfigKey("logits_scaling", ("logit_divisor",), 1.0),
-    ),
+    keys=(ATTENTION_BIAS, _MLP_BIAS, *GRANITE_MULTIPLIERS),
 )
 
 
@@ -141,14 +141,15 @@ _QUERY_SCALAR = ConfigKey(
 _LOGIT_SOFTCAP = "final_logit_softcapping"
 
 
-def _softcap(key: str, field: str, default: float | None) -> ConfigKey:
+def bound(key: str, field: str, default: float | None = None, *, written: bool = True) -> ConfigKey:
+    """A key with the largest size of some numbers; null, and 0 in the spec: they have none."""
     return ConfigKey(
         key,
         (field,),
         default,
         read=lambda value: value or 0.0,
         write=lambda value: value or None,
-        written=True,
+        written=written,
         nullable=True,
     )
 
@@ -169,10 +170,10 @@ GEMMA2 = _dense(
     architecture="Gemma2ForCausalLM",
     fixed=_GEMMA_FIELDS,
     keys=(
-        _ATTENTION_BIAS,
+        ATTENTION_BIAS,
         _QUERY_SCALAR,
-        _softcap("attn_logit_softcapping", "attention_softcap", 50.0),
-        _softcap(_LOGIT_SOFTCAP, "logit_softcap", 30.0),
+        bound("attn_logit_softcapping", "attention_softcap", 50.0),
+        bound(_LOGIT_SOFTCAP, "logit_softcap", 30.0),
     ),
     defaults=_GEMMA_DEFAULTS,
     windowed=lambda layer, config: (layer + 1) % 2 != 0,
@@ -184,7 +185,7 @@ GEMMA3 = _dense(
     title="Gemma 3 (text)",
     architecture="Gemma3ForCausalLM",
     fixed={**_GEMMA_FIELDS, "qk_norm": True},
-    keys=(_ATTENTION_BIAS, _QUERY_SCALAR, _softcap(_LOGIT_SOFTCAP, "logit_softcap", None)),
+    keys=(ATTENTION_BIAS, _QUERY_SCALAR, bound(_LOGIT_SOFTCAP, "logit_softcap", None)),
     defaults={**_GEMMA_DEFAULTS, "rope_local_base_freq": 10_000.0},
     rope_theta=1_000_000.0,
     windowed=lambda layer, config: (layer + 1) % int(config.get("sliding_window_pattern") or 6) != 0,

@@ -21,6 +21,9 @@ Kind = Literal[
     "attention_out",
     "mlp_in",
     "mlp_out",
+    "router",
+    "expert_in",
+    "expert_out",
     "head",
     "adapter",
 ]
@@ -44,6 +47,10 @@ class ParameterSpec(Struct, frozen=True):
     """Whether ranks hold copies of a unit where there are more ranks than units; the planner reckons with it."""
     stored: str = ""
     """Name of the tensor in files that holds it among others, one behind another, as Phi-3's do; empty: its own name."""
+    also: str = ""
+    """Another name of it in files: transformers 5 can save a model under the names of its own modules."""
+    each: tuple[str, ...] = ()
+    """Names of the tensors that hold the matrices of one `{expert}` in files, where these have tensors of their own."""
 
     @property
     def size(self) -> int:
@@ -61,10 +68,15 @@ class ParameterSpec(Struct, frozen=True):
         return self.kind in _PRODUCTS
 
     @property
+    def is_expert(self) -> bool:
+        """Whether it holds matrices of all experts of a layer, of which each token is multiplied with a few."""
+        return self.kind in ("expert_in", "expert_out")
+
+    @property
     def has_partial_gradient(self) -> bool:
         """Whether it is whole on every tensor rank, but each rank applies it to its own part of the states, such as its
-        heads: its gradient is the sum over the ranks."""
-        return self.kind == "head_norm" or (self.kind == "adapter" and self.split is None)
+        heads, or of the experts' inner units: its gradient is the sum over the ranks."""
+        return self.kind in ("head_norm", "router") or (self.kind == "adapter" and self.split is None)
 
     def local_size(self, dim: int, ranks: int) -> float:
         """Size of a dimension on one of `ranks` tensor ranks, on average."""
@@ -85,7 +97,7 @@ class ConfigKey(Struct, frozen=True):
     default: Any
     """Value in transformers where the key is missing."""
     type: type = float
-    """Type of its value: bool, or float for any number."""
+    """Type of its value: bool, int for a count, or float for any number."""
     read: Callable[[Any], Any] = lambda value: value
     """The spec's value of a value in the file."""
     write: Callable[[Any], Any] = lambda value: value
@@ -94,6 +106,8 @@ class ConfigKey(Struct, frozen=True):
     """Whether it is written even where it has its default."""
     nullable: bool = False
     """Whether null is a value of its own; otherwise it means the default."""
+    also: tuple[str, ...] = ()
+    """Other names of the key, which are read as well."""
 
 
 class Family(Struct, frozen=True):
@@ -120,9 +134,13 @@ class Family(Struct, frozen=True):
     fixed: Mapping[str, Any] = {}
     """Fields of the spec that all of its models have in common."""
     sized: Callable[[Config], Mapping[str, Any]] = lambda config: {}
-    """Fields of the spec that follow from sizes."""
+    """Fields of the spec that follow from several keys, such as sizes."""
     keys: tuple[ConfigKey, ...] = ()
     """Keys of its own."""
+    more_keys: tuple[str, ...] = ()
+    """Further keys of its own, which `sized` reads and `described` writes."""
+    described: Callable[[ModelSpec], Mapping[str, Any]] = lambda spec: {}
+    """The values of `more_keys` for a spec."""
     only: Mapping[str, tuple[Any, ...]] = {}
     """Keys that may have these values only, besides those of all families (`model/hf_keys.py`)."""
     harmless: tuple[str, ...] = ()

@@ -9,10 +9,11 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from llamarl.families.dense import DENSE
+from llamarl.families.experts import EXPERTS
 from llamarl.families.family import Family, ParameterSpec
 from llamarl.model_spec import ModelSpec
 
-FAMILIES: dict[str, Family] = {family.name: family for family in DENSE}
+FAMILIES: dict[str, Family] = {family.name: family for family in (*DENSE, *EXPERTS)}
 
 
 def family_of(spec: ModelSpec) -> Family:
@@ -27,17 +28,27 @@ def parameters(spec: ModelSpec) -> Mapping[str, ParameterSpec]:
 
 def _all(spec: ModelSpec) -> Iterator[ParameterSpec]:
     family = family_of(spec)
-    layer = tuple(family.layer(spec))
     yield from family.before(spec)
     for index in range(spec.num_layers):
         prefix = family.layer_prefix.format(index=index)
-        yield from (_in_layer(parameter, prefix) for parameter in layer)
+        yield from (_in_layer(parameter, prefix) for parameter in layer_parameters(spec, index))
     yield from (parameter for parameter in family.after(spec) if parameter.name != family.head or not spec.tied_head)
 
 
+def layer_parameters(spec: ModelSpec, layer: int) -> tuple[ParameterSpec, ...]:
+    """Rows of one layer, with names that start behind the layer's prefix."""
+    return _rows_of_layer(spec if spec.has_experts(layer) or not spec.experts else replace(spec, experts=0))
+
+
+@lru_cache(maxsize=64)
+def _rows_of_layer(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
+    return tuple(family_of(spec).layer(spec))
+
+
 def _in_layer(parameter: ParameterSpec, prefix: str) -> ParameterSpec:
-    stored = prefix + parameter.stored if parameter.stored else ""
-    return replace(parameter, name=prefix + parameter.name, stored=stored)
+    stored, also = (prefix + name if name else "" for name in (parameter.stored, parameter.also))
+    each = tuple(prefix + name for name in parameter.each)
+    return replace(parameter, name=prefix + parameter.name, stored=stored, also=also, each=each)
 
 
 def stored_tensors(spec: ModelSpec) -> Mapping[str, list[ParameterSpec]]:
@@ -76,10 +87,22 @@ def num_parameters(spec: ModelSpec) -> int:
 
 @lru_cache(maxsize=64)
 def block_parameters(spec: ModelSpec) -> int:
-    """Number of weights in the matrices of all layers."""
-    return sum(parameter.size for parameter in parameters(spec).values() if parameter.is_product)
+    """Number of weights in the matrices of all layers, all experts included."""
+    return sum(parameter.size for parameter in parameters(spec).values() if _is_matrix(parameter))
+
+
+@lru_cache(maxsize=64)
+def active_block_parameters(spec: ModelSpec) -> int:
+    """Number of weights in the matrices of all layers that each token is multiplied with: of experts, those of a few."""
+    found = block_parameters(spec)
+    experts = sum(parameter.size for parameter in parameters(spec).values() if parameter.is_expert)
+    return found - experts + experts * spec.experts_per_token // spec.experts if experts else found
+
+
+def _is_matrix(parameter: ParameterSpec) -> bool:
+    return parameter.is_product or parameter.is_expert or parameter.kind == "router"
 
 
 def matrix_parameters(spec: ModelSpec) -> int:
-    """Number of weights that every token is multiplied with: all matrices with the head, without the embedding's lookup."""
-    return block_parameters(spec) + head_of(spec).size
+    """Number of weights that each token is multiplied with: all matrices with the head, without the embedding's lookup."""
+    return active_block_parameters(spec) + head_of(spec).size

@@ -216,6 +216,7 @@ def _write_new(
     PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     NARROW: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     """One program: the new key and value of one key-value head of one row, written as `_attend_pages` writes them. Rows that
     hold the same sequence at later positions read them there."""
@@ -226,10 +227,10 @@ def _write_new(
     width: tl.constexpr = SIZE // step
     column = tl.arange(0, PADDED // step)
     in_width, new = column < width, step * column
-    cos_at, sin_at = cos_ptr + position * SIZE, sin_ptr + position * SIZE
+    cos_at, sin_at = cos_ptr + position * ROTATED, sin_ptr + position * ROTATED
     k_at, v_at = k_ptr + row * k_row + head * SIZE, v_ptr + row * v_row + head * SIZE
-    k_low = turned(k_at, cos_at, sin_at, new, in_width, in_width, SIZE)
-    k_high = turned(k_at, cos_at, sin_at, new + 1, in_width, in_width, SIZE) if NARROW else k_low
+    k_low = turned(k_at, cos_at, sin_at, new, in_width, in_width, SIZE, ROTATED)
+    k_high = turned(k_at, cos_at, sin_at, new + 1, in_width, in_width, SIZE, ROTATED) if NARROW else k_low
     v_low = tl.load(v_at + new, mask=in_width, other=0.0)
     v_high = tl.load(v_at + new + 1, mask=in_width, other=0.0) if NARROW else v_low
     page = tl.load(table_ptr + slot * table_row + position // PAGE).to(tl.int64)
@@ -440,7 +441,7 @@ def attend_pages(
             *(part.stride(0) for part in qkv[1:]),
             head_tokens,
             table_SP.stride(0),
-            **{name: sizes[name] for name in ("SIZE", "PADDED", "PAGE", "NARROW")},
+            **{name: sizes[name] for name in ("SIZE", "PADDED", "PAGE", "NARROW", "ROTATED")},
             num_warps=1,
         )
     _attend_pages[(kv_heads, rows, num_parts)](

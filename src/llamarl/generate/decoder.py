@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from llamarl.config import Config, GeneratorConfig
@@ -27,6 +28,7 @@ from llamarl.generate.drafts import DraftChoice
 from llamarl.generate.graphs import Body
 from llamarl.generate.kv_cache import PagedCache, page_bytes
 from llamarl.generate.pages import NO_PAGE, PagePool, pages_for
+from llamarl.generate.route_pages import RoutePages, RouteRecorder
 from llamarl.generate.scheduler import (
     AS_ALL_OTHERS,
     NOBODY,
@@ -46,6 +48,7 @@ from llamarl.generate.stop_strings import StopStrings
 from llamarl.model.lora import Adapters
 from llamarl.model.quantize import FP8, Quantization, quantize
 from llamarl.model.transformer import Transformer, fuse
+from llamarl.routes import RouteFormat, route_format
 from llamarl.shape_buckets import padded_tokens
 from llamarl.types import (
     Completion,
@@ -166,12 +169,13 @@ class ContinuousDecoder:
         stop: StopStrings | None = None,
         drafts: DraftChoice | None = None,
         drafter: Drafter | None = None,
+        record_routes: bool = False,
     ) -> None:
         """With `recompute`, running sequences are read again after a change of weights; otherwise their keys and values stay.
         With `max_turns` above 1, a sequence that ends its turn is parked and returned by `take_turns`. A completion ends with
         the token that completes a string of `stop`. `add_adapters` is called with the model once its weights are as they
         stay. With `drafts`, answers are guessed where few run (`drafting.py`), by `drafter` or from their siblings: the same
-        tokens come out, sooner."""
+        tokens come out, sooner. With `record_routes`, completions say which experts computed them (`route_pages.py`)."""
         check_stops(eos_ids, model.shape.vocab_size)
         if precision.kv_cache == "fp8":
             check_keys(model)
@@ -179,7 +183,8 @@ class ContinuousDecoder:
         self._narrow_weights = quantize(model, precision.weights, keep_wide=precision.keep_wide)
         self._adapters = add_adapters(model) if add_adapters else None
         weight, cache_dtype = model.lm_head.weight, precision.cache_dtype(model)
-        num_pages = choose_num_pages(limits, model, cache_dtype, tensor_ranks)
+        form = route_format(model.shape) if record_routes else None
+        num_pages = choose_num_pages(limits, model, cache_dtype, tensor_ranks, form)
         cache = PagedCache(
             model.shape,
             num_pages,
@@ -187,6 +192,7 @@ class ContinuousDecoder:
             dtype=cache_dtype,
             device=weight.device,
             tensor_ranks=tensor_ranks,
+            routes=None if form is None else RoutePages(form, num_pages, limits.page_tokens, weight.device),
         )
         self._narrow_cache = cache_dtype == FP8
         state = SlotState(limits.slots, limits.max_new_tokens, eos_ids, weight.device)
@@ -196,6 +202,7 @@ class ContinuousDecoder:
         steps = Steps(model, cache, state, table_SP, seed=seed, length=padded_tokens(limits.length))
         self.model, self.limits, self._recompute, self._version = model, limits, recompute, -1
         self._device = DeviceRunner(steps, graphs=graphs)
+        self._routes = None if form is None else RouteRecorder(form, self._device.read_routes)
         self._schedule = Scheduler(limits.slots, PagePool(num_pages), limits.page_tokens, limits.prefill_tokens)
         self._members = members_of_reading(model.shape.num_heads // model.shape.num_kv_heads)
         self._eos_ids = frozenset(eos_ids)
@@ -374,6 +381,7 @@ class ContinuousDecoder:
         return any(one.sequence.group.prompt.sampling.filtered for one in self._schedule.running.values())
 
     def _pause(self, running: Running) -> None:
+        self._keep_routes([(running, running.max_count)])
         self._schedule.pause(running, self._device.read([running.slot], [running.max_count])[0])
         self._device.close(running.slot)
         self._device.set_pages(running.slot, ())
@@ -400,6 +408,7 @@ class ContinuousDecoder:
         ]
         slots = [running.slot for running in ended]
         found = self._device.read(slots, [int(counts[slot]) for slot in slots])
+        self._keep_routes([(running, int(counts[running.slot])) for running in ended])
         for running, sampled in zip(ended, found, strict=True):
             self._device.set_pages(running.slot, ())
             running.sequence.sampled = sampled
@@ -413,6 +422,7 @@ class ContinuousDecoder:
     def _end_running(self, running: Running, sampled: Sampled) -> None:
         """End a sequence, at its first stop string if it holds one."""
         sequence = running.sequence
+        self._keep_routes([(running, len(sampled.tokens))])
         stop = sequence.group.options.stop or self._stop
         end = stop.end_of(sampled.tokens) if stop else None
         if end is not None:
@@ -424,6 +434,11 @@ class ContinuousDecoder:
             rest = sampled.part(sequence.num_streamed, len(sampled.tokens))
             self._streamed.append(StreamedTokens(sequence.key, rest, completion))
         self._finished(self._schedule.finish(running, completion))
+
+    def _keep_routes(self, running: list[tuple[Running, int]]) -> None:
+        """Keep the experts of sequences with so many tokens, before they lose their pages or are read again."""
+        if self._routes is not None:
+            self._routes.keep(running)
 
     def _look(self, burst: int, counts: NDArray[np.int64]) -> None:
         """Read what running sequences have sampled until the end of this burst, where that is streamed or may hold a stop
@@ -483,6 +498,7 @@ class ContinuousDecoder:
         tokens, logprobs, versions = sequence.sampled
         own = [index for index, version in enumerate(versions) if version != NOBODY]
         self._collected_tokens += len(own)
+        routes, prompt_routes = self._routes.of(sequence, len(tokens)) if self._routes else (b"", b"")
         return Completion(
             tokens=tokens_to_bytes(tokens),
             behavior_logprobs=floats_to_bytes([logprobs[index] for index in own]),
@@ -491,6 +507,8 @@ class ContinuousDecoder:
             ),
             truncated=cut_off,
             given=tuple(sequence.given),
+            routes=routes,
+            prompt_routes=prompt_routes,
         )
 
     # Conversations
@@ -537,6 +555,7 @@ class ContinuousDecoder:
             self._collect()
         running = list(self._schedule.running.values())
         counts = [one.max_count for one in running]
+        self._keep_routes(list(zip(running, counts, strict=True)))
         for one, sampled in zip(running, self._device.read([one.slot for one in running], counts), strict=True):
             one.sequence.sampled = sampled
         self._schedule.forget_everything_without_a_slot()
@@ -545,7 +564,10 @@ class ContinuousDecoder:
 
 
 def _in_order(group: GroupUnderway) -> CompletionGroup:
-    return CompletionGroup(group.prompt, tuple(group.completions[sample] for sample in sorted(group.completions)))
+    prompt = (
+        replace(group.prompt, routes=group.routes) if group.routes and group.prompt.kind != "call" else group.prompt
+    )
+    return CompletionGroup(prompt, tuple(group.completions[sample] for sample in sorted(group.completions)))
 
 
 def check_stops(eos_ids: tuple[int, ...], vocab_size: int) -> None:
@@ -567,13 +589,20 @@ def check_keys(model: Transformer) -> None:
             )
 
 
-def choose_num_pages(limits: Limits, model: Transformer, cache_dtype: torch.dtype, tensor_ranks: int) -> int:
+def choose_num_pages(
+    limits: Limits,
+    model: Transformer,
+    cache_dtype: torch.dtype,
+    tensor_ranks: int,
+    routes: RouteFormat | None = None,
+) -> int:
     """Pages of the cache: as many as asked for, or enough for all slots; on a GPU no more than fit into its free memory."""
     num_pages = limits.num_pages or limits.enough_pages
     weight = model.lm_head.weight
     if weight.is_cuda and not limits.num_pages:
         free_bytes, _ = torch.cuda.mem_get_info(weight.device)
         each = page_bytes(model.shape, limits.page_tokens, cache_dtype, tensor_ranks)
+        each += routes.row_bytes * limits.page_tokens if routes else 0
         num_pages = min(limits.enough_pages, int(free_bytes * _MEMORY_SHARE) // each)
     limits.check_pages(num_pages)
     return num_pages

@@ -23,6 +23,7 @@ from llamarl.generate.graphs import Body, Graphs
 from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.kv_splits import enough_programs, parts_up_to
 from llamarl.generate.pages import NO_PAGE
+from llamarl.generate.route_pages import CachedSpan
 from llamarl.generate.scheduler import DecodeBatch, Extension, Fill, Running, Sampled
 from llamarl.generate.slots import Opening, upload
 from llamarl.generate.step import Steps
@@ -313,6 +314,21 @@ class DeviceRunner:
             Sampled(*(column[row, first : count - shortest].tolist() for column in columns))
             for row, (first, count) in enumerate(zip(firsts, counts, strict=True))
         ]
+
+    def read_routes(self, spans: Sequence[CachedSpan]) -> list[bytes]:
+        """Rows of experts of cached tokens, of bursts that have ended."""
+        pages = self._steps.cache.routes
+        assert pages is not None, "no experts are recorded here"
+        places = [span.places(pages.page_tokens) for span in spans]
+        joined = np.concatenate([np.zeros(0, dtype=np.int64), *places])
+        if not len(joined):
+            return [b""] * len(spans)
+        with torch.cuda.stream(self._side) if self._side else nullcontext():
+            rows = self._to_host(pages.read(upload(torch.from_numpy(joined), self._device))).numpy()
+        if self._side:
+            self._side.synchronize()
+        ends = np.cumsum([len(one) for one in places])
+        return [rows[end - len(one) : end].tobytes() for one, end in zip(places, ends, strict=True)]
 
 
 def opening_of(running: Running) -> Opening:

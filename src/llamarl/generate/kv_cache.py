@@ -6,12 +6,16 @@ A table with one row for each slot says which pages hold its sequence, in order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from llamarl.model.quantize import FP8, quantize_rows
 from llamarl.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from llamarl.generate.route_pages import RoutePages
 
 _SCALE_BYTES = 4
 
@@ -66,8 +70,10 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str,
         tensor_ranks: int = 1,
+        routes: RoutePages | None = None,
     ) -> None:
-        """Room for `num_pages` pages besides page 0, which no sequence holds; of the heads of one of `tensor_ranks` ranks."""
+        """Room for `num_pages` pages besides page 0, which no sequence holds; of the heads of one of `tensor_ranks` ranks.
+        `routes` are the experts of the same tokens, where they are recorded."""
         size = (shape.num_layers, shape.num_kv_heads // tensor_ranks, num_pages + 1, page_tokens, shape.head_dim)
         narrow = dtype == FP8
         self._parts = [
@@ -77,6 +83,7 @@ class PagedCache:
         if narrow:
             self._parts += [torch.zeros(size[:-1], dtype=torch.float32, device=device) for _ in range(2)]
         self.page_tokens, self.num_kv_heads, self.narrow = page_tokens, size[1], narrow
+        self.routes = routes
         self.token_bytes = 2 * size[1] * size[-1] * dtype.itemsize  # of one token in one layer
 
     @property
@@ -98,6 +105,8 @@ class PagedCache:
         """Copy pages that several sequences begin with into pages that each sequence goes on writing."""
         for tensor in self._parts:
             tensor[:, :, targets_P] = tensor[:, :, sources_P]
+        if self.routes is not None:
+            self.routes.copy_pages(sources_P, targets_P)
 
 
 def page_bytes(shape: ModelSpec, page_tokens: int, dtype: torch.dtype, tensor_ranks: int = 1) -> int:

@@ -20,6 +20,7 @@ from llamarl.families.parameters import embedding_of
 from llamarl.layout.boxes import Box
 from llamarl.layout.mesh import Mesh, box_on
 from llamarl.layout.model import placement_of
+from llamarl.model.experts import ExpertMLP
 from llamarl.model.linear import ReplacedLinear
 from llamarl.model.transformer import AllHeadsNorm, Block, BranchBlock, Transformer
 from llamarl.model_spec import ModelSpec
@@ -33,7 +34,8 @@ class TensorRank:
     count: int = 1
 
     def check(self, shape: ModelSpec) -> None:
-        for name, size in (("key-value heads", shape.num_kv_heads), ("inner width", shape.intermediate_size)):
+        inner = [("inner width", size) for size in shape.inner_sizes]
+        for name, size in (("key-value heads", shape.num_kv_heads), *inner):
             if size % self.count:
                 raise ConfigError(
                     f"generator.tensor: {self.count} ranks cannot share the model's {name} ({size}) evenly"
@@ -83,17 +85,20 @@ def split_over_ranks(model: Transformer, part: TensorRank) -> None:
 
 def split_block(block: Block | BranchBlock, part: TensorRank) -> None:
     """Let a block sum its two products over the ranks, and the squares of norms that span all heads."""
-    if part.count > 1 and not isinstance(block.mlp.down_proj, SummedLinear):
+    if part.count > 1 and not isinstance(block.self_attn.o_proj, SummedLinear):
         block.self_attn.o_proj = SummedLinear(block.self_attn.o_proj)
-        block.mlp.down_proj = SummedLinear(block.mlp.down_proj)
+        if isinstance(block.mlp, ExpertMLP):
+            block.mlp.leave = _summed
+        else:
+            block.mlp.down_proj = SummedLinear(block.mlp.down_proj)
         for norm in (block.self_attn.q_norm, block.self_attn.k_norm):
             if isinstance(norm, AllHeadsNorm):
                 norm.sum_over_ranks = _summed
 
 
-def _summed(squares: Tensor) -> Tensor:
-    dist.all_reduce(squares)
-    return squares
+def _summed(part: Tensor) -> Tensor:
+    dist.all_reduce(part)
+    return part
 
 
 def gather_vocabulary(scores: Tensor, vocabulary: int, count: int) -> Tensor:

@@ -58,6 +58,9 @@ class GroupUnderway:
     num_read: int = 0  # tokens of the prompt in these pages
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
     not_started: int = 0  # samples
+    num_readings: int = 0  # how often its prompt was read from the first token on
+    routes: bytes = b""  # experts of its prompt's tokens (`route_pages.py`)
+    route_reading: int | None = None  # the reading that these are of
 
 
 class Sampled(NamedTuple):
@@ -89,6 +92,9 @@ class Sequence:
     num_streamed: int = 0  # tokens of `seen` that were told
     kept: list[int] = field(default_factory=list)  # pages that it holds without a slot
     num_kept: int = 0  # tokens in these pages
+    reading: int = 0  # the reading of its prompt that it began with
+    routes: bytearray = field(default_factory=bytearray)  # experts of the states that predicted its tokens
+    prompt_routes: bytes = b""  # those of its prompt, where they are not the group's
 
     @property
     def key(self) -> Key:
@@ -302,6 +308,7 @@ class Scheduler:
             admission.extensions.append(Extension(tokens[start:end], start, pages))
         else:
             admission.fills.append(Fill(tokens[:end], pages))
+            sequence.group.num_readings += not sequence.sampled.tokens
         if sequence.sampled.tokens:
             sequence.kept, sequence.num_kept = pages, end
         else:
@@ -347,6 +354,7 @@ class Scheduler:
 
     def _open_prompt(self, group: GroupUnderway, admission: Admission) -> None:
         if group.prompt_pages is None:
+            group.num_readings += 1
             group.prompt_pages = self.pool.take(self._pages(len(group.tokens) - 1))
             if group.prompt_pages:
                 admission.fills.append(Fill(group.tokens[:-1], group.prompt_pages))
@@ -364,6 +372,7 @@ class Scheduler:
         if len(group.prompt_pages) > full:
             admission.copies.append((group.prompt_pages[full], running.pages[full]))
         group.not_started -= 1
+        running.sequence.reading = group.num_readings
 
     def _forget_prompt(self, group: GroupUnderway) -> None:
         if group.prompt_pages is not None:

@@ -11,7 +11,7 @@ from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import SlotState
 from llamarl.model.ops import Rope
 from llamarl.model.rope import rope_up_to
-from llamarl.model.transformer import Transformer
+from llamarl.model.transformer import Attend, Transformer
 
 
 class Steps:
@@ -28,20 +28,21 @@ class Steps:
         """Write keys and values of whole sequences to their pages. The last token of each is left to the first decode step,
         so that every sampled token comes out of the same computation."""
         positions_RT = torch.arange(tokens_RT.shape[1], device=tokens_RT.device).expand(tokens_RT.shape)
-        self.model(tokens_RT, positions_RT, PrefillAttention(self.cache, pages_RT), self._rope_at(positions_RT))
+        attend = PrefillAttention(self.cache, pages_RT)
+        self._pass(tokens_RT, positions_RT, attend, pages_RT, self._rope_at(positions_RT))
 
     @torch.inference_mode()
     def extend(self, tokens_RT: Tensor, positions_RT: Tensor, pages_RT: Tensor, table_RP: Tensor) -> None:
         """Write keys and values of tokens that follow cached sequences, such as a tool's reply."""
         attend = ExtendAttention(self.cache, table_RP, positions_RT, pages_RT)
-        self.model(tokens_RT, positions_RT, attend, self._rope_at(positions_RT))
+        self._pass(tokens_RT, positions_RT, attend, pages_RT, self._rope_at(positions_RT))
 
     @torch.inference_mode()
     def extend_one(self, tokens_T: Tensor, positions_T: Tensor, pages_T: Tensor, table_P: Tensor, end: int) -> None:
         """The same for many tokens of one sequence, which then has `end` of them, on a GPU."""
         attend = ChunkAttention(self.cache, table_P, positions_T, pages_T, end)
         positions_1T = positions_T[None]
-        self.model(tokens_T[None], positions_1T, attend, self._rope_at(positions_1T))
+        self._pass(tokens_T[None], positions_1T, attend, pages_T, self._rope_at(positions_1T))
 
     @torch.inference_mode()
     def decode(
@@ -60,7 +61,8 @@ class Steps:
         attend = DecodeAttention(
             self.cache, self.table_SP, slots_B, state.positions, self._rope, readings, parts=parts, drafted=drafted
         )
-        hidden_B1C = self.model(tokens_B1, positions_B1, attend)
+        pages_B1 = None if self.cache.routes is None else self._pages_at(slots_B, positions_B1)
+        hidden_B1C = self._pass(tokens_B1, positions_B1, attend, pages_B1)
         logits_BV = self.model.logits(hidden_B1C[:, 0])
         if logits_BV.is_cuda:
             from llamarl.generate.sampling_kernels import sample_and_advance
@@ -69,6 +71,23 @@ class Steps:
             return
         draws_B = uniform_draws(self._seed, state.ordinals[slots_B], state.samples[slots_B], state.counts[slots_B])
         state.advance(slots_B, *sample_tokens(logits_BV, draws_B, state.sampling_of(slots_B), filtered=filtered))
+
+    def _pass(
+        self, tokens_RT: Tensor, positions_RT: Tensor, attend: Attend, pages: Tensor | None, rope: Rope | None = None
+    ) -> Tensor:
+        """The last hidden states. Where experts are recorded, they go to the page of each token."""
+        routes = self.cache.routes
+        if routes is None or pages is None:
+            hidden: Tensor = self.model(tokens_RT, positions_RT, attend, rope)
+            return hidden
+        chosen_NLK = routes.empty(tokens_RT.numel())
+        hidden = self.model(tokens_RT, positions_RT, attend, rope, chosen=chosen_NLK)
+        routes.put(pages.flatten(), (positions_RT % self.cache.page_tokens).flatten(), chosen_NLK)
+        return hidden
+
+    def _pages_at(self, slots_B: Tensor, positions_B1: Tensor) -> Tensor:
+        """The page that each slot's next token goes to."""
+        return self.table_SP[slots_B].long().gather(1, positions_B1 // self.cache.page_tokens)
 
     def _rope_at(self, positions_BT: Tensor) -> Rope:
         return tuple(part[positions_BT] for part in self._rope)

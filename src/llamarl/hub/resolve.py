@@ -38,6 +38,9 @@ def with_hub_models(config: Config) -> Config:
         path = fetch_model(config.teacher.path, "teacher.path")
         by_name = {name: fetch_model(one, f"teacher.by_name.{name}") for name, one in config.teacher.by_name.items()}
         config = replace(config, teacher=replace(config.teacher, path=path, by_name=by_name))
+    if config.has_critic:
+        path = fetch_model(config.critic.path, "critic.path")
+        config = replace(config, critic=replace(config.critic, path=path))
     path = fetch_model(config.reward_model.path, "reward_model.path")
     return replace(config, reward_model=replace(config.reward_model, path=path))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from llamarl.builders.devices import device_of, dtype_of
 from llamarl.config import Config
 from llamarl.errors import ConfigError, InputError, ModelError
 from llamarl.families.adapters import adapter_parameters
@@ -33,10 +36,26 @@ def _check_adapters(config: Config, shape: ModelSpec) -> None:
             raise ConfigError(f"model.adapter: {error}") from None
 
 
+def _check_experts(config: Config, shape: ModelSpec) -> None:
+    """Refuses precisions that products by expert do not have."""
+    if not shape.experts:
+        return
+    if config.generator_quantize != "none" or config.model.base == "fp8":
+        key = "model.base: fp8" if config.model.base == "fp8" else f"generator.quantize: {config.generator_quantize}"
+        raise ConfigError(f"{key}, but models with experts are served in their own precision; leave it out")
+    for key, settings in (("trainer", config.trainer), ("generator", config.generator)):
+        device = device_of(f"{key}.device", settings.device)
+        dtype = dtype_of(settings.dtype, device)
+        if dtype == torch.float16 or (device.type == "cuda" and dtype != torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(f"{key}.dtype: {name}, but experts compute in bfloat16 on a GPU; set {key}.dtype=auto")
+
+
 def _check(config: Config) -> tuple[Tokenizer, list[str]]:
     folder = config.model_folder
     shape = check_headers(folder)
     _check_adapters(config, shape)
+    _check_experts(config, shape)
     notes = [*filter(None, [describe_ignored_keys(folder)])]
     length = config.generator.max_prompt_tokens + config.generator.max_new_tokens
     if length > shape.max_positions:

@@ -9,6 +9,7 @@ from typing import Any
 from llamarl.builders.base import check_base, describe_base
 from llamarl.builders.compute import check_training
 from llamarl.builders.context import Builder
+from llamarl.builders.critic import check_critic
 from llamarl.builders.devices import check_gpus, describe_devices, device_of
 from llamarl.builders.loss import check_loss
 from llamarl.builders.registry import builder_reference
@@ -71,6 +72,7 @@ def prepare_job(
     check_gpus(f"generator.tensor: {tensor}", tensor, device, config)
     check_training(config)
     check_teachers(config, tokenizer)
+    check_critic(config, tokenizer)
     check_base(config)
     if config.reward_model.path:
         check_reward_model(config)

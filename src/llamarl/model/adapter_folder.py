@@ -33,6 +33,7 @@ from llamarl.model.checkpoint import (
     save_model,
     widest_dtype,
 )
+from llamarl.model.expert_files import tensors_of
 from llamarl.model.folders import ADAPTER_CONFIG, newest_policy, no_folder
 from llamarl.model.hf_config import read_json_object
 from llamarl.model.safetensors_file import TensorSpan, read_spans
@@ -123,7 +124,11 @@ def _checked_lora(
 def short_targets(shape: ModelSpec, targets: tuple[str, ...]) -> str | tuple[str, ...]:
     """The word for a list of layers, where there is one."""
     for word in ("all", "attention", "mlp"):
-        if {layer_name(one) for one in adapted_layers(shape, LoraConfig(rank=1, targets=word))} == set(targets):
+        try:
+            layers = adapted_layers(shape, LoraConfig(rank=1, targets=word))
+        except ConfigError:  # no adapters can stand beside some of these layers
+            continue
+        if {layer_name(one) for one in layers} == set(targets):
             return word
     return targets
 
@@ -178,12 +183,13 @@ def check_same(given: LoraConfig, found: AdapterFolder) -> None:
 def fingerprint(base: Path) -> str:
     """Hash of a model's tensors: their names, types and sizes, and some bytes of each. Not of how files hold them."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, span in sorted(open_checkpoint(base).spans.items()):
+    for name, span in sorted(open_checkpoint(base).spans.items(), key=lambda item: item[0]):
         digest.update(f"{name} {span.dtype} {span.shape}".encode())
-        with span.path.open("rb") as file:
-            for start in (0, max(0, span.num_bytes - _SAMPLED)):
-                file.seek(span.offset + start)
-                digest.update(file.read(min(_SAMPLED, span.num_bytes)))
+        first, last = tensors_of(span)[0], tensors_of(span)[-1]
+        for tensor, start in ((first, 0), (last, max(0, last.num_bytes - _SAMPLED))):
+            with tensor.path.open("rb") as file:
+                file.seek(tensor.offset + start)
+                digest.update(file.read(min(_SAMPLED, tensor.num_bytes)))
     return digest.hexdigest()
 
 

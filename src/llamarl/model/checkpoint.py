@@ -27,11 +27,21 @@ from llamarl.families.family import Family, ParameterSpec
 from llamarl.families.parameters import family_of, parameters, stored_tensors
 from llamarl.io.record_log import sync_path
 from llamarl.layout.boxes import Box, shape_of, whole
+from llamarl.model.expert_files import (
+    Sizes,
+    Span,
+    as_written,
+    found_layout,
+    has_layouts,
+    read_span,
+    span_of,
+    tensors_of,
+)
 from llamarl.model.folders import CARRIED_FILES, no_weights
 from llamarl.model.hf_config import carried_config, read_json_object, read_shape
 from llamarl.model.linear import joined
 from llamarl.model.safetensors_file import TensorSpan, read_spans
-from llamarl.model.tensor_io import DTYPES, read_tensor, same_bytes, write_tensors
+from llamarl.model.tensor_io import DTYPES, same_bytes, write_tensors
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
 
@@ -50,14 +60,19 @@ class Checkpoint(Struct, frozen=True):
 
     folder: Path
     shape: ModelSpec
-    spans: Mapping[str, TensorSpan]
+    spans: Mapping[str, Span]
+    zeros: frozenset[str] = frozenset()
+    """Parameters that the folder does not have, and that begin at zero: the head of a new critic."""
 
     def fill(self, memory: Mapping[str, Tensor], box_of: BoxOf = all_of) -> None:
         """Reads the shard of each named parameter into the given memory, whatever its dtype and device."""
         specs = parameters(self.shape)
 
         def read(name: str) -> None:
-            read_tensor(self.spans[name], memory[name].detach(), box_of(specs[name]))
+            if name in self.zeros:
+                memory[name].detach().zero_()
+            else:
+                read_span(self.spans[name], memory[name].detach(), box_of(specs[name]))
 
         # Most of the time is spent in the kernel, which copies and faults pages for one thread at a time. Largest first,
         # so that the threads end together.
@@ -156,17 +171,16 @@ def check_headers(folder: Path) -> ModelSpec:
 
 def widest_dtype(folder: Path) -> torch.dtype:
     """Type of a model folder's weights; the widest, where they differ."""
-    found = {DTYPES[span.dtype] for span in open_checkpoint(folder).spans.values()}
+    spans = open_checkpoint(folder).spans.values()
+    found = {DTYPES[tensor.dtype] for span in spans for tensor in tensors_of(span)}
     return max(found, key=lambda dtype: dtype.itemsize)
 
 
-def checked_spans(
-    folder: Path, shape: ModelSpec, more: Mapping[str, tuple[int, ...]] | None = None, *, compare_tied: bool = True
-) -> dict[str, TensorSpan]:
-    """Spans of the model's parameters and of the tensors in `more`. ModelError if one is missing, mis-shaped or surplus."""
+def checked_spans(folder: Path, shape: ModelSpec, *, compare_tied: bool = True) -> dict[str, Span]:
+    """Spans of the model's parameters. ModelError if one is missing, mis-shaped or surplus."""
     spans, family, stored = _all_spans(folder), family_of(shape), stored_tensors(shape)
-    sizes = {name: (sum(one.shape[0] for one in parts), *parts[0].shape[1:]) for name, parts in stored.items()}
-    expected = {**sizes, **(more or {})}
+    ways = {one.name: found_layout(one, spans) for parts in stored.values() for one in parts if has_layouts(one)}
+    expected = _sizes(stored, ways)
     for name, size in expected.items():
         if name not in spans:
             raise ModelError(f"{folder}: tensor {name} is missing")
@@ -174,13 +188,27 @@ def checked_spans(
             found = list(spans[name].shape)
             raise ModelError(f"{folder}: tensor {name} has shape {found}; config.json says {list(size)}")
     for name in spans.keys() - expected.keys():
-        if name == family.head:
+        if name == family.head and shape.tied_head:
             if compare_tied:
                 _check_tied_copy(folder, spans, family)
         elif not re.fullmatch(family.derived, name):
             raise ModelError(f"{folder}: tensor {name} is not part of the model that config.json describes")
-    own = {one.name: span for name, parts in stored.items() for one, span in _spans_of(spans[name], parts)}
-    return own | {name: spans[name] for name in more or {}}
+    own: dict[str, Span] = {}
+    for name, parts in stored.items():
+        if parts[0].name in ways:
+            own[parts[0].name] = span_of(parts[0], spans, ways[parts[0].name])
+        else:
+            own |= {one.name: span for one, span in _spans_of(spans[name], parts)}
+    return own
+
+
+def _sizes(stored: Mapping[str, list[ParameterSpec]], ways: Mapping[str, Sizes]) -> Sizes:
+    """The tensors of a model's files, with their shapes."""
+    found: Sizes = {}
+    for name, parts in stored.items():
+        joined_size = (sum(one.shape[0] for one in parts), *parts[0].shape[1:])
+        found |= ways.get(parts[0].name, {name: joined_size})
+    return found
 
 
 def _spans_of(whole: TensorSpan, parts: list[ParameterSpec]) -> Iterator[tuple[ParameterSpec, TensorSpan]]:
@@ -268,6 +296,9 @@ def _as_stored(model: Transformer) -> dict[str, Tensor]:
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
     found = dict[str, Tensor]()
     for name, parts in stored_tensors(model.shape).items():
+        if has_layouts(parts[0]):
+            found |= as_written(parts[0], own[parts[0].name])
+            continue
         rows = [own[one.name] for one in parts]
         found[name] = joined(rows) if len(rows) > 1 else rows[0]
     return found

@@ -27,6 +27,7 @@ from llamarl.model_spec import SHAPES, ModelSpec, shape_named
 _MAX_LAYERS = 2048
 _MAX_SIZE = 1 << 26
 _MAX_JSON_BYTES = 64 << 20
+_CLASSIFIER = "ForSequenceClassification"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -101,7 +102,7 @@ def read_classifier_shape(folder: Path) -> ModelSpec:
     path = config_path(folder)
     raw = read_json_object(path)
     family = FAMILIES.get(str(raw.get("model_type")))
-    expected = family.architecture.replace("ForCausalLM", "ForSequenceClassification") if family else ""
+    expected = _classifier_name(family) if family else ""
     if raw.get("architectures") != [expected]:
         raise ModelError(
             f"{path}: 'architectures': {_brief(raw.get('architectures'))} is no reward model of a family we support; "
@@ -112,9 +113,20 @@ def read_classifier_shape(folder: Path) -> ModelSpec:
         raise ModelError(f"{path}: a reward model has one label, this one has several")
     kept = {key: value for key, value in raw.items() if key not in ("architectures", "num_labels")}
     try:
-        return _shape_of(kept | {"tie_word_embeddings": True})
+        return replace(_shape_of(kept | {"tie_word_embeddings": False}), value_head=True)
     except InputError as error:
         raise ModelError(f"{path}: {error}") from None
+
+
+def is_classifier(folder: Path) -> bool:
+    """Whether `config.json` says that the folder's model has scores instead of a vocabulary."""
+    architectures = read_json_object(config_path(folder)).get("architectures")
+    return isinstance(architectures, list) and any(_CLASSIFIER in str(one) for one in architectures)
+
+
+def _classifier_name(family: Family) -> str:
+    """Class in transformers of the family's models with scores."""
+    return family.architecture.replace("ForCausalLM", _CLASSIFIER)
 
 
 def config_path(folder: Path) -> Path:
@@ -167,16 +179,18 @@ def _family_of(raw: Mapping[str, Any]) -> Family:
 
 def _value_of(key: ConfigKey, raw: Mapping[str, Any]) -> Any:
     """The spec's value of a family's own key."""
-    value = raw.get(key.key, key.default)
+    value = next((raw[name] for name in (key.key, *key.also) if name in raw), key.default)
     if value is None and not key.nullable:
         value = key.default
+    if key.type is int and (type(value) is not int or not 1 <= value <= _MAX_SIZE):
+        raise ModelError(f"'{key.key}' must be a whole number from 1 to {_MAX_SIZE}, is {_brief(value)}")
     if key.type is bool and not isinstance(value, bool):
         raise ModelError(f"'{key.key}' must be true or false, is {_brief(value)}")
     return key.read(number(value, key.key) if key.type is float and value is not None else value)
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
-    own, only = {key.key for key in family.keys}, {**ONLY, **family.only}
+    own, only = set(_own_keys(family)), {**ONLY, **family.only}
     for key, value in raw.items():
         # null is how these files say "not in use"
         if value is None or key in own or key in family.harmless:
@@ -191,8 +205,12 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
             )
 
 
+def _own_keys(family: Family) -> list[str]:
+    return [name for key in family.keys for name in (key.key, *key.also)] + list(family.more_keys)
+
+
 def _is_known(key: str, family: Family) -> bool:
-    own = key in family.harmless or key in family.only or any(key == one.key for one in family.keys)
+    own = key in family.harmless or key in family.only or key in _own_keys(family)
     return own or key in HARMLESS or key in ONLY or key in HFConfig.__struct_fields__
 
 
@@ -310,7 +328,10 @@ def _defaults() -> dict[str, Any]:
 
 def config_of(shape: ModelSpec, *, dtype: str = "float32") -> dict[str, Any]:
     """Contents of `config.json`, in the form that both transformers 4 and 5 read."""
-    return _config(shape, FAMILIES[model_type_of(shape)], dtype)
+    spoken = replace(shape, value_head=False)
+    family = FAMILIES[model_type_of(spoken)]
+    labels = {"architectures": [_classifier_name(family)], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return _config(spoken, family, dtype) | (labels if shape.value_head else {})
 
 
 def _config(shape: ModelSpec, family: Family, dtype: str) -> dict[str, Any]:
@@ -335,7 +356,7 @@ def _config(shape: ModelSpec, family: Family, dtype: str) -> dict[str, Any]:
         value = key.write(getattr(shape, key.fields[0]))
         if key.written or value != key.default:
             config[key.key] = value
-    return config | _window_config(shape, family)
+    return config | dict(family.described(shape)) | _window_config(shape, family)
 
 
 def _activation_config(shape: ModelSpec, family: Family) -> dict[str, Any]:
@@ -367,9 +388,17 @@ def write_config(
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def _spec_in(folder: Path, *, value_head: bool) -> ModelSpec | None:
+    """The spec of a folder; None if its model has another sort of head."""
+    if is_classifier(folder) != value_head:
+        return None
+    return read_classifier_shape(folder) if value_head else read_shape(folder)
+
+
 def carried_config(shape: ModelSpec, source: Path | None, *, dtype: str) -> dict[str, Any]:
     """The source's own config with the new dtype if it describes the same spec; else one made from the spec."""
-    if source is None or not (source / "config.json").is_file() or read_shape(source) != shape:
+    has_config = source is not None and (source / "config.json").is_file()
+    if source is None or not has_config or _spec_in(source, value_head=shape.value_head) != shape:
         return config_of(shape, dtype=dtype)
     config = {key: value for key, value in read_json_object(source / "config.json").items() if key != "dtype"}
     return config | {"torch_dtype": dtype}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from llamarl.errors import ConfigError
 from llamarl.families.family import FP8_TILE
+from llamarl.model.experts import ExpertMLP
 from llamarl.model.linear import JoinedLinear, ReplacedLinear, joined
 from llamarl.model.ops import Residual, Stream, fused, silu_times
 from llamarl.model.transformer import (
@@ -231,6 +232,8 @@ def quantize_block(block: Block | BranchBlock, kind: Quantization, *, keep_wide:
         if isinstance(block, BranchBlock):
             block.stream_input.__class__ = NarrowStreamInput
     dtype = block.norm_dtype
+    if isinstance(block.mlp, ExpertMLP):
+        raise ConfigError("generator.quantize: models with experts are served in their own precision; set it to none")
     return [narrow for part in (block.self_attn, block.mlp) for narrow in _quantize_part(part, kind, keep_wide, dtype)]
 
 

@@ -1,4 +1,4 @@
-"""Where a snapshot keeps policy and optimizer, and the hashes that show whether its files are unchanged."""
+"""Where a snapshot keeps policy, critic and their optimizers, and the hashes that show whether its files are unchanged."""
 
 from __future__ import annotations
 
@@ -7,15 +7,28 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 POLICY = "policy"
 OPTIMIZER = "trainer"
+CRITIC = "critic"
+CRITIC_OPTIMIZER = "critic_trainer"
 MANIFEST = "manifest.json"
 _HASH_BYTES = 1 << 20
 _MAX_HASHED_AT_ONCE = 8
+
+
+class StateFolders(NamedTuple):
+    """Folders in a snapshot of a model that is trained, and of its optimizer's state."""
+
+    model: str = POLICY
+    optimizer: str = OPTIMIZER
+
+
+OF_POLICY, OF_CRITIC = StateFolders(), StateFolders(CRITIC, CRITIC_OPTIMIZER)
 
 
 class SnapshotManifest(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The one transformer of all dense families (`families/`), in plain PyTorch.
+"""The one transformer of all families (`families/`), in plain PyTorch.
 
 It knows nothing of parallelism, caches or masks. Attention is a function passed by the caller: the trainer's masks
 documents, the generator's reads and writes its KV cache. Parameters have their Hugging Face names, so checkpoints and
@@ -8,13 +8,14 @@ publications need no renaming. `fuse` joins parameters that read the same input 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llamarl.families.decoder import NORM_NAMES
+from llamarl.model.experts import ExpertMLP, OwnChoice
 from llamarl.model.linear import JoinedLinear, Product, joined
 from llamarl.model.ops import (
     ACTIVATIONS,
@@ -94,7 +95,7 @@ class Attention(nn.Module):
         self.k_norm = _head_norm(shape) if shape.qk_norm else nn.Identity()
         if shape.wide_qk_norm:
             self.q_norm, self.k_norm = (AllHeadsNorm(size, shape.norm_eps) for size in (q_size, kv_size))
-        self.norms_all_heads = shape.wide_qk_norm
+        self.norms_all_heads, self.clip = shape.wide_qk_norm, shape.clip_qkv
         self.options = shape.attention_of(layer)  # None: plain attention
         self.rope_at = self.options.rope if self.options else 0
         self.fused: Product | None = None  # q, k and v as one product; see `fuse`
@@ -112,9 +113,10 @@ class Attention(nn.Module):
         return add_projection(residual, self.o_proj, out_BTHD.flatten(2))
 
     def _normed(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Queries, keys and values, with norms that span all heads."""
+        """Queries, keys and values, with norms that span all heads, and bounded."""
         q, k, v = parts
-        return (self.q_norm(q), self.k_norm(k), v) if self.norms_all_heads else parts
+        parts = (self.q_norm(q), self.k_norm(k), v) if self.norms_all_heads else parts
+        return tuple(part.clamp(-self.clip, self.clip) for part in parts) if self.clip else parts
 
     def _project(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
         if self.fused is None:
@@ -145,13 +147,17 @@ class MLP(nn.Module):
         return add_projection(residual, self.down_proj, inner)
 
 
+def _mlp(shape: ModelSpec, layer: int) -> MLP | ExpertMLP:
+    return ExpertMLP(shape) if shape.has_experts(layer) else MLP(shape)
+
+
 class Block(nn.Module):
     def __init__(self, shape: ModelSpec, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, plus_one=shape.norm_plus_one)
         self.self_attn = Attention(shape, layer)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, plus_one=shape.norm_plus_one)
-        self.mlp = MLP(shape)
+        self.mlp = _mlp(shape, layer)
 
     def forward(self, x: Stream, rope: Rope | None, attend: Attend) -> Stream:
         x = self.self_attn(self.input_layernorm(x), rope, attend, residual=x)
@@ -162,6 +168,20 @@ class Block(nn.Module):
     def norm_dtype(self) -> torch.dtype:
         """Type of the norms' weights, which is that of the input of products."""
         return self.input_layernorm.weight.dtype
+
+
+class ExpertBlock(Block):
+    """A block whose MLP is a mixture of experts. With `routes`, its tokens take these experts instead of choosing; with
+    `report`, it also returns what its router chooses."""
+
+    mlp: ExpertMLP
+
+    def forward(  # type: ignore[override]
+        self, x: Stream, rope: Rope | None, attend: Attend, routes_BTK: Tensor | None = None, report: bool = False
+    ) -> Stream | tuple[Stream, OwnChoice]:
+        x = self.self_attn(self.input_layernorm(x), rope, attend, residual=x)
+        out: Stream | tuple[Stream, OwnChoice] = self.mlp(self.post_attention_layernorm(x), x, routes_BTK, report)
+        return out
 
 
 class BranchBlock(nn.Module):
@@ -176,7 +196,7 @@ class BranchBlock(nn.Module):
         self.self_attn = Attention(shape, layer)
         self._add_norm(after_attention, shape)
         self._add_norm(before_mlp, shape)
-        self.mlp = MLP(shape)
+        self.mlp = _mlp(shape, layer)
         self._add_norm(after_mlp, shape)
         self.stream_input = StreamInput()
 
@@ -208,6 +228,25 @@ class BranchBlock(nn.Module):
         return first.weight.dtype
 
 
+class ExpertBranchBlock(BranchBlock):
+    """The same with a mixture of experts; see `ExpertBlock`."""
+
+    mlp: ExpertMLP
+
+    def forward(  # type: ignore[override]
+        self, x: Stream, rope: Rope | None, attend: Attend, routes_BTK: Tensor | None = None, report: bool = False
+    ) -> Stream | tuple[Stream, OwnChoice]:
+        before_attention, after_attention, before_mlp, after_mlp = self.norm_names
+        stream = settled(x)
+        branch = self.self_attn(self._input(stream, before_attention), rope, attend, residual=torch.zeros_like(stream))
+        stream = self._add(stream, branch, after_attention)
+        found = self.mlp(self._input(stream, before_mlp), torch.zeros_like(stream), routes_BTK, report)
+        if not report:
+            return self._add(stream, found, after_mlp)
+        branch, chosen = found
+        return self._add(stream, branch, after_mlp), chosen
+
+
 def input_norms(block: Block | BranchBlock) -> list[RMSNorm]:
     """The norms whose results products take."""
     if isinstance(block, Block):
@@ -217,6 +256,8 @@ def input_norms(block: Block | BranchBlock) -> list[RMSNorm]:
 
 def _block(shape: ModelSpec, layer: int) -> Block | BranchBlock:
     plain = shape.norms == "pre" and shape.residual_multiplier == 1.0
+    if shape.has_experts(layer):
+        return ExpertBlock(shape, layer) if plain else ExpertBranchBlock(shape, layer)
     return Block(shape, layer) if plain else BranchBlock(shape, layer)
 
 
@@ -235,7 +276,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Decoder(shape)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.head_rows, bias=False)
         if shape.tied_head:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.gather: Callable[[Tensor], Tensor] = lambda part: (
@@ -243,10 +284,24 @@ class Transformer(nn.Module):
         )  # joins the scores of a head that is split over ranks
         self.adapters: Adapters | None = None  # its LoRA adapters; see `lora.py`
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend, rope: Rope | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        attend: Attend,
+        rope: Rope | None = None,
+        *,
+        routes: Tensor | None = None,
+        chosen: Tensor | None = None,
+        shortfall: Tensor | None = None,
+    ) -> Tensor:
         """The last hidden states [B, T, C]; `logits` turns them into scores.
 
-        `rope` is the table of these positions, for callers that already have it.
+        `rope` is the table of these positions, for callers that already have it. In a model with experts, `routes` are the
+        ids of the experts that each token takes in each layer that has some [tokens, expert layers, k], instead of those
+        that the model would choose; a token whose ids are negative chooses. `chosen` is memory of the same shape, of any type
+        of integers, for the ids that it chooses, whether it takes them or not, and `shortfall` memory [tokens, expert layers]
+        for how far the experts of `routes` are behind them (`experts.shortfall`).
         """
         x_BTC: Tensor = self.model.embed_tokens(tokens_BT).float()
         if self.shape.embedding_multiplier != 1.0:
@@ -254,10 +309,38 @@ class Transformer(nn.Module):
         if not getattr(attend, "rotates", False):
             rope = rope or rope_table(self.shape, positions_BT)
         stream: Stream = x_BTC
-        for block in self.model.layers:
-            stream = block(stream, rope, attend)
+        if self.shape.experts:
+            stream = self._through_experts(stream, rope, attend, routes, chosen, shortfall)
+        else:
+            for block in self.model.layers:
+                stream = block(stream, rope, attend)
         hidden: Tensor = self.model.norm(stream)
         return hidden
+
+    def _through_experts(
+        self,
+        stream: Any,
+        rope: Rope | None,
+        attend: Attend,
+        routes: Tensor | None,
+        chosen: Tensor | None,
+        shortfall: Tensor | None,
+    ) -> Stream:
+        rows, place = stream.shape[:2], 0
+        for block in self.model.layers:
+            if not isinstance(block, ExpertBlock | ExpertBranchBlock):
+                stream = block(stream, rope, attend)
+                continue
+            given = None if routes is None else routes[:, place].view(*rows, -1)
+            if chosen is None:
+                stream = block(stream, rope, attend, given)
+            else:
+                stream, own = block(stream, rope, attend, given, True)
+                chosen[:, place].copy_(own.ids_BTK.flatten(0, 1))
+                if shortfall is not None and own.shortfall_BT is not None:
+                    shortfall[:, place].copy_(own.shortfall_BT.flatten())
+            place += 1
+        return cast(Stream, stream)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 scores over the vocabulary."""

@@ -53,7 +53,7 @@ from llamarl.generate.attention import DecodeAttention
 from llamarl.generate.attention_kernels import attend_pages
 from llamarl.generate.kv_cache import PagedCache
 from llamarl.model.quantize import FP8
-from llamarl.model.transformer import rope_up_to
+from llamarl.model.rope import rope_up_to
 from llamarl.model_spec import ModelSpec
 
 shape = ModelSpec(vocab_size=8, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -79,9 +79,7 @@ for dtype in (torch.float32, FP8):
 
 def test_copies_of_one_sequence_see_each_others_new_tokens() -> None:
     """Rows of drafts, in the order in which it matters that all new tokens are written before any is read."""
-    triton = pytest.importorskip("triton")
-    if _release(triton) < (3, 7) and _release(np) >= (2, 4):
-        pytest.skip("before 3.7 Triton's interpreter does what numpy 2.4 refuses")
+    _check_release()
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", DRAFTED], check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

@@ -9,10 +9,12 @@ import torch
 from helpers.decoding import decode_all
 from helpers.groups import prompt_group
 from helpers.lora import put_adapters, random_adapters
-from helpers.odd_models import ODD, odd_model
+from helpers.odd_models import ALL, EXPERTS, ODD, odd_model
+from msgspec.structs import replace
 from torch import Tensor
 
 from llamarl.config import LoraConfig
+from llamarl.errors import ConfigError
 from llamarl.generate.attention import ExtendAttention, PrefillAttention
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.kv_cache import PagedCache
@@ -28,13 +30,13 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 
 
 def sample(model: Transformer, precision: Precision = AS_THE_MODEL, **settings: int) -> CompletionGroup:
-    decoder = decoder_of(model, precision, "", **settings)
+    decoder = decoder_of(model, precision, "", LORA, **settings)
     decoder.version = 0
     return decode_all(decoder, [prompt_group(PROMPT, samples=6, max_new_tokens=14)])[0]
 
 
 def decoder_of(
-    model: Transformer, precision: Precision = AS_THE_MODEL, lora: str = "", **settings: int
+    model: Transformer, precision: Precision = AS_THE_MODEL, lora: str = "", how: LoraConfig = LORA, **settings: int
 ) -> ContinuousDecoder:
     chosen = {"slots": 8, "max_prompt_tokens": 12, "max_new_tokens": 14, "page_tokens": 4, **settings}
     add = {"": None, "beside": serve_adapters, "merged": merge_adapters}[lora]
@@ -44,7 +46,7 @@ def decoder_of(
         eos_ids=(),
         seed=3,
         precision=precision,
-        add_adapters=(lambda one: add(one, LORA, lambda parameter: parameter.shape)) if add else None,
+        add_adapters=(lambda one: add(one, how, lambda parameter: parameter.shape)) if add else None,
     )
 
 
@@ -62,7 +64,7 @@ def gaps(done: CompletionGroup, model: Transformer) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ALL)
 def test_sampled_logprobs_are_those_of_one_pass(name: str) -> None:
     """Prompts in pages that samples share, and pages so few that sequences are paused and read again."""
     assert gaps(sample(odd_model(name)), odd_model(name)).max() < 1e-5
@@ -79,7 +81,7 @@ def test_logprobs_are_those_of_the_quantized_model(name: str, weights: str) -> N
     assert gaps(sample(odd_model(name)), model).median() > 1e-4, "quantizing changed nothing"
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ALL)
 def test_tokens_behind_cached_ones_see_their_window(name: str) -> None:
     """A reply of five tokens, then a longer one, each over the edges of pages and windows."""
     model, page = odd_model(name), 4
@@ -96,13 +98,20 @@ def test_tokens_behind_cached_ones_see_their_window(name: str) -> None:
     torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_quantized_experts_are_refused(weights: str) -> None:
+    with pytest.raises(ConfigError, match="models with experts are served in their own precision"):
+        sample(odd_model("olmoe"), Precision(weights=weights))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("lora", ["beside", "merged"])
-@pytest.mark.parametrize("name", [name for name in ODD if name != "phi3"])
+@pytest.mark.parametrize("name", [name for name in ALL if name != "phi3"])
 def test_adapters_are_served_as_merged(name: str, lora: str, tmp_path: Path) -> None:
-    adapters = random_adapters(LORA, ODD[name])
+    how = replace(LORA, targets="attention") if name in EXPERTS else LORA
+    adapters = random_adapters(how, ALL[name])
     save_model(odd_model(name), tmp_path / "model")
-    save_adapter(adapters, LORA, ODD[name], tmp_path / "adapter", tmp_path / "model")
-    decoder = decoder_of(odd_model(name), lora=lora)
+    save_adapter(adapters, how, ALL[name], tmp_path / "adapter", tmp_path / "model")
+    decoder = decoder_of(odd_model(name), lora=lora, how=how)
     put_adapters(decoder.model, adapters, lambda parameter: whole(parameter.shape))
     decoder.version = 1
     done = decode_all(decoder, [prompt_group(PROMPT, samples=4, max_new_tokens=8)])[0]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 import torch
-from helpers.decoding import decode_all
+from helpers.decoding import decode_all, random_groups
 from helpers.groups import prompt_group
 from helpers.models import copy_weights, lively_model
 from hypothesis import given, settings
@@ -37,16 +35,7 @@ def decoder_with(slots: int, num_pages: int = 0, *, recompute: bool = False, bur
 
 
 def groups_of(seed: int, count: int = 10) -> list[PromptGroup]:
-    random = Random(seed)
-    return [
-        prompt_group(
-            [random.randrange(1, 23) for _ in range(random.randint(1, MAX_PROMPT))],
-            ordinal=ordinal,
-            samples=random.randint(1, 5),
-            max_new_tokens=random.randint(MAX_NEW // 2, MAX_NEW),
-        )
-        for ordinal, _ in enumerate(range(count))
-    ]
+    return random_groups(seed, count, max_prompt=MAX_PROMPT, max_new=MAX_NEW, max_samples=5)
 
 
 def same_tokens(found: dict[int, CompletionGroup], expected: dict[int, CompletionGroup]) -> None:

@@ -11,21 +11,30 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_configs import CLASSES, LENGTH, odd_config
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llamarl.families.parameters import FAMILIES
-from llamarl.model.checkpoint import load_model, save_model
+from llamarl.errors import ModelError
+from llamarl.families.experts import EXPERTS
+from llamarl.families.parameters import FAMILIES, parameters
+from llamarl.generate.parallel import TensorRank
+from llamarl.model.checkpoint import all_of, load_model, save_model
 from llamarl.model.hf_config import read_shape
 from llamarl.model.transformer import Transformer, causal_attention
 
 SEEDS = range(20)
+PLAIN = {"attn_implementation": "eager"}
+
+
+def is_dense(family: str) -> bool:
+    return FAMILIES[family] not in EXPERTS
 
 
 def lively_hf(hf: ModuleType, family: str, seed: int) -> Any:
     """A random small model of transformers, in plain attention, which knows all options."""
     config = getattr(hf, f"{CLASSES[family]}Config")(**odd_config(family, seed))
-    theirs = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    how = PLAIN if is_dense(family) else PLAIN | {"experts_implementation": "eager"}
+    theirs = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
@@ -68,20 +77,53 @@ def test_logprobs_equal_those_of_transformers(
         if seed % 2:
             cached = cached_logits(ours, tokens_BT[:, :5].tolist(), partial(next_of, tokens_BT[:, 5:]), LENGTH - 4)
             assert (logprobs(cached) - expected[:, 4:]).abs().max() < 1e-5, (family, seed)
-        assert_same_files(ours, theirs, tmp_path / f"ours-{seed}")
+        assert_same_files(ours, tmp_path / f"theirs-{seed}", tmp_path / f"ours-{seed}")
         if seed < 3:
-            back = hf.AutoModelForCausalLM.from_pretrained(
-                tmp_path / f"ours-{seed}", attn_implementation="eager", pad_token_id=None
-            )
+            how = PLAIN if is_dense(family) else PLAIN | {"experts_implementation": "eager"}
+            back = hf.AutoModelForCausalLM.from_pretrained(tmp_path / f"ours-{seed}", pad_token_id=None, **how)
             assert type(back) is type(theirs)
             assert torch.equal(back(tokens_BT).logits, theirs(tokens_BT).logits), (family, seed)
 
 
-def assert_same_files(ours: Transformer, theirs: Any, folder: Path) -> None:
-    """What we save has the names and the numbers of transformers."""
+def assert_same_files(ours: Transformer, theirs: Path, folder: Path) -> None:
+    """What we save has the names and the numbers of what transformers saved."""
     save_model(ours, folder)
-    saved, expected = load_file(folder / "model.safetensors"), dict(theirs.named_parameters())
+    saved, expected = (load_file(one / "model.safetensors") for one in (folder, theirs))
     assert saved.keys() == expected.keys()
-    for name, parameter in expected.items():
-        assert torch.equal(saved[name], parameter), name
+    for name, tensor in expected.items():
+        assert torch.equal(saved[name], tensor), name
     assert read_shape(folder) == ours.shape
+
+
+@pytest.mark.parametrize("family", [one.name for one in EXPERTS])
+def test_experts_are_read_in_both_layouts_of_files(hf: ModuleType, family: str, tmp_path: Path) -> None:
+    """One tensor for each expert, and all of them in one: the same model, bit for bit."""
+    theirs = lively_hf(hf, family, 1)
+    theirs.save_pretrained(tmp_path / "original")
+    theirs.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    one, other = (set(load_file(tmp_path / name / "model.safetensors")) for name in ("original", "stacked"))
+    assert one != other
+    ours = [dict(load_model(tmp_path / name).named_parameters()) for name in ("original", "stacked")]
+    assert all(torch.equal(ours[0][name], ours[1][name]) for name in ours[0])
+
+
+def test_a_missing_expert_is_named(hf: ModuleType, tmp_path: Path) -> None:
+    lively_hf(hf, "olmoe", 1).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.experts.1.up_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=r"tensor model\.layers\.0\.mlp\.experts\.1\.up_proj\.weight is missing"):
+        load_model(tmp_path)
+
+
+def test_a_part_of_each_expert_is_read(hf: ModuleType, tmp_path: Path) -> None:
+    """As tensor ranks do."""
+    lively_hf(hf, "olmoe", 1).save_pretrained(tmp_path)
+    whole, half = load_model(tmp_path), TensorRank(1, 2)
+    spec = parameters(whole.shape)["model.layers.0.mlp.experts.gate_up_proj"]
+    part = load_model(tmp_path, box_of=lambda one: half.box(one) if one.is_expert else all_of(one))
+    box = half.box(spec)
+    expected = whole.get_parameter(spec.name)[tuple(slice(*dim) for dim in box)]
+    assert expected.shape[2] < spec.shape[2]
+    assert torch.equal(part.get_parameter(spec.name), expected)

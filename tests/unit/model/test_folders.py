@@ -77,7 +77,7 @@ def test_the_check_reads_no_weights(model: Path, monkeypatch: pytest.MonkeyPatch
     def read(*_: object) -> None:
         raise AssertionError("weights were read")
 
-    for name in ("read_tensor", "same_bytes"):
+    for name in ("read_span", "same_bytes"):
         monkeypatch.setattr(f"llamarl.model.checkpoint.{name}", read)
     check_headers(model)
     with pytest.raises(AssertionError, match="weights were read"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.odd_models import ODD, odd_model
+from helpers.odd_models import ALL, EXPERTS, ODD, odd_model
 from helpers.trainer_rank import make_learner
 from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
 from helpers.trees import flash_on_cpu, make_branching_documents
@@ -28,7 +28,7 @@ DOCUMENTS = make_test_documents(12)
 BRANCHING = make_branching_documents()
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ALL)
 def test_packed_and_recomputed_equals_one_by_one(name: str) -> None:
     learner = cpu_learner(odd_model(name), tokens_per_pack=60, recompute="full", temperature=1.0)
     seen = learner.accumulate(DOCUMENTS)
@@ -38,7 +38,7 @@ def test_packed_and_recomputed_equals_one_by_one(name: str) -> None:
     assert all(gradient.abs().max() > 0 for gradient in expected.values()), "a parameter without use would hide a fault"
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ALL)
 def test_what_documents_begin_with_is_computed_once(name: str) -> None:
     learner, plain = (cpu_learner(odd_model(name), tokens_per_pack=100, share_prompts=how) for how in ("on", "off"))
     assert any(pack.is_shared for pack in learner.policy.packs(BRANCHING))
@@ -113,3 +113,13 @@ def test_masters_are_read_from_joined_tensors(tmp_path: Path) -> None:
     wanted = dict(model.named_parameters())
     for name, master in learner.optimizer.masters():
         assert torch.equal(master.view_as(wanted[name]), wanted[name]), name
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_adapters_beside_experts_are_refused(name: str) -> None:
+    """They would be left out without a word."""
+    for targets in ("all", "mlp"):
+        with pytest.raises(ConfigError, match=r"set model\.lora\.targets=attention"):
+            adapter_parameters(EXPERTS[name], LoraConfig(rank=2, targets=targets))
+    found = adapter_parameters(EXPERTS[name], LoraConfig(rank=2, targets="attention"))
+    assert len(found) == 2 * 2 * 4

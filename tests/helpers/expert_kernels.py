@@ -1,0 +1,37 @@
+"""Kernels of experts against plain PyTorch; Triton's interpreter runs them on a CPU (TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+import torch
+
+from llamarl.model import expert_kernels
+from llamarl.model.experts import choose, expert_mlp, route_weights, sort_by_expert
+
+
+def check(tokens: int, experts: int, k: int, inner: int, hidden: int, device: str = "cpu", *, skewed: bool) -> None:
+    """fp32, with equal logits among them; skewed: some experts get no token."""
+    generator = torch.Generator().manual_seed(tokens)
+    sizes = [(tokens, hidden), (experts, 2, inner, hidden), (experts, hidden, inner), (tokens, hidden)]
+    x, gate_up, down, total = (torch.randn(size, generator=generator).to(device) * 0.5 for size in sizes)
+    logits = torch.randint(-3, 4, (tokens, experts), generator=generator).float().to(device)
+    if skewed:
+        logits[:, experts // 2 :] -= 10.0
+    for normalize in (True, False):
+        ids, weights = expert_kernels.route(logits, k, normalize)
+        assert torch.equal(ids, choose(logits, k))
+        torch.testing.assert_close(weights, route_weights(logits, ids, normalize))
+    order, ends = expert_kernels.sort_pairs(ids, experts)
+    pairs = sort_by_expert(ids, experts)
+    assert torch.equal(order.long(), pairs.order)
+    assert torch.equal(ends, pairs.ends)
+    given = [one.cpu() for one in (x, gate_up, down, ids, weights)]
+    expected = total.cpu() + expert_mlp(given[0], given[1], given[2], given[3], given[4])
+    expert_kernels.add_experts(total, x, gate_up, down, ids, weights)
+    torch.testing.assert_close(total.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+if __name__ == "__main__":
+    for skewed in (False, True):
+        check(1, 4, 2, 8, 16, skewed=skewed)
+        check(7, 5, 2, 12, 24, skewed=skewed)
+        check(70, 6, 3, 20, 40, skewed=skewed)

@@ -1,0 +1,32 @@
+"""What a job with experts is refused before it starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamarl.config.file import load_config
+from llamarl.errors import ConfigError
+from llamarl.jobs.model_check import check_model
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["generator.quantize=int8"], "generator.quantize: int8, but models with experts"),
+        (["trainer.dtype=float16"], "trainer.dtype: float16, but experts compute in bfloat16"),
+        (["model.lora.rank=4"], "set model.lora.targets=attention"),
+        (["generator.tensor=3"], "3 ranks cannot share"),
+    ],
+)
+def test_precisions_and_adapters_that_experts_do_not_have_are_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_model(load_config(None, ["model.path=tiny-moe", *settings]))
+    assert message in str(caught.value)
+
+
+def test_the_shipped_model_with_experts_is_accepted() -> None:
+    tokenizer, notes = check_model(
+        load_config(None, ["model.path=tiny-moe", "model.lora.rank=4", "model.lora.targets=attention"])
+    )
+    assert tokenizer.vocab_size == 17
+    assert not notes
