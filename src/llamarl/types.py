@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 
@@ -69,6 +70,7 @@ class PromptGroup(Struct, frozen=True, tag="prompt", omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()  # tokens that end an answer, besides the model's own
     written: WrittenAnswer | None = None  # the answer that data gives, to be imitated; None: answers are sampled
     teacher: str = ""  # name of the teacher that answers are compared with; empty: none
+    routes: bytes = b""  # experts that read all its tokens but the last, once it was answered (`routes.py`)
 
 
 class VersionRun(Struct, frozen=True, array_like=True):
@@ -105,6 +107,8 @@ class Completion(Struct, frozen=True, omit_defaults=True):
     adapter_effect: bytes = b""  # log-probs with minus without adapters, of the same tokens
     sample: int | None = None  # the agent's sample that it is a branch of; None: it is a sample of its own
     player: int = 0  # which player of its sample wrote it, where an agent plays several sides
+    routes: bytes = b""  # experts of the states that predicted its tokens, tool replies included (`routes.py`)
+    prompt_routes: bytes = b""  # those of the tokens before, where they are not its group's
 
     @property
     def num_tokens(self) -> int:
@@ -209,6 +213,23 @@ def written_group(prompt: PromptGroup, version: int) -> CompletionGroup:
     count = len(sampled_places(len(written.tokens) // 4, written.given))
     runs = (VersionRun(version, count),)
     return CompletionGroup(prompt, (Completion(written.tokens, bytes(4 * count), runs, False, written.given),))
+
+
+def without_routes(group: Group) -> Group:
+    """The group without recorded experts, which only a trainer needs."""
+    if not any(one.routes for one in completions_of(group)):
+        return group
+    if isinstance(group, RolloutGroup):
+        rollouts = tuple(replace(one, completion=_unrouted(one.completion)) for one in group.rollouts)
+        return replace(group, prompt=replace(group.prompt, routes=b""), rollouts=rollouts)
+    if isinstance(group, CompletionGroup):
+        completions = tuple(map(_unrouted, group.completions))
+        return replace(group, prompt=replace(group.prompt, routes=b""), completions=completions)
+    return group
+
+
+def _unrouted(completion: Completion) -> Completion:
+    return replace(completion, routes=b"", prompt_routes=b"")
 
 
 def unjudged(group: CompletionGroup) -> RolloutGroup:

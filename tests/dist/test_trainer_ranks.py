@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.meshes import Layout, assert_noticed, run_mesh
 from helpers.models import SHAPE, lively_model
-from helpers.trainer_rank import DOCUMENTS, make_learner, sequence_loss, train, whole_masters
+from helpers.trainer_rank import DOCUMENTS, critic, make_learner, sequence_loss, train, whole_masters
 from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
 from helpers.trees import make_branching_documents
 from msgspec.structs import replace
@@ -67,6 +67,20 @@ def test_compiled_blocks_of_tensor_ranks_compute_the_same(tmp_path: Path) -> Non
     _, expected = naive_gradients(lively_model(), make_test_documents(DOCUMENTS))
     for recompute in ("none", "full"):
         assert_same_gradients(named(found, f"{recompute}/"), expected)
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (1, 1, 1, 2)], ids=["fsdp=2,tp=2", "context=2"])
+def test_a_critic_of_several_ranks_does_what_one_does(mesh: Layout, tmp_path: Path) -> None:
+    """A head of one row: its gradients, updates and snapshots."""
+    for folder in (tmp_path, tmp_path / "alone"):
+        save_model(lively_model(shape=replace(SHAPE, value_head=True)), folder / "value")
+    found, expected = run_mesh("critic", mesh, tmp_path)["critic"], critic(LONE_RANK, tmp_path / "alone")
+    assert found["loss"].item() == pytest.approx(expected["loss"].item(), abs=1e-5)
+    assert_same_gradients(named(found, "gradient/"), named(expected, "gradient/"))
+    for name, weight in named(expected, "straight/").items():
+        # Adam makes much of what rounding does to the smallest gradients; the learning rate is 1e-2.
+        assert torch.allclose(found[f"straight/{name}"], weight, atol=1e-3), name
+        assert torch.equal(found[f"resumed/{name}"], found[f"straight/{name}"]), name
 
 
 def test_ranks_without_a_document_of_their_own_add_nothing(found: Found) -> None:

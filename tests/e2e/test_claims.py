@@ -108,6 +108,68 @@ def test_runs_of_the_same_job_count_by_their_updates_and_seconds(monkeypatch: py
     assert long_tails.over_all([run(1, 1.0, 1.0, 0.0, None), run(1, 1.0, 1.0, 0.0)])["gpu_idle"] is None
 
 
+def test_a_long_run_is_made_in_stages_that_go_on_from_each_other(tmp_path: Path) -> None:
+    brief = [
+        "--updates",
+        "2",
+        "task.kind=gsm8k",
+        "schedule.max_staleness=1",
+        "schedule.window=1",
+        "generator.kv_pages=0",
+        "reward.workers=1",
+    ]
+    first = claim("long_math", tmp_path, *brief, "--at-most", "1")
+    assert first.returncode == 1 and "updates to 2: is the next to be made" in first.stderr, first.stderr
+    done = claim("long_math", tmp_path, *brief)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("== long_math/bf16-aipo, updates to") == 1 and "--resume" in done.stdout
+    found = json.loads((tmp_path / "results" / "long_math.json").read_text())
+    assert found["updates"] == 2 and [update for update, _ in found["series"]["reward"]] == [0, 1]
+
+
+def test_seeds_are_compared_by_their_mean_and_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
+    import seeds
+
+    runs = [{"accuracy": [(0, 0.1), (5, value)], "staleness": 1.0} for value in (0.5, 0.6, 0.7)]
+    found = seeds.summed_up(runs)
+    assert (found["versions"], found["mean"]) == ([0, 5], pytest.approx([0.1, 0.6]))
+    assert found["deviation"] == pytest.approx([0.0, 0.1])
+    gap, half = seeds.difference([0.5, 0.6, 0.7], [0.4, 0.5, 0.6])
+    assert (gap, half) == pytest.approx((0.1, 2.78 * (2 * 0.01 / 3) ** 0.5))
+    assert len({arm.name for arm in seeds.arms(small=False).values()}) == 6
+    assert seeds.arms(small=False)["async", 0].name == "async", "the run of claim 1 is shared"
+
+
+def test_a_cost_that_grows_without_a_named_limit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
+    import growth_of_cost as growth
+
+    free: dict[str, object] = {
+        "tail_share": 0.0,
+        "weights_share": 0.0,
+        "waits_for_shards": False,
+        "exchange_share": 0.0,
+    }
+    free |= {"offload": False, "recompute": "none", "precision": "bf16"}
+    plain: dict[str, object] = {"trainer_waits": 0.01, "generator_waits": 0.02, "max_staleness": 1, "causes": free}
+    assert growth.limits_of(plain) == []
+    named = [
+        ("weight transfer", {**plain, "causes": {**free, "weights_share": 0.2}}),
+        ("smallest batch per GPU", {**plain, "causes": {**free, "waits_for_shards": True}}),
+        ("split of the GPUs: generators wait 30%", {**plain, "generator_waits": 0.3}),
+        ("longest answer", {**plain, "generator_waits": 0.3, "trainer_waits": 0.2}),
+    ]
+    for words, one in named:
+        (told,) = growth.limits_of(one)
+        assert told.startswith(words)
+    rows = [
+        {"gpus": gpus, "sync": None, "async": {"gpu_s_per_answer": cost, "limits": limits}}
+        for gpus, cost, limits in [(8, 1.0, []), (64, 1.04, []), (256, 1.2, []), (1024, 2.0, ["weight transfer"])]
+    ]
+    assert growth.judged(rows)["unnamed"] == {"async, 256 GPUs": pytest.approx(0.2)}
+
+
 @pytest.mark.parametrize("values", [[(0.0, 1.0)], [(0.0, 0.0), (0.0, 0.0)], [(-3.0, 1e6), (7.0, -1e-6)]])
 def test_plots_take_any_numbers(values: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))

@@ -11,7 +11,7 @@ from helpers.cli import llamarl
 from helpers.engines import ENGINE
 from helpers.fingerprint import fingerprint
 from helpers.killing import TINY, KillAt, Killed
-from helpers.mortal_teacher import FLAG, build_mortal_teacher
+from helpers.mortal_roles import FLAG, build_mortal_teacher
 from helpers.small_model import SPEC, small_model
 from helpers.stub_teacher import stub_endpoint
 from msgspec.structs import replace
@@ -136,6 +136,20 @@ def test_a_teacher_may_be_the_same_base_with_other_adapters(tmp_path: Path) -> N
         assert own["teacher_kl"] > 1e-4
 
 
+def test_a_teacher_may_have_a_head_of_another_size_or_narrow_weights(teachers: Kinds, tmp_path: Path) -> None:
+    """fp8 rounds: the KL is nearly that of the wide teacher, and not the same."""
+    save_teacher(tmp_path / "padded", shape=replace(SPEC, vocab_size=20))
+    wide = teachers["exact"][0]
+    kinds = {"padded": [f"teacher.path={tmp_path / 'padded'}"], "wide": [wide], "fp8": [wide, "teacher.dtype=fp8"]}
+    kl = dict[str, float]()
+    for name, own in kinds.items():
+        settings = [*SMALL, *own, "engine=inline", "schedule.updates=1", "evaluate.prompts=0"]
+        Job(load_config(None, settings)).run(tmp_path / f"{name}-run")
+        kl[name] = metrics_of(tmp_path / f"{name}-run")[0]["teacher_kl"]
+    assert kl["padded"] > 0
+    assert kl["fp8"] == pytest.approx(kl["wide"], rel=0.1) and kl["fp8"] != kl["wide"]
+
+
 def test_a_teacher_may_be_asked_over_http(tmp_path: Path) -> None:
     with stub_endpoint() as server:
         settings = [*SMALL, f"teacher.url={server.url}", "teacher.kl=sampled", "teacher.place=own", "engine=inline"]
@@ -165,7 +179,8 @@ def test_rows_may_name_their_teachers(teachers: Kinds, tmp_path: Path) -> None:
     [
         ("teacher.path=nowhere", "teacher.path: "),
         ("teacher.path=OTHER_TOKENS", "teacher.path: its tokenizer is another than the policy's (hashes "),
-        ("teacher.path=OTHER_SIZE", "teacher.path: its head has 20 rows, the policy's 17"),
+        ("teacher.path=OTHER_SIZE; trainer.tensor=2", "teacher.path: its head has 20 rows, the policy's 17"),
+        ("teacher.path=tiny; teacher.dtype=fp8; trainer.data=2", "teacher.dtype: an fp8 teacher is whole on one rank"),
         ("teacher.weight=2", "teacher.weight: cannot take effect without a teacher"),
         ("algo.reward_weight=0", "algo.reward_weight: 0 leaves nothing to learn from"),
         ("teacher.path=tiny; teacher.place=own", "teacher.place: own ranks send one number for each token"),

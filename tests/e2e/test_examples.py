@@ -41,6 +41,17 @@ def test_smollm2_arithmetic_trains_with_the_tiny_model(tmp_path: Path) -> None:
     assert llamarl("audit", tmp_path / "run").code == 0
 
 
+def test_a_mixture_of_experts_trains(tmp_path: Path) -> None:
+    code, _, err = llamarl(
+        "train", "examples/moe_arithmetic.yaml", *BRIEF, "evaluate.every=1", "--run", tmp_path / "run"
+    )
+    assert (code, err) == (0, "")
+    assert llamarl("audit", tmp_path / "run").code == 0
+    gaps = [row["logprob_gap"] for row in metrics_of(tmp_path / "run") if "logprob_gap" in row]
+    assert gaps
+    assert max(gaps) < 1e-4, "trainer and generator choose the same experts in fp32"
+
+
 def test_math_trains_with_the_tiny_model_and_is_judged_by_workers(tmp_path: Path) -> None:
     data = ["task.path=tests/data/math", "task.held_out=0.2", "evaluate.split=held_out", "evaluate.every=0"]
     small = [*BRIEF, *TINY, "generator.kv_pages=0", "schedule.window=1"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import msgspec
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,19 +24,21 @@ from helpers.lora import LORA
 from helpers.ranks import DEVICE, join_in, leave_group
 from helpers.training import make_test_documents
 from helpers.trees import flash_on_cpu, make_branching_documents
-from llamarl.algo.batch import Document
+from llamarl.algo.batch import VALUE, Document
+from llamarl.algo.gae import RETURNS, VALUES
 from llamarl.algo.losses import LOSSES, REFERENCE_LOGPROBS, aipo_loss, gspo_loss
+from llamarl.algo.streams import StreamWeights
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.errors import JobFailed
-from llamarl.model.training_state import MANIFEST, POLICY, SnapshotManifest
+from llamarl.model.training_state import CRITIC, MANIFEST, OF_CRITIC, POLICY, SnapshotManifest
 from llamarl.train import parallel
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import TrainerMesh, make_mesh
-from llamarl.train.policy import ComputeSettings, Policy, load_policy
+from llamarl.train.policy import ComputeSettings, Policy, load_policy, load_value_policy
 from llamarl.train.restore import load_masters, restore
 from llamarl.train.shards import owned_shards, trained_shards
-from llamarl.train.state import TrainingState, gather
+from llamarl.train.state import TrainingState, critic_state, gather
 from llamarl.train.token_column import TokenColumn
 
 DOCUMENTS = 13
@@ -381,6 +384,41 @@ def compiled(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def value_documents(seed: int = 0) -> list[Document]:
+    """Documents that a critic learns from."""
+    rng, found = np.random.default_rng(seed), []
+    for one in make_test_documents(DOCUMENTS, seed=seed):
+        values, returns = (rng.normal(0, 2, one.num_answer_tokens).astype(np.float32) for _ in range(2))
+        found.append(replace(one, streams=VALUE, columns={VALUES: values, RETURNS: returns}))
+    return found
+
+
+def make_value_learner(folder: Path, mesh: TrainerMesh) -> Learner:
+    policy = load_value_policy(folder, ComputeSettings(DEVICE, torch.float32, mesh, tokens_per_pack=60))
+    settings = TrainerConfig(lr=1e-2, warmup_updates=0, max_grad_norm=0.5)
+    weights = StreamWeights(value_clip=0.2)
+    return Learner(policy, aipo_loss, settings=settings, algo=AlgoConfig(), updates=10, weights=weights)
+
+
+def critic(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients of a critic's loss, its weights after two updates, and the same after a snapshot was read again."""
+    learner = make_value_learner(folder / "value", mesh)
+    seen = learner.accumulate(value_documents())
+    found = {f"gradient/{name}": one for name, one in whole_gradients(learner).items()}
+    found["loss"] = torch.tensor(seen.loss())
+    for update in range(2):
+        learner.learn(update, value_documents(update))
+    state = critic_state(learner.policy, learner.optimizer, folder / "value")
+    state.take()
+    Exchange(mesh).merge(state.write(folder / "snapshot"), "")
+    again = make_value_learner(folder / "snapshot" / CRITIC, mesh)
+    restore(again.policy.model, again.optimizer, folder / "snapshot", OF_CRITIC)
+    for one, prefix in ((learner, "straight"), (again, "resumed")):
+        one.learn(2, value_documents(2))
+        found |= {f"{prefix}/{name}": master for name, master in whole_masters(one).items()}
+    return found
+
+
 TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "gradients": gradients,
     "trees": trees,
@@ -394,6 +432,7 @@ TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "one_more": one_more,
     "one_more_narrow": partial(one_more, dtype=torch.bfloat16),
     "compiled": compiled,
+    "critic": critic,
     "shared_packs": shared_packs,
     "narrow_packs": narrow_packs,
 }

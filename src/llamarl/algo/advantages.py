@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import fsum, sqrt
 
 from llamarl.config import AlgoConfig
-from llamarl.types import PromptGroup, Rollout, RolloutGroup
+from llamarl.types import PromptGroup, Rollout, RolloutGroup, bytes_to_floats
 
 Advantages = Callable[[Sequence[float]], list[float]]
 """From the rewards of a group to the advantage of each completion."""
@@ -65,17 +65,39 @@ def advantages_for(kind: str, loss: str) -> Advantages:
 def estimate_advantages(group: RolloutGroup, algo: AlgoConfig) -> list[float]:
     """The estimator's advantage of each rollout, after the penalty for answers that were cut off. Where an agent's sample has
     several branches, they count once in the group and share their sample's advantage; one that was cut off costs it the
-    penalty. Several players of a sample are judged apart, each by the same player of the other samples."""
+    penalty. Several players of a sample are judged apart, each by the same player of the other samples. With a critic, it is
+    the mean over the tokens of a rollout."""
+    if algo.advantage == "gae":
+        return [_mean(rollout.columns.get(TOKEN_ADVANTAGES, b"")) for rollout in group.rollouts]
     completions = [rollout.completion for rollout in group.rollouts]
     estimate = advantages_for(algo.advantage, algo.loss)
     if all(completion.sample is None for completion in completions):
         return estimate([_penalized(rollout, algo) for rollout in group.rollouts])
-    rewards: dict[int, dict[int | None, float]] = {}  # by player and sample
+    rewards = _rewards_of_players(group, algo)
+    found = {player: dict(zip(given, estimate([*given.values()]), strict=True)) for player, given in rewards.items()}
+    return [found[completion.player][completion.sample] for completion in completions]
+
+
+def final_rewards(group: RolloutGroup, algo: AlgoConfig) -> list[float]:
+    """The reward at the end of each rollout, after the penalty for answers that were cut off."""
+    completions = [rollout.completion for rollout in group.rollouts]
+    if all(completion.sample is None for completion in completions):
+        return [_penalized(rollout, algo) for rollout in group.rollouts]
+    found = _rewards_of_players(group, algo)
+    return [found[completion.player][completion.sample] for completion in completions]
+
+
+def _rewards_of_players(group: RolloutGroup, algo: AlgoConfig) -> dict[int, dict[int | None, float]]:
+    """The reward of each sample, by player; all its branches share it."""
+    rewards: dict[int, dict[int | None, float]] = {}
     for rollout in group.rollouts:
         of_player, sample = rewards.setdefault(rollout.completion.player, {}), rollout.completion.sample
         of_player[sample] = min(of_player.get(sample, rollout.reward), _penalized(rollout, algo))
-    found = {player: dict(zip(given, estimate([*given.values()]), strict=True)) for player, given in rewards.items()}
-    return [found[completion.player][completion.sample] for completion in completions]
+    return rewards
+
+
+def _mean(column: bytes) -> float:
+    return float(bytes_to_floats(column).mean()) if column else 0.0
 
 
 def _penalized(rollout: Rollout, algo: AlgoConfig) -> float:

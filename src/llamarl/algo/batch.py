@@ -12,6 +12,7 @@ from torch import Tensor
 from llamarl.algo.advantages import TOKEN_ADVANTAGES, estimate_advantages, why_left_out
 from llamarl.config import AlgoConfig
 from llamarl.errors import OwnCodeFailed
+from llamarl.routes import Routes, route_rows
 from llamarl.types import (
     Completion,
     Given,
@@ -41,6 +42,7 @@ class TokenBatch:
 
     @property
     def ratio_N(self) -> Tensor:
+        """pi / mu: probability under the policy being trained, over that under the policy that sampled the token."""
         return (self.policy_logprobs_N - self.behavior_logprobs_N).exp()
 
 
@@ -51,10 +53,12 @@ class Streams:
     policy: bool = True
     imitation: bool = False
     teacher: str = ""  # name of the teacher; empty: none
+    value: bool = False
 
 
 POLICY = Streams()
 IMITATION = Streams(policy=False, imitation=True)
+VALUE = Streams(policy=False, value=True)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,9 @@ class Document:
     given: tuple[Given, ...] = ()  # tool replies in the answer: the model reads them, and nothing is learned from them
     source: tuple[int, int] = (-1, 0)  # ordinal of its group, and number of the rollout in it
     streams: Streams = POLICY
+    routes: Routes | None = (
+        None  # experts of all tokens but the last, which the generator never read; None: not recorded
+    )
 
     @property
     def num_answer_tokens(self) -> int:
@@ -112,6 +119,13 @@ def _check_written(group: RolloutGroup) -> None:
         raise OwnCodeFailed(f"group {group.ordinal}: its answer is not the one that the data gives (sft.path)")
 
 
+def _check_valued(group: RolloutGroup, algo: AlgoConfig) -> None:
+    """Refuses answers that no critic has seen, where advantages come from one; there is no other estimate of them."""
+    sampled = group.rollouts if algo.advantage == "gae" and group.prompt.written is None else ()
+    if any(TOKEN_ADVANTAGES not in rollout.columns for rollout in sampled):
+        raise OwnCodeFailed(f"group {group.ordinal}: no critic has given it advantages (algo.advantage=gae)")
+
+
 def _streams(prompt: PromptGroup, *, flat: bool, sampled_kl: bool) -> Streams:
     if prompt.written is not None:
         return IMITATION
@@ -128,6 +142,7 @@ def document_of(prompt: PromptGroup, completion: Completion, *, version: int) ->
 def token_advantages(group: RolloutGroup, algo: AlgoConfig) -> list[Floats]:
     """One advantage for each sampled token of each rollout: the values that a role has added as a column, else the
     estimator's one value for the whole completion."""
+    _check_valued(group, algo)
     estimate = estimate_advantages(group, algo)
     found = [
         _column(rollout, TOKEN_ADVANTAGES)
@@ -170,4 +185,15 @@ def _document_of(
         given=completion.given,
         source=(prompt.ordinal, number),
         streams=streams,
+        routes=_routes(prompt, completion) if completion.routes else None,
+    )
+
+
+def _routes(prompt: PromptGroup, completion: Completion) -> Routes:
+    return route_rows(
+        completion.routes,
+        completion.prompt_routes or prompt.routes,
+        num_tokens=len(completion.tokens) // 4,
+        num_prompt=len(prompt.prompt_tokens) // 4,
+        of=f"group {prompt.ordinal}",
     )

@@ -3,6 +3,7 @@
 `policy`      the policy gradient of `algo.loss`, on tokens that were sampled
 `imitation`   cross-entropy, on tokens of data
 `teacher`     KL to another policy, on tokens that were sampled; it may stand beside the policy gradient
+`value`       squared error of a critic's values, on tokens that were sampled; a critic has no other stream
 
 An update that has only the first one is what reinforcement learning always was, to the bit.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from llamarl.algo.batch import Document, TokenBatch
@@ -29,12 +31,13 @@ class StreamCounts:
     policy_sequences: int = 0
     imitation: int = 0
     teacher: int = 0
+    value: int = 0
     total: int = 0  # a token in two streams counts once
 
     @property
     def sampled(self) -> int:
-        """Number of tokens that the policy has sampled."""
-        return self.total - self.imitation
+        """Number of tokens that the policy has sampled, where it is the policy that learns."""
+        return self.total - self.imitation - self.value
 
     @classmethod
     def of(cls, documents: Iterable[Document]) -> StreamCounts:
@@ -44,6 +47,7 @@ class StreamCounts:
             policy_sequences=sum(streams.policy for streams, _ in found),
             imitation=sum(count for streams, count in found if streams.imitation),
             teacher=sum(count for streams, count in found if streams.teacher),
+            value=sum(count for streams, count in found if streams.value),
             total=sum(count for _, count in found),
         )
 
@@ -54,6 +58,7 @@ class StreamWeights:
 
     imitation: float = 1.0
     sampled_kl: float = 0.0  # weight of the KL to a teacher as an advantage; 0: it is a stream of its own
+    value_clip: float = 0.0  # most that an update should move a critic's value; 0: no limit
 
 
 def policy_stream(
@@ -66,6 +71,20 @@ def policy_stream(
     gain_N = tokens.columns[TEACHER_LOGPROBS] - tokens.policy_logprobs_N.detach()
     taught = replace(tokens, advantages_N=tokens.advantages_N + sampled_kl * gain_N)
     return objective(loss, taught, algo)
+
+
+def value_stream(
+    values_N: Tensor, before_N: Tensor, returns_N: Tensor, *, num_tokens: int, clip: float
+) -> tuple[Tensor, dict[str, Tensor | float]]:
+    """Half the mean squared error of a critic's values. With `clip`, a value that is further than that from the one `before`
+    the update is also judged at the limit, and the larger error counts: it has no reason to go further (PPO)."""
+    error_N = (values_N - returns_N) ** 2
+    if not clip:
+        return 0.5 * error_N.sum() / num_tokens, {}
+    bounded_N = before_N + (values_N - before_N).clamp(-clip, clip)
+    bounded_error_N = (bounded_N - returns_N) ** 2
+    held = (bounded_error_N > error_N).float().mean().detach()
+    return 0.5 * torch.maximum(error_N, bounded_error_N).sum() / num_tokens, {"value_clipped_share": held}
 
 
 def imitation_stream(tokens: TokenBatch, weight: float = 1.0) -> Tensor:

@@ -6,6 +6,7 @@ import inspect
 
 from llamarl.builders.agent import build_agents
 from llamarl.builders.context import Builder
+from llamarl.builders.critic import build_critic
 from llamarl.builders.generator import build_generator
 from llamarl.builders.reference import build_reference
 from llamarl.builders.reward import build_reward
@@ -18,6 +19,7 @@ from llamarl.plugins import load_function
 
 BUILDERS: dict[str, Builder] = {
     "agent": build_agents,
+    "critic": build_critic,
     "generator": build_generator,
     "reward": build_reward,
     "reward_model": build_reward_model,

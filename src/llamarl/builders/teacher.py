@@ -11,6 +11,7 @@ import torch
 from llamarl.builders.compute import check_ranks, compute_settings
 from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, gpu_for
+from llamarl.builders.tokens import check_same_tokens
 from llamarl.config import Config
 from llamarl.config.lora import NO_LORA
 from llamarl.config.teacher import THE_TEACHER
@@ -18,7 +19,8 @@ from llamarl.errors import ConfigError, InputError, ModelError
 from llamarl.executors.executor import Executor
 from llamarl.executors.teacher import Teacher
 from llamarl.model.adapter_folder import check_base_of, check_same, open_adapter
-from llamarl.model.checkpoint import check_headers
+from llamarl.model.base import Base, BaseLayout, read_base
+from llamarl.model.checkpoint import check_headers, open_checkpoint
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.train.endpoint_teacher import EndpointFailed, EndpointTeacher
@@ -35,7 +37,7 @@ def build_teacher(context: BuildContext) -> Executor:
     device = device_of("teacher.device", settings.device, gpu_for(context))
     mesh = make_mesh(settings.data, settings.tensor, context.rank, device)
     computing = _computing(config, compute_settings(config, device, mesh))
-    policy = load_policy(config.teacher_folders[THE_TEACHER], computing)
+    policy = _load(config, config.teacher_folders[THE_TEACHER], computing)
     return Teacher(Teachers({THE_TEACHER: HostedTeacher(policy, offload=False)}))
 
 
@@ -50,7 +52,7 @@ def hosted_teachers(config: Config, policy: Policy) -> Teachers | None:
         teachers[THE_TEACHER] = AdapterTeacher(policy, adapter_folder(config))
     computing = _computing(config, policy.computing)
     for name, folder in config.teacher_folders.items():
-        teachers[name] = HostedTeacher(load_policy(folder, computing), offload=settings.offload)
+        teachers[name] = HostedTeacher(_load(config, folder, computing), offload=settings.offload)
     return Teachers(teachers, weight=settings.weight, forward=settings.forward)
 
 
@@ -58,11 +60,22 @@ def adapter_folder(config: Config) -> Path:
     return Path(config.teacher.adapter).expanduser()
 
 
+def _load(config: Config, folder: Path, computing: ComputeSettings) -> Policy:
+    """A teacher's weights; in fp8, those of its layers are narrow as soon as they are read."""
+    if config.teacher.dtype != "fp8":
+        return load_policy(folder, computing)
+    checkpoint = open_checkpoint(folder)
+    layout = BaseLayout(checkpoint.shape, computing.dtype, "fp8")
+    memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=computing.device)
+    read_base(checkpoint, layout, memory)
+    return load_policy(folder, computing, base=Base(layout, memory))
+
+
 def _computing(config: Config, policy: ComputeSettings) -> ComputeSettings:
-    """How a teacher computes: as the policy does, in a precision of its own if that is set."""
+    """How a teacher computes: as the policy does, in a precision of its own if that is set, choosing its own experts."""
     asked = config.teacher.dtype
-    dtype: torch.dtype = policy.dtype if asked == "auto" else getattr(torch, asked)
-    return replace(policy, lora=NO_LORA, recompute="none", dtype=dtype)
+    dtype: torch.dtype = policy.dtype if asked in ("auto", "fp8") else getattr(torch, asked)
+    return replace(policy, lora=NO_LORA, recompute="none", dtype=dtype, replay_routes=False)
 
 
 def check_teachers(config: Config, spoken: Tokenizer) -> None:
@@ -77,19 +90,19 @@ def check_teachers(config: Config, spoken: Tokenizer) -> None:
             shape, own = check_headers(folder), Tokenizer.load(folder)
         except ModelError as error:
             raise ModelError(f"{key}: {error}") from None
-        if own.vocabulary_hash != spoken.vocabulary_hash:
+        check_same_tokens(key, "teacher", own, spoken)
+        if shape.vocab_size != vocab_size and config.trainer.tensor > 1 and settings.kl == "exact":
             raise ConfigError(
-                f"{key}: its tokenizer is another than the policy's (hashes {own.vocabulary_hash} and "
-                f"{spoken.vocabulary_hash}); a teacher must know the same tokens by the same ids"
-            )
-        if shape.vocab_size != vocab_size:
-            raise ConfigError(
-                f"{key}: its head has {shape.vocab_size} rows, the policy's {vocab_size}; the KL over the vocabulary needs "
-                "the same"
+                f"{key}: its head has {shape.vocab_size} rows, the policy's {vocab_size}; tensor-parallel ranks cut them at "
+                "the same rows only if both are equal; set trainer.tensor=1, or teacher.kl=sampled"
             )
         check_tensor_parallel(shape, config.trainer.tensor, "trainer.tensor")
         if settings.alone:
             check_ranks("teacher", settings, shape, config)
+        if settings.dtype == "fp8" and (settings.ranks if settings.alone else config.trainer.ranks) > 1:
+            raise ConfigError(
+                "teacher.dtype: an fp8 teacher is whole on one rank; set bfloat16, or place=own with one rank"
+            )
 
 
 def _keys(config: Config) -> Mapping[str, Path]:

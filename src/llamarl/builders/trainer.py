@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from llamarl.algo.streams import StreamWeights
 from llamarl.builders.base import load_base, trainer_has_base
 from llamarl.builders.compute import compute_settings
 from llamarl.builders.context import BuildContext
+from llamarl.builders.critic import make_critic
 from llamarl.builders.devices import device_of, gpu_for
 from llamarl.builders.loss import make_loss
 from llamarl.builders.teacher import hosted_teachers
@@ -23,9 +25,11 @@ from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.train.adapter_check import EffectTolerance
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import make_mesh
+from llamarl.train.passes import UpdatePasses
 from llamarl.train.policy import Policy, load_policy
 from llamarl.train.reference import BaseReference, HostedReference
 from llamarl.train.restore import load_masters, restore
+from llamarl.train.routing import RouteTolerance
 from llamarl.train.warm_up import WarmUp
 
 _MERGED_NARROW = 0.1  # share of the effect; a small model in bf16 lost 0.026 in its first update
@@ -35,13 +39,16 @@ _ROUNDING = {
     torch.float16: 0.01,
 }  # log-probs; twice what was seen: benchmarks/results/logprob_gap.md
 
+_NARROW_ROUTES = RouteTolerance(mean=0.02, largest=1.0)
+_QUANTIZED_ROUTES = RouteTolerance(mean=0.2, largest=math.inf)
+
 
 def build_trainer(context: BuildContext) -> Executor:
     config = context.config
     device = device_of("trainer.device", config.trainer.device, gpu_for(context))
     settings = config.trainer
     mesh = make_mesh(settings.data, settings.tensor, context.rank, device, settings.replicate, context=settings.context)
-    computing = compute_settings(config, device, mesh)
+    computing = replace(compute_settings(config, device, mesh), replay_routes=settings.replay_routes)
     folder, adapter = _start_of(context)
     base = load_base(context, folder, device, computing.weight_dtype) if trainer_has_base(config) else None
     policy = load_policy(folder, computing, adapter=adapter, seed=config.seed, base=base)
@@ -57,6 +64,9 @@ def build_trainer(context: BuildContext) -> Executor:
             imitation=config.sft.weight, sampled_kl=config.teacher.weight if config.teacher and sampled_kl else 0.0
         ),
         teachers=None if sampled_kl else teachers,
+        route_tolerance=_route_tolerance(config, computing.dtype),
+        first_update=config.critic.head_start,
+        passes=UpdatePasses(config.algo.epochs, config.algo.minibatches, config.seed),
     )
     load_masters(policy.model, learner.optimizer, folder)
     if context.snapshot and not keeps_policy_only(context.snapshot):
@@ -71,6 +81,8 @@ def build_trainer(context: BuildContext) -> Executor:
         carry_from=config.model_folder,
         reference=reference,
         teachers=teachers if sampled_kl else None,
+        critic=make_critic(context, computing) if config.has_critic and not config.critic_alone else None,
+        critic_from=config.critic_folder,
         tell=context.tell_engine if beside else None,
         adapter_types=applied_types(config) if config.model.lora and config.samples else (),
         policy_only_at=config.schedule.updates if config.snapshots.at_end == "policy" else None,
@@ -95,6 +107,15 @@ def _tolerance(config: Config, dtype: torch.dtype) -> EffectTolerance:
     return EffectTolerance(share=_MERGED_NARROW if merged else 0.0, least=least)
 
 
+def _route_tolerance(config: Config, dtype: torch.dtype) -> RouteTolerance:
+    """Narrow numbers swap experts that are about equal; quantized ones also single ones that are not."""
+    settings = config.generator
+    if config.generator_quantize != "none" or settings.kv_cache == "fp8":
+        return _QUANTIZED_ROUTES
+    narrow = dtype != torch.float32 or settings.dtype in ("bfloat16", "float16")
+    return _NARROW_ROUTES if narrow else RouteTolerance()
+
+
 def _start_of(context: BuildContext) -> tuple[Path, Path | None]:
     """Folders of the model, and of its adapters if there are any to begin with."""
     config, saved = context.config, context.snapshot / POLICY if context.snapshot else None
@@ -107,5 +128,5 @@ def _hosted_reference(config: Config, policy: Policy) -> HostedReference | BaseR
     """The reference on the trainer's ranks. The base of a policy with adapters is one already."""
     if config.base_is_reference:
         return BaseReference(policy)
-    computing = replace(policy.computing, lora=NO_LORA)
+    computing = replace(policy.computing, lora=NO_LORA, replay_routes=False)
     return HostedReference(load_policy(config.reference_folder, computing))

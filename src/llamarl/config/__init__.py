@@ -9,6 +9,7 @@ from __future__ import annotations
 from llamarl.config.agent import AgentConfig
 from llamarl.config.algo import AlgoConfig
 from llamarl.config.conversation import ConversationConfig
+from llamarl.config.critic import CriticConfig
 from llamarl.config.engine import EngineConfig, HostConfig
 from llamarl.config.evaluate import EvaluateConfig
 from llamarl.config.generator import GeneratorConfig
@@ -35,6 +36,7 @@ __all__ = [
     "AlgoConfig",
     "Config",
     "ConversationConfig",
+    "CriticConfig",
     "DatasetConfig",
     "EngineConfig",
     "EvaluateConfig",

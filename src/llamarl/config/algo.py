@@ -19,12 +19,19 @@ class AlgoConfig(Section, frozen=True):
         ),
     ] = "aipo"
     advantage: Annotated[
-        Literal["auto", "mean", "leave_one_out", "mean_std"],
+        Literal["auto", "mean", "leave_one_out", "mean_std", "gae"],
         Meta(
             description="baseline and scale of the rewards in a group: mean, mean of the others, or mean and standard "
-            "deviation; auto: as published with the loss"
+            "deviation; auto: as published with the loss; gae: an advantage for each token, from a critic"
         ),
     ] = "auto"
+    gamma: Annotated[float, Meta(ge=0, le=1, description="gae: discount of what comes a token later")] = 1.0
+    gae_lambda: Annotated[
+        float,
+        Meta(
+            ge=0, le=1, description="gae: lambda of the policy's advantages; 1: whole returns, 0: the next value only"
+        ),
+    ] = 0.95
     reward_weight: Annotated[
         float,
         Meta(
@@ -43,6 +50,12 @@ class AlgoConfig(Section, frozen=True):
     gspo_high: Annotated[
         float, Meta(ge=0, description="gspo: the ratio of a whole answer is clipped above 1 + gspo_high")
     ] = 4e-4
+    epochs: Annotated[
+        int, Meta(ge=1, description="passes over each batch; several are for losses that clip the ratio, such as ppo")
+    ] = 1
+    minibatches: Annotated[
+        int, Meta(ge=1, description="optimizer steps in each pass, with equal parts of the batch's answers")
+    ] = 1
     reference_kl: Annotated[
         float, Meta(ge=0, description="coefficient of the KL to the reference policy; above 0 adds a reference role")
     ] = 0.0

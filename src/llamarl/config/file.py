@@ -219,8 +219,11 @@ def _as_section(key: str, value: Any, section: type[Section]) -> dict[str, Any]:
 
 
 def setting_named(name: str) -> str:
-    """The key with this name, the only key that ends in it, or our key for another library's name; else ""."""
+    """The key with this name, the only key that ends in it (of the trainer's and the critic's, the trainer's), or our key for
+    another library's name; else ""."""
     ending = [key for key in _known_keys() if name in (key, key.rpartition(".")[2])]
+    if {key.partition(".")[0] for key in ending} == {"critic", "trainer"}:
+        return f"trainer.{name}"
     return ending[0] if len(ending) == 1 else OTHER_NAMES.get(name.rpartition(".")[2].lower(), "")
 
 

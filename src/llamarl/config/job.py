@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from llamarl.config.agent import AgentConfig
 from llamarl.config.algo import AlgoConfig
 from llamarl.config.conversation import ConversationConfig
+from llamarl.config.critic import CriticConfig
 from llamarl.config.engine import EngineConfig
 from llamarl.config.evaluate import EvaluateConfig
 from llamarl.config.generator import GeneratorConfig
@@ -23,7 +24,7 @@ from llamarl.config.reward import RewardConfig
 from llamarl.config.reward_model import RewardModelConfig
 from llamarl.config.sandbox import SandboxConfig
 from llamarl.config.schedule import ScheduleConfig
-from llamarl.config.section import Section
+from llamarl.config.section import Section, changed_settings
 from llamarl.config.sft import SftConfig
 from llamarl.config.snapshots import SnapshotsConfig
 from llamarl.config.task import TaskConfig
@@ -33,7 +34,7 @@ from llamarl.config.weights import WeightsConfig
 from llamarl.errors import ConfigError
 from llamarl.types import Sampling
 
-SHIPPED_MODEL = "tiny"
+SHIPPED_MODELS = ("tiny", "tiny-moe")
 # Scorers that return 1 or 0. The mean of any other (format, length, judge, user code) is not an accuracy.
 RIGHT_OR_WRONG = frozenset(["auto", "exact", "numeric", "choice", "regex", "math", "code"])
 
@@ -58,6 +59,7 @@ class Config(Section, frozen=True):
     trainer: TrainerConfig = TrainerConfig()
     algo: AlgoConfig = AlgoConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig = CriticConfig()
     sft: SftConfig = SftConfig()
     teacher: TeacherConfig = TeacherConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -85,6 +87,7 @@ class Config(Section, frozen=True):
         if self.sft:
             _check_sft(self)
         _check_teacher(self)
+        _check_critic(self)
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
 
@@ -134,6 +137,29 @@ class Config(Section, frozen=True):
         return {name: model_folder(path) for name, path in named.items()}
 
     @property
+    def has_critic(self) -> bool:
+        """Whether advantages come from a critic."""
+        return self.algo.advantage == "gae"
+
+    @property
+    def critic_alone(self) -> bool:
+        """Whether the critic is an executor of its own."""
+        return self.has_critic and self.critic.place == "own"
+
+    @property
+    def critic_folder(self) -> Path:
+        return model_folder(self.critic.path or self.model.path)
+
+    @property
+    def critic_trainer(self) -> TrainerConfig:
+        """How the critic is trained: as the policy, with its own learning rate and, if it has any, its own ranks."""
+        critic, common = self.critic, replace(self.trainer, lr=self.critic.lr)
+        if critic.place == "trainer":
+            return common
+        own = {"device": critic.device, "threads": critic.threads}
+        return replace(common, replicate=1, data=critic.data, context=1, tensor=critic.tensor, **own)
+
+    @property
     def model_folder(self) -> Path:
         return model_folder(self.model.path)
 
@@ -165,7 +191,7 @@ class Config(Section, frozen=True):
 
 def model_folder(path: str) -> Path:
     """Folder of the model that a setting or an argument names. Names on the hub are resolved by `hub.models` first."""
-    if path == SHIPPED_MODEL:
+    if path in SHIPPED_MODELS:
         return Path(__file__).parents[1] / "assets" / path
     return pinned_folder(path, "model") or Path(path).expanduser()
 
@@ -285,6 +311,36 @@ def _check_teacher(config: Config) -> None:
         )
 
 
+def _check_critic(config: Config) -> None:
+    algo, critic = config.algo, config.critic
+    if not config.has_critic:
+        for section, names in (("critic", changed_settings(critic)), ("algo", changed_settings(algo))):
+            for name in names if section == "critic" else [one for one in names if one in ("gamma", "gae_lambda")]:
+                raise ConfigError(f"{section}.{name}: cannot take effect without a critic; set algo.advantage to gae")
+        return
+    if config.supervised:
+        raise ConfigError("algo.advantage: gae needs sampled answers, and with sft.share=1 nothing is sampled")
+    if not algo.reward_weight:
+        raise ConfigError("algo.advantage: gae cannot take effect with algo.reward_weight=0, which leaves rewards out")
+    if critic.head_start >= config.schedule.updates:
+        raise ConfigError(
+            f"critic.head_start: {critic.head_start} of schedule.updates={config.schedule.updates} updates; the policy would "
+            "never move"
+        )
+    if config.model.adapter and not critic.path:
+        raise ConfigError(
+            "critic.path: a copy of the policy would leave out its adapters (model.adapter); name a folder, such as one "
+            "that llamarl merge makes"
+        )
+    if config.trainer.dtype == "float16":
+        raise ConfigError("trainer.dtype: float16 is for log-probs of policies; with a critic, leave it at auto")
+    if critic.place == "trainer" and (misplaced := [one for one in _OWN_RANKS if one in changed_settings(critic)]):
+        raise ConfigError(f"critic.{misplaced[0]}: cannot take effect with critic.place=trainer; set it to own")
+
+
+_OWN_RANKS = ("data", "tensor", "device", "threads")
+
+
 def _check_joining(config: Config) -> None:
     if not config.generator.replicas and not config.engine.join:
         raise ConfigError("generator.replicas: 0 generators, and none can join; set engine.join, or at least 1")
@@ -307,13 +363,14 @@ def _check_colocated(config: Config) -> None:
         )
 
 
-def _frozen(config: Config) -> tuple[tuple[ReferenceConfig | TeacherConfig, bool], ...]:
-    """The frozen policies, and whether they have ranks of their own."""
-    return (config.reference, config.reference_alone), (config.teacher, config.teacher.alone)
+def _beside_trainer(config: Config) -> tuple[tuple[ReferenceConfig | TeacherConfig | CriticConfig, bool], ...]:
+    """The models that work on batches before the trainer, and whether they have ranks of their own."""
+    teacher = config.teacher, config.teacher.alone
+    return (config.reference, config.reference_alone), teacher, (config.critic, config.critic_alone)
 
 
 def _check_inline(config: Config) -> None:
-    others = [one.ranks for one, there in _frozen(config) if there]
+    others = [one.ranks for one, there in _beside_trainer(config) if there]
     if max(config.generator.tensor, config.trainer.ranks, *others, 1) > 1:
         raise ConfigError(
             "engine: inline runs everything in one process; generator.tensor, trainer.data and so on need local"

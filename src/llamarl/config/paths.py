@@ -7,11 +7,17 @@ from pathlib import Path
 import msgspec
 
 from llamarl.config.hub_names import name_on_hub
-from llamarl.config.job import SHIPPED_MODEL, Config
+from llamarl.config.job import SHIPPED_MODELS, Config
 from llamarl.plugins import split_reference
 
 # Settings that may also be a name on the hub.
-MODELS = (("model", "path"), ("reference", "model"), ("reward_model", "path"), ("teacher", "path"))
+MODELS = (
+    ("model", "path"),
+    ("reference", "model"),
+    ("reward_model", "path"),
+    ("teacher", "path"),
+    ("critic", "path"),
+)
 DATA = ("path", "test_path")  # of a task and of the parts of a mixture
 _FILES = (("llm_judge", "rubric"), ("engine", "certs"), ("model", "adapter"), ("teacher", "adapter"))
 _FUNCTIONS = (
@@ -45,7 +51,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 def _absolute_unless_named(text: str) -> str:
     """The absolute path; the shipped model and names on the hub stay as they are."""
-    return text if text == SHIPPED_MODEL or name_on_hub(text) else _absolute(text)
+    return text if text in SHIPPED_MODELS or name_on_hub(text) else _absolute(text)
 
 
 def _absolute(text: str) -> str:

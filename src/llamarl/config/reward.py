@@ -12,14 +12,14 @@ from llamarl.errors import ConfigError
 
 
 class RewardConfig(Section, frozen=True):
-    """The scorer of answers, its options and its limits; see docs/tasks.md."""
+    """The scorer of answers, its options and its limits; see docs/scorers.md."""
 
     scorer: Annotated[
         str,
         Meta(
             description="auto (suits the task), exact, numeric, choice, regex, math, format, length, code, llm_judge, "
             "reasoning_gym (the set's own), none (always 0), or FILE.py:FUNCTION called as score(completion, answer, prompt),"
-            " with the columns its parameters name, or with all completions of a prompt; it may be async; see docs/tasks.md"
+            " with the columns its parameters name, or with all completions of a prompt; it may be async; see docs/scorers.md"
         ),
     ] = "auto"
     trusted: Annotated[

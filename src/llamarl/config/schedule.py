@@ -11,7 +11,7 @@ from llamarl.errors import ConfigError
 
 
 class ScheduleConfig(Section, frozen=True):
-    """Length of the run, size of a batch, staleness, and when to give up; see docs/architecture.md."""
+    """Length of the run, size of a batch, staleness, and when to give up; see docs/flow.md."""
 
     updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next policy version")] = 180
     groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 96

@@ -63,8 +63,11 @@ class TeacherConfig(Section, frozen=True):
     ] = "trainer"
     offload: Annotated[bool, Meta(description="place=trainer: keep its weights in host memory between uses")] = True
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Meta(description="precision of its passes; auto: that of the trainer"),
+        Literal["auto", "float32", "bfloat16", "fp8"],
+        Meta(
+            description="precision of its passes; auto: that of the trainer; fp8: that, with narrow weights and inputs of "
+            "its layers"
+        ),
     ] = "auto"
     data: Annotated[int, Meta(ge=1, description="place=own: data-parallel ranks (FSDP)")] = 1
     tensor: Annotated[int, Meta(ge=1, description="place=own: tensor-parallel ranks")] = 1

@@ -11,7 +11,7 @@ from llamarl.errors import ConfigError
 
 
 class TrainerConfig(Section, frozen=True):
-    """The optimizer, and the precision, parallelism and memory of an update; see docs/trainer.md."""
+    """The optimizer, and the precision, parallelism and memory of an update; see docs/training-at-scale.md."""
 
     lr: Annotated[float, Meta(gt=0, le=1, description="AdamW's learning rate")] = 8e-5
     warmup_updates: Annotated[int, Meta(ge=0, description="updates over which lr rises linearly from 0")] = 10
@@ -72,6 +72,13 @@ class TrainerConfig(Section, frozen=True):
     compile: Annotated[
         Literal["auto", "on", "off"], Meta(description="compile the blocks with torch.compile; auto: on a GPU")
     ] = "auto"
+    replay_routes: Annotated[
+        bool,
+        Meta(
+            description="models with experts: the generator records which experts computed each token, and the trainer takes "
+            "the same ones; false: it chooses them itself"
+        ),
+    ] = True
     offload: Annotated[
         bool, Meta(description="keep the optimizer state in host memory between updates (for large models)")
     ] = False

@@ -1,6 +1,6 @@
 """The controller: `handle(event) -> commands`. It admits prompts, moves groups down the line and decides when weights change.
 
-The rules, in the words of docs/architecture.md:
+The rules, in the words of docs/flow.md:
 - The job has (S+1)*P places. A group takes one when it is admitted; its batch frees P when the version that the batch made
   is visible, not when it was trained. This bounds staleness, and no stale data is thrown away.
 - A group goes to the replica with the fewest groups among those that hold the newest visible version and have room.

@@ -12,7 +12,8 @@ GENERATOR_AHEAD = 3  # capacity per slot: no slot should be empty while the long
 
 
 def default_line(config: Config) -> Line:
-    """A reward model, a reference policy and a teacher stand between reward and trainer if the config asks for them."""
+    """A reward model, a reference policy, a teacher and a critic stand between reward and trainer if the config asks for
+    them."""
     if not config.samples:
         return _rows_line(config)
     samples = config.schedule.samples_per_group
@@ -69,8 +70,8 @@ def _agents(config: Config) -> list[Role]:
 
 
 def _way_to_trainer(config: Config) -> tuple[list[str], list[Role], list[Channel]]:
-    """The stops of a group, the roles between reward and trainer (a reward model, a reference policy and a teacher with ranks
-    of their own, where there are any), and the channels from stop to stop."""
+    """The stops of a group, the roles between reward and trainer (a reward model, a reference policy, a teacher and a critic
+    with ranks of their own, where there are any), and the channels from stop to stop."""
     roles: list[Role] = []
     if config.reward_model.path:
         ahead = GROUPS_AHEAD * config.schedule.samples_per_group
@@ -99,6 +100,11 @@ def _way_to_trainer(config: Config) -> tuple[list[str], list[Role], list[Channel
                 threads=taught.threads,
                 gpu=not taught.url,
             )
+        )
+    if config.critic_alone:
+        valued = config.critic
+        roles.append(
+            Role(name="critic", unit="batch", done="valued", ranks=valued.ranks, threads=valued.threads, gpu=True)
         )
     first, judged = ("agent", config.agent.reward == "scorer") if config.agent else ("generator", True)
     stops = [first, *(["reward"] if judged else []), *(role.name for role in roles), "trainer"]

@@ -1,4 +1,5 @@
-"""Decides which groups of a batch stay readable, and gathers what is known of them until they are trained."""
+"""Decides which groups of a batch stay readable, and gathers what is known of them until they are trained. Experts are left
+out: no reader needs them, and they would be most of the bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from llamarl.controller.ledger import Trained
 from llamarl.engine.group_store import GroupStore
 from llamarl.engine.prompts import Prompts
 from llamarl.observe.rollout_log import RolloutLog, SavedGroup
-from llamarl.types import Group
+from llamarl.types import Group, without_routes
 
 
 class KeptRollouts:
@@ -54,7 +55,10 @@ class KeptRollouts:
         logprobs = self._logprobs.pop(trained.update, {})
         kept = [
             SavedGroup(
-                trained.update, groups[o], logprobs.get(o, ()), self._dropped[o][0] if o in self._dropped else ""
+                trained.update,
+                without_routes(groups[o]),
+                logprobs.get(o, ()),
+                self._dropped[o][0] if o in self._dropped else "",
             )
             for o in self._log.choose(groups)
         ]

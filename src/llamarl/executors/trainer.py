@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from llamarl.errors import ModelError
 from llamarl.executors.executor import UnexpectedMessage
 from llamarl.messages import (
     BatchResult,
@@ -20,33 +18,32 @@ from llamarl.messages import (
     PublishWeights,
     Report,
     SaveState,
-    StateNotSaved,
-    StateSaved,
     WeightsPublished,
     WorkOnBatch,
 )
 from llamarl.model.adapter_digest import PendingHash
 from llamarl.model.transformer import Transformer
+from llamarl.routes import RoutesDiffer
 from llamarl.train.adapter_check import AdaptersDiffer
-from llamarl.train.exchange import Exchange
-from llamarl.train.learner import Learner
+from llamarl.train.critic import Critic, OutOfOrder, ValuedBatch
+from llamarl.train.learner import Learner, UpdateResult
 from llamarl.train.optimizer import AdamW
 from llamarl.train.reference import BaseReference, HostedReference
-from llamarl.train.state import TrainingState
+from llamarl.train.state import TrainingState, critic_state
+from llamarl.train.state_saver import StateSaver
 from llamarl.train.teacher import Teachers
 from llamarl.weights.memory import HOST
 from llamarl.weights.overlapped_writer import OverlappedWriter
 from llamarl.weights.transport import Publication, WeightWriter
 
-_LOOK_AGAIN_S = 0.005  # the time that one call of `work` waits for a snapshot that is being written
-
 
 class Trainer:
     """`reference` is given when the reference policy shares these ranks; otherwise its column comes with the rollouts. So are
-    `teachers` whose log-probs of sampled tokens are wanted. With `tell`, weights are published beside the next passes, and
-    `tell` gets the report when they can be read. Only the policy is saved of version `policy_only_at`. With `adapter_types`,
-    the types that adapters change to on their way to a generator, their hash is reported with each version. `warm_up` is
-    called once between messages, before the first batch."""
+    `teachers` whose log-probs of sampled tokens are wanted, and the `critic`, whose folder began as a copy of `critic_from`.
+    With `tell`, weights are published beside the next passes, and `tell` gets the report when they can be read. Only the
+    policy is saved of version `policy_only_at`. With `adapter_types`, the types that adapters change to on their way to a
+    generator, their hash is reported with each version. `warm_up` is called once between messages, before the first
+    batch."""
 
     def __init__(
         self,
@@ -56,24 +53,25 @@ class Trainer:
         carry_from: Path,
         reference: HostedReference | BaseReference | None = None,
         teachers: Teachers | None = None,
+        critic: Critic | None = None,
+        critic_from: Path | None = None,
         tell: Callable[[Report], None] | None = None,
         policy_only_at: int | None = None,
         adapter_types: tuple[torch.dtype, ...] = (),
         warm_up: Callable[[], None] | None = None,
     ) -> None:
         self.learner, self._weights, self._reference = learner, weights, reference
-        self._teachers = teachers
+        self._teachers, self._critic = teachers, critic
         self._tell = tell or (lambda report: None)
         self._beside = None if tell is None else OverlappedWriter(weights, _gpu(learner))
         if self._beside is not None:
             learner.hold = self._beside.hold
         mesh = learner.policy.computing.mesh
-        self._state = TrainingState(self.model, self.optimizer, carry_from, mesh)
-        self._policy_only_at = policy_only_at
+        states = [TrainingState(self.model, self.optimizer, carry_from, mesh)]
+        if critic is not None:
+            states.append(critic_state(critic.learner.policy, critic.learner.optimizer, critic_from or carry_from))
+        self._saver = StateSaver(states, mesh, policy_only_at=policy_only_at)
         self._adapter_hash = learner.adapter_hash(adapter_types) if adapter_types else None
-        self._exchange = Exchange(mesh)
-        self._pool = ThreadPoolExecutor(1)
-        self._saving: tuple[int, Future[dict[str, str]]] | None = None
         self._warm_up, self._published_once, self.preparing = warm_up, False, ""
 
     @property
@@ -97,7 +95,7 @@ class Trainer:
                 self._published_once = True
                 yield _report(self._weights.publish(message.version), pending)
             case SaveState():
-                self._begin_save(message)
+                self._saver.begin(message)
             case _:
                 raise UnexpectedMessage("trainer", message)
 
@@ -117,35 +115,32 @@ class Trainer:
             groups = self._reference.add_column(groups)
         if self._teachers is not None:
             groups = self._teachers.add_column(groups)
+        valued = ValuedBatch(tuple(groups))
         try:
-            outcome = self.learner.update(message.update, groups, message.probe, message.wanted)
-        except AdaptersDiffer as error:
+            if self._critic is not None:
+                valued = self._critic.work_on(message.update, groups)
+            outcome = self.learner.update(message.update, valued.groups, message.probe, message.wanted)
+        except (AdaptersDiffer, OutOfOrder, RoutesDiffer) as error:
             return MustStop(str(error))
-        return BatchResult(message.update, outcome.metrics, timings=outcome.timings, logprobs=outcome.logprobs)
+        metrics, timings = _both(outcome, valued)
+        columns = () if self._critic is None else valued.groups  # for whoever reads the rollouts
+        return BatchResult(message.update, metrics, columns, timings=timings, logprobs=outcome.logprobs)
 
     @property
     def idle(self) -> bool:
         """An update is made as soon as its batch arrives. Between messages a snapshot is written and, once generators have
         weights to begin with, the passes are compiled."""
-        return self._saving is None and not self._can_warm_up
+        return self._saver.idle and not self._can_warm_up
 
     @property
     def _can_warm_up(self) -> bool:
         return self._warm_up is not None and self._published_once
 
     def work(self) -> Iterable[Report]:
-        """Ranks call this together. The snapshot is saved when the last rank has written its part."""
-        if self._can_warm_up and self._saving is None:
+        """Ranks call this together."""
+        if self._can_warm_up and self._saver.idle:
             yield from self._prepare()
-        if self._saving is None:
-            return
-        version, written = self._saving
-        wait([written], timeout=_LOOK_AGAIN_S)
-        if not self._exchange.all_true(written.done()):
-            return
-        self._saving = None
-        files, problem = self._exchange.merge(*_result(written))
-        yield StateNotSaved(version, problem) if problem else StateSaved(version, files)
+        yield from self._saver.work()
 
     def _prepare(self) -> Iterable[Report]:
         """One slice says what is being waited for; the next one compiles."""
@@ -155,13 +150,6 @@ class Trainer:
         elif self._warm_up is not None:
             self._warm_up()
             self._warm_up, self.preparing = None, ""
-
-    def _begin_save(self, message: SaveState) -> None:
-        """Copy, then write in a thread: the next update waits for the copy only."""
-        if self._saving is not None:
-            wait([self._saving[1]])  # the controller has given this attempt up
-        self._state.take(policy_only=message.version == self._policy_only_at)
-        self._saving = (message.version, self._pool.submit(self._state.write, Path(message.folder)))
 
 
 def _report(made: Publication, pending: PendingHash | None) -> WeightsPublished:
@@ -173,9 +161,12 @@ def _gpu(learner: Learner) -> int:
     return (device.index or 0) if device.type == "cuda" else HOST
 
 
-def _result(written: Future[dict[str, str]]) -> tuple[dict[str, str], str]:
-    """The files and their hashes, or the reason why there are none: a full disk stops nothing but the snapshot."""
-    try:
-        return written.result(), ""
-    except (OSError, ModelError) as error:
-        return {}, str(error)
+def _both(outcome: UpdateResult, valued: ValuedBatch) -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics and timings of the policy's update, and of the critic's before it. Either may have been skipped."""
+    if not valued.metrics:
+        return outcome.metrics, outcome.timings
+    metrics = {**valued.metrics, **outcome.metrics}
+    if "skipped" in valued.metrics:
+        metrics["skipped"] = max(valued.metrics["skipped"], outcome.metrics.get("skipped", 0.0))
+    critic_s = valued.timings.get("compute_s")
+    return metrics, outcome.timings if critic_s is None else {**outcome.timings, "critic_s": critic_s}

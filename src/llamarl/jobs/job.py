@@ -32,7 +32,7 @@ class Job:
     """`Job.load("job.yaml", ["trainer.lr=1e-4"]).run()` does what `llamarl train` does.
 
     To add a role, give a line of your own and a builder for it: `Job(config, line=..., builders={"critic": build})`.
-    A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/tasks.md. `callbacks`
+    A scorer and a task may be given from Python: `Job(config, scorer=function, task=task)`; see docs/scorers.md. `callbacks`
     are called while the job runs: `Callback` objects, or functions of an `UpdateDone`; see docs/reading.md.
     `loggers` come beside those of the config: `Job(config, loggers=[MyLogger()])`; see docs/loggers.md.
     """

@@ -25,6 +25,8 @@ from llamarl.families.parameters import num_parameters
 from llamarl.generate.decoder import Limits
 from llamarl.machine import FreeMemory, host_memory
 from llamarl.model.adapter_folder import base_or_same
+from llamarl.model.base import BaseLayout
+from llamarl.model.classifier import read_value_shape
 from llamarl.model.hf_config import read_classifier_shape, read_shape
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import GIB
@@ -120,6 +122,8 @@ def job_parts(config: Config) -> Iterator[MemoryItem]:
         yield from _reference_parts(config)
     if config.teacher_folders:
         yield from _teacher_parts(config)
+    if config.has_critic:
+        yield from _critic_parts(config)
     if config.reward_model.path:
         yield _reward_model_part(config)
 
@@ -257,16 +261,49 @@ def _reference_parts(config: Config) -> Iterator[MemoryItem]:
 
 def _teacher_parts(config: Config) -> Iterator[MemoryItem]:
     """Weights of the teachers: on ranks of their own, on the trainer's, or in host memory until these use them."""
-    settings, advice = config.teacher, "take a smaller teacher, or set teacher.dtype=bfloat16"
+    settings, advice = config.teacher, "take a smaller teacher, or set teacher.dtype=bfloat16 or fp8"
     first, ranks = ("teacher", settings.ranks) if settings.alone else ("trainer", config.trainer.ranks)
     asked = settings.device if settings.alone else config.trainer.device
     for rank in range(ranks):
         device = device_of(f"{first}.device", asked, _first_gpus(config)[first] + rank)
-        width = _width(config, device) if settings.dtype == "auto" else dtype_of(settings.dtype, device).itemsize
-        held = sum(num_parameters(read_shape(folder)) for folder in config.teacher_folders.values()) * width / ranks
+        held = (
+            sum(_teacher_bytes(config, read_shape(folder), device) for folder in config.teacher_folders.values())
+            / ranks
+        )
         away = settings.offload and not settings.alone
         yield MemoryItem("weights of the teachers", HOST if away else _place(device), held, advice)
         if settings.alone:
+            yield _process(device)
+
+
+def _teacher_bytes(config: Config, shape: ModelSpec, device: torch.device) -> float:
+    asked = config.teacher.dtype
+    if asked == "fp8":
+        return float(BaseLayout(shape, dtype_of(config.trainer.dtype, device), "fp8").num_bytes)
+    return float(
+        num_parameters(shape) * (_width(config, device) if asked == "auto" else dtype_of(asked, device).itemsize)
+    )
+
+
+def _critic_parts(config: Config) -> Iterator[MemoryItem]:
+    """Weights, gradients and optimizer state of the critic, on the trainer's ranks or on its own, and its copy for
+    snapshots."""
+    shape, settings = read_value_shape(config.critic_folder), config.critic_trainer
+    role = "critic" if config.critic_alone else "trainer"
+    advice = "take a smaller critic.path, or more ranks (critic.place=own with critic.data)"
+    each = training_state_bytes(shape, settings.tensor, settings.fsdp_ranks, settings.replicate)
+    for rank in range(settings.ranks):
+        device = device_of(f"{role}.device", settings.device, _first_gpus(config)[role] + rank)
+        on_gpu = device.type == "cuda"
+        state = each * (_LEAST if on_gpu else 1.0)
+        away = _OFFLOADED * state if settings.offload and on_gpu else 0.0
+        yield MemoryItem("state of the critic", _place(device), state - away, advice)
+        if away:
+            yield MemoryItem("state of the critic in host memory", HOST, away, advice)
+        if _saves_whole(config) and rank < settings.shard_ranks:
+            copied = 12 * num_parameters(shape) / settings.shard_ranks
+            yield MemoryItem("copy of the critic for snapshots", HOST, copied, "set snapshots.every=0")
+        if config.critic_alone:
             yield _process(device)
 
 

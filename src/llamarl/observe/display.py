@@ -148,8 +148,14 @@ def answers_of(metrics: dict[str, float]) -> str:
 
 
 def streams_of(metrics: Mapping[str, float]) -> str:
-    """What each stream of an update says of itself: the reward, the loss on rows of data, the KL to a teacher."""
-    named = (("reward", "reward"), ("sft_loss", "loss on the rows"), ("teacher_kl", "KL to the teacher"))
+    """What each stream of an update says of itself: the reward, the loss on rows of data, the KL to a teacher, and how much
+    a critic on the trainer's ranks explains."""
+    named = (
+        ("reward", "reward"),
+        ("sft_loss", "loss on the rows"),
+        ("teacher_kl", "KL to the teacher"),
+        ("explained_variance", "explained"),
+    )
     found = [f"{name} {metrics[key]:.3f}  " for key, name in named if key in metrics]
     return "".join(found) or f"reward {0.0:.3f}  "
 

@@ -30,6 +30,7 @@ class TextAnswer(Struct, frozen=True, kw_only=True):
     versions: tuple[VersionRun, ...]
     finish: Finish
     stop: str | int | None  # the stop string or token of the request that ended it
+    routes: bytes = b""  # see `Piece.routes`
 
 
 class TextDelta(Struct, frozen=True, kw_only=True):
@@ -75,6 +76,7 @@ class _Underway:
                 versions=self._versions,
                 finish=piece.finish,
                 stop=self._text.stop or _stop_token(self._tokens, stop_tokens),
+                routes=piece.routes,
             )
         return TextDelta(
             index=self.index,
@@ -150,6 +152,7 @@ class PromptAnswers:
             versions=piece.versions,
             finish=piece.finish,
             stop=stop or _stop_token(piece.tokens, self.ask.stop_token_ids),
+            routes=piece.routes,
         )
 
     def _finished(self, answer: TextAnswer) -> TextAnswer:
@@ -162,6 +165,7 @@ class PromptAnswers:
                 logprobs=answer.logprobs,
                 versions=answer.versions,
                 finish=answer.finish,
+                routes=answer.routes,
                 chat=self._chat,
                 message=None if self._chat is None else message_of(answer),
             )

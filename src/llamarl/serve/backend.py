@@ -27,7 +27,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     stream: bool = False  # whether pieces come while the answer is sampled; else one whole piece for each answer
 
 
-class Piece(Struct, frozen=True, kw_only=True):
+class Piece(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The next tokens of one answer. The pieces of an answer, in order, make up all of its tokens."""
 
     index: int  # which of the answers to the prompt
@@ -35,6 +35,7 @@ class Piece(Struct, frozen=True, kw_only=True):
     logprobs: Sequence[float]  # of each token, under the distribution it was drawn from
     versions: tuple[VersionRun, ...]  # the policy versions that sampled them, in order
     finish: Finish | None = None  # set in the last piece: ended by a stop token or text, or by the token limit
+    routes: bytes = b""  # experts of all tokens before the last, the prompt's included; only of a job's answers
 
 
 class Scores(Struct, frozen=True, kw_only=True):

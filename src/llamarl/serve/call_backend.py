@@ -141,4 +141,5 @@ def _piece(index: int, completion: Completion) -> Piece:
         logprobs=bytes_to_floats(completion.behavior_logprobs).tolist(),
         versions=completion.versions,
         finish="length" if completion.truncated else "stop",
+        routes=completion.prompt_routes + completion.routes,
     )

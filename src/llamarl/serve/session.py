@@ -38,6 +38,7 @@ class Answered(Struct, frozen=True, kw_only=True):
     logprobs: Sequence[float]
     versions: tuple[VersionRun, ...]
     finish: Finish
+    routes: bytes = b""  # see `Piece.routes`
     chat: Chat | None = None  # None: the prompt was text or tokens
     message: Message | None = (
         None  # the answer as the client sees it, in the form of `Chat.messages`; None without a chat

@@ -37,6 +37,7 @@ class SampledTurn:
     logprobs: tuple[float, ...]
     versions: tuple[VersionRun, ...]
     finish: Finish
+    routes: bytes = b""  # experts of all its tokens but the last, prompt and answer; empty: not recorded
     parent: SampledTurn | None = None  # the last turn that the prompt begins with
     num_children: int = 0
     data: bytes = field(init=False)  # all ids, prompt and answer
@@ -61,6 +62,7 @@ class Branch(Struct, frozen=True):
     tokens: tuple[int, ...]
     trained: tuple[SampledTurn, ...]
     truncated: bool
+    routes: bytes = b""  # experts of all tokens but the last; empty: not recorded
 
     @property
     def head(self) -> tuple[int, ...]:
@@ -129,6 +131,7 @@ class TrainingSession:
             tuple(answered.logprobs),
             answered.versions,
             answered.finish,
+            answered.routes,
         )
         turn.parent = self._longest_prefix(turn.prompt)
         if turn.parent is not None:
@@ -160,7 +163,7 @@ class TrainingSession:
                 continue
             own = tuple(turn for turn in leaf.way if id(turn) not in trained)
             trained.update(map(id, own))
-            branches.append(Branch((*leaf.prompt, *leaf.tokens), own, leaf.finish == "length"))
+            branches.append(Branch((*leaf.prompt, *leaf.tokens), own, leaf.finish == "length", _routes_to(leaf)))
         return branches
 
     # Tokens
@@ -194,6 +197,17 @@ class TrainingSession:
         """Count chats whose last message of the model is not one that this session wrote, once it has written any."""
         said = [at for at, message in enumerate(chat.messages) if message.get("role") == "assistant"]
         self._unmatched += bool(self._turns and said and said[-1] != place)
+
+
+def _routes_to(leaf: SampledTurn) -> bytes:
+    """Experts of all tokens but the last of a leaf's sequence: of each token those of the first call that read it.
+    Later calls read the same again."""
+    found = b""
+    for turn in leaf.way:
+        if not turn.routes:
+            return b""
+        found += turn.routes[len(found) :]
+    return found
 
 
 def _text(message: Message) -> str:
@@ -245,6 +259,7 @@ def completion_of(branch: Branch, num_prompt: int, sample: int, player: int = 0)
         end = len(turn.prompt) + len(turn.tokens)
     if len(branch.tokens) > end:
         given.append(Given(end - num_prompt, len(branch.tokens) - end))
+    routes, prompt_routes = _cut_routes(branch, num_prompt)
     return Completion(
         tokens=tokens_to_bytes(branch.tokens[num_prompt:]),
         behavior_logprobs=floats_to_bytes([logprob for turn in branch.trained for logprob in turn.logprobs]),
@@ -253,7 +268,19 @@ def completion_of(branch: Branch, num_prompt: int, sample: int, player: int = 0)
         given=tuple(given),
         sample=sample,
         player=player,
+        routes=routes,
+        prompt_routes=prompt_routes,
     )
+
+
+def _cut_routes(branch: Branch, num_prompt: int) -> tuple[bytes, bytes]:
+    """Experts of the states that predict the tokens behind the prompt, and of those before. Nothing predicts the first token
+    of all, where there is no prompt."""
+    row_bytes = len(branch.routes) // max(1, len(branch.tokens) - 1)
+    if not num_prompt:
+        return bytes(row_bytes) + branch.routes, b""
+    cut = (num_prompt - 1) * row_bytes
+    return branch.routes[cut:], branch.routes[:cut]
 
 
 def _joined(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:

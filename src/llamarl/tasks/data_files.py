@@ -251,12 +251,13 @@ def field_of(row: Row, field: str) -> Any:
     return field_of(inside, rest)
 
 
-def text_field(row: Row, field: str) -> str:
-    """Return a field that holds a text, or a number as text."""
+def text_field(row: Row, field: str, setting: str = "") -> str:
+    """Return a field that holds a text, or a number as text. `setting` is the one that names the field, if one does."""
     try:
         value = field_of(row, field)
     except KeyError:
-        raise BadRow(f"no field '{field}'; there are: {', '.join(map(repr, row)) or 'none'}") from None
+        told = f"; {setting} names the one that is meant" if setting else ""
+        raise BadRow(f"no field '{field}'; there are: {', '.join(map(repr, row)) or 'none'}{told}") from None
     return as_text(value, field)
 
 

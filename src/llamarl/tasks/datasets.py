@@ -79,7 +79,7 @@ def _rows(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Examp
         return _make_example(settings, {**row, settings.prompt_field: prompt[:-1]}, answer, answer)
     shown = bool(settings.few_shot) and not settings.solution_field
     optional = not needs_answer and not shown and answer in (None, "")
-    text = "" if optional else text_field(row, settings.answer_field)
+    text = "" if optional else text_field(row, settings.answer_field, "task.answer_field")
     return _make_example(settings, row, text, text)
 
 
@@ -92,14 +92,14 @@ def _code(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Examp
 
 def _make_example(settings: DatasetConfig, row: Row, answer: str, solution: str) -> Example:
     """`solution` is the default for rows without a worked solution."""
-    solution = text_field(row, settings.solution_field) if settings.solution_field else solution
+    solution = text_field(row, settings.solution_field, "task.solution_field") if settings.solution_field else solution
     prompt = _column(row, settings.prompt_field)
     if isinstance(prompt, list):
         turns = tuple(_turn(message, settings.prompt_field) for message in prompt)
         if not turns or turns[-1].role != "user":
             raise BadRow(f"'{settings.prompt_field}' must end with a message of the user")
         return Example(turns[-1].content, answer, solution, turns)
-    return Example(text_field(row, settings.prompt_field), answer, solution)
+    return Example(text_field(row, settings.prompt_field, "task.prompt_field"), answer, solution)
 
 
 def _column(row: Row, field: str) -> Any:

@@ -76,6 +76,7 @@ def take_share(pack: Pack, ranks: int, rank: int) -> Pack:
         tokens_RT=pack.tokens_RT[:, tokens],
         positions_RT=pack.positions_RT[:, tokens],
         nodes_RT=pack.nodes_RT[:, tokens],
+        routes_RTLK=None if pack.routes_RTLK is None else pack.routes_RTLK[:, tokens],
         nodes=tuple(Node(NO_PARENT, run.first, *share.positions(run)) for run in share.runs if run.node != PADDING),
         at_N=torch.from_numpy(at),
         at=at,

@@ -1,4 +1,4 @@
-"""One update: forward and backward passes over the rollouts of a batch, pack by pack, then one optimizer step."""
+"""One update: forward and backward passes over the rollouts of a batch, pack by pack, then an optimizer step, or several."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from llamarl.algo.batch import Document, Streams, document_of, make_documents
+from llamarl.algo.gae import RETURNS, VALUES
 from llamarl.algo.losses import Loss, is_tokenwise
 from llamarl.algo.metrics import TokenMeasures, describe_groups, stream_metrics, token_metrics, token_totals
-from llamarl.algo.streams import TEACHER_LOGPROBS, StreamCounts, StreamWeights, imitation_stream, policy_stream
+from llamarl.algo.streams import (
+    TEACHER_LOGPROBS,
+    StreamCounts,
+    StreamWeights,
+    imitation_stream,
+    policy_stream,
+    value_stream,
+)
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train.adapter_check import EffectTolerance, TrainedHash, check_effect
 from llamarl.train.context import join_answers, whole_answers
@@ -24,7 +32,9 @@ from llamarl.train.offload import moved_bytes
 from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import PADDING, AnswerPlaces, Pack
 from llamarl.train.parallel import complete_gradients, is_tensor_sharded, sum_over_replicas
+from llamarl.train.passes import UpdatePasses, merge_steps
 from llamarl.train.policy import Policy
+from llamarl.train.routing import RouteSums, RouteTolerance, check_recorded, check_shortfall
 from llamarl.train.shards import trained
 from llamarl.train.speed import UpdateWork, speed_of, synchronize
 from llamarl.train.stream_packs import stream_packs
@@ -40,9 +50,21 @@ class UpdateResult:
     logprobs: dict[int, tuple[bytes, ...]] = field(default_factory=dict)  # of the wanted groups' rollouts, by ordinal
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What the optimizer steps of one update have done."""
+
+    seen: Seen
+    metrics: dict[str, float]  # of the tokens
+    steps: dict[str, float]  # of the optimizer
+    timings: dict[str, float]
+
+
 class Learner:
-    """`tolerance`: what the adapters' effect may differ by on the generators (`adapter_check.py`). `teachers` are policies
-    whose whole distributions are learned."""
+    """`tolerance`: what the adapters' effect may differ by on the generators (`adapter_check.py`). `route_tolerance`: how far
+    replayed experts may be from the policy's own choice (`routing.py`). `teachers` are policies whose whole distributions are
+    learned. Updates before `first_update` leave the weights as they are. `passes` says how many optimizer steps an update
+    makes."""
 
     def __init__(
         self,
@@ -55,11 +77,15 @@ class Learner:
         tolerance: EffectTolerance | None = None,
         weights: StreamWeights | None = None,
         teachers: Teachers | None = None,
+        route_tolerance: RouteTolerance | None = None,
+        first_update: int = 0,
+        passes: UpdatePasses | None = None,
     ) -> None:
         self.policy, self._loss, self._weights = policy, loss, weights or StreamWeights()
         self._teachers = teachers
+        self._first_update, self._passes = first_update, passes or UpdatePasses()
         self._settings, self._algo, self._updates = settings, algo, updates
-        self._tolerance = tolerance or EffectTolerance()
+        self._tolerance, self._route_tolerance = tolerance or EffectTolerance(), route_tolerance or RouteTolerance()
         compiled = policy.computing.compiled
         self.optimizer = AdamW(trained(policy.model), settings, compiled=compiled)
         self._shared = self._shared_parameters()
@@ -78,34 +104,58 @@ class Learner:
     ) -> UpdateResult:
         """Turns version `number` into the next. Without tokens to learn from, the weights do not change. The log-probs of
         the `wanted` groups are those of version `number`, from the passes that trained it.
-        AdaptersDiffer if a generator has sampled with other adapters."""
+        AdaptersDiffer if a generator has sampled with other adapters, RoutesDiffer if it has recorded other experts."""
         metrics = describe_groups(groups)
         metrics |= check_effect(self.policy, groups if probe is None else [probe], number, self._tolerance)
         if probe is not None:
-            metrics["logprob_gap"] = self._logprob_gap(probe, number)
+            metrics |= self._measure_probe(probe, number)
         documents = make_documents(groups, version=number, algo=self._algo, sampled_kl=self._weights.sampled_kl)
-        if not documents:
+        if self.policy.route_format is not None:
+            check_recorded(documents)
+        if not documents or number < self._first_update:
             return UpdateResult({**metrics, "trained_tokens": 0.0}, {})
-        start_s = time.perf_counter()
-        seen = self.accumulate(documents)
-        totals = seen.totals(documents, self._algo.rho)
-        stepped = self.step(number, seen.total_loss())
-        timings = self._speed(documents, totals.work, start_s)
-        if self.hold is not None:
-            timings["sync_trainer_s"] = self._held_s
-        logprobs = {}
+        learned = self.learn(number, documents)
+        timings, logprobs = learned.timings, {}
         if wanted:
             start_s = time.perf_counter()
-            logprobs = seen.logprobs(documents, groups, wanted)
+            logprobs = learned.seen.logprobs(documents, groups, wanted)
             timings["logprobs_s"] = time.perf_counter() - start_s
-        return UpdateResult({**totals.metrics(), **metrics, **stepped}, timings, logprobs)
+        routing = learned.seen.routing.totals(self.policy.computing.mesh).metrics() if learned.seen.routing else {}
+        check_shortfall(routing, self._route_tolerance, number)
+        return UpdateResult({**learned.metrics, **routing, **metrics, **learned.steps}, timings, logprobs)
 
-    def accumulate(self, documents: Sequence[Document]) -> Seen:
-        """Computes the gradients of the whole update, which the optimizer keeps for its step."""
+    def learn(self, number: int, documents: Sequence[Document]) -> Learned:
+        """Makes the optimizer steps of an update from its documents, of which there is at least one. Metrics are those of the
+        last pass over them, `seen` is the first one."""
+        start_s, held_s = time.perf_counter(), 0.0
+        first: Seen | None = None
+        steps: list[dict[str, float]] = []
+        work: list[UpdateWork] = []
+        for parts in self._passes.parts(number, len(documents)):
+            seen = Seen(self.policy, StreamCounts.of(documents))
+            for chosen in parts:
+                self.accumulate(documents, seen, chosen)
+                steps.append(self.step(number, seen.total_loss()))
+                held_s += self._held_s
+            totals = seen.totals(documents, self._algo.rho)
+            work.append(totals.work)
+            first = first or seen
+        assert first is not None
+        timings = self._speed(documents, work, start_s)
+        if self.hold is not None:
+            timings["sync_trainer_s"] = held_s
+        return Learned(first, totals.metrics(), merge_steps(steps), timings)
+
+    def accumulate(
+        self, documents: Sequence[Document], seen: Seen | None = None, chosen: Sequence[int] | None = None
+    ) -> Seen:
+        """Computes the gradients of one optimizer step, which the optimizer keeps for it: that of all documents, or of those
+        with the `chosen` numbers."""
         self.optimizer.zero_grad()
-        counts = StreamCounts.of(documents)
-        seen = Seen(self.policy, counts)
-        packs = stream_packs(self.policy, documents)
+        counts = StreamCounts.of(documents if chosen is None else [documents[number] for number in chosen])
+        seen = seen or Seen(self.policy, counts)
+        seen.begin_step()
+        packs = stream_packs(self.policy, documents, chosen)
         lesson = self._lesson(packs, counts)
         with self.optimizer.summing() if len(packs) > 1 else nullcontext():
             for number, pack in enumerate(packs):
@@ -127,7 +177,9 @@ class Learner:
         return (self._teachers or Teachers({})).teach(packs, counts.teacher)
 
     def _forward(self, pack: Pack, seen: Seen, counts: StreamCounts, teacher: TeacherStates | None) -> Tensor:
-        hidden_NC = self.policy.hidden(pack)
+        hidden_NC = self.policy.hidden(pack, seen.routing)
+        if pack.streams.value:
+            return self._value_loss(pack, self.policy.values_of(hidden_NC), seen, counts)
         head = replace(self.policy.head, temperature=1.0) if pack.streams.imitation else self.policy.head
         weight_VC = self.policy.head_weight  # after the pass, when FSDP has gathered it
         whole = pack.streams.policy and not is_tokenwise(self._loss)
@@ -145,6 +197,13 @@ class Learner:
             loss = loss + fused if whole else fused
         seen.add_tokens(pack, logprobs_N.detach(), entropy_N.detach(), None if teacher is None else kl_N)
         return loss
+
+    def _value_loss(self, pack: Pack, values_N: Tensor, seen: Seen, counts: StreamCounts) -> Tensor:
+        before_N, returns_N = pack.columns[VALUES], pack.columns[RETURNS]
+        clip = self._weights.value_clip
+        loss, metrics = value_stream(values_N, before_N, returns_N, num_tokens=counts.value, clip=clip)
+        seen.add_part(pack, pack.num_targets, metrics)
+        return loss * (1.0 if pack.counts else 0.0)
 
     def _part_loss(self, pack: Pack, seen: Seen, counts: StreamCounts, share: float = 1.0) -> PartLoss:
         """The loss of a part of the pack's tokens, in the streams that the pack is in; of it, this rank counts a share."""
@@ -172,7 +231,8 @@ class Learner:
         mesh = self.policy.computing.mesh
         sum_over_ranks = mesh.sum_over_shards if mesh.size > 1 else None
         norm = gradient_norm(self.optimizer.gradients(), self._counts_here, sum_over_ranks)
-        lr = learning_rate(self._settings, number, self._updates)
+        first = self._first_update
+        lr = learning_rate(self._settings, number - first, self._updates - first)
         value = torch.as_tensor(loss, device=norm.device)
         self._held_s = self.hold() if self.hold is not None else 0.0
         scale = (self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -194,26 +254,41 @@ class Learner:
         parameters = trained(self.policy.model).items()
         return frozenset(name for name, parameter in parameters if not is_tensor_sharded(parameter))
 
-    def _logprob_gap(self, probe: CompletionGroup, version: int) -> float:
-        """Difference of log-probs between policy and generator on tokens that this same version has sampled."""
+    def _measure_probe(self, probe: CompletionGroup, version: int) -> dict[str, float]:
+        """Difference of log-probs between policy and generator on tokens that this same version has sampled; where experts
+        are replayed, also without that, and how far they are from the policy's own choice."""
         documents = [document_of(probe.prompt, one, version=version) for one in probe.completions]
-        packs = self.policy.packs(documents, same_everywhere=True) if documents else []
-        if not packs:
-            return 0.0
-        gaps_N = torch.cat([self._gaps(pack) for pack in packs]).double()
+        if not documents:
+            return {"logprob_gap": 0.0}
+        if self.policy.route_format is None:
+            return {"logprob_gap": self._logprob_gap(self.policy, documents)}
+        check_recorded(documents)
+        for one in documents:
+            if one.routes is not None:
+                self.policy.route_format.check_distinct(one.routes, "probe")
+        routing = self.policy.route_sums()
+        gap = self._logprob_gap(self.policy, documents, routing)
+        found = routing.totals(self.policy.computing.mesh).metrics() if routing else {}
+        check_shortfall(found, self._route_tolerance, version)
+        return {
+            "logprob_gap": gap,
+            "logprob_gap_own_routes": self._logprob_gap(self.policy.without_replay(), documents),
+            **{f"probe_{name}": value for name, value in found.items() if name.startswith("route_")},
+        }
+
+    def _logprob_gap(self, policy: Policy, documents: Sequence[Document], routing: RouteSums | None = None) -> float:
+        packs = policy.packs(documents, same_everywhere=True)
+        gaps_N = torch.cat([_gaps(policy, pack, routing) for pack in packs]).double()
         total = torch.tensor([gaps_N.sum().item(), len(gaps_N)], dtype=torch.float64)
-        gap, count = self.policy.computing.mesh.sum_over_context(total.to(self.policy.computing.device)).tolist()
+        gap, count = policy.computing.mesh.sum_over_context(total.to(policy.computing.device)).tolist()
         return float(gap / count)
 
-    def _gaps(self, pack: Pack) -> Tensor:
-        gaps_N = (self.policy.logprobs(pack).cpu() - pack.behavior_logprobs_N).abs()
-        return gaps_N if pack.counts else gaps_N[:0]
-
-    def _speed(self, documents: Sequence[Document], work: UpdateWork, start_s: float) -> dict[str, float]:
+    def _speed(self, documents: Sequence[Document], passes: Sequence[UpdateWork], start_s: float) -> dict[str, float]:
         how = self.policy.computing
         synchronize(how.device)
         elapsed_s = time.perf_counter() - start_s
-        tokens = sum(len(document.tokens) for document in documents)
+        tokens = len(passes) * sum(len(document.tokens) for document in documents)
+        work = UpdateWork(sum(one.tokens for one in passes), sum(one.squares for one in passes))
         found = speed_of(self.policy.model.shape, tokens, work, elapsed_s, how.device, how.dtype, how.mesh.size)
         return found if (moved := self._offloaded_gib()) is None else {**found, "offloaded_gib": moved}
 
@@ -226,12 +301,17 @@ class Learner:
         return found
 
 
+def _gaps(policy: Policy, pack: Pack, routing: RouteSums | None) -> Tensor:
+    gaps_N = (policy.logprobs(pack, routing).cpu() - pack.behavior_logprobs_N).abs()
+    return gaps_N if pack.counts else gaps_N[:0]
+
+
 OF_LOSS = "loss/"  # prefix of the loss's own sums
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums and maxima of an update, still on the device."""
+    """Sums and maxima of a pass over an update's documents, still on the device."""
 
     counts: StreamCounts
     staleness: list[int]
@@ -251,19 +331,22 @@ class Totals:
         maxima = dict(zip(self.max_names, self.maxima.tolist(), strict=True))
         ratio_max = maxima.pop("ratio_max")
         streams = stream_metrics(sums, self.counts)
+        count = self.counts.policy or self.counts.value
+        named = ((name.removeprefix(OF_LOSS), value) for name, value in sums.items() if name.startswith(OF_LOSS))
+        own = {name: value / count for name, value in named}
         if not self.counts.sampled:
-            return streams
+            return {**own, **streams}
         found = token_metrics(sums, ratio_max, self.staleness)
-        own = {name.removeprefix(OF_LOSS): value for name, value in sums.items() if name.startswith(OF_LOSS)}
-        return {**found, **{name: value / self.counts.policy for name, value in own.items()}, **maxima, **streams}
+        return {**found, **own, **maxima, **streams}
 
 
 class Seen:
-    """Measures of the passes of an update. They stay on the device until its end, so that no pass waits for a number."""
+    """Measures of one pass over an update's documents. They stay on the device until its end, so that the host waits once."""
 
     def __init__(self, policy: Policy, counts: StreamCounts) -> None:
         self._policy, self._counts = policy, counts
         self._mesh, self._device = policy.computing.mesh, policy.computing.device
+        self.routing = policy.route_sums()  # None: the model has no experts
         self._losses: list[Tensor] = []
         self._parts: list[tuple[float, Mapping[str, Tensor | float]]] = []  # tokens, metrics of the loss
         self._tokens: list[TokenMeasures] = []
@@ -271,6 +354,10 @@ class Seen:
         self._streams: list[Streams] = []  # of the tokens of each pack
         self._kl: list[Tensor] = []  # sums of the KL to teachers
         self._work: list[tuple[Tensor, float]] = []  # tokens and squares of each pass
+
+    def begin_step(self) -> None:
+        """The losses that follow are those of the next optimizer step."""
+        self._losses.clear()
 
     def add_loss(self, loss: Tensor) -> None:
         self._losses.append(loss.detach())
@@ -297,7 +384,7 @@ class Seen:
             )
 
     def total_loss(self) -> Tensor:
-        """Loss of the whole update, summed over ranks (a collective)."""
+        """Loss of the optimizer step, summed over ranks (a collective)."""
         return self._mesh.sum_over_batch(torch.stack(self._losses).sum())
 
     def loss(self) -> float:
@@ -305,7 +392,7 @@ class Seen:
 
     def totals(self, documents: Sequence[Document], rho: float) -> Totals:
         """Totals over all ranks (a collective), without waiting for the device."""
-        sampled = [document for document in documents if not document.streams.imitation]
+        sampled = [one for one in documents if not one.streams.imitation and not one.streams.value]
         staleness = sorted({int(value) for document in sampled for value in np.unique(document.staleness)})
         sums, ratio_max = token_totals(self._all_tokens(), rho=rho, staleness=staleness)
         weighted, maxima = self._part_totals()

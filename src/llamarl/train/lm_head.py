@@ -278,12 +278,22 @@ def _taught(
 ) -> tuple[Tensor, Tensor]:
     """The KL of a chunk's tokens, and the gradient of the scores with it."""
     own = replace(head, divisor=teacher.divisor, softcap=teacher.softcap)
-    teacher_nV = own.scores(teacher.hidden_NC[part], teacher.weight_VC)
+    teacher_nV = _as_wide(own.scores(teacher.hidden_NC[part], teacher.weight_VC), scores_nV.shape[1])
     kl_n, reverse_n, normalizer_n = head.divergence(scores_nV, pieces[1], teacher_nV, teacher.forward)
     share = (teacher.weight, teacher.forward)
     return kl_n, head.score_gradient_beside(
         scores_nV, pieces, grads, teacher_nV, (normalizer_n, reverse_n), share, dtype
     )
+
+
+def _as_wide(teacher_nV: Tensor, rows: int) -> Tensor:
+    """A teacher's scores for as many ids as the policy has. Heads of one tokenizer are padded differently: ids that only the
+    teacher has are left out, and those that only the policy has are as unlikely as the teacher's least likely one."""
+    missing = rows - teacher_nV.shape[1]
+    if missing > 0:
+        least_n1 = teacher_nV.amin(-1, keepdim=True)
+        return torch.cat([teacher_nV, least_n1.expand(-1, missing)], -1)
+    return teacher_nV[:, :rows].contiguous() if missing else teacher_nV
 
 
 def _differentiate(

@@ -156,7 +156,8 @@ def make_mesh(
 
 
 def check_tensor_parallel(shape: ModelSpec, tensor: int, key: str) -> None:
-    """ConfigError unless heads and the MLP's width divide evenly."""
-    for name in ("num_kv_heads", "num_heads", "intermediate_size"):
+    """ConfigError unless heads and the widths of MLPs divide evenly."""
+    dense = () if shape.experts and not shape.dense_layers else ("intermediate_size",)
+    for name in ("num_kv_heads", "num_heads", *dense, *(("expert_size",) if shape.experts else ())):
         if (size := getattr(shape, name)) % tensor:
             raise ConfigError(f"{key}: {tensor} ranks cannot share the model's {name}={size} evenly")

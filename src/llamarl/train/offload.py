@@ -67,14 +67,14 @@ class OffloadedBlock:
         self._forward: Callable[..., Tensor] = block.forward
         self._block, self._number, self.offload = block, number, offload
 
-    def __call__(self, x_RTC: Tensor, rope: tuple[Tensor, Tensor], attend: object) -> Tensor:
+    def __call__(self, x_RTC: Tensor, rope: tuple[Tensor, Tensor], attend: object, *routes: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return self._forward(x_RTC, rope, attend)
+            return self._forward(x_RTC, rope, attend, *routes)
         masks = [one for one in vars(attend).values() if isinstance(one, Tensor)]
         stays = [*self._block.parameters(), *self._block.buffers(), *rope, *masks]
         kept = self.offload.begin_block(self._number, x_RTC.device, stays)
         with saved_tensors_hooks(kept.pack, kept.unpack):
-            out = self._forward(x_RTC, rope, attend)
+            out = self._forward(x_RTC, rope, attend, *routes)
         self.offload.end_block(kept)
         return out
 

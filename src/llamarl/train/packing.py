@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llamarl.algo.batch import POLICY, Document, Streams, TokenBatch
+from llamarl.routes import RouteFormat
 from llamarl.train.balance import balance
 from llamarl.train.trees import TreeBranch, cut, grow_trees, plain_trees
 
@@ -32,6 +33,7 @@ _LEAST_TAIL = (
 )
 PADDING = -1
 NO_PARENT = -1
+OWN_CHOICE = -1  # in place of an expert's id: the policy chooses the token's experts itself
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ class Pack:
     counts: bool = True  # False: a filler that keeps its rank in step with the others; nothing is learned from it
     streams: Streams = POLICY  # of all its documents
     share: ContextShare | None = None  # with context parallelism: the pack that this is a share of
+    routes_RTLK: Tensor | None = (
+        None  # experts to replay in each layer, or OWN_CHOICE; None: the policy chooses them all
+    )
 
     @property
     def num_targets(self) -> int:
@@ -165,13 +170,14 @@ def make_packs(
     long_rows: bool,
     multiple_of: int = TILE,
     sharing: Sharing = PLAIN,
+    routes: RouteFormat | None = None,
 ) -> list[Pack]:
     """This rank's packs of an update, which has at least one document. Every rank gets equally many packs, since every pass
     has collectives. Where documents are too few, a copy of the first one fills in and does not count. Long rows are padded
-    to a multiple of `multiple_of`."""
+    to a multiple of `multiple_of`. With `routes`, packs have the experts that were recorded."""
     multiple = multiple_of if long_rows else 0
     layout = _layout(documents, budget, num_ranks, multiple, sharing)
-    return [_pack(documents, trees, multiple) for trees in layout[rank::num_ranks]]
+    return [_pack(documents, trees, multiple, routes) for trees in layout[rank::num_ranks]]
 
 
 Layout = list[list[TreeBranch]]  # the trees of each pack; pack n belongs to rank n % num_ranks
@@ -228,11 +234,15 @@ def _rows(trees: Sequence[TreeBranch], multiple: int) -> tuple[list[list[TreeBra
     return rows, max(sum(tree.num_tokens for tree in row) for row in rows)
 
 
-def _pack(documents: Sequence[Document], trees: Sequence[TreeBranch], multiple: int) -> Pack:
+def _pack(
+    documents: Sequence[Document], trees: Sequence[TreeBranch], multiple: int, routes: RouteFormat | None
+) -> Pack:
     counts, trees = bool(trees), trees or plain_trees(documents[:1])
     rows, width = _rows(trees, multiple)
     order = _level_by_level if multiple else _tree_by_tree
-    return _to_tensors(documents, [order(row) for row in rows], width, counts)
+    placed = [order(row) for row in rows]
+    pack = _to_tensors(documents, placed, width, counts)
+    return pack if routes is None else replace(pack, routes_RTLK=_routes(documents, placed, width, routes))
 
 
 Placed = tuple[TreeBranch, int]  # a branch, and the index of its parent in the same row
@@ -305,6 +315,24 @@ def _to_tensors(documents: Sequence[Document], rows: Sequence[Sequence[Placed]],
         counts=counts,
         streams=packed[0].streams,
     )
+
+
+def _routes(
+    documents: Sequence[Document], rows: Sequence[Sequence[Placed]], width: int, form: RouteFormat
+) -> Tensor | None:
+    """Recorded experts of each token. Nothing was recorded of the last token of a document, of padding and of data."""
+    if not any(documents[branch.document].routes is not None for row in rows for branch, _ in row):
+        return None
+    found = np.full((len(rows), width, form.layers, form.per_token), OWN_CHOICE, dtype=np.int16)
+    for row, branches in enumerate(rows):
+        column = 0
+        for branch, _ in branches:
+            recorded = documents[branch.document].routes
+            if recorded is not None:
+                ids = form.ids(recorded[branch.start : branch.end])
+                found[row, column : column + len(ids)] = ids
+            column += branch.length
+    return torch.from_numpy(found)
 
 
 def path_of(nodes: Sequence[Node], last: int) -> NDArray[np.int64]:

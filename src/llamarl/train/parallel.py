@@ -27,7 +27,8 @@ from torch.distributed.tensor.parallel import (
 from llamarl.config.lora import NO_LORA, LoraConfig
 from llamarl.families.adapters import trained_parameters
 from llamarl.families.family import ROWS, ParameterSpec
-from llamarl.families.parameters import family_of
+from llamarl.families.parameters import family_of, layer_parameters
+from llamarl.model.experts import ExpertMLP
 from llamarl.model.gpu_paths import compile_backend
 from llamarl.model.ops import Rope
 from llamarl.model.transformer import AllHeadsNorm, Transformer
@@ -69,15 +70,13 @@ def parallelize(
 
 def _tensor_parallel(model: Transformer, mesh: TrainerMesh) -> None:
     family, spec = family_of(model.shape), model.shape
-    block_plan = {
-        "self_attn": PrepareModuleInput(
-            input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
-        ),
-        "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
-        **_styles(family.layer(spec)),
-    }
-    for block in model.model.layers:
-        parallelize_module(block, mesh.tensor_mesh, block_plan)
+    attention = PrepareModuleInput(
+        input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
+    )
+    mlp = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+    for number, block in enumerate(model.model.layers):
+        inputs = {"self_attn": attention} if spec.has_experts(number) else {"self_attn": attention, "mlp": mlp}
+        parallelize_module(block, mesh.tensor_mesh, {**inputs, **_styles(layer_parameters(spec, number))})
     parallelize_module(model, mesh.tensor_mesh, _styles([*family.before(spec), *family.after(spec)]))
     tie_head(model)
 
@@ -91,6 +90,8 @@ def _styles(parameters: Iterable[ParameterSpec]) -> dict[str, ParallelStyle]:
             found[parameter.module] = RowwiseParallel(input_layouts=Replicate())
         elif parameter.kind == "wide_norm":
             found[parameter.module] = SplitNorm()
+        elif parameter.is_expert:
+            found["mlp"] = SplitExperts()
         elif parameter.split is not None:
             found[parameter.module] = ColwiseParallel() if parameter.split == ROWS else RowwiseParallel()
     return found
@@ -104,6 +105,29 @@ class SplitNorm(ParallelStyle):
         module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
         module.sum_over_ranks = partial(_sum_over, device_mesh)
         return module
+
+
+class SplitExperts(ParallelStyle):
+    """Splits the inner units of each expert: every rank computes its part of the result, and the router whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, ExpertMLP)
+        experts = module.experts
+        for name in ("gate_up_proj", "down_proj"):
+            whole = getattr(experts, name)
+            setattr(experts, name, nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(2)])))
+        module.enter, module.leave = partial(_shared_input, device_mesh), partial(_whole_output, device_mesh)
+        return module
+
+
+def _shared_input(mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """The input of what each rank computes a part of: its gradient is the sum over the ranks."""
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def _whole_output(mesh: DeviceMesh, part: Tensor) -> Tensor:
+    """The sum of the ranks' parts of a result."""
+    return DTensor.from_local(part, mesh, [Partial()], run_check=False).full_tensor()
 
 
 def _sum_over(mesh: DeviceMesh, squares: Tensor) -> Tensor:
@@ -136,7 +160,8 @@ def _for_any_length(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Marks the length of rows as dynamic, so that torch makes one graph for all lengths from the start."""
 
     def call(x_RTC: Tensor, rope: Rope, *args: Any, **kwargs: Any) -> Tensor:
-        for tensor in (x_RTC, *rope):
+        routes = [one for one in args if isinstance(one, Tensor)]
+        for tensor in (x_RTC, *rope, *routes):
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
         return forward(x_RTC, rope, *args, **kwargs)
 

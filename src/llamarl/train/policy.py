@@ -1,25 +1,28 @@
-"""The policy on this rank: its shards of the model, the precision of its passes, and log-probs of packs."""
+"""The policy (or the critic) on this rank: its shards of the model, the precision of its passes, and log-probs of packs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from llamarl.algo.batch import Document
 from llamarl.config.lora import NO_LORA, LoraConfig
-from llamarl.families.parameters import block_parameters, parameters
+from llamarl.families.parameters import active_block_parameters, parameters
 from llamarl.model.adapter_folder import check_base_of
 from llamarl.model.base import Base
-from llamarl.model.checkpoint import load_model, meta_model, open_checkpoint, random_model
+from llamarl.model.checkpoint import Checkpoint, empty_model, meta_model, open_checkpoint, random_model
+from llamarl.model.classifier import open_value_model
 from llamarl.model.transformer import Attend, Transformer
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.trainer import LEAST_SHARED
+from llamarl.routes import route_format
 from llamarl.train.attention import document_attention, uses_long_rows
 from llamarl.train.context import take_share
 from llamarl.train.context_attention import context_attention
@@ -30,6 +33,7 @@ from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.narrow_base import take_narrow_base
 from llamarl.train.packing import TILE, Pack, Sharing, make_packs
 from llamarl.train.parallel import parallelize, tie_head
+from llamarl.train.routing import RouteReport, RouteSums
 from llamarl.train.shards import owned_shards
 
 _LENGTHS = (
@@ -54,6 +58,7 @@ class ComputeSettings:
     cudnn_from: int = (
         0  # tokens; documents of at least this length have cuDNN's attention, where it can take them; 0: none
     )
+    replay_routes: bool = False  # whether tokens take the experts that were recorded when they were sampled
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -83,6 +88,11 @@ class Policy:
             softcap=model.shape.logit_softcap,
         )
         self._sharing = sharing_of(model.shape, computing)
+        self.route_format = route_format(model.shape) if computing.replay_routes else None
+
+    def without_replay(self) -> Policy:
+        """The same model, which chooses the experts of all tokens itself."""
+        return Policy(self.model, replace(self.computing, replay_routes=False)) if self.route_format else self
 
     @property
     def head_weight(self) -> Tensor:
@@ -99,6 +109,10 @@ class Policy:
         """This rank's share of the documents, or all of them on every rank; of packs that ranks share, this rank's share."""
         how, mesh = self.computing, self.computing.mesh
         rank, num_ranks = (0, 1) if same_everywhere else (mesh.batch_rank, mesh.batch_ranks)
+        if self.route_format is not None:
+            for one in documents:
+                if one.routes is not None:
+                    self.route_format.check(one.routes, f"group {one.source[0]}")
         packs = make_packs(
             documents,
             how.tokens_per_pack,
@@ -107,13 +121,38 @@ class Policy:
             long_rows=self.long_rows or mesh.context > 1,
             multiple_of=how.rows_multiple_of,
             sharing=self._sharing,
+            routes=self.route_format,
         )
         return packs if mesh.context == 1 else [take_share(pack, mesh.context, mesh.context_rank) for pack in packs]
 
-    def hidden(self, pack: Pack) -> Tensor:
-        """The states [N, C] that predict the pack's answer tokens."""
-        hidden_RTC: Tensor = self.model(pack.tokens_RT, pack.positions_RT, self._attention(pack))
+    def hidden(self, pack: Pack, routing: RouteSums | None = None, *, all_fresh: bool = False) -> Tensor:
+        """The states [N, C] that predict the pack's answer tokens. Of a model with experts, `routing` counts the pass;
+        `all_fresh`: the version being trained has sampled all of it."""
+        inputs = pack.tokens_RT, pack.positions_RT, self._attention(pack)
+        if not self.model.shape.experts:
+            hidden_RTC: Tensor = self.model(*inputs)
+        else:
+            hidden_RTC = self._through_experts(pack, inputs, routing, all_fresh)
         return hidden_RTC.flatten(0, 1).index_select(0, pack.at_N)
+
+    def _through_experts(
+        self, pack: Pack, inputs: tuple[Tensor, Tensor, Attend], routing: RouteSums | None, all_fresh: bool
+    ) -> Tensor:
+        routes_RTLK = pack.routes_RTLK if self.route_format else None
+        routes_NLK = None if routes_RTLK is None else routes_RTLK.flatten(0, 1)
+        report = None
+        if routing is not None:
+            report = RouteReport.empty(self.model.shape, pack.tokens_RT.numel(), pack.tokens_RT.device)
+        chosen, shortfall = report or (None, None)
+        hidden_RTC: Tensor = self.model(*inputs, routes=routes_NLK, chosen=chosen, shortfall=shortfall)
+        if routing is not None and report is not None:
+            with torch.no_grad():
+                routing.add(pack, report, all_fresh=all_fresh)
+        return hidden_RTC
+
+    def route_sums(self) -> RouteSums | None:
+        """What counts the routing of passes; None: the model has no experts."""
+        return RouteSums(self.model.shape, self.computing.device) if self.model.shape.experts else None
 
     def _attention(self, pack: Pack) -> Attend:
         how = self.computing
@@ -124,13 +163,29 @@ class Policy:
         return document_attention(pack, long_rows=self.long_rows, cudnn_from=cudnn_from, window=window)
 
     @torch.no_grad()
-    def logprobs(self, pack: Pack) -> Tensor:
+    def logprobs(self, pack: Pack, routing: RouteSums | None = None) -> Tensor:
+        """Log-probs of the pack's answer tokens. `routing` counts the pass, of tokens that this version has sampled."""
         pack = pack.to(self.computing.device)
-        hidden_NC = self.hidden(pack)
+        hidden_NC = self.hidden(pack, routing, all_fresh=True)
         logprobs_N = chunked_logprobs(hidden_NC, self.head_weight, pack.targets_N, self.head)[0]
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # otherwise only a backward pass would, and snapshots need shards
+        self._reshard()
         return logprobs_N
+
+    def values_of(self, hidden_NC: Tensor) -> Tensor:
+        """The fp32 values of states, where the head has one row; right after a pass, as `head_weight`."""
+        return F.linear(hidden_NC.float(), self.head_weight.float())[:, 0]
+
+    @torch.no_grad()
+    def values(self, pack: Pack) -> Tensor:
+        """The value of the state before each answer token, where the head has one row."""
+        values_N = self.values_of(self.hidden(pack.to(self.computing.device)))
+        self._reshard()
+        return values_N
+
+    def _reshard(self) -> None:
+        """Frees what a forward pass has gathered; otherwise only a backward pass would, and snapshots need shards."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()
 
 
 _ATTENTION = 4.0  # times as long as a product takes for the same operations, on a GPU and on a CPU
@@ -141,7 +196,7 @@ def sharing_of(shape: ModelSpec, computing: ComputeSettings) -> Sharing:
     """With `auto`, the prices of attention and of its joins against the products of one token; `on` asks for no price."""
     if computing.share_prompts != "auto":
         return Sharing(computing.share_prompts)
-    products, features = 6.0 * block_parameters(shape), shape.num_layers * shape.q_size
+    products, features = 6.0 * active_block_parameters(shape), shape.num_layers * shape.q_size
     join = _JOIN_OPERATIONS if computing.long_rows and not shape.attention_softcap else 0.0
     return Sharing("auto", LEAST_SHARED, 6.0 * _ATTENTION * features / products, join * features / products)
 
@@ -169,21 +224,33 @@ def load_policy(
         model = base.model()
         take_narrow_base(model)
         parallelize_for(model, computing)
-    elif computing.mesh.size == 1:
-        model = load_model(folder, dtype=computing.weight_dtype, device=computing.device)
-        parallelize_for(model, computing)
     else:
-        checkpoint = open_checkpoint(folder)
-        model = sharded_model(checkpoint.shape, computing)
-        frozen = parameters(model.shape)
-        shards = {name: one for name, one in owned_shards(model).items() if name in frozen and one.tensor.numel()}
-        checkpoint.fill({name: one.tensor for name, one in shards.items()}, lambda spec: shards[spec.name].box)
+        model = _read_model(open_checkpoint(folder), computing)
     if computing.lora and adapter is not None:
         check_base_of(adapter, folder)
         load_adapters(model, computing.lora, adapter)
     elif computing.lora:
         start_adapters(model, computing.lora, seed)
     return Policy(model, computing)
+
+
+def load_value_policy(folder: Path, computing: ComputeSettings) -> Policy:
+    """The folder's model with a head of one row, which begins at zero where the folder has a language model."""
+    return Policy(_read_model(open_value_model(folder), computing), computing)
+
+
+def _read_model(checkpoint: Checkpoint, computing: ComputeSettings) -> Transformer:
+    """The model, parallelized. With several ranks, each reads only its own shards."""
+    if computing.mesh.size == 1:
+        model = empty_model(checkpoint.shape, dtype=computing.weight_dtype, device=computing.device)
+        checkpoint.fill(dict(model.named_parameters()))
+        parallelize_for(model, computing)
+        return model
+    model = sharded_model(checkpoint.shape, computing)
+    frozen = parameters(model.shape)
+    shards = {name: one for name, one in owned_shards(model).items() if name in frozen and one.tensor.numel()}
+    checkpoint.fill({name: one.tensor for name, one in shards.items()}, lambda spec: shards[spec.name].box)
+    return model
 
 
 def random_policy(shape: ModelSpec, computing: ComputeSettings, *, seed: int = 0) -> Policy:

@@ -60,7 +60,7 @@ class BaseReference:
 
     def __init__(self, policy: Policy) -> None:
         assert policy.model.adapters is not None, "a policy without adapters has no base"
-        self._policy, self._adapters = policy, policy.model.adapters
+        self._policy, self._adapters = policy.without_replay(), policy.model.adapters
 
     def add_column(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
         with self._adapters.off():

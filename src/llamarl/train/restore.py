@@ -7,7 +7,7 @@ one such slice at a time beside its shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,10 +21,10 @@ from llamarl.families.family import ParameterSpec
 from llamarl.layout.boxes import Box, intersect, relative, shape_of, subtract, volume
 from llamarl.layout.mesh import Mesh, Placement, box_on
 from llamarl.layout.model import placement_of
-from llamarl.model.checkpoint import open_checkpoint
+from llamarl.model.checkpoint import Checkpoint, open_checkpoint
 from llamarl.model.safetensors_file import TensorSpan, read_spans
 from llamarl.model.tensor_io import read_tensor
-from llamarl.model.training_state import OPTIMIZER
+from llamarl.model.training_state import OF_POLICY, StateFolders
 from llamarl.model.transformer import Transformer
 from llamarl.train.optimizer import AdamW
 from llamarl.train.shards import trained_shards
@@ -55,10 +55,11 @@ class MeshOnDisk(msgspec.Struct, frozen=True):
         return [box_on(rank, parameter.shape, placement_of(parameter), mesh) for rank in range(self.num_ranks)]
 
 
-def restore(model: Transformer, optimizer: AdamW, snapshot: Path) -> None:
-    """Reads the moments of this rank's shards, and the number of steps. Weights are read from the policy folder."""
+def restore(model: Transformer, optimizer: AdamW, snapshot: Path, folders: StateFolders = OF_POLICY) -> None:
+    """Reads the moments of this rank's shards, and the number of steps. Weights are read from the model's folder."""
     lora = model.adapters.lora if model.adapters else NO_LORA
-    state, shards = StateOnDisk(snapshot, trained_parameters(model.shape, lora)), trained_shards(model)
+    state = StateOnDisk(snapshot / folders.optimizer, trained_parameters(model.shape, lora))
+    shards = trained_shards(model)
     optimizer.num_steps = state.num_steps
     if state.num_steps:
         for slot in optimizer.slots:
@@ -67,22 +68,24 @@ def restore(model: Transformer, optimizer: AdamW, snapshot: Path) -> None:
 
 
 @torch.no_grad()
-def load_masters(model: Transformer, optimizer: AdamW, folder: Path) -> None:
+def load_masters(
+    model: Transformer, optimizer: AdamW, folder: Path, open_folder: Callable[[Path], Checkpoint] = open_checkpoint
+) -> None:
     """Gives the optimizer the folder's weights as masters, since bf16 parameters are rounded. Adapters are fp32."""
     checkpoint = None
     for name, shard in trained_shards(model).items():
         if shard.tensor.dtype == torch.bfloat16:
-            checkpoint = checkpoint or open_checkpoint(folder)
+            checkpoint = checkpoint or open_folder(folder)
             master = torch.empty(shard.tensor.shape, dtype=torch.float32, device=shard.tensor.device)
             checkpoint.fill({name: master}, lambda _, box=shard.box: box)  # type: ignore[misc]
             optimizer.set_master(name, master)
 
 
 class StateOnDisk:
-    """The optimizer's state in a snapshot: any box of any parameter's moments, from the files of the ranks that hold it."""
+    """An optimizer's state in a snapshot: any box of any parameter's moments, from the files of the ranks that hold it."""
 
-    def __init__(self, snapshot: Path, specs: Mapping[str, ParameterSpec]) -> None:
-        self._folder, self._specs = snapshot / OPTIMIZER, specs
+    def __init__(self, folder: Path, specs: Mapping[str, ParameterSpec]) -> None:
+        self._folder, self._specs = folder, specs
         self._mesh = _read_mesh(self._folder)
         self._files: dict[int, dict[str, TensorSpan]] = {}  # headers that were read, by rank
         self._pieces: dict[tuple[Placement, tuple[int, ...], Box], list[Piece]] = {}

@@ -1,5 +1,5 @@
-"""The state of a trainer on disk: the policy as a Hugging Face folder, and the optimizer's state beside it. Of a policy with
-adapters, only these are saved, as a PEFT folder.
+"""The state of a trainer on disk: its model as a Hugging Face folder, and the optimizer's state beside it. Of a policy with
+adapters, only these are saved, as a PEFT folder. A critic has folders of its own in the same snapshot.
 
 The state is copied to host memory first, and the trainer waits for nothing else; a thread hashes and writes it. With several
 ranks, rank 0 gathers the policy, parameter by parameter, and every rank of the first replica writes its own shards of the
@@ -23,10 +23,11 @@ from llamarl.families.adapters import adapter_parameters
 from llamarl.model.adapter_folder import save_adapter
 from llamarl.model.checkpoint import empty_model, save_model, widest_dtype
 from llamarl.model.tensor_io import write_tensors
-from llamarl.model.training_state import OPTIMIZER, POLICY, hash_files
+from llamarl.model.training_state import OF_CRITIC, OF_POLICY, StateFolders, hash_files
 from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.optimizer import AdamW
+from llamarl.train.policy import Policy
 from llamarl.train.replicas import refuse_drift
 from llamarl.train.restore import MESH_FILE, STEPS, MeshOnDisk
 
@@ -36,12 +37,23 @@ _FILE_BYTES = 2 << 30
 class TrainingState:
     """A copy of model and optimizer in host memory: `take` makes it, `write` writes it."""
 
-    def __init__(self, model: Transformer, optimizer: AdamW, carry_from: Path, mesh: TrainerMesh = LONE_RANK) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: AdamW,
+        carry_from: Path,
+        mesh: TrainerMesh = LONE_RANK,
+        folders: StateFolders = OF_POLICY,
+    ) -> None:
         self._model, self._optimizer, self._carry_from = model, optimizer, carry_from
-        self._mesh = mesh
+        self._mesh, self._folders = mesh, folders
         self._policy_copy: Transformer | None = None
         self._adapter_copy: dict[str, Tensor] = {}
         self._optimizer_copy: dict[str, Tensor] = {}
+
+    @property
+    def is_policy(self) -> bool:
+        return self._folders == OF_POLICY
 
     @torch.no_grad()
     def take(self, *, policy_only: bool = False) -> None:
@@ -85,11 +97,12 @@ class TrainingState:
         files: list[Path] = []
         failpoint("state.policy")
         if self._policy_copy is not None or self._adapter_copy:
-            shutil.rmtree(folder / POLICY, ignore_errors=True)
-            self._write_policy(folder / POLICY)
-            files += [path for path in (folder / POLICY).iterdir() if path.is_file()]
+            target = folder / self._folders.model
+            shutil.rmtree(target, ignore_errors=True)
+            self._write_policy(target)
+            files += [path for path in target.iterdir() if path.is_file()]
         if self._optimizer_copy:
-            files += self._write_optimizer(folder / OPTIMIZER)
+            files += self._write_optimizer(folder / self._folders.optimizer)
         return hash_files(folder, files)
 
     def _write_policy(self, folder: Path) -> None:
@@ -109,6 +122,11 @@ class TrainingState:
             failpoint("state.optimizer")
             _sync(path)
             yield path
+
+
+def critic_state(critic: Policy, optimizer: AdamW, carry_from: Path) -> TrainingState:
+    """The state of a critic, which has folders of its own in a snapshot."""
+    return TrainingState(critic.model, optimizer, carry_from, critic.computing.mesh, OF_CRITIC)
 
 
 def gather(master: Tensor, parameter: Tensor) -> Tensor:

@@ -13,14 +13,16 @@ from llamarl.train.packing import Pack
 from llamarl.train.policy import Policy
 
 
-def stream_packs(policy: Policy, documents: Sequence[Document]) -> list[Pack]:
-    """This rank's packs. Every rank has packs of the same streams in the same order."""
-    kinds = list(dict.fromkeys(document.streams for document in documents))
-    if len(kinds) == 1:
+def stream_packs(policy: Policy, documents: Sequence[Document], chosen: Sequence[int] | None = None) -> list[Pack]:
+    """This rank's packs of all documents, or of those with the `chosen` numbers. Every rank has packs of the same streams in
+    the same order."""
+    among = range(len(documents)) if chosen is None else chosen
+    kinds = list(dict.fromkeys(documents[number].streams for number in among))
+    if len(kinds) == 1 and chosen is None:
         return policy.packs(documents)
     packs: list[Pack] = []
     for kind in kinds:
-        numbers = [number for number, document in enumerate(documents) if document.streams == kind]
+        numbers = [number for number in among if documents[number].streams == kind]
         of_document = torch.tensor(numbers)
         packs += [
             replace(pack, sequence_N=of_document[pack.sequence_N])

@@ -56,7 +56,7 @@ class AdapterTeacher:
 
     def __init__(self, policy: Policy, folder: Path) -> None:
         assert policy.model.adapters is not None, "a policy without adapters has no base"
-        self._policy = policy
+        self._policy = policy.without_replay()
         trained = self._copied()
         load_adapters(policy.model, policy.model.adapters.lora, folder)
         self._adapters = self._copied()

@@ -76,7 +76,28 @@ def plain_trees(documents: Sequence[Document]) -> list[TreeBranch]:
 def grow_trees(documents: Sequence[Document], *, least: int, join: float) -> list[TreeBranch]:
     """Trees in which documents share what they begin with, where that pays: a run of at least `least` tokens that saves more
     than it costs. `join` is the price of one join of attention, in tokens."""
-    return _Grower([one.tokens for one in documents], max(1, least), join).fork(range(len(documents)), 0, 0, 0)
+    return _Grower(_compared(documents), max(1, least), join).fork(range(len(documents)), 0, 0, 0)
+
+
+def _compared(documents: Sequence[Document]) -> list[Tokens]:
+    """A number for each token, the same where documents can share it: where the token is, and the experts recorded for it."""
+    recorded = [one.routes for one in documents if one.routes is not None]
+    if not recorded:
+        return [one.tokens for one in documents]
+    width = recorded[0].shape[1]
+    rows = np.concatenate([_with_experts(one, width) for one in documents])
+    whole = rows.view(np.dtype((np.void, rows.shape[1])))[:, 0]
+    numbers = np.unique(whole, return_inverse=True)[1].astype(np.int32)
+    return np.split(numbers, np.cumsum([len(one.tokens) for one in documents])[:-1])
+
+
+def _with_experts(document: Document, width: int) -> NDArray[np.uint8]:
+    """The bytes of each token and of its experts, and whether these were recorded."""
+    rows = np.zeros((len(document.tokens), 5 + width), dtype=np.uint8)
+    rows[:, :4] = document.tokens.astype("<i4").view(np.uint8).reshape(-1, 4)
+    if document.routes is not None:
+        rows[:-1, 4], rows[:-1, 5:] = 1, document.routes
+    return rows
 
 
 class _Grower:

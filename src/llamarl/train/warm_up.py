@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from llamarl.algo.batch import Document
+from llamarl.routes import RouteFormat
 from llamarl.train.learner import Learner
 from llamarl.train.lm_head import fused_loss
 from llamarl.train.speed import measured_tflops
@@ -28,25 +29,27 @@ class WarmUp:
 
     def __call__(self) -> None:
         policy, how = self.learner.policy, self.learner.policy.computing
-        documents = self._documents(policy.model.shape.vocab_size)
+        documents = self._documents(policy.model.shape.vocab_size, policy.route_format)
         for pack in policy.packs(documents):
             here = pack.to(how.device)
-            hidden_NC = policy.hidden(here)
+            hidden_NC = policy.hidden(here, policy.route_sums())
             loss, _, _ = fused_loss(hidden_NC, policy.head_weight, here.targets_N, _nothing, policy.head)
             loss.backward()  # type: ignore[no-untyped-call]
         self.learner.optimizer.zero_grad()
         self.learner.optimizer.warm_up()
         if self.probes:
             for pack in policy.packs(documents[:1], same_everywhere=True):
-                policy.logprobs(pack)
+                policy.logprobs(pack, policy.route_sums())
+                if policy.route_format is not None:
+                    policy.without_replay().logprobs(pack)
         measured_tflops(how.device, how.dtype)
 
-    def _documents(self, vocab_size: int) -> list[Document]:
+    def _documents(self, vocab_size: int, routes: RouteFormat | None = None) -> list[Document]:
         """Documents of different lengths, enough for every rank."""
         mesh = self.learner.policy.computing.mesh
         prompt, answer = min(_TOKENS, self.max_prompt_tokens), min(_TOKENS, self.max_new_tokens)
         return [
-            _document(prompt, max(1, answer - number), vocab_size)
+            _document(prompt, max(1, answer - number), vocab_size, routes)
             for number in range(max(_DOCUMENTS, 2 * mesh.batch_ranks))
         ]
 
@@ -56,7 +59,8 @@ def _nothing(part: slice, logprobs_n: Tensor, entropy_n: Tensor) -> Tensor:
     return (logprobs_n + entropy_n).sum() * 0.0
 
 
-def _document(prompt: int, answer: int, vocab_size: int) -> Document:
+def _document(prompt: int, answer: int, vocab_size: int, routes: RouteFormat | None) -> Document:
     tokens = (np.arange(prompt + answer) % vocab_size).astype(np.int32)
     nothing = np.zeros(answer, dtype=np.float32)
-    return Document(tokens, prompt, nothing, np.zeros(answer, dtype=np.int64), nothing)
+    rows = None if routes is None else np.tile(routes.first_experts, (prompt + answer - 1, 1))
+    return Document(tokens, prompt, nothing, np.zeros(answer, dtype=np.int64), nothing, routes=rows)

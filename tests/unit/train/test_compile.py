@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo
+from helpers.experts import expert_model, with_routes
 from helpers.models import SHAPE, lively_model
-from helpers.odd_models import ODD, odd_model
+from helpers.odd_models import EXPERTS, ODD, odd_model
 from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
 from msgspec.structs import replace
 from torch._dynamo.utils import counters
@@ -57,6 +58,20 @@ def test_blocks_of_each_kind_share_a_graph() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks_replay_experts(recompute: str) -> None:
+    """On a CPU each block breaks at the products of its experts, whose sizes only the host knows."""
+    torch._dynamo.reset()
+    documents = [with_routes(one) for one in DOCUMENTS]
+    plain, compiled = (
+        cpu_learner(expert_model(), replay_routes=True, compiled=compiled, recompute=recompute)
+        for compiled in (False, True)
+    )
+    for learner in (plain, compiled):
+        learner.accumulate(documents)
+    assert_same_gradients(compiled.optimizer.gradients(), plain.optimizer.gradients())
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_all_blocks_share_one_graph(recompute: str) -> None:
     assert graphs(2, recompute) == graphs(3, recompute)
@@ -81,3 +96,19 @@ def test_the_kl_to_a_teacher_is_compiled_once_whatever_its_weight() -> None:
 
 def _mean_logprob(part: slice, logprobs_n: torch.Tensor, entropy_n: torch.Tensor) -> torch.Tensor:
     return (logprobs_n.sum() + entropy_n.sum()) / 40
+
+
+def test_layers_with_experts_share_a_graph() -> None:
+    """Whoever is chosen, and however long the rows are."""
+    found = []
+    for num_layers in (2, 4):
+        torch._dynamo.reset()
+        counters.clear()
+        spec = replace(EXPERTS["olmoe"], num_layers=num_layers)
+        learner = cpu_learner(odd_model(spec), compiled=True, tokens_per_pack=40)
+        learner.accumulate(DOCUMENTS)
+        _, expected = naive_gradients(odd_model(spec), DOCUMENTS)
+        assert_same_gradients(learner.optimizer.gradients(), expected)
+        assert not counters["graph_break"]
+        found.append(counters["stats"]["unique_graphs"])
+    assert found[0] == found[1]

@@ -146,6 +146,26 @@ def test_the_kl_to_a_teacher_equals_the_plain_one(chunk: int, losses: bool, temp
     assert torch.allclose(logprobs, plain(hidden, weight, targets, temperature)[0], atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [-5, 3])
+def test_ids_that_one_head_is_padded_with_are_left_out_or_least_likely(rows: int) -> None:
+    hidden, weight, targets = inputs()
+    states, head = teacher_inputs()
+    kept = head[: len(head) + min(rows, 0)]
+    padded = torch.cat([kept, torch.randn(max(rows, 0), head.shape[1])])
+    loss, _, _, kl = taught_loss(
+        hidden, weight, targets, no_loss, Head(chunk=7), TeacherStates(states, padded, 1.0, 0.3)
+    )
+    scores = states @ kept.t()
+    least = scores.amin(-1, keepdim=True).expand(-1, len(weight) - len(kept))
+    logp = torch.log_softmax(hidden @ weight.t(), dim=-1)
+    logq = torch.log_softmax(torch.cat([scores, least], -1), dim=-1)
+    expected = (torch.lerp(logp.exp() * (logp - logq), logq.exp() * (logq - logp), 0.3)).sum(-1)
+    assert torch.allclose(kl, expected, atol=1e-5)
+    wanted = torch.autograd.grad(expected.sum(), (hidden, weight))
+    for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
+        assert torch.allclose(found, one, rtol=1e-5, atol=1e-5)
+
+
 def test_a_policy_that_is_its_teacher_has_nothing_to_learn() -> None:
     hidden, weight, targets = inputs()
     teacher = TeacherStates(hidden.detach(), weight.detach(), 1.0, 0.5)

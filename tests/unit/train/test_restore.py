@@ -18,6 +18,7 @@ from llamarl.families.parameters import parameters
 from llamarl.layout.boxes import Box, shape_of, volume
 from llamarl.model.safetensors_file import TensorSpan
 from llamarl.model.tensor_io import read_tensor, write_tensors
+from llamarl.model.training_state import OPTIMIZER
 from llamarl.train import restore
 from llamarl.train.restore import MeshOnDisk, StateOnDisk
 
@@ -45,7 +46,7 @@ def write(folder: Path, mesh: MeshOnDisk, moments: dict[str, Tensor], num_steps:
 
 
 def read(snapshot: Path, mesh: MeshOnDisk, rank: int) -> dict[str, Tensor]:
-    state, found = StateOnDisk(snapshot, parameters(SPEC)), dict[str, Tensor]()
+    state, found = StateOnDisk(snapshot / OPTIMIZER, parameters(SPEC)), dict[str, Tensor]()
     for one in parameters(SPEC).values():
         box = mesh.boxes(one)[rank]
         found[f"{one.name}/exp_avg"] = torch.full(shape_of(box), torch.nan)
@@ -84,7 +85,7 @@ def test_a_rank_reads_no_more_than_its_shards(
     files.clear()
     head = parameters(SPEC)["lm_head.weight"]
     box = mesh.boxes(head)[7]
-    StateOnDisk(snapshot, parameters(SPEC)).read(head.name, "exp_avg", box, torch.empty(shape_of(box)))
+    StateOnDisk(snapshot / OPTIMIZER, parameters(SPEC)).read(head.name, "exp_avg", box, torch.empty(shape_of(box)))
     assert files == {"optimizer-rank00000-00000.safetensors", "optimizer-rank00003-00000.safetensors"}
 
 
@@ -100,4 +101,4 @@ def test_a_wrong_slice_is_noticed(moments: dict[str, Tensor], tmp_path: Path) ->
         read(snapshot, MeshOnDisk(1, 1), 0)
     (snapshot / "trainer/mesh.json").unlink()
     with pytest.raises(InputError, match="cannot tell which ranks made it"):
-        StateOnDisk(snapshot, parameters(SPEC))
+        StateOnDisk(snapshot / OPTIMIZER, parameters(SPEC))
