@@ -57,6 +57,10 @@ def plan_command(
             help="of the generators: bf16 or fp8; may be given twice; without it: bf16, or fp8 where bf16 does not fit",
         ),
     ] = None,
+    share_prompts: Annotated[
+        bool,
+        typer.Option("--share-prompts", help="the trainer computes a prompt once for all its answers, where it pays"),
+    ] = False,
     lora: Annotated[
         int, typer.Option(metavar="RANK", min=0, help="train LoRA adapters of this rank on all layers; 0: all weights")
     ] = 0,
@@ -81,22 +85,22 @@ def plan_command(
     from llamarl.config import LoraConfig
     from llamarl.model.hf_config import find_shape
     from llamarl.plan.advice import why_nothing_fits
-    from llamarl.plan.fallback import async_plan, sync_plan, widened
+    from llamarl.plan.fallback import async_plan, offloaded, sync_plan, widened
     from llamarl.plan.gpus import gpu_named
     from llamarl.plan.lengths import Lengths
     from llamarl.plan.narrow import narrow_advice
     from llamarl.plan.report import figures, table
     from llamarl.plan.workload import Question, Workload
+    from llamarl.rehearse.memory import built_figures
     from llamarl.simulate.rehearse import rehearse
 
     settled = gpu_named(gpu)
-    if build and lora:
-        raise InputError("--build: ranks with adapters cannot be rehearsed; leave out --build or --lora")
     if unknown := [name for name in precision or [] if name not in settled.precisions]:
         raise InputError(f"--precision {unknown[0]}: {settled.name} has {', '.join(settled.precisions)}")
     _check_base(lora_base, lora, settled.precisions)
+    shape = find_shape(_with_sizes(model, "--model"))
     question = Question(
-        shape=find_shape(_with_sizes(model, "--model")),
+        shape=shape,
         gpu=settled,
         gpus=gpus,
         work=Workload(
@@ -105,26 +109,31 @@ def plan_command(
             prompt=prompt,
             answers=Lengths(answer),
             skipped=skipped,
+            share_prompts=share_prompts or _shares_prompts(base),
         ),
         max_staleness=max_staleness,
         precisions=tuple(precision or [lora_base or ("fp32" if settled.is_cpu else "bf16")]),
-        lora=LoraConfig(rank=lora),
+        lora=LoraConfig(rank=lora, targets="attention" if shape.experts else "all"),
         base=lora_base or ("fp32" if settled.is_cpu else "bf16"),
         fallbacks=() if precision or lora_base or "fp8" not in settled.precisions else ("fp8",),
     )
     plans = sync_plan(question), async_plan(question)
     if not any(plan and plan.can_be_built for plan in plans):
-        raise InputError(why_nothing_fits(widened(question)))
+        raise InputError(why_nothing_fits(offloaded(widened(question))))
     sync, split = (rehearse(plan, question) if plan else None for plan in plans)
     gain = sync.step_s / split.step_s if sync and split else None
     text = job_text(model, base, split or sync, question)
     if out is not None:
         _write(out, text)
     chosen = split or sync
-    built = rehearsed_ranks(chosen, question) if build and chosen else []
+    built, problems = rehearsed_ranks(chosen, question) if build and chosen else ([], [])
     if as_json:
-        found = {"sync": figures(sync), "async": figures(split), "gain": gain, **({"built": built} if build else {})}
+        ranks: dict[str, object] = (
+            {"built": [built_figures(role) for role in built], "problems": problems} if build else {}
+        )
+        found = {"sync": figures(sync), "async": figures(split), "gain": gain, **ranks}
         print(msgspec.json.encode(found).decode())
+        _refuse_misfits(problems)
         return
     print("\n".join(table(question, [("synchronous, co-located", sync), ("asynchronous", split)])))
     print(f"gain               {gain:.2f}x" if gain else f"no gain: {_missing(sync is None)}")
@@ -132,7 +141,15 @@ def plan_command(
     if slow := narrow_advice(question.shape, asked_for):
         print(f"note               {slow}")
     _print_built(built)
+    _refuse_misfits(problems)
     print(f"job written to {out}: llamarl train {out}" if out else f"\n{text}", end="\n" if out else "")
+
+
+def _shares_prompts(base: Path | None) -> bool:
+    """Whether the job whose settings are kept says so."""
+    from llamarl.config.file import load_config
+
+    return base is not None and load_config(base).trainer.share_prompts != "off"
 
 
 def _check_base(base: str, lora: int, known: Sequence[str]) -> None:
@@ -142,19 +159,20 @@ def _check_base(base: str, lora: int, known: Sequence[str]) -> None:
         raise InputError(f"--base {base}: expected {' or '.join(name for name in ('bf16', 'fp8') if name in known)}")
 
 
-def rehearsed_ranks(found: Rehearsed, question: Question) -> list[RoleMemory]:
-    """Memory of the plan's ranks as built. Raises InputError if they cannot be built, or do not fit."""
-    from llamarl.rehearse.memory import table_of, too_large
-    from llamarl.rehearse.plans import rehearse_plan
+def rehearsed_ranks(found: Rehearsed, question: Question) -> tuple[list[RoleMemory], list[str]]:
+    """Memory of the plan's ranks as built, and what does not fit. Raises InputError if they cannot be built."""
+    from llamarl.rehearse.plans import misfits, rehearse_plan
 
     if question.gpu.is_cpu:
         raise InputError("--build: rehearses GPUs only, and the plan is for a CPU")
     print("building ranks of the plan on fake tensors: one or two minutes", file=sys.stderr, flush=True)
     roles = rehearse_plan(found.plan, question)
-    if lines := list(too_large(roles, question.gpu, colocated=found.plan.colocated)):
-        print("\n".join(table_of(roles)))
-        raise InputError(f"--build: {'; '.join(lines)}")
-    return roles
+    return roles, misfits(found.plan, question, roles)
+
+
+def _refuse_misfits(problems: list[str]) -> None:
+    if problems:
+        raise InputError(f"--build: {'; '.join(problems)}")
 
 
 def _print_built(roles: list[RoleMemory]) -> None:

@@ -57,6 +57,6 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
     others = [
         (f"generators in {name}", replace(question, precisions=(name,)))
         for name in ("bf16", "fp8")
-        if name in question.gpu.precisions and name not in question.precisions
+        if name in question.gpu.precisions and name not in question.precisions and question.can_hold(name, 1)
     ]
     return [*others, *more, *larger]

@@ -1,4 +1,5 @@
-"""What is tried where nothing fits as asked: narrower weights, replicas over two hosts, and at last a mere baseline."""
+"""What is tried where nothing fits as asked: narrower weights and replicas over two hosts, then optimizer state in host
+memory, and at last a mere baseline."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _HOSTS = 2  # hosts that a replica may span where a model does not fit otherwise
 
 
 def widened(question: Question) -> Question:
-    """The same question with all that may be tried: further precisions, and replicas over two hosts."""
+    """The same question with further precisions, and replicas over two hosts."""
     further = tuple(name for name in question.fallbacks if question.can_hold(name, 1))
     return replace(question, precisions=(*question.precisions, *further), fallbacks=(), hosts=_HOSTS)
 
@@ -26,7 +27,7 @@ def sync_plan(question: Question) -> Plan | None:
     if least_bytes <= question.memory_bytes:
         return None  # memory is not what is missing
     anyhow = replace(wider, hosts=-(-question.gpus // question.gpu.gpus_per_host), copied_heads=True)
-    plan = best_sync(wider) or best_sync(anyhow)
+    plan = best_sync(wider) or best_sync(offloaded(wider)) or best_sync(anyhow)
     return replace(plan, note=_why(plan, question, least_bytes)) if plan else None
 
 
@@ -34,26 +35,28 @@ def async_plan(question: Question) -> Plan | None:
     """The best asynchronous plan: as asked, else widened."""
     if plan := best_async(question):
         return plan
-    if question.gpus == 1:
+    if question.gpus == 1 and question.lora:
         return _narrow_base_plan(question)
-    least_bytes = Space(question).least_async_bytes()
-    plan = best_async(widened(question)) if least_bytes > question.memory_bytes else None
+    least_bytes, wider = Space(question).least_async_bytes(), widened(question)
+    if least_bytes <= question.memory_bytes:
+        return None
+    plan = best_async(wider) or best_async(offloaded(wider))
     return replace(plan, note=_why(plan, question, least_bytes)) if plan else None
 
 
 def _narrow_base_plan(question: Question) -> Plan | None:
     """The plan of one GPU with adapters on a base in fp8, where a wide base does not fit."""
-    if (
-        not question.lora
-        or question.has_narrow_base
-        or "fp8" not in question.fallbacks
-        or not question.can_hold("fp8", 1)
-    ):
+    if question.has_narrow_base or "fp8" not in question.fallbacks or not question.can_hold("fp8", 1):
         return None
     plan = best_async(narrow_base(question))
     wide, room = weight_bytes(question.shape, "bf16") / GIB, question.memory_bytes / GIB
     why = f"a base in fp8: in bf16 it takes {wide:.0f} GiB of {room:.0f}"
     return replace(plan, note=why) if plan else None
+
+
+def offloaded(question: Question) -> Question:
+    """The same question, whose optimizer state may be in host memory between updates."""
+    return replace(question, offload=not question.gpu.is_cpu)
 
 
 def narrow_base(question: Question) -> Question:
@@ -69,6 +72,9 @@ def _why(plan: Plan, question: Question, least_bytes: float) -> str:
     why = (
         f"generators in {replica.precision}{over}: {' or '.join(question.precisions)} inside a host would need {needs}"
     )
+    if plan.trainers.ranks.offload:
+        host = plan.trainers.ranks.host_bytes / GIB
+        why = f"optimizer state in host memory ({host:.0f} GiB for each GPU), {why}"
     if plan.can_be_built:
         return why
     heads = replica.shape.num_kv_heads

@@ -75,22 +75,39 @@ class Replica(Struct, frozen=True, dict=True):
             return 0.0
         return self.gpu.decode.cache * kv_bytes_per_token(self.shape, self.precision, self.tp) / self.gpu.bytes_per_s
 
+    def read_share(self, length: float) -> float:
+        """Share of a sequence's cached tokens that a step reads, over all layers; less than 1 beyond their windows."""
+        windows = self.shape.windows
+        if not windows or length <= min((w for w in windows if w), default=length):
+            return 1.0
+        return sum(min(1.0, w / length) if w else 1.0 for w in windows) / len(windows)
+
     def step_s(self, active: float, cached_tokens: float) -> float:
-        """Time of a decode step with `active` answers and `cached_tokens` tokens in the cache."""
+        """Time of a decode step with `active` answers and `cached_tokens` tokens in the cache, which are read as if all
+        sequences were equally long."""
         count = int(active)
         if count not in self._known_steps_s:
             rows = self.rows(active)
             if rows not in self._known_rows_s:
                 self._known_rows_s[rows] = self._row_step_s(rows)
             self._known_steps_s[count] = self._known_rows_s[rows]
-        return self._known_steps_s[count] + self.cached_token_s * cached_tokens
+        read = cached_tokens * self.read_share(cached_tokens / active) if self.shape.windows else cached_tokens
+        return self._known_steps_s[count] + self.cached_token_s * read
+
+    def growth_s(self, active: int, cached_tokens: float) -> float:
+        """Time by which a step is longer than the one before it, while all answers grow."""
+        windows, each = self.shape.windows, cached_tokens / max(1, active)
+        share = sum(not w or each < w for w in windows) / len(windows) if windows else 1.0
+        return active * share * self.cached_token_s
 
     def typical_step_s(self, active: NDArray[np.float64], cached_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """`step_s` for arrays, interpolated so that it has no jumps."""
         rows, seconds = self._steps_by_rows
-        found: NDArray[np.float64] = (
-            np.interp(active * _ROUNDED_UP, rows, seconds) + self.cached_token_s * cached_tokens
-        )
+        read = cached_tokens
+        if self.shape.windows:
+            shares = [self.read_share(length) for length in (cached_tokens / active).tolist()]
+            read = cached_tokens * np.array(shares)
+        found: NDArray[np.float64] = np.interp(active * _ROUNDED_UP, rows, seconds) + self.cached_token_s * read
         return found
 
     @cached_property

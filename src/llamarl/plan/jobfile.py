@@ -37,6 +37,8 @@ def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
             "dtype": DTYPES[trainer.precision],
             "recompute": trainer.recompute,
             "tokens_per_pack": trainer.tokens_per_pack,
+            **({"offload": True} if trainer.offload else {}),
+            **({"share_prompts": "auto"} if work.share_prompts else {}),
         },
         "schedule": {
             "groups_per_update": work.groups,

@@ -55,7 +55,9 @@ def layout(plan: Plan) -> dict[str, Any]:
             "recompute": trainer.recompute,
             "tokens_per_pack": trainer.tokens_per_pack,
             "precision": trainer.precision,
+            "offload": trainer.offload,
             "memory_gib": plan.trainers.memory_bytes / GIB,
+            "host_gib": trainer.host_bytes / GIB,
         },
         "generator": {
             "gpus": int(plan.generators.replicas) * replica.tp,
@@ -85,7 +87,8 @@ def table(question: Question, plans: Sequence[tuple[str, Rehearsed | None]]) -> 
 def _column(found: Rehearsed) -> dict[str, str]:
     plan = found.plan
     trainer, replica = plan.trainers.ranks, plan.generators.replica
-    packs = f"{trainer.tokens_per_pack} tokens a pass, recompute {trainer.recompute}"
+    away = ", offload" if trainer.offload else ""
+    packs = f"{trainer.tokens_per_pack} tokens a pass, recompute {trainer.recompute}{away}"
     return {
         "step": f"{found.step_s:.2f} s",
         "trainer": f"{trainer.ranks} GPUs: {trainer.layout}",

@@ -94,7 +94,7 @@ class Space:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self._batch = question.work.batch(question.gpu)
+        self._batch = question.work.batch(question.gpu, question.shape.windows)
 
     # Options
 
@@ -131,8 +131,16 @@ class Space:
                     alone = TrainerRanks(
                         question.shape, question.gpu, precision, gpus // tp, tp, recompute, pack, 1, question.lora, base
                     )
-                    yield alone
-                    yield from self._sharing_packs(alone)
+                    for ranks in self._offloading(alone):
+                        yield ranks
+                        yield from self._sharing_packs(ranks)
+
+    def _offloading(self, ranks: TrainerRanks) -> Iterator[TrainerRanks]:
+        """Yield the ranks with their optimizer state on the device, and, where that may be, in host memory. Adapters have
+        little of it."""
+        yield ranks
+        if self.question.offload and not ranks.lora:
+            yield replace(ranks, offload=True)
 
     def _sharing_packs(self, ranks: TrainerRanks) -> Iterator[TrainerRanks]:
         """Yield the same ranks in groups that share packs, inside a host, where one rank cannot hold the longest document:
@@ -191,7 +199,9 @@ class Space:
         )
 
     def least_async_bytes(self) -> float:
-        """Least memory of the fullest GPU over all splits."""
+        """Least memory of the fullest GPU over all splits; of one GPU, both roles have a part."""
+        if self.question.gpus == 1:
+            return self.least_sync_bytes() + WORKSPACE_BYTES
         splits = ((count, self.question.gpus - count) for count in self.splits)
         needs = (max(self.least_trainer_bytes(n), self.least_generator_bytes(m)) for n, m in splits)
         return min(needs, default=inf)

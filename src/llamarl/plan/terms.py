@@ -7,14 +7,25 @@ from the GPU's description (`gpus.py`). docs/theory.md lists every formula. `tp`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import log2
+
+from msgspec.structs import replace
 
 from llamarl.config.lora import NO_LORA, LoraConfig
 from llamarl.families.adapters import num_adapter_parameters
 from llamarl.families.family import COLUMNS, ROWS
-from llamarl.families.parameters import block_parameters, embedding_of, family_of, head_of, num_parameters
+from llamarl.families.parameters import (
+    active_block_parameters,
+    block_parameters,
+    embedding_of,
+    family_of,
+    head_of,
+    layer_parameters,
+    num_parameters,
+    parameters,
+)
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Factors, Gpu
 from llamarl.shape_buckets import padded_tokens
@@ -40,7 +51,8 @@ def activation_width(precision: str) -> int:
 
 @lru_cache(maxsize=256)
 def layer_products(shape: ModelSpec, tp: int) -> tuple[tuple[float, float], ...]:
-    """(outputs, inputs) of a layer's products on one rank. Matrices that read the same input are one product."""
+    """(outputs, inputs) of a layer's products on one rank, without experts. Matrices that read the same input are one
+    product."""
     outputs, inputs = dict[str, float](), dict[str, float]()
     for matrix in family_of(shape).layer(shape):
         if matrix.is_product:
@@ -57,10 +69,33 @@ def product_s(gpu: Gpu, precision: str, rows: float, outputs: float, inputs: flo
     return max(2 * rows * outputs * inputs / rate, moved / gpu.bytes_per_s)
 
 
+def expert_products(shape: ModelSpec, tp: int) -> tuple[tuple[float, float], ...]:
+    """(outputs, inputs) of the products of one expert on one rank."""
+    inner = shape.expert_size / tp
+    return (2 * inner, shape.hidden_size), (shape.hidden_size, inner)
+
+
+def experts_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int, used: float | None = None) -> float:
+    """Time of the experts of one layer: the operations of each token's experts, or the bytes of those that are used."""
+    used = shape.used_experts(rows) if used is None else used
+    found, copies = 0.0, rows * shape.experts_per_token
+    for outputs, inputs in expert_products(shape, tp):
+        moved = used * outputs * inputs * WIDTH[precision] + copies * (inputs + outputs) * activation_width(precision)
+        found += max(2 * copies * outputs * inputs / gpu.flops(precision), moved / gpu.bytes_per_s)
+    return found
+
+
 def block_products_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
     """Time of all products of all layers, forward."""
-    each = (product_s(gpu, precision, rows, *sizes) for sizes in layer_products(shape, tp))
-    return shape.num_layers * sum(each)
+
+    def layer_s(of: ModelSpec) -> float:
+        return sum(product_s(gpu, precision, rows, *sizes) for sizes in layer_products(of, tp))
+
+    if not shape.experts:
+        return shape.num_layers * layer_s(shape)
+    mixed = len(shape.expert_layers)
+    with_experts = mixed * (layer_s(shape) + experts_s(shape, gpu, precision, rows, tp))
+    return with_experts + (shape.num_layers - mixed) * layer_s(replace(shape, experts=0))
 
 
 def head_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
@@ -112,7 +147,7 @@ def adapter_products_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, 
 
 def forward_traffic(shape: ModelSpec, precision: str, tp: int) -> float:
     """Bytes per token that norms, rotations, residuals and silu read and write in a forward pass."""
-    each = 13 * shape.hidden_size + 4 * shape.intermediate_size / tp
+    each = (13 + 4 * shape.expert_copies) * shape.hidden_size + 4 * shape.inner_units / tp
     return shape.num_layers * each * activation_width(precision)
 
 
@@ -126,7 +161,8 @@ def decode_exchange_s(shape: ModelSpec, gpu: Gpu, rows: float, tp: int, width: i
 def prefill_s(shape: ModelSpec, gpu: Gpu, precision: str, prompts: int, tokens: float, tp: int = 1) -> float:
     """Time to read prompts of `tokens` tokens: products, causal attention, launches. No head: nothing is sampled yet."""
     rows = prompts * tokens
-    attention_s = 2 * shape.num_layers * shape.q_size / tp * prompts * tokens**2 / gpu.flops(_products_in(precision))
+    pairs = prompts * seen_square(tokens, shape.windows)
+    attention_s = 2 * shape.num_layers * shape.q_size / tp * pairs / gpu.flops(_products_in(precision))
     exchange_s = 0.0 if tp == 1 else 2 * shape.num_layers * all_reduce_s(gpu, rows * shape.hidden_size * 2, tp)
     return gpu.decode.prefill * (
         gpu.decode.products * block_products_s(shape, gpu, precision, rows, tp)
@@ -137,6 +173,15 @@ def prefill_s(shape: ModelSpec, gpu: Gpu, precision: str, prompts: int, tokens: 
     )
 
 
+def seen_square(length: float, windows: Sequence[int]) -> float:
+    """Twice the pairs of tokens in a document that see each other, so the squared length without windows; mean over the
+    layers, of which each has one of these windows (0: none)."""
+    if not windows:
+        return length * length
+    layers = (length * length if not w or length <= w else w * (2 * length - w) for w in windows)
+    return sum(layers) / len(windows)
+
+
 def _products_in(precision: str) -> str:
     """Precision of attention and head: bf16 where the weights are narrower."""
     return "bf16" if WIDTH[precision] == 1 else precision
@@ -145,12 +190,19 @@ def _products_in(precision: str) -> str:
 # Training
 
 
+@lru_cache(maxsize=256)
 def recomputed_parameters(shape: ModelSpec, recompute: str) -> int:
     """Number of weights whose product is computed again in the backward pass: of none, of the MLPs, or of all layers."""
     if recompute in ("selective", "offload"):
-        mlp = (one.size for one in family_of(shape).layer(shape) if one.kind in ("mlp_in", "mlp_out"))
-        return shape.num_layers * sum(mlp)
-    return block_parameters(shape) if recompute == "full" else 0
+        return sum(_mlp_parameters(shape, layer) for layer in range(shape.num_layers))
+    return active_block_parameters(shape) if recompute == "full" else 0
+
+
+def _mlp_parameters(shape: ModelSpec, layer: int) -> int:
+    """Number of weights of a layer's MLP that each token is multiplied with."""
+    if shape.has_experts(layer):
+        return 3 * shape.experts_per_token * shape.expert_size * shape.hidden_size
+    return sum(one.size for one in layer_parameters(shape, layer) if one.kind in ("mlp_in", "mlp_out"))
 
 
 def train_terms(
@@ -174,7 +226,7 @@ def train_terms(
     parts; `passes` is the number of passes of one rank."""
     ranks, rate = tp * data * replicate, gpu.flops(precision)
     each = 4 if lora else 6  # products per weight and token: a frozen one has no gradient
-    blocks = (each * block_parameters(shape) + 2 * recomputed_parameters(shape, recompute)) * tokens
+    blocks = (each * active_block_parameters(shape) + 2 * recomputed_parameters(shape, recompute)) * tokens
     blocks += 6 * num_adapter_parameters(shape, lora) * tokens
     head = each * head_of(shape).size * answer_tokens
     attention = 6 * shape.num_layers * shape.q_size * squares * (1 + (recompute == "full") / 3)
@@ -192,7 +244,7 @@ def train_terms(
 
 def activation_traffic(shape: ModelSpec, precision: str) -> float:
     """Bytes per token that norms, rotations, residuals and silu read and write, forward and backward."""
-    each = 40 * shape.hidden_size + 8 * shape.intermediate_size
+    each = (40 + 12 * shape.expert_copies) * shape.hidden_size + 8 * shape.inner_units
     return shape.num_layers * each * activation_width(precision)
 
 
@@ -228,12 +280,16 @@ def replica_exchange_s(
     return each / (link_gb_s(gpu, tp * data * replicate) * 1e9)
 
 
-def tensor_exchange_s(shape: ModelSpec, gpu: Gpu, tp: int, tokens_per_rank: float, passes: float) -> float:
-    """Tensor parallelism's communication: four all-reduces per layer, two forward and two backward."""
+def tensor_exchange_s(
+    shape: ModelSpec, gpu: Gpu, tp: int, tokens_per_rank: float, passes: float, recompute: str = "none"
+) -> float:
+    """Tensor parallelism's communication: four all-reduces per layer, two forward and two backward. Blocks that are computed
+    again have two more, and first gather their fp32 input, of which each rank has kept a part (train/recompute.py)."""
     if tp == 1 or not passes:
         return 0.0
-    each_bytes = tokens_per_rank / passes * shape.hidden_size * 2
-    return passes * 4 * shape.num_layers * all_reduce_s(gpu, each_bytes, tp)
+    each = tokens_per_rank / passes * shape.hidden_size
+    reduces, gather_s = (6, all_gather_s(gpu, 4 * each, tp)) if recompute == "full" else (4, 0.0)
+    return passes * shape.num_layers * (reduces * all_reduce_s(gpu, 2 * each, tp) + gather_s)
 
 
 HOST_GB_S = 45.0  # copies between a GPU and pinned host memory, in each direction (PCIe 5, 16 lanes)
@@ -278,6 +334,11 @@ def all_reduce_s(gpu: Gpu, num_bytes: float, ranks: int) -> float:
     between_s = 2 * (hosts - 1) / hosts * num_bytes / local / (gpu.nic_gb_s * 1e9)
     hops_s = 2 * (log2(local) * HOP_S + log2(hosts) * HOST_HOP_S * gpu.host_hops)
     return COLLECTIVE_S + inside_s + between_s + hops_s if ranks > 1 else 0.0
+
+
+def all_gather_s(gpu: Gpu, num_bytes: float, ranks: int) -> float:
+    """Time until each rank has all `num_bytes`, of which it has its part: half of an all-reduce."""
+    return (all_reduce_s(gpu, num_bytes, ranks) + COLLECTIVE_S) / 2 if ranks > 1 else 0.0
 
 
 def sync_s(
@@ -336,6 +397,23 @@ def training_state_bytes(
     return sum(training_state(shape, tp, data, replicate, lora, base).values())
 
 
+def offloaded_state_bytes(shape: ModelSpec, tp: int, data: int, replicate: int = 1) -> float:
+    """Bytes of host memory per rank with `trainer.offload`: moments, and without FSDP the low halves of the masters."""
+    return training_state(shape, tp, data, replicate)["optimizer state"]
+
+
+def offloaded_step_s(shape: ModelSpec, tp: int, data: int, replicate: int = 1) -> float:
+    """Time that an update's step takes longer with `trainer.offload`: all of the state comes and goes, both ways at once."""
+    return offloaded_state_bytes(shape, tp, data, replicate) / (HOST_GB_S * 1e9)
+
+
+def visiting_state_bytes(shape: ModelSpec, tp: int, data: int, replicate: int = 1) -> float:
+    """Bytes per rank of the state that is on the device at once with `trainer.offload`: of the three largest matrices
+    (train/optimizer.py)."""
+    largest = sum(sorted(one.size for one in parameters(shape).values())[-3:]) / (tp * data)
+    return largest * (10 if data * replicate == 1 else 8)
+
+
 OFFLOADED_LAYERS = 3  # whose activations are on the device with recompute=offload: one computes, others come and go
 
 
@@ -371,8 +449,8 @@ def pass_bytes(
         in_layer = (
             kept + _layer_bytes(shape, tokens, recompute, tp, width) + _context_bytes(shape, seen, tp, context, width)
         )
-        gathered = width * ends + 2 * width * layer if batch_ranks > 1 else 0.0
-        return {"gathered": gathered, "activations": max(in_head, in_layer)}
+        gathered, activations = max((0.0, in_head), (2 * width * layer * (batch_ranks > 1), in_layer), key=sum)
+        return {"gathered": gathered + width * ends * (batch_ranks > 1), "activations": activations}
     moments = {
         "head": (0.0, kept + _head_bytes(shape, tokens, tp, width)),
         "layer": (
@@ -399,9 +477,11 @@ def _head_bytes(shape: ModelSpec, tokens: float, tp: int, width: int) -> float:
 
 
 def _frozen_head_bytes(shape: ModelSpec, tokens: float, tp: int) -> float:
-    """As `_head_bytes`, without the gradient of the head."""
-    scores = min(SCORE_BYTES, 4 * tokens * shape.vocab_size / tp)
-    return scores * (1.5 if tp == 1 else 4) + tokens * 10 * shape.hidden_size
+    """As `_head_bytes`, without the gradient of the head. Of several chunks, scores of the last one are alive while the next
+    one's are made."""
+    whole = 4 * tokens * shape.vocab_size / tp
+    at_once = (2 if whole > SCORE_BYTES else 1.5) if tp == 1 else 4
+    return min(SCORE_BYTES, whole) * at_once + tokens * 10 * shape.hidden_size
 
 
 def _layer_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int) -> float:
@@ -422,7 +502,7 @@ def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int) -> float:
     again keeps its part of the stream."""
     norms = 2 if tp == 1 else 1
     attention = (2 * 4 + norms * width) * shape.hidden_size + width * (2 * shape.q_size + 2 * shape.kv_size) / tp
-    mlp = width * 3 * shape.intermediate_size / tp
+    mlp = width * (3 * shape.inner_units / tp + 2 * shape.expert_copies * shape.hidden_size)
     some = {"none": attention + mlp, "selective": attention, "offload": attention, "full": 4 * shape.hidden_size / tp}
     return some[recompute]
 
@@ -446,6 +526,6 @@ def passing_bytes(shape: ModelSpec, tp: int, slots: int, prompt_tokens: int) -> 
     """Bytes per rank that a generator takes for a moment: reading as many prompts as it reads at once, or the scores of all
     slots (with tensor parallelism: those of every rank, joined)."""
     reading = CPU_PREFILL_ROWS * padded_tokens(prompt_tokens - 1)
-    states = reading * (14 * shape.hidden_size + 2 * shape.intermediate_size / tp)
+    states = reading * ((14 + 8 * shape.expert_copies) * shape.hidden_size + 2 * shape.inner_units / tp)
     scores = 4 * slots * shape.vocab_size * (1 if tp == 1 else 2 + 1 / tp)
     return max(states, scores)

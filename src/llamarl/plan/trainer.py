@@ -15,13 +15,18 @@ from llamarl.plan.terms import (
     context_exchange_s,
     num_trained,
     offload_s,
+    offloaded_bytes,
+    offloaded_state_bytes,
+    offloaded_step_s,
     pass_bytes,
     replica_exchange_s,
+    seen_square,
     shard_exchange_s,
     tensor_exchange_s,
     total_s,
     train_terms,
     training_state,
+    visiting_state_bytes,
 )
 
 CPU_ROW = 64  # shortest row on a CPU, in tokens; otherwise a row is as long as the longest document (train/packing.py)
@@ -37,6 +42,7 @@ class SharedPrompts(Struct, frozen=True):
     count: float
     tokens: float  # tokens of each
     samples: float  # answers of each
+    square: float  # squared length of each, as far as tokens see each other
 
 
 class UpdateLoad(Struct, frozen=True):
@@ -44,7 +50,8 @@ class UpdateLoad(Struct, frozen=True):
 
     tokens: float
     answer_tokens: float
-    squares: float  # sum of the documents' squared lengths
+    squares: float
+    """Sum of the documents' squared lengths, as far as tokens see each other: with windows, the mean over the layers."""
     shared: SharedPrompts | None = None
     joins: float = 0.0  # tokens whose attention is joined from two parts
 
@@ -58,24 +65,26 @@ class UpdateLoad(Struct, frozen=True):
         return UpdateLoad(
             self.tokens - saved * self.shared.tokens,
             self.answer_tokens,
-            self.squares - saved * self.shared.tokens**2,
+            self.squares - saved * self.shared.square,
             joins=self.answer_tokens,
         )
 
 
-def shared_prompts(gpu: Gpu, count: float, tokens: float, samples: float) -> SharedPrompts | None:
+def shared_prompts(
+    gpu: Gpu, count: float, tokens: float, samples: float, windows: Sequence[int] = ()
+) -> SharedPrompts | None:
     """What `trainer.share_prompts: auto` does with prompts of this length. On a CPU, whose attention computes whole rows of
     answers, it may do less, and counts as nothing."""
     shared = not gpu.is_cpu and count > 0 and samples > 1 and tokens >= LEAST_SHARED
-    return SharedPrompts(count, tokens, samples) if shared else None
+    return SharedPrompts(count, tokens, samples, seen_square(tokens, windows)) if shared else None
 
 
-def packed(gpu: Gpu, lengths: Sequence[float], answer_share: float) -> UpdateLoad:
+def packed(gpu: Gpu, lengths: Sequence[float], answer_share: float, windows: Sequence[int] = ()) -> UpdateLoad:
     """Load of documents with these lengths (prompt and answer). On a GPU, attention skips everything outside a document and
-    the causal half of the rest; on a CPU it computes whole rows."""
+    the causal half of the rest, and what is beyond the `windows` of the layers; on a CPU it computes whole rows."""
     tokens = sum(lengths)
     if not gpu.is_cpu:
-        return UpdateLoad(tokens, tokens * answer_share, sum(length * length for length in lengths))
+        return UpdateLoad(tokens, tokens * answer_share, sum(seen_square(length, windows) for length in lengths))
     width = max(CPU_ROW, max(lengths, default=1))
     rows = -(-len(lengths) // max(1, int(width * len(lengths) / max(1, tokens))))
     return UpdateLoad(rows * width, tokens * answer_share, 2 * rows * width * width)
@@ -96,6 +105,7 @@ class TrainerRanks(Struct, frozen=True):
     lora: LoraConfig = NO_LORA
     base: str = "bf16"  # precision of the frozen weights, with adapters
     context: int = 1
+    offload: bool = False  # whether the optimizer state is in host memory between updates
 
     @property
     def ranks(self) -> int:
@@ -128,7 +138,8 @@ class TrainerRanks(Struct, frozen=True):
         passes, computing_s = self.passes(batch.computed(self.tokens_per_pack).tokens), self.computing_s(batch)
         sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, passes, self.lora)
         replicas_s = replica_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, self.replicate, self.lora)
-        return max(computing_s, sharding_s) + max(0.0, replicas_s - computing_s / passes * 2 / 3)
+        step_s = offloaded_step_s(self.shape, self.tp, self.fsdp_ranks, self.replicate) if self.offload else 0.0
+        return max(computing_s, sharding_s) + max(0.0, replicas_s - computing_s / passes * 2 / 3) + step_s
 
     def waits_for_shards(self, batch: UpdateLoad) -> bool:
         """Whether FSDP's communication takes longer than everything that it overlaps with."""
@@ -156,7 +167,7 @@ class TrainerRanks(Struct, frozen=True):
             lora=self.lora,
         )
         each = batch.tokens / self.batch_ranks
-        tensor_s = tensor_exchange_s(self.shape, self.gpu, self.tp, each / self.context, passes)
+        tensor_s = tensor_exchange_s(self.shape, self.gpu, self.tp, each / self.context, passes, self.recompute)
         context_s = context_exchange_s(self.shape, self.gpu, self.tp, self.context, each, self.recompute)
         passes_s = total_s(self.gpu.train, terms)
         if self.recompute == "offload":
@@ -186,4 +197,15 @@ class TrainerRanks(Struct, frozen=True):
         passing = pass_bytes(
             self.shape, self.tokens_per_pack, self.recompute, self.tp, ranks, lora=self.lora, context=self.context
         )
-        return {**training_state(self.shape, self.tp, self.fsdp_ranks, self.replicate, self.lora, self.base), **passing}
+        state = training_state(self.shape, self.tp, self.fsdp_ranks, self.replicate, self.lora, self.base)
+        if self.offload:
+            visiting = visiting_state_bytes(self.shape, self.tp, self.fsdp_ranks, self.replicate)
+            state["optimizer state"] = max(0.0, visiting - sum(passing.values()))  # it comes when activations are gone
+        return {**state, **passing}
+
+    @property
+    def host_bytes(self) -> float:
+        """Host memory of one rank's optimizer state and activations."""
+        state = offloaded_state_bytes(self.shape, self.tp, self.fsdp_ranks, self.replicate) if self.offload else 0.0
+        away = self.recompute == "offload"
+        return state + (offloaded_bytes(self.shape, self.tokens_per_pack / self.context, self.tp) if away else 0.0)

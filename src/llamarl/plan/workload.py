@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -14,7 +15,7 @@ from llamarl.families.parameters import family_of
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
-from llamarl.plan.terms import MEMORY_SHARE
+from llamarl.plan.terms import MEMORY_SHARE, seen_square
 from llamarl.plan.trainer import UpdateLoad, packed, shared_prompts
 
 TENSOR_SIZES = tuple(1 << power for power in range(11))
@@ -38,8 +39,8 @@ class Workload(Struct, frozen=True, kw_only=True):
     def longest_document(self) -> int:
         return self.prompt + self.answers.longest
 
-    def batch(self, gpu: Gpu) -> UpdateLoad:
-        """The trained part of a typical update."""
+    def batch(self, gpu: Gpu, windows: Sequence[int] = ()) -> UpdateLoad:
+        """The trained part of a typical update of a model whose layers have these windows."""
         count, answers = self.answers_per_update * (1 - self.skipped), self.answers
         if gpu.is_cpu:
             typical = [self.prompt + answers.quantile((at + 0.5) / 64) for at in range(64)]
@@ -47,10 +48,19 @@ class Workload(Struct, frozen=True, kw_only=True):
             times = count / 64
             return UpdateLoad(one.tokens * times, one.answer_tokens * times, one.squares * times)
         tokens = count * (self.prompt + answers.mean)
-        squares = count * (self.prompt**2 + 2 * self.prompt * answers.mean + answers.mean_square)
+        squares = count * self._mean_square(windows)
         prompts = self.groups * (1 - self.skipped)
-        shared = shared_prompts(gpu, prompts, self.prompt, self.samples) if self.share_prompts else None
+        shared = shared_prompts(gpu, prompts, self.prompt, self.samples, windows) if self.share_prompts else None
         return UpdateLoad(tokens, count * answers.mean, squares, shared)
+
+    def _mean_square(self, windows: Sequence[int]) -> float:
+        """Mean squared length of the documents, as far as tokens see each other."""
+        answers = self.answers
+        if not windows:
+            return self.prompt**2 + 2 * self.prompt * answers.mean + answers.mean_square
+        shares = np.diff(answers.edges).tolist()
+        lengths = zip(answers.values.tolist(), shares, strict=True)
+        return float(sum(seen_square(self.prompt + length, windows) * share for length, share in lengths))
 
 
 class Question(Struct, frozen=True, kw_only=True):
@@ -66,6 +76,7 @@ class Question(Struct, frozen=True, kw_only=True):
     hosts: int = 1  # most hosts that one replica of the generator may span
     lora: LoraConfig = NO_LORA
     base: str = "bf16"  # precision of the frozen weights, with adapters; fp8 is not split over ranks
+    offload: bool = False  # whether the optimizer state may be in host memory between updates
     copied_heads: bool = False
     """Whether ranks of a replica may hold copies of a key-value head. No builder does that: such a plan is a baseline."""
 
@@ -77,6 +88,8 @@ class Question(Struct, frozen=True, kw_only=True):
             )
         if self.has_narrow_base and self.precisions != ("fp8",):
             raise InputError("--base fp8: generators compute with the base's own weights; leave out --precision")
+        if self.shape.experts and not all(self.can_hold(name, 1) for name in self.precisions):
+            raise InputError("--precision: models with experts are generated in bf16; leave it out")
         if not all(self.can_hold(name, 1) for name in self.precisions):
             raise InputError(f"--precision fp8: the model has matrices whose sizes are no multiples of {FP8_TILE}")
 
@@ -102,6 +115,8 @@ class Question(Struct, frozen=True, kw_only=True):
 
     def can_hold(self, precision: str, tp: int) -> bool:
         """Whether a generator of `tp` ranks can hold its weights in this precision."""
+        if self.shape.experts:
+            return precision not in ("fp8", "int8")
         if precision != "fp8":
             return True
         matrices = (matrix for matrix in family_of(self.shape).layer(self.shape) if matrix.is_product)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from llamarl.generate.pages import pages_for
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.sampling import sample_tokens
 from llamarl.generate.slots import SlotState
+from llamarl.layout.boxes import shape_of
 from llamarl.model import ops, quantize
+from llamarl.model.lora import AdaptedProduct, Adapters, merge_adapters, serve_adapters
 from llamarl.model.quantize import Quantization
+from llamarl.model.transformer import Transformer
 from llamarl.plan.generator import Replica
 from llamarl.plan.terms import wire
 from llamarl.rehearse.memory import RankMemory
@@ -40,6 +44,8 @@ TWINS = (
     quantize.NarrowNorm.forward,
     quantize.NarrowActivation.__call__,
     quantize.NarrowStreamInput.forward,
+    AdaptedProduct._inner,
+    AdaptedProduct.beside,
     PrefillAttention.__call__,
     DecodeAttention.__call__,
     sample_tokens,
@@ -79,15 +85,20 @@ def _build(replica: Replica, part: TensorRank, cached_tokens: float) -> Continuo
         seed=0,
         tensor_ranks=part.count,
         precision=precision,
+        add_adapters=partial(_add_adapters, replica, part) if replica.lora else None,
     )
+
+
+def _add_adapters(replica: Replica, part: TensorRank, model: Transformer) -> Adapters:
+    add = merge_adapters if replica.merged else serve_adapters
+    return add(model, replica.lora, lambda parameter: shape_of(part.box(parameter)))
 
 
 def precision_of(replica: Replica) -> Precision:
-    """Formats of the weights; wide ones are kept only where new versions arrive wide."""
+    """Formats of the weights; wide ones are kept only where new versions arrive wide, and a frozen base never does."""
     narrow: dict[str, Quantization] = {"fp8": "fp8", "int8": "int8"}
-    return Precision(
-        weights=narrow.get(replica.precision, "none"), keep_wide=wire(replica.precision) != replica.precision
-    )
+    wide = wire(replica.precision) != replica.precision and not replica.lora
+    return Precision(weights=narrow.get(replica.precision, "none"), keep_wide=wide)
 
 
 def _group(ordinal: int, replica: Replica, samples: int) -> PromptGroup:

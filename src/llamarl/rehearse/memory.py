@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from llamarl.plan.gpus import GIB, Gpu
 from llamarl.plan.terms import WORKSPACE_BYTES
@@ -45,17 +46,30 @@ class RoleMemory(Struct, frozen=True):
         return self.formula_bytes / self.built_bytes - 1
 
 
-def too_large(roles: Sequence[RoleMemory], gpu: Gpu, *, colocated: bool) -> Iterator[str]:
-    """One line for everything that does not fit into a GPU, or not while it is built."""
+def too_large(
+    roles: Sequence[RoleMemory], gpu: Gpu, *, together: bool, processes: int = 1, shared_bytes: float = 0.0
+) -> Iterator[str]:
+    """One line for everything that does not fit into a GPU, or not while it is built. `together`: one GPU holds a rank of
+    every role, in so many processes, of which `shared_bytes` only once."""
     room = f"of {gpu.memory_gib:.0f} GiB on one {gpu.name}"
-    together = [("+".join(role.role for role in roles), sum(role.built_bytes for role in roles))]
-    for name, num_bytes in together if colocated else [(role.role, role.built_bytes) for role in roles]:
-        if num_bytes + WORKSPACE_BYTES > gpu.memory_bytes:
-            yield f"{name}: takes {num_bytes / GIB:.1f} GiB and {WORKSPACE_BYTES / GIB:.0f} GiB for CUDA, {room}"
+    whole = sum(role.built_bytes for role in roles) - shared_bytes
+    held = (
+        [("+".join(role.role for role in roles), whole)] if together else [(one.role, one.built_bytes) for one in roles]
+    )
+    for name, num_bytes in held:
+        cuda_bytes = WORKSPACE_BYTES * (processes if together else 1)
+        if num_bytes + cuda_bytes > gpu.memory_bytes:
+            yield f"{name}: takes {num_bytes / GIB:.1f} GiB and {cuda_bytes / GIB:.0f} GiB for CUDA, {room}"
     for role in roles:
         building = max(rank.building_bytes for rank in role.ranks)
         if role.built_bytes < building and building + WORKSPACE_BYTES > gpu.memory_bytes:
             yield f"{role.role}: takes {building / GIB:.1f} GiB while it is built, before its weights are narrowed, {room}"
+
+
+def built_figures(role: RoleMemory) -> dict[str, Any]:
+    """The figures of a rehearsed role for `--json`, in bytes."""
+    found: dict[str, Any] = to_builtins(role)
+    return {**found, "formula_bytes": role.formula_bytes, "built_bytes": role.built_bytes, "off_by": role.difference}
 
 
 def table_of(roles: Sequence[RoleMemory]) -> list[str]:

@@ -9,11 +9,12 @@ from llamarl.generate.parallel import TensorRank
 from llamarl.layout.boxes import shape_of
 from llamarl.plan.generator import Replica
 from llamarl.plan.search import Plan
+from llamarl.plan.shared_base import shared_base_bytes
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.workload import Question, Workload
 from llamarl.rehearse.forks import Rehearsal, run_in_forks
 from llamarl.rehearse.generator import rehearse_generator
-from llamarl.rehearse.memory import RoleMemory
+from llamarl.rehearse.memory import RoleMemory, too_large
 from llamarl.rehearse.trainer import rehearse_trainer
 
 
@@ -22,13 +23,23 @@ def rehearse_plan(plan: Plan, question: Question) -> list[RoleMemory]:
     ranks, replica, work = plan.trainers.ranks, plan.generators.replica, question.work
     training, generating = trainer_rehearsals(ranks, work), generator_rehearsals(replica, work)
     built = run_in_forks([*training, *generating])
-    trainer = f"{ranks.layout}, {ranks.tokens_per_pack} tokens, recompute {ranks.recompute}"
+    away = ", offload" if ranks.offload else ""
+    trainer = f"{ranks.layout}, {ranks.tokens_per_pack} tokens, recompute {ranks.recompute}{away}"
     generator = f"TP {replica.tp}, {replica.precision}, {replica.slots} slots"
     cached_tokens = replica.cached_tokens(work.samples, work.answers)
     return [
         RoleMemory("trainer", trainer, ranks.memory_kinds, built[: len(training)]),
         RoleMemory("generator", generator, replica.memory_kinds(cached_tokens), built[len(training) :]),
     ]
+
+
+def misfits(plan: Plan, question: Question, roles: list[RoleMemory]) -> list[str]:
+    """One line for everything of a rehearsed plan that does not fit into a GPU."""
+    ranks, replica = plan.trainers.ranks, plan.generators.replica
+    together = plan.colocated or plan.shares_gpu
+    processes = 2 if plan.shares_gpu else 1
+    shared_bytes = shared_base_bytes(ranks, replica)
+    return list(too_large(roles, question.gpu, together=together, processes=processes, shared_bytes=shared_bytes))
 
 
 def trainer_rehearsals(ranks: TrainerRanks, work: Workload) -> list[Rehearsal]:

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
+from llamarl.model.base import Base, BaseLayout
+from llamarl.model.quantize import fp8_product, quantize_rows
 from llamarl.model.transformer import Transformer
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.rehearse.memory import RankMemory
@@ -17,10 +19,11 @@ from llamarl.rehearse.tracking import MemoryTracker
 from llamarl.rehearse.world import DEVICE, fake_memory, fake_ranks
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import check_tensor_parallel, make_mesh
+from llamarl.train.narrow_base import take_narrow_base
 from llamarl.train.optimizer import AdamW
 from llamarl.train.parallel import tie_head
 from llamarl.train.pinned import HostArena
-from llamarl.train.policy import ComputeSettings, Policy, meta_shards
+from llamarl.train.policy import ComputeSettings, Policy, meta_shards, parallelize_for
 
 _HOST = "host memory"
 
@@ -29,7 +32,9 @@ def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int
     """Memory of one rank over an update of two full passes, with documents of these lengths. The first pass makes the sums of
     gradients; like all later passes, the second one runs beside them."""
     check_tensor_parallel(ranks.shape, ranks.tp, "trainer.tensor")
-    tracker = MemoryTracker("activations", owners={AdamW._collect: "gradients", HostArena._make: _HOST})
+    narrow = bool(ranks.lora) and ranks.base == "fp8"
+    twins = (fp8_product, quantize_rows) if narrow else ()
+    tracker = MemoryTracker("activations", twins=twins, owners={AdamW._collect: "gradients", HostArena._make: _HOST})
     with fake_ranks(rank, ranks.ranks):
         mesh = make_mesh(ranks.data, ranks.tp, rank, DEVICE, ranks.replicate, ranks.context)
         computing = ComputeSettings(
@@ -39,18 +44,28 @@ def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int
             recompute=ranks.recompute,
             compiled=True,
             tokens_per_pack=ranks.tokens_per_pack,
+            lora=ranks.lora,
         )
-        model = meta_shards(ranks.shape, computing)
+        sharded = None if narrow else meta_shards(ranks.shape, computing)
         with fake_memory(tracker):
             with tracker.kind("weights"):
-                _give_memory(model)
-            with tracker.kind("optimizer state"):
+                model = _narrow_base(ranks, computing) if sharded is None else _give_memory(sharded)
+            with tracker.kind(_HOST if ranks.offload else "optimizer state"):
                 learner = Learner(
                     Policy(model, computing), aipo_loss, settings=TrainerConfig(), algo=AlgoConfig(), updates=1
                 )
             _label_gradients(learner, tracker)
             _update(learner, _documents(ranks, prompt, answer))
     return RankMemory(rank, {kind: size for kind, size in tracker.at_peak.items() if kind != _HOST})
+
+
+def _narrow_base(ranks: TrainerRanks, computing: ComputeSettings) -> Transformer:
+    """A model on a frozen base in fp8, which is whole on the one rank, as in a job."""
+    layout = BaseLayout(ranks.shape, torch.bfloat16, "fp8")
+    model = Base(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=DEVICE)).model()
+    take_narrow_base(model)
+    parallelize_for(model, computing)
+    return model
 
 
 def _label_gradients(learner: Learner, tracker: MemoryTracker) -> None:
@@ -85,12 +100,13 @@ def _documents(ranks: TrainerRanks, prompt: int, answer: int) -> list[Document]:
     return [one] * (2 * each * ranks.batch_ranks)
 
 
-def _give_memory(model: Transformer) -> None:
+def _give_memory(model: Transformer) -> Transformer:
     """Replaces every shard on the meta device by one with memory."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(_with_memory(parameter)))
+            setattr(module, name, nn.Parameter(_with_memory(parameter), requires_grad=parameter.requires_grad))
     tie_head(model)
+    return model
 
 
 def _with_memory(parameter: Tensor) -> Tensor:

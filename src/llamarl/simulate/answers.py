@@ -26,11 +26,13 @@ class Answers:
         flat: float = 0.0,
         skip_flat: bool = True,
         share_prompts: bool = False,
+        windows: tuple[int, ...] = (),
     ) -> None:
         """`flat`: the share of groups whose rewards are all equal; `skip_flat`: nothing is trained on them. `share_prompts`:
-        whether the trainer computes a prompt once for all its answers, where that pays."""
+        whether the trainer computes a prompt once for all its answers, where that pays. `windows`: of the model's layers."""
         self._lengths, self._samples, self._prompt, self._seed = lengths, samples, prompt, seed
         self._flat, self._skip_flat, self._share_prompts = flat, skip_flat, share_prompts
+        self._windows = windows
         self._blocks: dict[int, list[list[int]]] = {}
 
     def of(self, ordinal: int) -> list[int]:
@@ -51,8 +53,10 @@ class Answers:
         kept = [ordinal for ordinal in ordinals if not (self._skip_flat and self.is_flat(ordinal))]
         answers = [length for ordinal in kept for length in self.of(ordinal)]
         documents = [self._prompt + length for length in answers]
-        load = packed(gpu, documents, sum(answers) / max(1, sum(documents)))
-        shared = shared_prompts(gpu, len(kept), self._prompt, self._samples) if self._share_prompts else None
+        load = packed(gpu, documents, sum(answers) / max(1, sum(documents)), self._windows)
+        shared = None
+        if self._share_prompts:
+            shared = shared_prompts(gpu, len(kept), self._prompt, self._samples, self._windows)
         return replace(load, shared=shared)
 
     def is_flat(self, ordinal: int) -> bool:

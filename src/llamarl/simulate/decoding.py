@@ -27,10 +27,9 @@ class Pace(Protocol):
     @property
     def late_steps(self) -> float: ...
 
-    @property
-    def cached_token_s(self) -> float: ...
-
     def step_s(self, active: float, cached_tokens: float) -> float: ...
+
+    def growth_s(self, active: int, cached_tokens: float) -> float: ...
 
     def prefill_s(self, groups: int) -> float: ...
 
@@ -38,7 +37,7 @@ class Pace(Protocol):
 class Decoding:
     def __init__(self, replica: Pace) -> None:
         self.replica = replica
-        self._late, self._per_token_s = replica.late_steps, replica.cached_token_s
+        self._late = replica.late_steps
         self.clear()
 
     def clear(self) -> None:
@@ -112,7 +111,7 @@ class Decoding:
         """Seconds that a step takes then, and the growth from each step to the next."""
         active = self._active(ended, started)
         cached = active * max(0.0, self.replica.prompt + step - mean_start)
-        return self.replica.step_s(active, cached), active * self._per_token_s
+        return self.replica.step_s(active, cached), self.replica.growth_s(active, cached)
 
     def _whole(self) -> list[int]:
         found = []

@@ -85,6 +85,7 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
             self.config.model.lora,
             "fp8" if self.config.model.base == "fp8" else precision,
             settings.context,
+            settings.offload and not self.config.model.lora and not self.gpu.is_cpu,
         )
 
     @property
@@ -165,6 +166,7 @@ def _answers(scene: SimulationSetup) -> Answers:
         flat=scene.skipped,
         skip_flat=scene.config.algo.zero_variance == "skip",
         share_prompts=scene.config.trainer.share_prompts != "off",
+        windows=scene.shape.windows,
     )
 
 
@@ -184,7 +186,7 @@ def _seat(scene: SimulationSetup, line: Line, clock: Clock, answers: Answers) ->
                 worker = GeneratorWorker(name, Decoding(scene.replica), answers, gpu.engine, load_s)
                 clock.seat(worker, generator_device, _threads(scene, config.generator.threads, "generator"))
             elif role.unit == "batch":
-                plan = _trainer_plan(scene, answers) if role.name == "trainer" else _reference_plan(scene, answers)
+                plan = _plans(scene, answers)[role.name]
                 threads = _threads(scene, config.trainer.threads, "trainer")
                 clock.seat(QueueWorker(name, plan), trainer_device, threads)
             else:
@@ -212,6 +214,35 @@ def _threads(scene: SimulationSetup, setting: int, section: str) -> int:
     return threads
 
 
+Plan = Callable[[ev.ExecutorCommand], WorkItem]
+_FORWARD = 1 / 3  # of an update: a forward pass alone
+
+
+def _plans(scene: SimulationSetup, answers: Answers) -> dict[str, Plan]:
+    """How long each role that works on batches takes, in updates of the trainer; a critic is taken to be as large as the
+    policy."""
+    config = scene.config
+    critic = _FORWARD + (config.critic.epochs or config.algo.epochs)
+    hosted = critic if config.has_critic and not config.critic_alone else 0.0
+    update = _trainer_plan(scene, answers)
+    return {
+        "trainer": _taking(update, config.algo.epochs + hosted, "update"),
+        "critic": _taking(update, critic, "critic"),
+        "reference": _taking(update, _FORWARD, "reference"),
+        "teacher": _taking(update, _FORWARD, "teacher"),
+    }
+
+
+def _taking(update: Plan, times: float, name: str) -> Plan:
+    """The trainer's plan with batches that take so many times as long."""
+
+    def plan(command: ev.ExecutorCommand) -> WorkItem:
+        item = update(command)
+        return item._replace(left_s=item.left_s * times, name=name) if isinstance(command, ev.RunBatch) else item
+
+    return plan
+
+
 def _trainer_plan(scene: SimulationSetup, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
     engine, trainer = scene.gpu.engine, scene.trainer
     publish_s = copy_s(scene.gpu, scene.published_bytes / trainer.ranks)
@@ -231,17 +262,6 @@ def _trainer_plan(scene: SimulationSetup, answers: Answers) -> Callable[[ev.Exec
                 return WorkItem(save_s, "save")
             case _:
                 raise AssertionError(f"a trainer is not told {command}")
-
-    return plan
-
-
-def _reference_plan(scene: SimulationSetup, answers: Answers) -> Callable[[ev.ExecutorCommand], WorkItem]:
-    """A forward pass over the batch takes a third of an update."""
-    update = _trainer_plan(scene, answers)
-
-    def plan(command: ev.ExecutorCommand) -> WorkItem:
-        item = update(command)
-        return item._replace(left_s=item.left_s / 3, name="reference") if isinstance(command, ev.RunBatch) else item
 
     return plan
 

@@ -10,8 +10,10 @@ from llamarl.model_spec import SHAPES, shape_named
 from llamarl.plan.advice import why_nothing_fits
 from llamarl.plan.fallback import async_plan, sync_plan, widened
 from llamarl.plan.gpus import GPUS, Gpu
+from llamarl.plan.jobfile import job_settings
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.search import Space, best_async, best_sync
+from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.workload import Question, Workload
 
 H100 = GPUS["h100"]
@@ -48,6 +50,26 @@ def test_a_replica_spans_two_hosts_where_one_is_too_small() -> None:
     assert plan.can_be_built
     assert plan.generators.replica.tp == 8
     assert "over 2 hosts: bf16 inside a host would need" in plan.note
+
+
+def test_optimizer_state_goes_to_host_memory_only_where_nothing_else_fits() -> None:
+    asked = question("llama-3.1-8b", gpus=1, gpu=GPUS["h200"], groups=8)
+    assert best_async(widened(asked)) is None and best_sync(widened(asked)) is None
+    for plan in (async_plan(asked), sync_plan(asked)):
+        assert plan is not None and plan.trainers.ranks.offload
+        assert plan.note.startswith("optimizer state in host memory (75 GiB for each GPU), generators in ")
+        assert job_settings(plan, asked)["trainer"]["offload"] is True
+    more = async_plan(question("llama-3.1-8b", gpus=8, groups=8))
+    assert (
+        more is not None and not more.trainers.ranks.offload and "offload" not in job_settings(more, asked)["trainer"]
+    )
+
+
+def test_an_update_with_its_state_in_host_memory_takes_as_long_as_measured() -> None:
+    """Claim 11: 8.19B, 16 x 4 answers of 256 tokens, prompts of 64, all blocks computed again."""
+    ranks = TrainerRanks(shape_named("qwen3-8b"), GPUS["h200"], "bf16", 1, 1, "full", 8192, offload=True)
+    work = Workload(groups=16, samples=4, prompt=64, answers=Lengths("fixed:256"))
+    assert ranks.update_s(work.batch(ranks.gpu)) == pytest.approx(4.3, rel=0.15)
 
 
 def test_a_precision_that_the_user_chose_is_kept() -> None:

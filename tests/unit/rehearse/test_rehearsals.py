@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from llamarl.config import LoraConfig
 from llamarl.errors import ConfigError, InputError
 from llamarl.families.parameters import block_parameters
 from llamarl.model_spec import shape_named
@@ -78,6 +79,34 @@ def test_a_generator_rank_takes_what_the_formula_says(precision: str, tp: int) -
     assert role.ranks[0].kinds["KV cache"] == pytest.approx(role.formula["KV cache"], rel=0.01)
 
 
+LORA = LoraConfig(rank=32)
+
+
+@pytest.mark.parametrize(("data", "tp", "base"), [(4, 1, "bf16"), (1, 2, "bf16"), (1, 1, "fp8")])
+def test_a_trainer_rank_with_adapters_takes_what_the_formula_says(data: int, tp: int, base: str) -> None:
+    shape = replace(SHAPE, num_layers=2)
+    role = trained(replace(ranks(data, tp), lora=LORA, base=base, shape=shape))
+    assert abs(role.difference) < 0.1, "\n".join(table_of([role]))
+    assert role.ranks[0].kinds["weights"] == pytest.approx(role.formula["weights"], rel=0.05)
+
+
+def test_a_generator_rank_with_adapters_takes_what_the_formula_says() -> None:
+    for precision, tp, merged in (("bf16", 2, False), ("fp8", 1, False), ("bf16", 1, True)):
+        replica = Replica(SHAPE, H100, precision, tp, 32, 64, 512, LORA, merged)
+        built = generator.rehearse_generator(replica, 0, cached_tokens=20_000, samples=8)
+        role = RoleMemory("generator", "", replica.memory_kinds(20_000), [built])
+        assert abs(role.difference) < 0.1, "\n".join(table_of([role]))
+    beside = replace(replica, merged=False).memory_kinds(20_000)
+    assert RoleMemory("generator", "", beside, [built]).difference < -0.1, "a copy that nobody planned is noticed"
+
+
+def test_optimizer_state_in_host_memory_takes_none_of_the_device() -> None:
+    layout = replace(ranks(), offload=True)
+    role = trained(layout)
+    assert abs(role.difference) < 0.1, "\n".join(table_of([role]))
+    assert "optimizer state" not in role.ranks[0].kinds and layout.host_bytes > 1.9 * ranks().memory_kinds["weights"]
+
+
 def test_weights_that_a_trainer_keeps_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Tensor] = []
     begin = AdamW.__init__
@@ -136,10 +165,14 @@ def test_every_fork_gives_its_own_answer_in_order() -> None:
 def test_what_does_not_fit_is_told() -> None:
     large = RoleMemory("trainer", "", {}, [RankMemory(0, {"weights": 70.0 * GIB})])
     small = RoleMemory("generator", "", {}, [RankMemory(0, {"weights": 9.0 * GIB}, building_bytes=78.0 * GIB)])
-    assert list(too_large([large], H100, colocated=False)) == []
-    (together,) = too_large([large, replace(small, ranks=large.ranks)], H100, colocated=True)
+    assert list(too_large([large], H100, together=False)) == []
+    (together,) = too_large([large, replace(small, ranks=large.ranks)], H100, together=True)
     assert together.startswith("trainer+generator: takes 140.0 GiB and 3 GiB for CUDA, of 80 GiB on one h100")
-    (building,) = too_large([large, small], H100, colocated=False)
+    shared = RoleMemory("generator", "", {}, [RankMemory(0, {"weights": 6.0 * GIB})])
+    (both,) = too_large([large, shared], H100, together=True, processes=2)
+    assert both.startswith("trainer+generator: takes 76.0 GiB and 6 GiB for CUDA"), "each process has its own context"
+    assert list(too_large([large, shared], H100, together=True, processes=2, shared_bytes=4.0 * GIB)) == []
+    (building,) = too_large([large, small], H100, together=False)
     assert building.startswith("generator: takes 78.0 GiB while it is built")
 
 

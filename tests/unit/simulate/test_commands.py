@@ -12,6 +12,11 @@ from helpers.cli import llamarl
 from llamarl.config.file import load_config
 from llamarl.model.hf_config import write_config
 from llamarl.model_spec import SHAPES
+from llamarl.plan.gpus import GIB
+from llamarl.plan.search import Plan
+from llamarl.plan.workload import Question
+from llamarl.rehearse import plans
+from llamarl.rehearse.memory import RankMemory, RoleMemory
 
 PLAN = [
     "plan",
@@ -101,7 +106,7 @@ def test_the_plan_is_printed_with_what_limits_it() -> None:
 
 
 def test_what_does_not_fit_is_one_line_that_says_what_would() -> None:
-    done = llamarl("plan", "--model", "llama-3.1-405b", "--gpus", "64")
+    done = llamarl("plan", "--model", "llama-3.1-405b", "--gpus", "16")
     assert done.code == 2
     assert done.err.startswith("llamarl: nothing fits")
     assert "Would fit" in done.err
@@ -178,6 +183,36 @@ def test_ranks_of_a_plan_are_built_and_set_beside_the_formula() -> None:
     off = [line.split()[-1] for line in done.out.splitlines() if line.startswith("    together")]
     assert len(off) == 2
     assert all(abs(float(share.rstrip("%"))) < 10 for share in off), done.out
+
+
+TINY_PLAN = ["plan", "--model", "qwen2.5-0.5b", "--gpus", "1", "--groups", "8", "--answer", "fixed:64"]
+
+
+def test_built_ranks_are_json_with_json_and_adapters_are_built_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(plan: Plan, question: Question) -> list[RoleMemory]:
+        """What the tests of rehearsals build at length."""
+        assert plan.trainers.ranks.lora.rank == plan.generators.replica.lora.rank == 8
+        return [RoleMemory("trainer", "", {"weights": 1.0}, [RankMemory(0, {"weights": size * GIB})])]
+
+    monkeypatch.setattr(plans, "rehearse_plan", built)
+    for size, code in ((2.0, 0), (200.0, 2)):
+        done = llamarl(*TINY_PLAN, "--lora", "8", "--build", "--json")
+        assert done.code == code, done.err
+        found = json.loads(done.out)
+        assert found.keys() == {"sync", "async", "gain", "built", "problems"}
+        assert found["built"][0]["built_bytes"] == size * GIB
+        assert bool(found["problems"]) == bool(code) == ("llamarl: --build: trainer: takes" in done.err)
+
+
+def test_prompts_are_shared_if_asked_or_if_the_job_does(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("trainer:\n  share_prompts: auto\n")
+    asked = [*TINY_PLAN, "--prompt", "2048"]
+    apart, shared, kept = (llamarl(*asked, *more).out for more in ([], ["--share-prompts"], ["--config", job]))
+    assert "share_prompts: auto" in shared and "share_prompts" not in apart
+    times = [json.loads(llamarl(*asked, *more, "--json").out)["sync"]["step_s"] for more in ([], ["--share-prompts"])]
+    assert times[1] < 0.5 * times[0], "2048 of 2112 tokens are the prompt's"
+    assert kept.splitlines()[:12] == shared.splitlines()[:12]
 
 
 def test_a_model_may_be_a_folder_or_a_config_json(tmp_path: Path) -> None:

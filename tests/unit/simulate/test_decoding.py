@@ -62,7 +62,7 @@ def test_pieces_of_time_add_up(seed: int, slots: int) -> None:
 class Steady:
     """Every step takes a second."""
 
-    prompt, slots, late_steps, cached_token_s = 0, 3, 0.0, 0.0
+    prompt, slots, late_steps = 0, 3, 0.0
 
     def __init__(self) -> None:
         self.most = 0.0
@@ -70,6 +70,9 @@ class Steady:
     def step_s(self, active: float, cached_tokens: float) -> float:
         self.most = max(self.most, active)
         return 1.0
+
+    def growth_s(self, active: int, cached_tokens: float) -> float:
+        return 0.0
 
     def prefill_s(self, groups: int) -> float:
         return 0.0
