@@ -20,8 +20,8 @@ from llamarl.plan.fallback import async_plan, sync_plan
 from llamarl.plan.gpus import GIB, GPUS
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.workload import Question, Workload
-from llamarl.rehearse.memory import RoleMemory, too_large
-from llamarl.rehearse.plans import rehearse_plan
+from llamarl.rehearse.memory import RoleMemory
+from llamarl.rehearse.plans import misfits, rehearse_plan
 
 CASES = (("llama-3.1-8b", 256), ("llama-3.1-70b", 256), ("llama-3.1-405b", 1024), ("qwen3-32b", 8))
 GPU = GPUS["h100"]
@@ -43,7 +43,7 @@ def main() -> None:
         for role in roles:
             name = f"{model} on {gpus}, {'co-located' if plan.colocated else 'split'}, {took}"
             lines += rows(name, role)
-        problems += [f"{model}: {line}" for line in too_large(roles, GPU, colocated=plan.colocated)]
+        problems += [f"{model}: {line}" for line in misfits(plan, question, roles)]
         print("\n".join(lines[-6:]), flush=True)
     TARGET.write_text(text(lines, problems), encoding="utf-8")
 

@@ -5,13 +5,15 @@
     python benchmarks/logprob_gap.py src/llamarl/assets/tiny --prompt 31+33= --prompt 7+38= --samples 64 --new 8
 
 Answers to six prompts are sampled at T = 1 by the generator as it runs in a job (on a GPU: graphs and kernels), then read by
-the trainer's passes. What differs is arithmetic alone.
+the trainer's passes. What differs is arithmetic alone. Of a model with experts, the gap is told with the experts
+replayed that computed each token, and with those that the trainer chooses itself.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from llamarl.algo.batch import document_of
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
-from llamarl.train.policy import ComputeSettings, load_policy
+from llamarl.train.policy import ComputeSettings, Policy, load_policy
 from llamarl.types import CompletionGroup, Problem, PromptGroup, Sampling, tokens_to_bytes
 
 PROMPTS = (
@@ -53,7 +55,7 @@ def sample(
     published = torch.bfloat16 if dtype == torch.float16 else dtype  # as a trainer of that precision holds its weights
     model = load_model(folder, dtype=published, device=device).to(dtype)
     eos_ids = Tokenizer.load(folder).eos_ids
-    decoder = ContinuousDecoder(model, limits, eos_ids=eos_ids, seed=0, precision=precision)
+    decoder = ContinuousDecoder(model, limits, eos_ids=eos_ids, seed=0, precision=precision, record_routes=True)
     decoder.version = 0
     for ordinal, tokens in enumerate(prompts):
         decoder.add(PromptGroup(ordinal, Problem("", ""), tokens_to_bytes(tokens), sampling))
@@ -64,10 +66,27 @@ def sample(
 
 
 def gaps(folder: Path, groups: Sequence[CompletionGroup], computing: ComputeSettings) -> Tensor:
-    policy = load_policy(folder, computing)
+    """Differences of log-probs of all sampled tokens, as a job measures them."""
+    return _gaps(load_policy(folder, replace(computing, replay_routes=True)), groups)
+
+
+def gaps_by_routing(folder: Path, groups: Sequence[CompletionGroup], computing: ComputeSettings) -> dict[str, Tensor]:
+    """Differences of log-probs of all sampled tokens; with experts, by who chooses them."""
+    policy = load_policy(folder, replace(computing, replay_routes=True))
+    if policy.route_format is None:
+        return {"": _gaps(policy, groups)}
+    return {" with replay": _gaps(policy, groups), " without replay": _gaps(policy.without_replay(), groups)}
+
+
+def _gaps(policy: Policy, groups: Sequence[CompletionGroup]) -> Tensor:
     documents = [document_of(group.prompt, one, version=0) for group in groups for one in group.completions]
     packs = policy.packs(documents, same_everywhere=True)
-    return torch.cat([(policy.logprobs(pack).cpu() - pack.behavior_logprobs_N.cpu()).abs() for pack in packs])
+    routing = policy.route_sums()
+    found = [(policy.logprobs(pack, routing).cpu() - pack.behavior_logprobs_N.cpu()).abs() for pack in packs]
+    if routing is not None and policy.route_format is not None:
+        told = routing.totals(policy.computing.mesh).metrics()
+        print(", ".join(f"{name} {value:.3g}" for name, value in told.items()), flush=True)
+    return torch.cat(found)
 
 
 def main() -> None:
@@ -88,12 +107,13 @@ def main() -> None:
     prompts = [Tokenizer.load(args.model).encode(text) for text in args.prompt or PROMPTS]
     groups = sample(args.model, prompts, sampling, generator, device)
     for compiled in (False, True) if device.type == "cuda" else (False,):
-        found = gaps(args.model, groups, ComputeSettings(device, trainer, compiled=compiled))
-        print(
-            f"{generator} and {trainer} on {device}, trainer {'compiled' if compiled else 'plain'}: mean |difference| "
-            f"{found.mean():.2e}, largest {found.max():.2e}, over {len(found):,} tokens",
-            flush=True,
-        )
+        found = gaps_by_routing(args.model, groups, ComputeSettings(device, trainer, compiled=compiled))
+        for how, gap in found.items():
+            print(
+                f"{generator} and {trainer} on {device}, trainer {'compiled' if compiled else 'plain'}{how}: mean "
+                f"|difference| {gap.mean():.2e}, largest {gap.max():.2e}, over {len(gap):,} tokens",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

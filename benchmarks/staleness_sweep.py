@@ -40,13 +40,16 @@ FREE = EngineFactors(group_s=0, message_s=0, update_s=0, score_s=0)
 class Pace:
     """A decode step takes a + b * answers under way."""
 
-    prompt, slots, late_steps, cached_token_s = 0, 1 << 30, 0.0, 0.0
+    prompt, slots, late_steps = 0, 1 << 30, 0.0
 
     def __init__(self, a: float, b: float) -> None:
         self._a, self._b = a, b
 
     def step_s(self, active: float, cached_tokens: float) -> float:
         return self._a + self._b * active
+
+    def growth_s(self, active: int, cached_tokens: float) -> float:
+        return 0.0
 
     def prefill_s(self, groups: int) -> float:
         return 0.0

@@ -67,6 +67,7 @@ class Options:
     at_most: int  # runs that may still be made
     math: Path  # folder of MATH, with MATH-500 as its test.jsonl
     beside: int = 1  # runs at a time
+    updates: int = 0  # of runs that are made in stages; 0: as many as the claim says
     made_on: dict[str, Any] = field(default_factory=dict)  # when and on what the runs that are read were made
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -129,11 +130,18 @@ def read_options(description: str | None) -> Options:
         "--beside", type=int, default=1, metavar="N", help="N at a time, where learning is read and not time"
     )
     parser.add_argument(
+        "--updates",
+        type=int,
+        default=0,
+        metavar="N",
+        help="updates of runs that are made in stages; 0: as the claim says",
+    )
+    parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings for every run, such as model.path=..."
     )
     args = parser.parse_intermixed_args()
     args.results.mkdir(parents=True, exist_ok=True)
-    return Options(args.runs, args.results, tuple(args.settings), args.at_most, args.math, args.beside)
+    return Options(args.runs, args.results, tuple(args.settings), args.at_most, args.math, args.beside, args.updates)
 
 
 @dataclass(frozen=True)
@@ -217,6 +225,43 @@ def made(arm: Arm, options: Options) -> Record:
     if _made_on_file(folder).exists():
         options.made_on = json.loads(_made_on_file(folder).read_text())
     return Record(folder)
+
+
+def made_in_stages(arm: Arm, updates: int, stages: int, options: Options) -> Record:
+    """A run too long for one command: every stage goes on from the last snapshot of the one before. Times say nothing then,
+    since each stage starts anew; a stage that was broken off is made again from there."""
+    folder, settings = options.runs / arm.name, [*arm.settings, *options.settings]
+    made_with = _settings_file(folder)
+    if made_with.exists() and json.loads(made_with.read_text()) != settings:
+        sys.exit(f"{folder}: was made with other settings; remove it, or name another folder with --runs")
+    for stage in range(1, stages + 1):
+        until = updates * stage // stages
+        if _updates_of(folder) >= until:
+            continue
+        options.begin(f"{arm.name}, updates to {until}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made_with.write_text(json.dumps(settings))
+        _made_on_file(folder).write_text(json.dumps(_here()))
+        begun = ["--resume"] if (folder / "snapshots").exists() else []
+        command = ["train", str(arm.config), *settings, f"schedule.updates={until}", "--run", str(folder), *begun]
+        if llamarl(f"{arm.name}, updates to {until}", command, options):
+            sys.exit(f"{arm.name}: the run failed; its logs lie in {folder / 'logs'}")
+    options.made_on = json.loads(_made_on_file(folder).read_text())
+    return Record(folder)
+
+
+def _updates_of(folder: Path) -> int:
+    """Updates of a run that has finished a stage."""
+    summary = folder / "summary.json"
+    found = json.loads(summary.read_text()) if summary.exists() else {"outcome": ""}
+    return int(found["updates"]) if found["outcome"] == "finished" else 0
+
+
+def over_updates(record: Record, metric: str, every: int) -> list[tuple[int, float]]:
+    """Means of a metric over so many updates each, at the last of them."""
+    rows = [(update, row[metric]) for update, row in sorted(record.metrics.items()) if metric in row]
+    parts = [rows[start : start + every] for start in range(0, len(rows), every)]
+    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
 def _check(folder: Path, settings: Sequence[str]) -> None:

@@ -112,7 +112,7 @@ def random_base(checkpoint: Checkpoint, layout: BaseLayout, memory: torch.Tensor
         wide = torch.ones(one.shape, dtype=layout.dtype, device=memory.device)
         if one.kind == "bias":
             wide.zero_()
-        elif one.kind not in ("norm", "head_norm"):
+        elif not one.kind.endswith("norm"):
             wide.normal_(0.0, 0.02, generator=generator)
         target = layout.tensors[name].view(memory)
         if target.dtype == FP8:

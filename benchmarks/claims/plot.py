@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH_IN, HEIGHT_IN = 6.4, 3.6
-COLORS = ("#1f6feb", "#d1570a", "#1a7f37", "#8250df", "#59636e")
+COLORS = ("#1f6feb", "#d1570a", "#1a7f37", "#8250df", "#59636e", "#bf3989")
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "llamarl",  # ids of elements are random without it
     "svg.fonttype": "none",
@@ -27,8 +27,17 @@ STYLE: dict[Any, Any] = {
 Points = Sequence[tuple[float, float]]
 
 
-def lines(title: str, x_label: str, y_label: str, series: Mapping[str, Points], dotted: Sequence[str] = ()) -> str:
-    """One line for each name. Series named in `dotted` are dashed, with a labeled dot at each point."""
+def lines(
+    title: str,
+    x_label: str,
+    y_label: str,
+    series: Mapping[str, Points],
+    dotted: Sequence[str] = (),
+    *,
+    log: bool = False,
+) -> str:
+    """One line for each name. Series named in `dotted` are dashed, with a labeled dot at each point. `log`: both axes are
+    logarithmic."""
 
     def draw(axes: Axes) -> None:
         for number, (name, points) in enumerate(series.items()):
@@ -38,6 +47,8 @@ def lines(title: str, x_label: str, y_label: str, series: Mapping[str, Points], 
             for x, y in points if single else ():
                 axes.annotate(f"{y:.3g}", (x, y), (0, 6), textcoords="offset points", ha="center", color=color)
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
+        if log:
+            axes.set(xscale="log", yscale="log")
         axes.margins(y=0.12)
         axes.legend()
 
