@@ -4,10 +4,11 @@ BIN := .venv/bin
 # These fork readers and writers off the process that runs them, which must not have computed anything before; so do
 # tests/unit/weights.
 FORKING := $(wildcard tests/dist/test_transfer_*.py)
-# Whole jobs that take a minute or more.
-LONG := $(addprefix tests/e2e/test_,failpoints.py learning.py precisions.py deterministic.py)
+# Whole jobs that take a minute or more, plans of large clusters, and what compiles.
+LONG := $(addprefix tests/e2e/test_,failpoints.py learning.py precisions.py deterministic.py claims.py check.py) \
+	$(addprefix tests/unit/,train/test_compile.py plan/test_paper.py plan/test_fallback.py plan/test_search.py rehearse)
 
-.PHONY: train demo test test-long test-dist test-view test-monarch test-cluster test-loggers test-serve test-environments test-wheel docs soak venv format bench clean
+.PHONY: train demo test test-long test-dist test-kernels test-view test-monarch test-cluster test-loggers test-serve test-environments test-wheel test-tutorials docs reference soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -22,11 +23,11 @@ test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest tests/unit/weights # alone, see FORKING
-	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit --ignore=tests/unit/weights --ignore=tests/unit/tasks
+	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit --ignore=tests/unit/weights --ignore=tests/unit/tasks $(addprefix --ignore=,$(LONG))
 	$(BIN)/pytest tests/unit/tasks # alone: they look for programs that are left on the whole machine
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/e2e $(addprefix --ignore=,$(LONG))
 
-# Learning itself, deterministic jobs, processes killed at twenty places, every precision: five minutes.
+# Learning itself, deterministic jobs, processes killed at twenty places, every precision, large plans: ten minutes.
 test-long: .venv/dev
 	$(BIN)/pytest --numprocesses 2 --dist loadfile $(LONG)
 
@@ -42,6 +43,12 @@ test-view: .venv/dev
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
 		|| echo "test-view: no Chromium here, and apt-get cannot install it: the tests of the page are SKIPPED"
 	$(BIN)/pytest tests/browser
+
+# Kernels in Triton's interpreter, on a CPU. Triton is a large download that nobody else needs here.
+test-kernels: .venv/dev build/triton
+	PYTHONPATH=$(CURDIR)/build/triton $(BIN)/pytest tests/unit/generate/test_attention_interpreted.py tests/unit/model/test_experts_interpreted.py
+build/triton:
+	$(BIN)/pip install --quiet --no-deps --target $@ 'triton>=3.7,<4'
 
 # The same tests on the other engine. Monarch brings a package named `tests` and much else, so it has an environment of its own.
 MONARCH := .venv-monarch/bin
@@ -74,10 +81,21 @@ test-environments: .venv-environments/dev .venv-verifiers/dev
 test-wheel: .venv/dev
 	LLAMARL_TEST_WHEEL=1 $(BIN)/pytest tests/wheel
 
-# The pages of docs/ and the API reference, into build/site; a warning is an error.
+# Every code block of tutorials and recipes, in order, and what they print: eleven minutes. One that needs a GPU is skipped.
+test-tutorials: .venv/dev
+	$(BIN)/pytest tests/tutorials
+
+# The site, into build/site: spelling, then whether pages say what the code says, then the pages; a warning is an error.
 DOCS := .venv-docs/bin
 docs: .venv-docs/installed
-	$(DOCS)/mkdocs build --strict
+	$(DOCS)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs examples src
+	PYTHONPATH=src $(DOCS)/python scripts/docs/check.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs build --strict --quiet
+
+# The pages that are made from the code: settings, commands, families of models.
+reference: .venv/installed
+	$(BIN)/python scripts/docs/reference.py --write
+	$(BIN)/python scripts/docs/families.py --write
 
 # A hundred thousand hostile answers (`HOSTILE=5000` for fewer), hostile programs in every sandbox, ten thousand simulated
 # disasters, a kill and a stop at every failpoint, run folders with second owners, full disks, live copies and torn files
@@ -129,7 +147,7 @@ venv: .venv/dev
 	$(ENVIRONMENTS)/llamarl env install 'verifiers[openenv,ta]' --at .venv-verifiers
 	touch $@
 
-# Docstrings are read, not imported, so the packages of the extra are enough.
+# Docstrings are read, not imported, and llamarl.config needs no torch, so the packages of the extra are enough.
 .venv-docs/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
 	$(DOCS)/pip install --quiet --disable-pip-version-check $$($(PYTHON) -c "import tomllib; \
