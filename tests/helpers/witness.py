@@ -58,14 +58,16 @@ class Witness:
             raise AssertionError(f"not within {self.patience_s:g} s: {what}; {self._story()}")
 
     def _story(self) -> str:
-        """When each executor came up and died, as text."""
+        """When each executor came up and died, and what the hosts did last, as text."""
         now_s = time.monotonic()
         told = ((at_s, one) for at_s, one in list(self.seen) if isinstance(one, Death) or _is_up(one))
         words = (
             f"{one.executor} {one.reason if isinstance(one, Death) else 'up'} {now_s - at_s:.1f} s ago"
             for at_s, one in told
         )
-        return "; ".join(words)
+        hosts = self.engine._log_folder / "hosts.log" if self.engine else None
+        lines = hosts.read_text().splitlines()[-20:] if hosts and hosts.exists() else []
+        return "\n".join(["; ".join(words), *lines])
 
     def until_updates(self, count: int) -> None:
         """Wait for `count` more updates."""

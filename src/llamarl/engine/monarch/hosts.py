@@ -34,8 +34,9 @@ from llamarl.weights.slot_file import SlotFile
 ANY_NUMBER = 1 << 30
 _TRY_AGAIN_S = 1.0
 _CONNECT_S = 2.0
-_ATTACH_S = 6.0
-_TRY_S = 15.0  # from the start of an attempt to the first pulse
+_ATTACH_S = 6.0  # doubled for each attempt in a row that takes longer: on a busy machine, none might succeed
+_LONGEST_ATTACH_S = 24.0
+_PULSE_S = 9.0  # from there to the first pulse
 _LONGEST_FOLDER = 30  # bytes of a path that leaves room for the names of Monarch's sockets
 
 
@@ -158,7 +159,7 @@ class Host:
         self._clock_is_ours = isinstance(link, OwnWorker)
         self.mesh: Any = None
         self._agent: Any = None
-        self._next_try_s = 0.0
+        self._next_try_s, self._attach_s = 0.0, _ATTACH_S
         self.taken: dict[tuple[str, int], int | None] = {}  # (executor, rank) -> its GPU; None: it has none
 
     # Room
@@ -180,7 +181,8 @@ class Host:
     def try_to_reach(self, port: Any, job: str, silence_s: float) -> None:
         """Begin an attempt if it is time. One that hangs is not waited for."""
         if not self.up and time.monotonic() >= self._next_try_s:
-            self.attempt, self.ahead_s, self._next_try_s = self.attempt + 1, 0.0, time.monotonic() + _TRY_S
+            self.attempt, self.ahead_s = self.attempt + 1, 0.0
+            self._next_try_s = time.monotonic() + _CONNECT_S + self._attach_s + _PULSE_S
             self._link.prepare()
             threading.Thread(target=self._attach, args=(self.attempt, port, job, silence_s), daemon=True).start()
 
@@ -192,13 +194,16 @@ class Host:
                     workers=[self._link.url],
                     name=f"host{self.number}_{attempt}_{secrets.token_hex(4)}",
                 )
-                mesh.initialized.get(timeout=_ATTACH_S)
+                mesh.initialized.get(timeout=self._attach_s)
                 procs = mesh.spawn_procs(per_host={"agents": 1}, name="agent", bootstrap_command=bare_command())
                 agent = procs.spawn("agent", HostAgent, port, job, self.name, attempt, silence_s)
                 if attempt == self.attempt:
                     self._note("reached")
                     self.mesh, self._agent = mesh, agent
                     return  # its first pulse will show that it is up
+        except TimeoutError:
+            self._note(f"not reached within {self._attach_s:g} s")
+            self._attach_s = min(2 * self._attach_s, _LONGEST_ATTACH_S)
         except Exception as error:  # the border to Monarch: whatever it raises, the host is not up yet
             self._note(f"not reached: {type(error).__name__}: {error}")
         if attempt == self.attempt:
@@ -207,7 +212,7 @@ class Host:
     def on_pulse(self, clock_s: float) -> None:
         if not self.up:
             self._note("there")
-        self.up = self.seen = True
+        self.up, self.seen, self._attach_s = True, True, _ATTACH_S
         self.heard_s = time.monotonic()
         if not self._clock_is_ours:  # the pulse that traveled fastest is the most exact
             self.ahead_s = max(self.ahead_s, clock_s - self.heard_s) if self.ahead_s else clock_s - self.heard_s
