@@ -81,9 +81,9 @@ test-environments: .venv-environments/dev .venv-verifiers/dev
 test-wheel: .venv/dev
 	LLAMARL_TEST_WHEEL=1 $(BIN)/pytest tests/wheel
 
-# Every code block of tutorials and recipes, in order, and what they print: eleven minutes. One that needs a GPU is skipped.
+# Every code block of tutorials and recipes, in order, and what they print: under ten minutes. One that needs a GPU is skipped.
 test-tutorials: .venv/dev
-	$(BIN)/pytest tests/tutorials
+	$(BIN)/pytest --numprocesses 2 -rP tests/tutorials
 
 # The site, into build/site: spelling, then whether pages say what the code says, then the pages; a warning is an error.
 DOCS := .venv-docs/bin

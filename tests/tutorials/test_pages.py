@@ -31,6 +31,5 @@ def run_page(page: Path) -> str:
 
 @pytest.mark.timeout(900)  # a page takes a minute or two where nothing else runs
 @pytest.mark.parametrize("page", [ROOT / "README.md", *TUTORIALS, *RECIPES], ids=lambda page: page.stem)
-def test_a_page_runs_top_to_bottom(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        print(f"\n{run_page(page).strip()}", end=" ")
+def test_a_page_runs_top_to_bottom(page: Path) -> None:
+    print(run_page(page).strip())  # how many blocks ran, and how many were skipped; pytest's -rP shows it
