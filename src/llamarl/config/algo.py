@@ -32,6 +32,10 @@ class AlgoConfig(Section, frozen=True):
             ge=0, le=1, description="gae: lambda of the policy's advantages; 1: whole returns, 0: the next value only"
         ),
     ] = 0.95
+    whiten: Annotated[
+        bool,
+        Meta(description="gae: bring the advantages of each batch to mean 0 and deviation 1; equal ones are left at 0"),
+    ] = True
     reward_weight: Annotated[
         float,
         Meta(

@@ -315,7 +315,9 @@ def _check_critic(config: Config) -> None:
     algo, critic = config.algo, config.critic
     if not config.has_critic:
         for section, names in (("critic", changed_settings(critic)), ("algo", changed_settings(algo))):
-            for name in names if section == "critic" else [one for one in names if one in ("gamma", "gae_lambda")]:
+            for name in (
+                names if section == "critic" else [one for one in names if one in ("gamma", "gae_lambda", "whiten")]
+            ):
                 raise ConfigError(f"{section}.{name}: cannot take effect without a critic; set algo.advantage to gae")
         return
     if config.supervised:

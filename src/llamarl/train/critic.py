@@ -6,7 +6,7 @@ Values are always those of its newest weights, also for tokens that older versio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from msgspec.structs import replace as with_fields
 
 from llamarl.algo.advantages import TOKEN_ADVANTAGES, final_rewards, why_left_out
 from llamarl.algo.batch import VALUE, Document, document_of
-from llamarl.algo.gae import RETURNS, VALUES, Floats, explained_variance, gae
+from llamarl.algo.gae import RETURNS, VALUES, Floats, explained_variance, gae, whitened
 from llamarl.config import AlgoConfig
 from llamarl.train.learner import Learner
 from llamarl.train.token_column import TokenColumn
@@ -46,8 +46,9 @@ class Valued:
     returns: Floats
     learned: bool  # whether the critic learns from it
 
-    def with_columns(self) -> Rollout:
-        added = {VALUES: _bytes(self.values), TOKEN_ADVANTAGES: _bytes(self.advantages)}
+    def with_columns(self, advantages: Floats) -> Rollout:
+        """The answer as the policy learns from it."""
+        added = {VALUES: _bytes(self.values), TOKEN_ADVANTAGES: _bytes(advantages)}
         return with_fields(self.rollout, columns={**self.rollout.columns, **added})
 
     def lesson(self) -> Document:
@@ -68,20 +69,26 @@ class Critic:
             raise OutOfOrder(f"critic: it is at update {self._next_update}, but was given the batch of update {update}")
         self._next_update += 1
         valued = self._value([group for group in groups if group.prompt.written is None])
-        rollouts = {group: iter(found) for group, found in valued.items()}
+        found = [one for of_group in valued.values() for one in of_group]
+        rollouts = self._with_columns(found)
         out = tuple(
-            RolloutGroup(group.prompt, tuple(one.with_columns() for one in rollouts[group.ordinal]))
-            if group.ordinal in rollouts
+            RolloutGroup(group.prompt, tuple(next(rollouts) for _ in valued[group.ordinal]))
+            if group.ordinal in valued
             else group
             for group in groups
         )
-        found = [one for of_group in valued.values() for one in of_group]
         metrics, lessons = _describe(found), [one.lesson() for one in found if one.learned]
         if not lessons:
             return ValuedBatch(out, metrics)
         learned = self.learner.learn(update, lessons)
         steps = {_OWN_NAMES.get(name, name): value for name, value in learned.steps.items()}
         return ValuedBatch(out, {**metrics, **learned.metrics, **steps}, learned.timings)
+
+    def _with_columns(self, found: Sequence[Valued]) -> Iterator[Rollout]:
+        """What is learned is whitened by its own mean and deviation; what is not keeps its advantages, which nobody reads."""
+        advantages = iter(whitened([one.advantages for one in found if one.learned]) if self._algo.whiten else ())
+        for one in found:
+            yield one.with_columns(next(advantages, one.advantages) if one.learned else one.advantages)
 
     def _value(self, groups: Sequence[RolloutGroup]) -> Mapping[int, list[Valued]]:
         """The answers of each group with their values, by ordinal. Ranks share the passes, and each has all results."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.algo.gae import explained_variance, gae
+from llamarl.algo.gae import explained_variance, gae, whitened
 from llamarl.algo.streams import value_stream
 
 VALUES = np.array([0.2, 0.5, 0.4], dtype=np.float32)
@@ -33,6 +33,16 @@ def test_lambda_one_is_the_return_minus_the_value_and_zero_the_next_step() -> No
 def test_values_that_are_shifted_by_a_token_give_other_advantages() -> None:
     shifted = np.roll(VALUES, 1)
     assert not np.allclose(gae(VALUES, 1.0, gamma=1.0, decay=0.95), gae(shifted, 1.0, gamma=1.0, decay=0.95), atol=0.05)
+
+
+def test_whitened_advantages_have_mean_zero_and_deviation_one_over_all_tokens() -> None:
+    found = whitened([VALUES, np.array([2.0, -1.0], dtype=np.float32)])
+    assert [len(one) for one in found] == [3, 2]
+    every = np.concatenate(found)
+    np.testing.assert_allclose([every.mean(), every.std()], [0.0, 1.0], atol=1e-6)
+    assert every.argmax() == 3 and every.argmin() == 4, "the order stays"
+    np.testing.assert_allclose(np.concatenate(whitened([np.full(7, 0.1, dtype=np.float32)])), 0.0, atol=1e-6)
+    assert whitened([]) == []
 
 
 def test_the_clipped_value_loss_is_ppos() -> None:

@@ -29,7 +29,7 @@ from llamarl.train.learner import Learner
 from llamarl.train.policy import ComputeSettings, Policy, load_value_policy
 from llamarl.types import Given, RolloutGroup, bytes_to_floats
 
-GAE = AlgoConfig(advantage="gae", loss="ppo", gamma=0.99, gae_lambda=0.9)
+GAE = AlgoConfig(advantage="gae", loss="ppo", gamma=0.99, gae_lambda=0.9, whiten=False)
 VALUE_SHAPE = with_fields(SHAPE, value_head=True)
 
 
@@ -39,8 +39,8 @@ def learner_of(model: Transformer, *, lr: float = 1e-3, **settings: object) -> L
     return Learner(Policy(model, how), ppo_loss, settings=trainer, algo=GAE, updates=100, **settings)  # type: ignore[arg-type]
 
 
-def critic_of(model: Transformer, *, lr: float = 1e-3, **settings: object) -> Critic:
-    return Critic(learner_of(model, lr=lr, **settings), GAE, target_lambda=1.0)
+def critic_of(model: Transformer, algo: AlgoConfig = GAE, *, lr: float = 1e-3, **settings: object) -> Critic:
+    return Critic(learner_of(model, lr=lr, **settings), algo, target_lambda=1.0)
 
 
 def batch(seed: int = 0) -> list[RolloutGroup]:
@@ -81,6 +81,20 @@ def test_values_and_advantages_are_those_of_each_answer_alone() -> None:
         np.testing.assert_allclose(document.advantages, gae(values, reward, gamma=0.99, decay=0.9), atol=1e-4)
     assert trained[0].given
     assert len(trained[0].advantages) == len(trained[0].tokens) - trained[0].num_prompt_tokens - 2, "no tool's tokens"
+
+
+def test_the_policy_learns_from_advantages_that_are_whitened_over_the_batch() -> None:
+    plain, white = (
+        critic_of(lively_model(shape=VALUE_SHAPE), with_fields(GAE, whiten=whiten)).work_on(0, batch())
+        for whiten in (False, True)
+    )
+    raw, found = (
+        np.concatenate([one.advantages for one in make_documents(valued.groups, version=0, algo=GAE)])
+        for valued in (plain, white)
+    )
+    np.testing.assert_allclose([found.mean(), found.std()], [0.0, 1.0], atol=1e-5)
+    np.testing.assert_allclose(found, (raw - raw.mean()) / raw.std(), atol=1e-4)
+    assert white.metrics["advantage_std"] == plain.metrics["advantage_std"], "told as they were before"
 
 
 def test_its_gradients_are_those_of_the_clipped_error_of_each_answer_alone() -> None:
