@@ -41,7 +41,7 @@ SHORT = [
 ]
 OWN = ["critic.place=own", "critic.device=cpu", "critic.threads=1"]
 KINDS = {
-    "hosted": ["algo.epochs=2", "algo.minibatches=2", "critic.head_start=2"],
+    "hosted": ["schedule.samples_per_group=1", "algo.epochs=2", "algo.minibatches=2", "critic.head_start=2"],
     "own": [*OWN, "critic.gae_lambda=0.9", "critic.epochs=2", "algo.overlong=mask"],
 }
 
@@ -164,6 +164,7 @@ def save(folder: Path, model: Transformer) -> Path:
         ("model.lora.rank=4; model.adapter=x", "critic.path: a copy of the policy would leave out its adapters"),
         ("algo.advantage=auto; critic.lr=1e-3", "critic.lr: cannot take effect without a critic"),
         ("algo.advantage=auto; algo.gamma=0.9", "algo.gamma: cannot take effect without a critic"),
+        ("schedule.samples_per_group=1; schedule.dynamic_sampling=2", "schedule.dynamic_sampling: cannot take effect"),
         ("critic.place=own; critic.tensor=5", "critic.tensor: 5 ranks cannot share"),
     ],
 )

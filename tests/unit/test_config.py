@@ -196,7 +196,7 @@ def test_a_number_that_is_none_is_refused(job: Path, text: str) -> None:
         ("trainer.lr=0", "trainer.lr: expected float > 0.0 (given: 0)"),
         ("trainer.lr=-1e-5", "trainer.lr: expected float > 0.0"),
         ("schedule.updates=0", "schedule.updates: expected int >= 1"),
-        ("schedule.samples_per_group=1", "schedule.samples_per_group: expected int >= 2"),
+        ("schedule.samples_per_group=1", "schedule.samples_per_group: the reward of a single answer has nothing"),
         ("schedule.max_staleness=-1", "schedule.max_staleness: expected int >= 0"),
         ("generator.temperature=0", "generator.temperature: expected float >= 0.01"),
         ("task.held_out=1", "task.held_out: expected float < 1.0"),

@@ -99,12 +99,17 @@ def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "groups": float(len(groups)),
         "completions": float(len(rewards)),
         "reward": sum(rewards) / len(rewards),
-        "zero_variance_share": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
+        "zero_variance_share": sum(_is_flat(group.rewards) for group in groups) / len(groups),
         "answer_tokens": sum(lengths) / len(lengths),
         "truncated_share": sum(rollout.completion.truncated for rollout in rollouts) / len(rollouts),
         **_describe_turns([rollout.completion for rollout in rollouts]),
         **({"branches": len(rollouts) / len(rewards)} if rollouts[0].completion.sample is not None else {}),
     }
+
+
+def _is_flat(rewards: Sequence[float]) -> bool:
+    """Whether several answers got the same reward; a single one has nothing to differ from."""
+    return len(rewards) > 1 and len(set(rewards)) == 1
 
 
 def _describe_turns(completions: Sequence[Completion]) -> dict[str, float]:

@@ -198,6 +198,8 @@ def model_folder(path: str) -> Path:
 
 def _check_schedule(config: Config) -> None:
     schedule, generator = config.schedule, config.generator
+    if schedule.samples_per_group == 1:
+        _check_single_answers(config)
     if generator.slots < schedule.samples_per_group:
         raise ConfigError(
             f"generator.slots: {generator.slots} slots cannot hold one group of "
@@ -309,6 +311,16 @@ def _check_teacher(config: Config) -> None:
         raise ConfigError(
             "teacher.adapter: needs adapters of the same layers in the policy; set model.lora, or teacher.path"
         )
+
+
+def _check_single_answers(config: Config) -> None:
+    if not config.has_critic and not config.supervised and config.algo.reward_weight:
+        raise ConfigError(
+            "schedule.samples_per_group: the reward of a single answer has nothing to be compared with; use at least 2, or a "
+            "critic (algo.advantage: gae)"
+        )
+    if config.schedule.dynamic_sampling:
+        raise ConfigError("schedule.dynamic_sampling: cannot take effect with single answers (samples_per_group=1)")
 
 
 def _check_critic(config: Config) -> None:

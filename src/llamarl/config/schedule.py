@@ -15,7 +15,9 @@ class ScheduleConfig(Section, frozen=True):
 
     updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next policy version")] = 180
     groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 96
-    samples_per_group: Annotated[int, Meta(ge=2, description="n: completions per prompt")] = 8
+    samples_per_group: Annotated[
+        int, Meta(ge=1, description="n: completions per prompt; 1 is for a critic or a teacher alone")
+    ] = 8
     max_staleness: Annotated[
         int,
         Meta(ge=0, description="S: versions a trained group may lag behind (window=1); 0: synchronous and on-policy"),

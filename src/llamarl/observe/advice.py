@@ -31,7 +31,7 @@ def _got_worse(config: Config, means: Means) -> str:
 
 def _no_variance(config: Config, means: Means) -> str:
     share = means.get("zero_variance_share", 0.0)
-    if share < _MOST or _got_worse(config, means) or config.teacher:
+    if share < _MOST or _got_worse(config, means) or config.teacher or config.has_critic:
         return ""
     own = is_reference(config.reward.scorer)
     told = (
