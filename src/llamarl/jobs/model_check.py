@@ -39,6 +39,8 @@ def _check_adapters(config: Config, shape: ModelSpec) -> None:
 def _check_experts(config: Config, shape: ModelSpec) -> None:
     """Refuses precisions that products by expert do not have."""
     if not shape.experts:
+        if config.trainer.balance_loss:
+            raise ConfigError("trainer.balance_loss: this model has no experts to balance; leave it at 0")
         return
     if config.generator_quantize != "none" or config.model.base == "fp8":
         key = "model.base: fp8" if config.model.base == "fp8" else f"generator.quantize: {config.generator_quantize}"

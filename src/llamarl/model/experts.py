@@ -49,6 +49,8 @@ class OwnChoice(NamedTuple):
     ids_BTK: Tensor
     shortfall_BT: Tensor | None
     """See `shortfall`, of the experts that are taken; None: the own ones."""
+    probs_E: Tensor | None = None
+    """Sum of the router's probabilities over the tokens that count, with gradients; None: nobody asked."""
 
 
 class Sorted(NamedTuple):
@@ -232,11 +234,16 @@ class ExpertMLP(nn.Module):
         self.leave: Callable[[Tensor], Tensor] | None = None
 
     def forward(
-        self, x_BTC: Tensor, residual: Stream, routes_BTK: Tensor | None = None, report: bool = False
+        self,
+        x_BTC: Tensor,
+        residual: Stream,
+        routes_BTK: Tensor | None = None,
+        report: bool = False,
+        counted_BT: Tensor | None = None,
     ) -> Stream | tuple[Stream, OwnChoice]:
         """The residual stream with its result added. `routes_BTK` are ids of experts to take instead of choosing, or negative
         numbers for tokens that choose; weights follow from the router, and so do gradients. With `report`, also what the
-        router itself chooses."""
+        router itself chooses, and with `counted_BT` its probabilities, summed over the tokens where this is 1."""
         x_TC = x_BTC.flatten(0, 1)
         if fused(x_TC) and self.experts.activation == "silu":
             return self._in_kernels(x_TC, settled(residual), routes_BTK, report)
@@ -249,7 +256,10 @@ class ExpertMLP(nn.Module):
         if self.leave is not None:
             out_TC = self.leave(out_TC)
         stream: Tensor = settled(residual) + out_TC.view(x_BTC.shape)
-        return (stream, _own_choice(logits_TE, ids_TK, own_TK, stream, routes_BTK)) if report else stream
+        if not report:
+            return stream
+        probs_E = None if counted_BT is None else _counted_probs(logits_TE, counted_BT)
+        return stream, _own_choice(logits_TE, ids_TK, own_TK, stream, routes_BTK)._replace(probs_E=probs_E)
 
     def _in_kernels(
         self, x_TC: Tensor, total_BTC: Tensor, routes_BTK: Tensor | None, report: bool
@@ -274,6 +284,10 @@ def _taken(routes_BTK: Tensor, own_TK: Tensor) -> Tensor:
     """Ids of the given experts, and of the own ones where none are given."""
     given_TK = routes_BTK.flatten(0, 1).long()
     return torch.where(given_TK < 0, own_TK, given_TK)
+
+
+def _counted_probs(logits_TE: Tensor, counted_BT: Tensor) -> Tensor:
+    return (logits_TE.softmax(-1) * counted_BT.flatten()[:, None]).sum(0)
 
 
 def _own_choice(

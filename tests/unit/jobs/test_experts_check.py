@@ -24,6 +24,11 @@ def test_precisions_and_adapters_that_experts_do_not_have_are_refused(settings: 
     assert message in str(caught.value)
 
 
+def test_a_dense_model_has_nothing_to_balance() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.balance_loss: this model has no experts"):
+        check_model(load_config(None, ["trainer.balance_loss=0.01"]))
+
+
 def test_the_shipped_model_with_experts_is_accepted() -> None:
     tokenizer, notes = check_model(
         load_config(None, ["model.path=tiny-moe", "model.lora.rank=4", "model.lora.targets=attention"])
