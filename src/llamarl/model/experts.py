@@ -9,6 +9,7 @@ Precision is that of `ops.py`: the router and the sum over experts are fp32, pro
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,14 +79,19 @@ def expert_mlp(
     ids_TK: Tensor,
     weights_TK: Tensor,
     activation: Activation = "silu",
+    scales: Scales | None = None,
 ) -> Tensor:
-    """The weighted sum of what each token's experts make of it, in fp32 [T, C]."""
+    """The weighted sum of what each token's experts make of it, in fp32 [T, C]. With `scales`, the matrices are quantized."""
     (tokens, k), experts = ids_TK.shape, len(gate_up_E2IC)
     pairs = sort_by_expert(ids_TK, experts)
     x_PC = _Spread.apply(x_TC, pairs.order, pairs.places, k)  # type: ignore[no-untyped-call]
-    inner_PI = ACTIVATIONS[activation][1](grouped_product(x_PC, gate_up_E2IC.flatten(1, 2), pairs.ends))
+    gate_up, down_out = grouped_product, grouped_product
+    if scales is not None:
+        of_P = ids_TK.flatten().index_select(0, pairs.order)
+        gate_up, down_out = (partial(_scaled_product, scales_EN=one.flatten(1), of_P=of_P) for one in scales)
+    inner_PI = ACTIVATIONS[activation][1](gate_up(x_PC, gate_up_E2IC.flatten(1, 2), pairs.ends))
     out_PC = _Reordered.apply(  # type: ignore[no-untyped-call]
-        grouped_product(inner_PI, down_ECI, pairs.ends), pairs.places, pairs.order
+        down_out(inner_PI, down_ECI, pairs.ends), pairs.places, pairs.order
     )
     out: Tensor = (out_PC.view(tokens, k, -1).float() * weights_TK[..., None]).sum(1)
     return out
@@ -95,6 +101,12 @@ def grouped_product(x_PC: Tensor, weight_ENC: Tensor, ends_E: Tensor) -> Tensor:
     """Rows x of each expert times its own matrix; expert e has the rows up to ends[e]. Differentiable."""
     out: Tensor = _GroupedProduct.apply(x_PC, weight_ENC, ends_E)  # type: ignore[no-untyped-call]
     return out
+
+
+def _scaled_product(x_PC: Tensor, values_ENC: Tensor, ends_E: Tensor, *, scales_EN: Tensor, of_P: Tensor) -> Tensor:
+    """The same with quantized matrices, whose outputs have scales; row p belongs to expert of_P[p]."""
+    product_PN = grouped_product(x_PC, values_ENC.to(x_PC.dtype), ends_E)
+    return (product_PN.float() * scales_EN.index_select(0, of_P)).to(x_PC.dtype)
 
 
 class _Spread(torch.autograd.Function):
@@ -202,6 +214,21 @@ class Router(nn.Module):
         return scores(x_TC, self.weight)
 
 
+class Scales(NamedTuple):
+    """Scales of quantized matrices, one for each of their outputs."""
+
+    gate_up_E2I: Tensor
+    down_EC: Tensor
+
+
+class NarrowExperts(NamedTuple):
+    """The matrices of a layer's experts and, if they are quantized, their scales."""
+
+    gate_up_E2IC: Tensor
+    down_ECI: Tensor
+    scales: Scales | None
+
+
 class Experts(nn.Module):
     """The weights of all experts of a layer: gate and up [E, 2, I, C], and down [E, C, I]."""
 
@@ -211,10 +238,15 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2, inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))
         self.activation = shape.activation
+        self.narrow: NarrowExperts | None = None  # what products take instead; see `quantize.py`
 
     def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        gate_up, down = _local(self.gate_up_proj), _local(self.down_proj)
-        return expert_mlp(x_TC, gate_up, down, ids_TK, weights_TK, self.activation)
+        gate_up, down, scales = self.taken()
+        return expert_mlp(x_TC, gate_up, down, ids_TK, weights_TK, self.activation, scales)
+
+    def taken(self) -> NarrowExperts:
+        """The matrices that products take."""
+        return self.narrow or NarrowExperts(_local(self.gate_up_proj), _local(self.down_proj), None)
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -274,8 +306,8 @@ class ExpertMLP(nn.Module):
             ids_TK = _taken(routes_BTK, own_TK)
             weights_TK = route_weights(logits_TE, ids_TK, self.normalize)
         part = total_BTC if self.leave is None else torch.zeros_like(total_BTC)
-        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
-        expert_kernels.add_experts(part.flatten(0, 1), x_TC, gate_up, down, ids_TK, weights_TK)
+        gate_up, down, scales = self.experts.taken()
+        expert_kernels.add_experts(part.flatten(0, 1), x_TC, gate_up, down, ids_TK, weights_TK, scales)
         stream = part if self.leave is None else total_BTC.add_(self.leave(part))
         return (stream, _own_choice(logits_TE, ids_TK, own_TK, stream, routes_BTK)) if report else stream
 
