@@ -18,6 +18,8 @@ from llamarl.config.file import load_config
         (["generator.quantize=int8"], 1e-5, 0.05),
         (["generator.quantize=fp8", "generator.kv_cache=fp8"], 1e-3, 0.5),
         (["generator.quantize=fp8", "generator.dtype=bfloat16"], 1e-3, 0.5),  # which travels as fp8
+        (["model.path=tiny-moe", "generator.quantize=int8"], 1e-5, 0.05),
+        (["model.path=tiny-moe", "generator.quantize=fp8"], 1e-3, 0.5),
         (["generator.dtype=float16", "trainer.dtype=float16"], 1e-7, 0.01),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else "",

@@ -62,6 +62,14 @@ def test_without_replay_nothing_is_recorded(tmp_path: Path) -> None:
     assert all("expert_load_max" in row and "replayed_share" not in row for row in rows)
 
 
+def test_a_balancing_loss_is_learned_from_rollouts_and_from_rows(tmp_path: Path) -> None:
+    rows = ["sft.path=examples/data/additions.jsonl", "sft.epochs=0"]
+    for name, more in {"rl": [], "sft": rows}.items():
+        Job(load_config(None, settings("trainer.balance_loss=1.0", *more))).run(tmp_path / name)
+        found = [row["balance_loss"] for row in rows_of(tmp_path / name)]
+        assert len(found) == UPDATES and all(2.0 <= one < 6.0 for one in found), "k where all experts are used equally"
+
+
 AGENT = """
 async def run(problem, client):
     chat = [{"role": "user", "content": problem.prompt}]

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.model.experts import expert_mlp
+from llamarl.model.quantize import Quantization
 from llamarl.model.transformer import causal_attention
 from llamarl.train.learner import Learner
 from llamarl.train.policy import ComputeSettings, Policy, parallelize_for
@@ -86,12 +87,13 @@ def test_compiled_packed_training_equals_one_document_at_a_time(name: str, recom
     )
 
 
+@pytest.mark.parametrize("weights", ["none", "int8", "fp8"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_sampled_logprobs_are_those_of_one_pass(name: str) -> None:
+def test_sampled_logprobs_are_those_of_one_pass(name: str, weights: Quantization) -> None:
     """Steps are captured in graphs; the pass is not. A near tie of logits may choose otherwise, so not all need be near."""
     model = odd_model(SHAPES[name]).to(GPU, torch.bfloat16)
     limits = Limits(slots=8, max_prompt_tokens=12, max_new_tokens=14, page_tokens=16)
-    decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=3)
+    decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=3, precision=Precision(weights=weights))
     decoder.version = 0
     done = decode_all(decoder, [prompt_group(PROMPT, samples=6, max_new_tokens=14)])[0]
     found = []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from llamarl.model import expert_kernels
-from llamarl.model.experts import choose, expert_mlp, route_weights, sort_by_expert
+from llamarl.model.experts import Scales, choose, expert_mlp, route_weights, sort_by_expert
+from llamarl.model.quantize import FP8, quantize_rows
 
 
 def check(tokens: int, experts: int, k: int, inner: int, hidden: int, device: str = "cpu", *, skewed: bool) -> None:
@@ -27,6 +29,20 @@ def check(tokens: int, experts: int, k: int, inner: int, hidden: int, device: st
     given = [one.cpu() for one in (x, gate_up, down, ids, weights)]
     expected = total.cpu() + expert_mlp(given[0], given[1], given[2], given[3], given[4])
     expert_kernels.add_experts(total, x, gate_up, down, ids, weights)
+    torch.testing.assert_close(total.cpu(), expected, rtol=1e-4, atol=1e-4)
+    for dtype in (torch.int8, FP8):
+        check_narrow(total, x, gate_up, down, ids, weights, dtype)
+
+
+def check_narrow(
+    total: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype
+) -> None:
+    """The same with quantized matrices."""
+    (values_in, scales_in), (values_out, scales_out) = (quantize_rows(one, dtype) for one in (gate_up, down))
+    narrow = [one.cpu() for one in (x, values_in, values_out, ids, weights)]
+    scales = Scales(scales_in.cpu(), scales_out.cpu())
+    expected = total.cpu() + expert_mlp(narrow[0], narrow[1], narrow[2], narrow[3], narrow[4], scales=scales)
+    expert_kernels.add_experts(total, x, values_in, values_out, ids, weights, Scales(scales_in, scales_out))
     torch.testing.assert_close(total.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 

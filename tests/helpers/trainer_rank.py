@@ -419,6 +419,20 @@ def critic(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def balanced(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients with a balancing loss and without, in one pass and recomputed, and the loss itself."""
+    documents, found = make_test_documents(DOCUMENTS), dict[str, Tensor]()
+    for recompute in ("none", "full"):
+        for weight in (0.0, 0.3):
+            learner = make_learner(folder / "model", mesh, balance_loss=weight, recompute=recompute)
+            seen = learner.accumulate(documents)
+            found |= {f"{recompute}/{weight}/{name}": one for name, one in whole_gradients(learner).items()}
+        assert seen.routing is not None
+        metrics = seen.routing.totals(mesh).metrics()
+        found[f"{recompute}/balance_loss"] = torch.tensor([metrics["balance_loss"]])
+    return found
+
+
 TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "gradients": gradients,
     "trees": trees,
@@ -435,6 +449,7 @@ TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "critic": critic,
     "shared_packs": shared_packs,
     "narrow_packs": narrow_packs,
+    "balanced": balanced,
 }
 
 

@@ -42,7 +42,7 @@ def make_critic(context: BuildContext, computing: ComputeSettings) -> Critic:
     config, settings, algo = context.config, context.config.critic, context.config.algo
     snapshot = context.snapshot if context.snapshot and not keeps_policy_only(context.snapshot) else None
     folder = snapshot / CRITIC if snapshot else config.critic_folder
-    policy = load_value_policy(folder, replace(computing, lora=NO_LORA, replay_routes=False))
+    policy = load_value_policy(folder, replace(computing, lora=NO_LORA, replay_routes=False, balance_loss=0.0))
     learner = Learner(
         policy,
         reinforce_loss,  # takes no effect: a critic's documents are in no policy stream

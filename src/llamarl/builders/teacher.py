@@ -75,7 +75,7 @@ def _computing(config: Config, policy: ComputeSettings) -> ComputeSettings:
     """How a teacher computes: as the policy does, in a precision of its own if that is set, choosing its own experts."""
     asked = config.teacher.dtype
     dtype: torch.dtype = policy.dtype if asked in ("auto", "fp8") else getattr(torch, asked)
-    return replace(policy, lora=NO_LORA, recompute="none", dtype=dtype, replay_routes=False)
+    return replace(policy, lora=NO_LORA, recompute="none", dtype=dtype, replay_routes=False, balance_loss=0.0)
 
 
 def check_teachers(config: Config, spoken: Tokenizer) -> None:

@@ -48,7 +48,11 @@ def build_trainer(context: BuildContext) -> Executor:
     device = device_of("trainer.device", config.trainer.device, gpu_for(context))
     settings = config.trainer
     mesh = make_mesh(settings.data, settings.tensor, context.rank, device, settings.replicate, context=settings.context)
-    computing = replace(compute_settings(config, device, mesh), replay_routes=settings.replay_routes)
+    computing = replace(
+        compute_settings(config, device, mesh),
+        replay_routes=settings.replay_routes,
+        balance_loss=settings.balance_loss,
+    )
     folder, adapter = _start_of(context)
     base = load_base(context, folder, device, computing.weight_dtype) if trainer_has_base(config) else None
     policy = load_policy(folder, computing, adapter=adapter, seed=config.seed, base=base)
@@ -128,5 +132,5 @@ def _hosted_reference(config: Config, policy: Policy) -> HostedReference | BaseR
     """The reference on the trainer's ranks. The base of a policy with adapters is one already."""
     if config.base_is_reference:
         return BaseReference(policy)
-    computing = replace(policy.computing, lora=NO_LORA, replay_routes=False)
+    computing = replace(policy.computing, lora=NO_LORA, replay_routes=False, balance_loss=0.0)
     return HostedReference(load_policy(config.reference_folder, computing))

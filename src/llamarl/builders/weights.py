@@ -12,6 +12,7 @@ from llamarl.config import Config
 from llamarl.controller.line import role_of
 from llamarl.layout.mesh import PRECISIONS
 from llamarl.messages import ReaderStuck
+from llamarl.model.hf_config import read_shape
 from llamarl.model.shards import Parameters
 from llamarl.model_spec import ModelSpec
 from llamarl.process_groups import interface_for, max_over_ranks, true_on_all_ranks
@@ -99,10 +100,10 @@ def wire_format(config: Config, shape: ModelSpec) -> WireFormat:
 def wire_precision(config: Config) -> str:
     """The precision in which weights travel: that of the generators, which halves the bytes where it is narrower. fp16
     generators receive the trainer's own bf16 numbers. int8 is made on arrival, and so is fp8 where trainer ranks share a row
-    that has one scale."""
+    that has one scale, and of models with experts."""
     device = device_of("generator.device", config.generator.device)
     dtype = dtype_of(config.generator.dtype, device)
     whole_rows = config.generator.tensor % config.trainer.tensor == 0
     if config.generator.quantize == "fp8" and dtype == torch.bfloat16 and whole_rows and not config.model.lora:
-        return "fp8"
+        return "bf16" if read_shape(config.model_folder).experts else "fp8"
     return "fp32" if dtype == torch.float32 else "bf16"

@@ -32,7 +32,7 @@ class GeneratorConfig(Section, frozen=True):
         Literal["none", "fp8", "int8"],
         Meta(
             description="quantization of the blocks' weight matrices, repeated for each version; fp8 also quantizes "
-            "their inputs"
+            "their inputs, but for those of experts"
         ),
     ] = "none"
     lora: Annotated[

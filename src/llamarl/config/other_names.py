@@ -106,6 +106,13 @@ _OURS: dict[str, tuple[str, ...]] = {
         "tree_training",
     ),
     "trainer.recompute": ("gradient_checkpointing", "activation_checkpointing", "enable_gradient_checkpointing"),
+    "trainer.balance_loss": (
+        "router_aux_loss_coef",
+        "aux_loss_coef",
+        "moe_aux_loss_coeff",
+        "aux_loss_coeff",
+        "load_balance_coeff",
+    ),
     "trainer.offload": ("optim_cpu_offload", "optimizer_offload", "cpu_offload", "adam_offload", "offload_optimizer"),
     "trainer.compile": ("torch_compile", "use_torch_compile"),
     "agent.environment": ("environment_factory", "env_class", "rollout_func"),

@@ -79,6 +79,14 @@ class TrainerConfig(Section, frozen=True):
             "the same ones; false: it chooses them itself"
         ),
     ] = True
+    balance_loss: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="models with experts: weight of the loss that asks routers to use all experts equally, as "
+            "transformers computes it (router_aux_loss_coef); 0: none, as RL leaves the policy its routing",
+        ),
+    ] = 0.0
     offload: Annotated[
         bool, Meta(description="keep the optimizer state in host memory between updates (for large models)")
     ] = False

@@ -39,10 +39,11 @@ def _check_adapters(config: Config, shape: ModelSpec) -> None:
 def _check_experts(config: Config, shape: ModelSpec) -> None:
     """Refuses precisions that products by expert do not have."""
     if not shape.experts:
+        if config.trainer.balance_loss:
+            raise ConfigError("trainer.balance_loss: this model has no experts to balance; leave it at 0")
         return
-    if config.generator_quantize != "none" or config.model.base == "fp8":
-        key = "model.base: fp8" if config.model.base == "fp8" else f"generator.quantize: {config.generator_quantize}"
-        raise ConfigError(f"{key}, but models with experts are served in their own precision; leave it out")
+    if config.model.base == "fp8":
+        raise ConfigError("model.base: fp8, but experts are trained in their own precision; leave it out")
     for key, settings in (("trainer", config.trainer), ("generator", config.generator)):
         device = device_of(f"{key}.device", settings.device)
         dtype = dtype_of(settings.dtype, device)

@@ -100,18 +100,21 @@ def _product(
     order_ptr,
     ends_ptr,
     out_ptr,
+    scales_ptr,
     size,
     outputs,
     experts,
     k,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     """A tile of one expert's rows. GATED: rows of x are tokens, gathered by pair, and silu(gate) * up is written in sorted
-    order. Otherwise rows of x are sorted, and results are written by pair."""
+    order. Otherwise rows of x are sorted, and results are written by pair. SCALED: weights are quantized, with a scale for
+    each output; the type of x represents their values exactly."""
     tile = tl.program_id(1)
     number = tl.arange(0, EXPERTS)
     ends = tl.load(ends_ptr + number, mask=number < experts, other=0)
@@ -142,10 +145,19 @@ def _product(
         x = tl.load(x_at + at[None, :], mask=inside[:, None] & (at < size)[None, :], other=0.0)
         mask = has_column[None, :] & (at < size)[:, None]
         weight = tl.load(weight_at + at[:, None], mask=mask, other=0.0)
+        if SCALED:
+            weight = weight.to(x.dtype)
         total += tl.dot(x, weight, input_precision="ieee")
         if GATED:
             up = tl.load(weight_at + outputs * size + at[:, None], mask=mask, other=0.0)
+            if SCALED:
+                up = up.to(x.dtype)
             second += tl.dot(x, up, input_precision="ieee")
+    if SCALED:
+        scale_at = scales_ptr + expert.to(tl.int64) * rows_of_expert + column
+        total *= tl.load(scale_at, mask=has_column, other=0.0)[None, :]
+        if GATED:
+            second *= tl.load(scale_at + outputs, mask=has_column, other=0.0)[None, :]
     dtype = out_ptr.dtype.element_ty
     if GATED:  # both are rounded first, as products are elsewhere
         gate, up_value = total.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
@@ -170,21 +182,38 @@ def _combine(y_ptr, weights_ptr, total_ptr, size, k, BLOCK: tl.constexpr):
 
 
 def add_experts(
-    total_TC: Tensor, x_TC: Tensor, gate_up_E2IC: Tensor, down_ECI: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    total_TC: Tensor,
+    x_TC: Tensor,
+    gate_up_E2IC: Tensor,
+    down_ECI: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Adds `experts.expert_mlp` to the fp32 total, in place; the activation is silu."""
+    of_gate_up, of_down = scales or (None, None)
     (tokens, k), (experts, _, inner, hidden) = ids_TK.shape, gate_up_E2IC.shape
     pairs = tokens * k
     order, ends = sort_pairs(ids_TK, experts)
     inner_PI = torch.empty(pairs, inner, dtype=x_TC.dtype, device=x_TC.device)
     out_PC = torch.empty(pairs, hidden, dtype=x_TC.dtype, device=x_TC.device)
-    _launch(x_TC.contiguous(), gate_up_E2IC, order, ends, inner_PI, k, gated=True)
-    _launch(inner_PI, down_ECI, order, ends, out_PC, k, gated=False)
+    _launch(x_TC.contiguous(), gate_up_E2IC, order, ends, inner_PI, of_gate_up, k, gated=True)
+    _launch(inner_PI, down_ECI, order, ends, out_PC, of_down, k, gated=False)
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](out_PC, weights_TK, total_TC, hidden, k, BLOCK=block, num_warps=4)
 
 
-def _launch(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, out: Tensor, k: int, *, gated: bool) -> None:
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    scales: Tensor | None,
+    k: int,
+    *,
+    gated: bool,
+) -> None:
     pairs, experts, size, outputs = len(order), len(weight), x.shape[1], out.shape[1]
     rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(pairs, experts))))
     columns = min(64, max(16, triton.next_power_of_2(outputs)))
@@ -197,11 +226,13 @@ def _launch(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, out: Tensor,
         order,
         ends,
         out,
+        ends if scales is None else scales,
         size,
         outputs,
         experts,
         k,
         GATED=gated,
+        SCALED=scales is not None,
         ROWS=rows,
         COLUMNS=columns,
         DEPTH=depth,

@@ -9,6 +9,7 @@ Precision is that of `ops.py`: the router and the sum over experts are fp32, pro
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,8 @@ class OwnChoice(NamedTuple):
     ids_BTK: Tensor
     shortfall_BT: Tensor | None
     """See `shortfall`, of the experts that are taken; None: the own ones."""
+    probs_E: Tensor | None = None
+    """Sum of the router's probabilities over the tokens that count, with gradients; None: nobody asked."""
 
 
 class Sorted(NamedTuple):
@@ -76,14 +79,19 @@ def expert_mlp(
     ids_TK: Tensor,
     weights_TK: Tensor,
     activation: Activation = "silu",
+    scales: Scales | None = None,
 ) -> Tensor:
-    """The weighted sum of what each token's experts make of it, in fp32 [T, C]."""
+    """The weighted sum of what each token's experts make of it, in fp32 [T, C]. With `scales`, the matrices are quantized."""
     (tokens, k), experts = ids_TK.shape, len(gate_up_E2IC)
     pairs = sort_by_expert(ids_TK, experts)
     x_PC = _Spread.apply(x_TC, pairs.order, pairs.places, k)  # type: ignore[no-untyped-call]
-    inner_PI = ACTIVATIONS[activation][1](grouped_product(x_PC, gate_up_E2IC.flatten(1, 2), pairs.ends))
+    gate_up, down_out = grouped_product, grouped_product
+    if scales is not None:
+        of_P = ids_TK.flatten().index_select(0, pairs.order)
+        gate_up, down_out = (partial(_scaled_product, scales_EN=one.flatten(1), of_P=of_P) for one in scales)
+    inner_PI = ACTIVATIONS[activation][1](gate_up(x_PC, gate_up_E2IC.flatten(1, 2), pairs.ends))
     out_PC = _Reordered.apply(  # type: ignore[no-untyped-call]
-        grouped_product(inner_PI, down_ECI, pairs.ends), pairs.places, pairs.order
+        down_out(inner_PI, down_ECI, pairs.ends), pairs.places, pairs.order
     )
     out: Tensor = (out_PC.view(tokens, k, -1).float() * weights_TK[..., None]).sum(1)
     return out
@@ -93,6 +101,12 @@ def grouped_product(x_PC: Tensor, weight_ENC: Tensor, ends_E: Tensor) -> Tensor:
     """Rows x of each expert times its own matrix; expert e has the rows up to ends[e]. Differentiable."""
     out: Tensor = _GroupedProduct.apply(x_PC, weight_ENC, ends_E)  # type: ignore[no-untyped-call]
     return out
+
+
+def _scaled_product(x_PC: Tensor, values_ENC: Tensor, ends_E: Tensor, *, scales_EN: Tensor, of_P: Tensor) -> Tensor:
+    """The same with quantized matrices, whose outputs have scales; row p belongs to expert of_P[p]."""
+    product_PN = grouped_product(x_PC, values_ENC.to(x_PC.dtype), ends_E)
+    return (product_PN.float() * scales_EN.index_select(0, of_P)).to(x_PC.dtype)
 
 
 class _Spread(torch.autograd.Function):
@@ -200,6 +214,21 @@ class Router(nn.Module):
         return scores(x_TC, self.weight)
 
 
+class Scales(NamedTuple):
+    """Scales of quantized matrices, one for each of their outputs."""
+
+    gate_up_E2I: Tensor
+    down_EC: Tensor
+
+
+class NarrowExperts(NamedTuple):
+    """The matrices of a layer's experts and, if they are quantized, their scales."""
+
+    gate_up_E2IC: Tensor
+    down_ECI: Tensor
+    scales: Scales | None
+
+
 class Experts(nn.Module):
     """The weights of all experts of a layer: gate and up [E, 2, I, C], and down [E, C, I]."""
 
@@ -209,10 +238,15 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2, inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))
         self.activation = shape.activation
+        self.narrow: NarrowExperts | None = None  # what products take instead; see `quantize.py`
 
     def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        gate_up, down = _local(self.gate_up_proj), _local(self.down_proj)
-        return expert_mlp(x_TC, gate_up, down, ids_TK, weights_TK, self.activation)
+        gate_up, down, scales = self.taken()
+        return expert_mlp(x_TC, gate_up, down, ids_TK, weights_TK, self.activation, scales)
+
+    def taken(self) -> NarrowExperts:
+        """The matrices that products take."""
+        return self.narrow or NarrowExperts(_local(self.gate_up_proj), _local(self.down_proj), None)
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -232,11 +266,16 @@ class ExpertMLP(nn.Module):
         self.leave: Callable[[Tensor], Tensor] | None = None
 
     def forward(
-        self, x_BTC: Tensor, residual: Stream, routes_BTK: Tensor | None = None, report: bool = False
+        self,
+        x_BTC: Tensor,
+        residual: Stream,
+        routes_BTK: Tensor | None = None,
+        report: bool = False,
+        counted_BT: Tensor | None = None,
     ) -> Stream | tuple[Stream, OwnChoice]:
         """The residual stream with its result added. `routes_BTK` are ids of experts to take instead of choosing, or negative
         numbers for tokens that choose; weights follow from the router, and so do gradients. With `report`, also what the
-        router itself chooses."""
+        router itself chooses, and with `counted_BT` its probabilities, summed over the tokens where this is 1."""
         x_TC = x_BTC.flatten(0, 1)
         if fused(x_TC) and self.experts.activation == "silu":
             return self._in_kernels(x_TC, settled(residual), routes_BTK, report)
@@ -249,7 +288,10 @@ class ExpertMLP(nn.Module):
         if self.leave is not None:
             out_TC = self.leave(out_TC)
         stream: Tensor = settled(residual) + out_TC.view(x_BTC.shape)
-        return (stream, _own_choice(logits_TE, ids_TK, own_TK, stream, routes_BTK)) if report else stream
+        if not report:
+            return stream
+        probs_E = None if counted_BT is None else _counted_probs(logits_TE, counted_BT)
+        return stream, _own_choice(logits_TE, ids_TK, own_TK, stream, routes_BTK)._replace(probs_E=probs_E)
 
     def _in_kernels(
         self, x_TC: Tensor, total_BTC: Tensor, routes_BTK: Tensor | None, report: bool
@@ -264,8 +306,8 @@ class ExpertMLP(nn.Module):
             ids_TK = _taken(routes_BTK, own_TK)
             weights_TK = route_weights(logits_TE, ids_TK, self.normalize)
         part = total_BTC if self.leave is None else torch.zeros_like(total_BTC)
-        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
-        expert_kernels.add_experts(part.flatten(0, 1), x_TC, gate_up, down, ids_TK, weights_TK)
+        gate_up, down, scales = self.experts.taken()
+        expert_kernels.add_experts(part.flatten(0, 1), x_TC, gate_up, down, ids_TK, weights_TK, scales)
         stream = part if self.leave is None else total_BTC.add_(self.leave(part))
         return (stream, _own_choice(logits_TE, ids_TK, own_TK, stream, routes_BTK)) if report else stream
 
@@ -274,6 +316,10 @@ def _taken(routes_BTK: Tensor, own_TK: Tensor) -> Tensor:
     """Ids of the given experts, and of the own ones where none are given."""
     given_TK = routes_BTK.flatten(0, 1).long()
     return torch.where(given_TK < 0, own_TK, given_TK)
+
+
+def _counted_probs(logits_TE: Tensor, counted_BT: Tensor) -> Tensor:
+    return (logits_TE.softmax(-1) * counted_BT.flatten()[:, None]).sum(0)
 
 
 def _own_choice(

@@ -3,7 +3,8 @@
 `quantize` makes a narrow copy of every matrix of the layers. Where new weights arrive wide, the wide ones are kept, and
 `refresh` fills the copies again, in place, so that graphs captured over them stay valid. Where they arrive narrow, or never,
 the narrow ones become the parameters, with their scales as `..._scale`, and the wide ones are freed. Every output of a
-product has its own scale, and in fp8 every row of its input too. Embedding, norms and head are not quantized.
+product has its own scale, and in fp8 every row of its input too. Embedding, norms and head are not quantized. Experts are
+quantized as well, but not their inputs, in fp8 either: the router reads them in full precision.
 
 What a GPU computes with `quantize_kernels.py` and `torch._scaled_mm` is also written here in plain PyTorch: a CPU runs it,
 and a GPU test compares both.
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from llamarl.errors import ConfigError
 from llamarl.families.family import FP8_TILE
-from llamarl.model.experts import ExpertMLP
+from llamarl.model.experts import ExpertMLP, Experts, NarrowExperts, Scales
 from llamarl.model.linear import JoinedLinear, ReplacedLinear, joined
 from llamarl.model.ops import Residual, Stream, fused, silu_times
 from llamarl.model.transformer import (
@@ -151,6 +152,35 @@ class QuantizedWeight:
         return int8_product(x.flatten(0, -2), weight, self._bias_N).view(*x.shape[:-1], -1)
 
 
+class QuantizedExperts:
+    """Narrow copies of the matrices of a layer's experts, which their products take."""
+
+    def __init__(self, experts: Experts, kind: Quantization, *, keep_wide: bool) -> None:
+        self._dtype = FP8 if kind == "fp8" else torch.int8
+        wide = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        (gate_up, of_gate_up), (down, of_down) = (self._rows(one) for one in wide)
+        self._wide: tuple[Tensor, ...] = wide if keep_wide else ()
+        self._narrow = experts.narrow = NarrowExperts(gate_up, down, Scales(of_gate_up, of_down))
+        if not keep_wide:
+            for name, values in (("gate_up_proj", gate_up), ("down_proj", down)):
+                setattr(experts, name, nn.Parameter(values, requires_grad=False))
+
+    def _rows(self, wide: Tensor) -> Rows:
+        values, scales = quantize_rows(wide.flatten(0, -2), self._dtype)
+        return values.view(wide.shape), scales.view(wide.shape[:-1])
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        assert self._wide and self._narrow.scales is not None, "it is what arrives"
+        for wide, values, scales in zip(self._wide, self._narrow[:2], self._narrow.scales, strict=True):
+            new_values, new_scales = self._rows(wide)
+            values.copy_(new_values)
+            scales.copy_(new_scales)
+
+
+Narrow = QuantizedWeight | QuantizedExperts
+
+
 def _flat_rows(x: Tensor | Rows) -> Rows:
     values, scales = x if isinstance(x, tuple) else quantize_rows(x, FP8)
     return values.flatten(0, -2), scales.flatten()
@@ -212,7 +242,7 @@ class QuantizedLinear(ReplacedLinear):
         self.product, self.terms = narrow, narrow.terms
 
 
-def quantize(model: Transformer, kind: Quantization, *, keep_wide: bool = True) -> list[QuantizedWeight]:
+def quantize(model: Transformer, kind: Quantization, *, keep_wide: bool = True) -> list[Narrow]:
     """Quantizes a fused model. Returns the weights to refresh whenever wide weights have arrived."""
     if kind == "none":
         return []
@@ -224,17 +254,21 @@ def quantize(model: Transformer, kind: Quantization, *, keep_wide: bool = True) 
     return found if keep_wide else []
 
 
-def quantize_block(block: Block | BranchBlock, kind: Quantization, *, keep_wide: bool) -> list[QuantizedWeight]:
+def quantize_block(block: Block | BranchBlock, kind: Quantization, *, keep_wide: bool) -> list[Narrow]:
     """Quantizes one fused block. Returns its narrow weights."""
+    mlp: Any = block.mlp
+    has_experts, norms = isinstance(mlp, ExpertMLP), input_norms(block)
     if kind == "fp8":
-        for norm in input_norms(block):
+        assert not has_experts or len(norms) == 2, "experts have a norm of their own before them"
+        for norm in norms[:1] if has_experts else norms:
             norm.__class__ = NarrowNorm
         if isinstance(block, BranchBlock):
             block.stream_input.__class__ = NarrowStreamInput
     dtype = block.norm_dtype
-    if isinstance(block.mlp, ExpertMLP):
-        raise ConfigError("generator.quantize: models with experts are served in their own precision; set it to none")
-    return [narrow for part in (block.self_attn, block.mlp) for narrow in _quantize_part(part, kind, keep_wide, dtype)]
+    found: list[Narrow] = [*_quantize_part(block.self_attn, kind, keep_wide, dtype)]
+    if has_experts:
+        return [*found, QuantizedExperts(mlp.experts, kind, keep_wide=keep_wide)]
+    return [*found, *_quantize_part(mlp, kind, keep_wide, dtype)]
 
 
 def _quantize_part(

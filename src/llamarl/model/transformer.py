@@ -172,15 +172,22 @@ class Block(nn.Module):
 
 class ExpertBlock(Block):
     """A block whose MLP is a mixture of experts. With `routes`, its tokens take these experts instead of choosing; with
-    `report`, it also returns what its router chooses."""
+    `report`, it also returns what its router chooses (see `ExpertMLP.forward`)."""
 
     mlp: ExpertMLP
 
     def forward(  # type: ignore[override]
-        self, x: Stream, rope: Rope | None, attend: Attend, routes_BTK: Tensor | None = None, report: bool = False
+        self,
+        x: Stream,
+        rope: Rope | None,
+        attend: Attend,
+        routes_BTK: Tensor | None = None,
+        report: bool = False,
+        counted_BT: Tensor | None = None,
     ) -> Stream | tuple[Stream, OwnChoice]:
         x = self.self_attn(self.input_layernorm(x), rope, attend, residual=x)
-        out: Stream | tuple[Stream, OwnChoice] = self.mlp(self.post_attention_layernorm(x), x, routes_BTK, report)
+        out: Stream | tuple[Stream, OwnChoice]
+        out = self.mlp(self.post_attention_layernorm(x), x, routes_BTK, report, counted_BT)
         return out
 
 
@@ -234,13 +241,19 @@ class ExpertBranchBlock(BranchBlock):
     mlp: ExpertMLP
 
     def forward(  # type: ignore[override]
-        self, x: Stream, rope: Rope | None, attend: Attend, routes_BTK: Tensor | None = None, report: bool = False
+        self,
+        x: Stream,
+        rope: Rope | None,
+        attend: Attend,
+        routes_BTK: Tensor | None = None,
+        report: bool = False,
+        counted_BT: Tensor | None = None,
     ) -> Stream | tuple[Stream, OwnChoice]:
         before_attention, after_attention, before_mlp, after_mlp = self.norm_names
         stream = settled(x)
         branch = self.self_attn(self._input(stream, before_attention), rope, attend, residual=torch.zeros_like(stream))
         stream = self._add(stream, branch, after_attention)
-        found = self.mlp(self._input(stream, before_mlp), torch.zeros_like(stream), routes_BTK, report)
+        found = self.mlp(self._input(stream, before_mlp), torch.zeros_like(stream), routes_BTK, report, counted_BT)
         if not report:
             return self._add(stream, found, after_mlp)
         branch, chosen = found
@@ -294,6 +307,8 @@ class Transformer(nn.Module):
         routes: Tensor | None = None,
         chosen: Tensor | None = None,
         shortfall: Tensor | None = None,
+        counted: Tensor | None = None,
+        probs: Tensor | None = None,
     ) -> Tensor:
         """The last hidden states [B, T, C]; `logits` turns them into scores.
 
@@ -301,7 +316,8 @@ class Transformer(nn.Module):
         ids of the experts that each token takes in each layer that has some [tokens, expert layers, k], instead of those
         that the model would choose; a token whose ids are negative chooses. `chosen` is memory of the same shape, of any type
         of integers, for the ids that it chooses, whether it takes them or not, and `shortfall` memory [tokens, expert layers]
-        for how far the experts of `routes` are behind them (`experts.shortfall`).
+        for how far the experts of `routes` are behind them (`experts.shortfall`). `probs` is memory [expert layers, experts]
+        for the probabilities of its routers, summed over tokens where `counted` [B, T] is 1; gradients go through it.
         """
         x_BTC: Tensor = self.model.embed_tokens(tokens_BT).float()
         if self.shape.embedding_multiplier != 1.0:
@@ -310,7 +326,7 @@ class Transformer(nn.Module):
             rope = rope or rope_table(self.shape, positions_BT)
         stream: Stream = x_BTC
         if self.shape.experts:
-            stream = self._through_experts(stream, rope, attend, routes, chosen, shortfall)
+            stream = self._through_experts(stream, rope, attend, routes, chosen, shortfall, counted, probs)
         else:
             for block in self.model.layers:
                 stream = block(stream, rope, attend)
@@ -325,6 +341,8 @@ class Transformer(nn.Module):
         routes: Tensor | None,
         chosen: Tensor | None,
         shortfall: Tensor | None,
+        counted: Tensor | None,
+        probs: Tensor | None,
     ) -> Stream:
         rows, place = stream.shape[:2], 0
         for block in self.model.layers:
@@ -335,10 +353,13 @@ class Transformer(nn.Module):
             if chosen is None:
                 stream = block(stream, rope, attend, given)
             else:
-                stream, own = block(stream, rope, attend, given, True)
+                more = () if counted is None else (counted,)
+                stream, own = block(stream, rope, attend, given, True, *more)
                 chosen[:, place].copy_(own.ids_BTK.flatten(0, 1))
                 if shortfall is not None and own.shortfall_BT is not None:
                     shortfall[:, place].copy_(own.shortfall_BT.flatten())
+                if probs is not None:
+                    probs[place].copy_(own.probs_E)
             place += 1
         return cast(Stream, stream)
 

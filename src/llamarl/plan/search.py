@@ -217,7 +217,7 @@ class Space:
         count = work.answers_per_update / generators.replicas
         generate_s = generators.replica.drain_s(count, work.answers_per_update, work.samples, work.answers)
         replica = generators.replica
-        published = published_bytes(self.question.shape, wire(replica.precision), self.question.lora)
+        published = published_bytes(self.question.shape, wire(replica.precision, replica.shape), self.question.lora)
         weights_s = 2 * copy_s(gpu, published / replica.tp)
         step_s = generate_s + trainers.update_s + weights_s + self._overhead_s()
         return Plan(trainers, generators, True, 0, step_s, "training and generation in turn")
@@ -290,7 +290,7 @@ class Space:
         return sync_s(
             self.question.shape,
             self.question.gpu,
-            wire(replica.precision),
+            wire(replica.precision, replica.shape),
             trainers.ranks.ranks,
             targets,
             replica.tp,

@@ -507,9 +507,10 @@ def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int) -> float:
     return some[recompute]
 
 
-def wire(precision: str) -> str:
-    """Precision in which weights are sent: that of the generator, but bf16 for int8, which is quantized on arrival."""
-    return "bf16" if precision == "int8" else precision
+def wire(precision: str, shape: ModelSpec) -> str:
+    """Precision in which weights are sent: that of the generator, but bf16 for those that are quantized on arrival: int8, and
+    fp8 of models with experts."""
+    return "bf16" if precision == "int8" or (precision == "fp8" and shape.experts) else precision
 
 
 def held_bytes(shape: ModelSpec, precision: str, lora: LoraConfig = NO_LORA, *, merged: bool = False) -> float:
@@ -518,8 +519,8 @@ def held_bytes(shape: ModelSpec, precision: str, lora: LoraConfig = NO_LORA, *, 
     if lora:
         copy = block_parameters(shape) * WIDTH[precision] if merged else 0
         return weight_bytes(shape, precision) + num_adapter_parameters(shape, lora) * activation_width(precision) + copy
-    narrow = block_parameters(shape) * WIDTH[precision] if wire(precision) != precision else 0
-    return weight_bytes(shape, wire(precision)) + narrow
+    narrow = block_parameters(shape) * WIDTH[precision] if wire(precision, shape) != precision else 0
+    return weight_bytes(shape, wire(precision, shape)) + narrow
 
 
 def passing_bytes(shape: ModelSpec, tp: int, slots: int, prompt_tokens: int) -> float:

@@ -23,7 +23,7 @@ def transfer_s(trainer: TrainerRanks, replica: Replica, replicas: int) -> float:
     total = trainer.ranks + replica.tp * replicas
     links = _links(trainer.gpu, total)
     copies, data = trainer.replicate, trainer.fsdp_ranks
-    precision, lora = wire(replica.precision), trainer.lora
+    precision, lora = wire(replica.precision, replica.shape), trainer.lora
     return _transfer_s(trainer.shape, copies, data, trainer.tp, replica.tp, replicas, precision, links, lora)
 
 

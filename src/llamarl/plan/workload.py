@@ -89,7 +89,7 @@ class Question(Struct, frozen=True, kw_only=True):
         if self.has_narrow_base and self.precisions != ("fp8",):
             raise InputError("--base fp8: generators compute with the base's own weights; leave out --precision")
         if self.shape.experts and not all(self.can_hold(name, 1) for name in self.precisions):
-            raise InputError("--precision: models with experts are generated in bf16; leave it out")
+            raise InputError("--precision: models with experts are planned in bf16; leave it out")
         if not all(self.can_hold(name, 1) for name in self.precisions):
             raise InputError(f"--precision fp8: the model has matrices whose sizes are no multiples of {FP8_TILE}")
 

@@ -97,7 +97,7 @@ def _add_adapters(replica: Replica, part: TensorRank, model: Transformer) -> Ada
 def precision_of(replica: Replica) -> Precision:
     """Formats of the weights; wide ones are kept only where new versions arrive wide, and a frozen base never does."""
     narrow: dict[str, Quantization] = {"fp8": "fp8", "int8": "int8"}
-    wide = wire(replica.precision) != replica.precision and not replica.lora
+    wide = wire(replica.precision, replica.shape) != replica.precision and not replica.lora
     return Precision(weights=narrow.get(replica.precision, "none"), keep_wide=wide)
 
 

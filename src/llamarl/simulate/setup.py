@@ -110,7 +110,7 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
     @property
     def published_bytes(self) -> float:
         """Bytes of a version: all weights, or the adapters."""
-        return published_bytes(self.shape, wire(self.generator_precision), self.config.model.lora)
+        return published_bytes(self.shape, wire(self.generator_precision, self.shape), self.config.model.lora)
 
     @property
     def load_s(self) -> float:

@@ -26,6 +26,7 @@ from llamarl.algo.streams import (
 )
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train.adapter_check import EffectTolerance, TrainedHash, check_effect
+from llamarl.train.balance_loss import BalanceWeight
 from llamarl.train.context import join_answers, whole_answers
 from llamarl.train.lm_head import PartLoss, TeacherStates, chunked_logprobs, no_loss, taught_loss
 from llamarl.train.offload import moved_bytes
@@ -157,11 +158,15 @@ class Learner:
         seen.begin_step()
         packs = stream_packs(self.policy, documents, chosen)
         lesson = self._lesson(packs, counts)
+        how = self.policy.computing
+        balance = BalanceWeight.of(packs, how.balance_loss, how.mesh, how.device)
         with self.optimizer.summing() if len(packs) > 1 else nullcontext():
             for number, pack in enumerate(packs):
                 sum_over_replicas(self.policy.model, self.policy.computing.mesh, pack is packs[-1])
                 here = pack.to(self.policy.computing.device)
                 loss = self._forward(here, seen, counts, lesson.states(number))
+                if balance is not None and seen.routing is not None:
+                    loss = balance.add(loss, seen.routing.take_balance())
                 loss.backward()  # type: ignore[no-untyped-call]
                 seen.add_loss(loss)
                 seen.add_work(here)

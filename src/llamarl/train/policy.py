@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from llamarl.model_spec import ModelSpec
 from llamarl.plan.trainer import LEAST_SHARED
 from llamarl.routes import route_format
 from llamarl.train.attention import document_attention, uses_long_rows
+from llamarl.train.balance_loss import balance_loss
 from llamarl.train.context import take_share
 from llamarl.train.context_attention import context_attention
 from llamarl.train.fp16 import take_half_operands
@@ -31,7 +33,7 @@ from llamarl.train.lm_head import Head, Vocabulary, chunked_logprobs
 from llamarl.train.lora import load_adapters, start_adapters
 from llamarl.train.mesh import LONE_RANK, TrainerMesh
 from llamarl.train.narrow_base import take_narrow_base
-from llamarl.train.packing import TILE, Pack, Sharing, make_packs
+from llamarl.train.packing import PADDING, TILE, Pack, Sharing, make_packs
 from llamarl.train.parallel import parallelize, tie_head
 from llamarl.train.routing import RouteReport, RouteSums
 from llamarl.train.shards import owned_shards
@@ -59,6 +61,7 @@ class ComputeSettings:
         0  # tokens; documents of at least this length have cuDNN's attention, where it can take them; 0: none
     )
     replay_routes: bool = False  # whether tokens take the experts that were recorded when they were sampled
+    balance_loss: float = 0.0  # weight of the loss that asks routers to use all experts equally
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -140,19 +143,32 @@ class Policy:
     ) -> Tensor:
         routes_RTLK = pack.routes_RTLK if self.route_format else None
         routes_NLK = None if routes_RTLK is None else routes_RTLK.flatten(0, 1)
-        report = None
-        if routing is not None:
-            report = RouteReport.empty(self.model.shape, pack.tokens_RT.numel(), pack.tokens_RT.device)
-        chosen, shortfall = report or (None, None)
-        hidden_RTC: Tensor = self.model(*inputs, routes=routes_NLK, chosen=chosen, shortfall=shortfall)
-        if routing is not None and report is not None:
-            with torch.no_grad():
-                routing.add(pack, report, all_fresh=all_fresh)
+        if routing is None:
+            return cast(Tensor, self.model(*inputs, routes=routes_NLK))
+        report = RouteReport.empty(self.model.shape, pack.tokens_RT.numel(), pack.tokens_RT.device)
+        probs_LE = counted_RT = None
+        if routing.balances and torch.is_grad_enabled():
+            probs_LE = report.shortfall_NL.new_zeros(routing.loads_LE.shape)
+            counted_RT = (pack.nodes_RT != PADDING).float() * pack.is_work
+        hidden_RTC: Tensor = self.model(
+            *inputs,
+            routes=routes_NLK,
+            chosen=report.chosen_NLK,
+            shortfall=report.shortfall_NL,
+            counted=counted_RT,
+            probs=probs_LE,
+        )
+        with torch.no_grad():
+            used_NLK = routing.add(pack, report, all_fresh=all_fresh)
+        if probs_LE is not None and counted_RT is not None:
+            routing.add_balance(balance_loss(probs_LE, used_NLK, counted_RT.flatten(), self.computing.mesh))
         return hidden_RTC
 
     def route_sums(self) -> RouteSums | None:
         """What counts the routing of passes; None: the model has no experts."""
-        return RouteSums(self.model.shape, self.computing.device) if self.model.shape.experts else None
+        if not self.model.shape.experts:
+            return None
+        return RouteSums(self.model.shape, self.computing.device, balances=self.computing.balance_loss > 0)
 
     def _attention(self, pack: Pack) -> Attend:
         how = self.computing

@@ -19,6 +19,7 @@ from torch import Tensor
 from llamarl.algo.batch import Document
 from llamarl.model_spec import ModelSpec
 from llamarl.routes import RoutesDiffer
+from llamarl.train.balance_loss import BalanceLoss
 from llamarl.train.mesh import TrainerMesh
 from llamarl.train.packing import PADDING, Pack
 
@@ -47,24 +48,28 @@ class RouteReport(NamedTuple):
 class RouteSums:
     """Sums over passes, which stay on the device until they are asked for."""
 
-    def __init__(self, shape: ModelSpec, device: torch.device) -> None:
-        self._loads_LE = torch.zeros(len(shape.expert_layers), shape.experts, dtype=torch.float64, device=device)
+    def __init__(self, shape: ModelSpec, device: torch.device, *, balances: bool = False) -> None:
+        """`balances`: whether passes with gradients also have a balancing loss (`balance_loss.py`)."""
+        self.balances = balances
+        self._balance: Tensor | None = None
+        self.loads_LE = torch.zeros(len(shape.expert_layers), shape.experts, dtype=torch.float64, device=device)
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
 
-    def add(self, pack: Pack, report: RouteReport, *, all_fresh: bool) -> None:
-        """Count a pass. The shortfall is measured where the version being trained sampled a token; with `all_fresh`, at all
-        tokens that it read."""
-        if not pack.is_work:
-            return
+    def add(self, pack: Pack, report: RouteReport, *, all_fresh: bool) -> Tensor:
+        """Count a pass; returns the experts that its tokens took [N, L, k]. The shortfall is measured where the version being
+        trained sampled a token; with `all_fresh`, at all tokens that it read."""
         own_NLK, real_N = report.chosen_NLK.long(), (pack.nodes_RT != PADDING).flatten()
+        if not pack.is_work:
+            return own_NLK
         if pack.routes_RTLK is None:
             self._count(own_NLK, real_N)
             self._add_sums(tokens=_counted(pack))
-            return
+            return own_NLK
         routes_NLK = pack.routes_RTLK.flatten(0, 1).long()
         given_N = real_N & (routes_NLK[:, 0, 0] >= 0)
-        self._count(torch.where(given_N[:, None, None], routes_NLK, own_NLK), real_N)
+        used_NLK = torch.where(given_N[:, None, None], routes_NLK, own_NLK)
+        self._count(used_NLK, real_N)
         differs_NL = (own_NLK.sort(-1)[0] != routes_NLK.sort(-1)[0]).any(-1) & given_N[:, None]
         fresh_N = given_N if all_fresh else given_N & _fresh(pack, given_N)
         shortfall_NL = report.shortfall_NL.double() * fresh_N[:, None]
@@ -77,12 +82,24 @@ class RouteSums:
             shortfall=shortfall_NL.sum(),
         )
         self._largest = torch.maximum(self._largest, shortfall_NL.max())
+        return used_NLK
+
+    def add_balance(self, found: BalanceLoss) -> None:
+        """Keep the balancing loss of the pass that was just counted, until somebody takes it."""
+        self._balance = found.sum
+        self._add_sums(balance=found.sum.detach(), balanced_tokens=found.num_tokens)
+
+    def take_balance(self) -> Tensor:
+        """The balancing loss of the last pass, times its tokens, with gradients."""
+        found, self._balance = self._balance, None
+        assert found is not None, "a pass with gradients comes before"
+        return found
 
     def _count(self, used_NLK: Tensor, real_N: Tensor) -> None:
-        layers, experts = self._loads_LE.shape
+        layers, experts = self.loads_LE.shape
         cells = used_NLK + torch.arange(layers, device=used_NLK.device)[:, None] * experts
         ones = real_N[:, None, None].expand(used_NLK.shape).double()
-        self._loads_LE.view(-1).scatter_add_(0, cells.flatten(), ones.flatten())
+        self.loads_LE.view(-1).scatter_add_(0, cells.flatten(), ones.flatten())
 
     def _add_sums(self, **values: Tensor | int) -> None:
         for place, name in enumerate(_SUMS):
@@ -90,12 +107,21 @@ class RouteSums:
 
     def totals(self, mesh: TrainerMesh) -> RouteTotals:
         """Totals over all ranks (a collective)."""
-        flat = mesh.sum_over_batch(torch.cat([self._sums, self._loads_LE.flatten()]))
-        sums, loads = flat[: len(_SUMS)], flat[len(_SUMS) :].view_as(self._loads_LE)
+        flat = mesh.sum_over_batch(torch.cat([self._sums, self.loads_LE.flatten()]))
+        sums, loads = flat[: len(_SUMS)], flat[len(_SUMS) :].view_as(self.loads_LE)
         return RouteTotals(sums, loads, mesh.max_over_batch(self._largest))
 
 
-_SUMS = ("replayed", "differing", "tokens", "replayed_tokens", "fresh", "shortfall")
+_SUMS = (
+    "replayed",
+    "differing",
+    "tokens",
+    "replayed_tokens",
+    "fresh",
+    "shortfall",
+    "balance",
+    "balanced_tokens",
+)
 
 
 def _counted(pack: Pack) -> int:
@@ -126,6 +152,8 @@ class RouteTotals(NamedTuple):
         if sums["fresh"]:
             found["route_shortfall"] = sums["shortfall"] / sums["fresh"]
             found["route_shortfall_max"] = self.largest.item()
+        if sums["balanced_tokens"]:
+            found["balance_loss"] = sums["balance"] / sums["balanced_tokens"]
         return found
 
 

@@ -32,8 +32,11 @@ class WarmUp:
         documents = self._documents(policy.model.shape.vocab_size, policy.route_format)
         for pack in policy.packs(documents):
             here = pack.to(how.device)
-            hidden_NC = policy.hidden(here, policy.route_sums())
+            routing = policy.route_sums()
+            hidden_NC = policy.hidden(here, routing)
             loss, _, _ = fused_loss(hidden_NC, policy.head_weight, here.targets_N, _nothing, policy.head)
+            if routing is not None and routing.balances:
+                loss = loss + routing.take_balance() * 0.0
             loss.backward()  # type: ignore[no-untyped-call]
         self.learner.optimizer.zero_grad()
         self.learner.optimizer.warm_up()

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.decoding import decode_all
 from helpers.groups import prompt_group
 from helpers.lora import put_adapters, random_adapters
-from helpers.odd_models import ALL, EXPERTS, ODD, odd_model
+from helpers.odd_models import ALL, EXPERTS, odd_model
 from msgspec.structs import replace
 from torch import Tensor
 
 from llamarl.config import LoraConfig
-from llamarl.errors import ConfigError
 from llamarl.generate.attention import ExtendAttention, PrefillAttention
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.kv_cache import PagedCache
 from llamarl.layout.boxes import whole
 from llamarl.model.adapter_folder import load_merged, save_adapter
 from llamarl.model.checkpoint import save_model
+from llamarl.model.experts import ExpertMLP
 from llamarl.model.lora import merge_adapters, serve_adapters
-from llamarl.model.transformer import Transformer, causal_attention
+from llamarl.model.quantize import Narrow, quantize
+from llamarl.model.transformer import Transformer, causal_attention, fuse
 from llamarl.types import CompletionGroup, bytes_to_floats, bytes_to_tokens
 
 PROMPT = [5, 6, 7, 2, 9, 1, 4]
@@ -71,7 +73,7 @@ def test_sampled_logprobs_are_those_of_one_pass(name: str) -> None:
     assert gaps(sample(odd_model(name), num_pages=12), odd_model(name)).max() < 1e-5
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
 def test_logprobs_are_those_of_the_quantized_model(name: str, weights: str) -> None:
     model = odd_model(name)
@@ -98,10 +100,69 @@ def test_tokens_behind_cached_ones_see_their_window(name: str) -> None:
     torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0, atol=1e-5)
 
 
+def quantized(name: str, kind: str, *, keep_wide: bool = True) -> tuple[Transformer, list[Narrow]]:
+    model = odd_model(name)
+    fuse(model)
+    return model, quantize(model, kind, keep_wide=keep_wide)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def hidden_of(model: Transformer) -> Tensor:
+    found: Tensor = model(torch.tensor([PROMPT]), torch.arange(len(PROMPT))[None], causal_attention)
+    return found
+
+
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
-def test_quantized_experts_are_refused(weights: str) -> None:
-    with pytest.raises(ConfigError, match="models with experts are served in their own precision"):
-        sample(odd_model("olmoe"), Precision(weights=weights))  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", EXPERTS)
+def test_every_row_of_every_expert_has_its_scale(name: str, weights: str) -> None:
+    """The router and what it reads keep their precision."""
+    plain, (model, _) = odd_model(name), quantized(name, weights)
+    names = 0
+    for key, module in model.named_modules():
+        if isinstance(module, ExpertMLP):
+            names += 1
+            wide: Any = plain.get_submodule(key)
+            assert torch.equal(module.gate.weight, wide.gate.weight)
+            assert module.experts.narrow is not None and module.experts.narrow.scales is not None
+            pairs = (wide.experts.gate_up_proj, wide.experts.down_proj), module.experts.narrow.scales
+            for of, values, scales in zip(pairs[0], module.experts.narrow[:2], pairs[1], strict=True):
+                assert values.element_size() == 1 and scales.shape == of.shape[:-1]
+                stands_for = values.float() * scales[..., None]
+                largest = of.abs().amax(-1, keepdim=True)
+                assert ((stands_for - of).abs() <= largest * (1 / 250 if weights == "int8" else 1 / 16)).all()
+                assert not torch.equal(stands_for, of)
+    assert names == len(EXPERTS[name].expert_layers)
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_experts_of_a_new_version_are_quantized_when_it_arrives(weights: str) -> None:
+    model, narrow = quantized("qwen3_moe", weights)
+    before = hidden_of(model)
+    new = dict(odd_model("qwen3_moe", seed=1).named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.copy_(new[name])
+    assert torch.equal(hidden_of(model), before), "products take the narrow copies"
+    for one in narrow:
+        one.refresh()
+    expected = odd_model("qwen3_moe")
+    with torch.no_grad():
+        for name, parameter in expected.named_parameters():
+            if ".experts." in name:
+                parameter.copy_(new[name])
+    fuse(expected)
+    quantize(expected, weights)  # type: ignore[arg-type]
+    assert torch.equal(hidden_of(model), hidden_of(expected)) and not torch.equal(hidden_of(model), before)
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_wide_experts_are_freed_where_none_arrive(weights: str) -> None:
+    (model, none), (kept, some) = (quantized("olmoe", weights, keep_wide=wide) for wide in (False, True))
+    experts = [one for name, one in model.named_parameters() if ".experts." in name]
+    assert not none and len(some) == 3 * len(EXPERTS["olmoe"].expert_layers)
+    assert experts and all(one.element_size() == 1 for one in experts)
+    assert torch.equal(hidden_of(model), hidden_of(kept))
 
 
 @pytest.mark.parametrize("lora", ["beside", "merged"])

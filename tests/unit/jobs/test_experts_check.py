@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from llamarl.builders.weights import wire_precision
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
 from llamarl.jobs.model_check import check_model
@@ -12,7 +13,7 @@ from llamarl.jobs.model_check import check_model
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["generator.quantize=int8"], "generator.quantize: int8, but models with experts"),
+        (["model.base=fp8", "model.lora.rank=4", "model.lora.targets=attention"], "model.base: fp8, but experts"),
         (["trainer.dtype=float16"], "trainer.dtype: float16, but experts compute in bfloat16"),
         (["model.lora.rank=4"], "set model.lora.targets=attention"),
         (["generator.tensor=3"], "3 ranks cannot share"),
@@ -22,6 +23,17 @@ def test_precisions_and_adapters_that_experts_do_not_have_are_refused(settings: 
     with pytest.raises(ConfigError) as caught:
         check_model(load_config(None, ["model.path=tiny-moe", *settings]))
     assert message in str(caught.value)
+
+
+def test_weights_of_quantized_experts_travel_wide() -> None:
+    narrow = ["generator.quantize=fp8", "generator.dtype=bfloat16"]
+    assert wire_precision(load_config(None, narrow)) == "fp8"
+    assert wire_precision(load_config(None, ["model.path=tiny-moe", *narrow])) == "bf16"
+
+
+def test_a_dense_model_has_nothing_to_balance() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.balance_loss: this model has no experts"):
+        check_model(load_config(None, ["trainer.balance_loss=0.01"]))
 
 
 def test_the_shipped_model_with_experts_is_accepted() -> None:

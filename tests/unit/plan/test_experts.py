@@ -52,5 +52,5 @@ def test_a_plan_that_does_not_fit_advises_no_precision_that_experts_do_not_have(
         work=Workload(groups=8, samples=8, prompt=100, answers=Lengths("fixed:100")),
     )
     assert all("fp8" not in name for name, _ in _changes(question))
-    with pytest.raises(InputError, match="models with experts are generated in bf16"):
+    with pytest.raises(InputError, match="models with experts are planned in bf16"):
         replace(question, precisions=("fp8",))
