@@ -59,9 +59,12 @@ class TeacherConfig(Section, frozen=True):
     ] = 0.0
     place: Annotated[
         Literal["trainer", "own"],
-        Meta(description="on the trainer's ranks, or on ranks of its own (kl=sampled, one teacher)"),
+        Meta(description="on the trainer's ranks, before each of its updates, or on ranks of its own, beside them"),
     ] = "trainer"
-    offload: Annotated[bool, Meta(description="place=trainer: keep its weights in host memory between uses")] = True
+    offload: Annotated[
+        bool,
+        Meta(description="on the trainer's ranks, keep its weights (place=own: its head) in host memory between uses"),
+    ] = True
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "fp8"],
         Meta(
@@ -89,13 +92,9 @@ class TeacherConfig(Section, frozen=True):
             raise ConfigError(
                 "teacher.forward: cannot take effect with teacher.kl=sampled, which estimates the reverse KL"
             )
-        if self.place == "own" and self.kl == "exact":
+        if self.place == "own" and self.adapter:
             raise ConfigError(
-                "teacher.place: own ranks send one number for each token; set teacher.kl=sampled, or place=trainer"
-            )
-        if self.place == "own" and not (self.path or self.url):
-            raise ConfigError(
-                "teacher.place: ranks of its own hold one whole teacher; set teacher.path, or place=trainer"
+                "teacher.place: adapters are applied to the trainer's base, on its ranks; set place=trainer, or teacher.path"
             )
 
     def __bool__(self) -> bool:
@@ -113,3 +112,8 @@ class TeacherConfig(Section, frozen=True):
     def alone(self) -> bool:
         """Whether it is an executor of its own."""
         return bool(self) and self.place == "own"
+
+    @property
+    def sends_states(self) -> bool:
+        """Whether it sends its states to the trainer, which has its head."""
+        return self.alone and self.kl == "exact"
