@@ -217,6 +217,10 @@ def test_rows_may_name_their_teachers(teachers: Kinds, tmp_path: Path) -> None:
         ("teacher.path=OTHER_TOKENS", "teacher.path: its tokenizer is another than the policy's (hashes "),
         ("teacher.path=OTHER_SIZE; trainer.tensor=2", "teacher.path: its head has 20 rows, the policy's 17"),
         ("teacher.path=tiny; teacher.dtype=fp8; trainer.data=2", "teacher.dtype: an fp8 teacher is whole on one rank"),
+        (
+            "teacher.path=tiny; teacher.data=2",
+            "teacher.data: cannot take effect with teacher.place=trainer; set it to own",
+        ),
         ("teacher.weight=2", "teacher.weight: cannot take effect without a teacher"),
         ("algo.reward_weight=0", "algo.reward_weight: 0 leaves nothing to learn from"),
         ("teacher.adapter=x; teacher.place=own", "teacher.place: adapters are applied to the trainer's base"),

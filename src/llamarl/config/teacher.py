@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from llamarl.config.section import Device, Section, Threads, changed_settings
+from llamarl.config.section import OwnRanks, changed_settings
 from llamarl.errors import ConfigError
 
 THE_TEACHER = "teacher"  # name of the one at `path` or `adapter`
 
 
-class TeacherConfig(Section, frozen=True):
+class TeacherConfig(OwnRanks, frozen=True):
     """Policies that never change and that answers are compared with, token by token; see docs/distillation.md."""
 
     path: Annotated[
@@ -72,10 +72,6 @@ class TeacherConfig(Section, frozen=True):
             "its layers"
         ),
     ] = "auto"
-    data: Annotated[int, Meta(ge=1, description="place=own: data-parallel ranks (FSDP)")] = 1
-    tensor: Annotated[int, Meta(ge=1, description="place=own: tensor-parallel ranks")] = 1
-    device: Device = "auto"
-    threads: Threads = 0
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.path, self.by_name, self.adapter, self.url))) > 1:
@@ -103,10 +99,6 @@ class TeacherConfig(Section, frozen=True):
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.by_name) or ((THE_TEACHER,) if self else ())
-
-    @property
-    def ranks(self) -> int:
-        return self.data * self.tensor
 
     @property
     def alone(self) -> bool:
