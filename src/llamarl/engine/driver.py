@@ -220,7 +220,7 @@ class Driver:
                 from_data = isinstance(group, CompletionGroup | RolloutGroup) and group.prompt.written is not None
                 self._watcher.group_done(arrival.executor, replace(facts, num_tokens=0) if from_data else facts)
                 if role_of(arrival.executor) == last:
-                    self._outcomes.hear(group.ordinal, facts.reward)
+                    self._outcomes.hear(group.ordinal, facts)
         return ev.GroupDone(arrival.executor, arrival.incarnation, group.ordinal, facts)
 
     def _call_made(self, arrival: Arrival, report: msg.CallRequested) -> ev.AnyEvent | None:

@@ -24,6 +24,7 @@ from llamarl.observe.run_lock import RunLock
 
 LEDGER = "ledger"
 CURRICULUM = "curriculum"
+ROW_SHARE = "row_share"
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 TIMINGS = "timings.jsonl"
