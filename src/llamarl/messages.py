@@ -45,12 +45,14 @@ class CallRefused(ToExecutor, frozen=True):
 
 class WorkOnBatch(ToExecutor, frozen=True):
     """The groups of one update. `probe` was sampled by the version that is about to be trained; it is measured, never
-    trained on."""
+    trained on. In `folder`, a role leaves files for the next ones that are too large for a message; they are removed when
+    the update counts."""
 
     update: int
     groups: tuple[RolloutGroup, ...]
     probe: CompletionGroup | None = None
     wanted: tuple[int, ...] = ()  # ordinals of the groups whose tokens' log-probs the trainer reports
+    folder: str = ""
 
 
 class PublishWeights(ToExecutor, frozen=True):

@@ -87,6 +87,22 @@ def test_streams_of_several_ranks_are_those_of_one(tmp_path: Path) -> None:
         assert row["teacher_kl"] > 0.1
 
 
+def test_ranks_of_a_teacher_of_its_own_teach_what_one_does(tmp_path: Path) -> None:
+    """Its ranks write their states together; the trainer's read those of their tokens, and have their rows of the head."""
+    shape = load_model(Config().model_folder).shape
+    save_model(random_model(shape, seed=1), tmp_path / "teacher", carry_from=Config().model_folder)
+    taught = [f"teacher.path={tmp_path / 'teacher'}", "teacher.forward=0.3", "trainer.lr=1e-5"]
+    alone = run(tmp_path / "alone", *taught, "schedule.deterministic=true")
+    own = ["teacher.place=own", "teacher.device=cpu", "teacher.threads=1", "teacher.data=2", "teacher.tensor=2"]
+    meshes = ["trainer.data=2", "trainer.tensor=2", "schedule.deterministic=true"]
+    together = run(tmp_path / "together", *taught, *own, *meshes)
+    for one_row, row in zip(rows(alone), rows(together), strict=True):
+        for name in ("loss", "teacher_kl", "teacher_tokens"):
+            assert row[name] == pytest.approx(one_row[name], rel=2e-3), name
+        assert row["teacher_kl"] > 0.1 and row["teacher_gap_max"] < 1e-3
+    assert not (together / "batches").exists()
+
+
 def test_replicas_of_a_sharded_trainer_do_what_one_rank_does(tmp_path: Path) -> None:
     """They publish and save once, and the run can go on without them. Ranks of a replica share packs."""
     folder = run(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.brief import BRIEF
 from helpers.cli import llamarl
 from helpers.engines import ENGINE
 from helpers.fingerprint import fingerprint
 from helpers.killing import TINY, KillAt, Killed
-from helpers.mortal_roles import FLAG, build_mortal_teacher
+from helpers.mortal_roles import FLAG, build_mortal_teacher, build_mortal_trainer
 from helpers.small_model import SPEC, small_model
 from helpers.stub_teacher import stub_endpoint
 from msgspec.structs import replace
@@ -19,6 +20,8 @@ from msgspec.structs import replace
 from llamarl import Job
 from llamarl.config import Config
 from llamarl.config.file import load_config
+from llamarl.errors import JobFailed
+from llamarl.io.row_file import RowFile
 from llamarl.model.checkpoint import random_model, save_model
 from llamarl.model_spec import ModelSpec
 
@@ -54,6 +57,14 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
         "mixed": [path, "teacher.forward=0.3", "teacher.offload=false"],
         "sampled": [path, "teacher.kl=sampled", "teacher.weight=0.1"],
         "own": [path, "teacher.kl=sampled", "teacher.place=own", "teacher.device=cpu"],
+        "own exact": [path, "teacher.place=own", "teacher.device=cpu", "teacher.forward=0.3"],
+        "own named": [
+            by_name,
+            "task.kind=mixture",
+            f"task.parts={parts}",
+            "teacher.place=own",
+            "teacher.offload=false",
+        ],
         "named": [by_name, "task.kind=mixture", f"task.parts={parts}"],
     }
 
@@ -63,7 +74,7 @@ def metrics_of(run: Path, role: str = "trainer") -> list[dict[str, float]]:
     return [row for row in rows if row["role"] == role]
 
 
-@pytest.fixture(scope="module", params=["exact", "mixed", "sampled", "own", "named"])
+@pytest.fixture(scope="module", params=["exact", "mixed", "sampled", "own", "own exact", "own named", "named"])
 def straight(
     request: pytest.FixtureRequest, teachers: Kinds, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[str], Path]:
@@ -87,18 +98,43 @@ def test_killed_and_resumed_equals_never_killed(straight: tuple[list[str], Path]
     assert fingerprint(tmp_path / "run", UPDATES) == fingerprint(folder, UPDATES)
 
 
+@pytest.mark.parametrize(("kind", "role"), [("own", "teacher"), ("own exact", "teacher"), ("own exact", "trainer")])
 def test_a_teacher_that_dies_comes_back_and_changes_no_byte(
-    teachers: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, role: str, teachers: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = [*SHORT, *teachers["own"], f"engine={ENGINE}"]
+    """So does a trainer, whose teacher computes the states of its batches again."""
+    settings = [*SHORT, *teachers[kind], f"engine={ENGINE}"]
     monkeypatch.setenv(FLAG, str(tmp_path / "killed"))
-    summary = Job(load_config(None, settings), builders={"teacher": build_mortal_teacher}).run(tmp_path / "run")
+    builder = {"teacher": build_mortal_teacher, "trainer": build_mortal_trainer}[role]
+    summary = Job(load_config(None, settings), builders={role: builder}).run(tmp_path / "run")
     assert (tmp_path / "killed").exists() and summary.restarts == 1
-    Job(load_config(None, [*SHORT, *teachers["own"], "engine=inline"])).run(tmp_path / "calm")
+    assert not (tmp_path / "run/batches").exists(), "states are left behind"
+    Job(load_config(None, [*SHORT, *teachers[kind], "engine=inline"])).run(tmp_path / "calm")
     disturbed, calm = fingerprint(tmp_path / "run", UPDATES), fingerprint(tmp_path / "calm", UPDATES)
     for one in (disturbed, calm):
         del one["rollouts"]  # of updates that count anew, kept rollouts have lost the trainer's log-probs
     assert disturbed == calm
+
+
+def test_ranks_of_its_own_teach_what_the_trainers_do(teachers: Kinds, tmp_path: Path) -> None:
+    near = [one for one in teachers["own exact"] if "place" not in one and "device" not in one]
+    for name, own in (("own", teachers["own exact"]), ("trainer", near)):
+        Job(load_config(None, [*SHORT, *own, "engine=inline"])).run(tmp_path / name)
+    for row, other in zip(metrics_of(tmp_path / "own"), metrics_of(tmp_path / "trainer"), strict=True):
+        for measure in ("loss", "teacher_kl", "grad_norm"):
+            assert row[measure] == pytest.approx(other[measure], rel=1e-5, abs=1e-6), measure
+        assert row["teacher_gap_max"] < 1e-4
+
+
+def test_states_of_other_tokens_end_the_job_with_one_line(
+    teachers: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: every state is that of the next row."""
+    take = RowFile.take
+    monkeypatch.setattr(RowFile, "take", lambda self, numbers: np.roll(take(self, numbers), 1, axis=0))
+    settings = [*SHORT, *teachers["own exact"], "engine=inline"]
+    with pytest.raises(JobFailed, match="trainer/0: teacher: in update 0, its states and head give other log-probs"):
+        Job(load_config(None, settings)).run(tmp_path / "run")
 
 
 @pytest.mark.parametrize("kind", ["exact", "sampled"])
@@ -181,9 +217,14 @@ def test_rows_may_name_their_teachers(teachers: Kinds, tmp_path: Path) -> None:
         ("teacher.path=OTHER_TOKENS", "teacher.path: its tokenizer is another than the policy's (hashes "),
         ("teacher.path=OTHER_SIZE; trainer.tensor=2", "teacher.path: its head has 20 rows, the policy's 17"),
         ("teacher.path=tiny; teacher.dtype=fp8; trainer.data=2", "teacher.dtype: an fp8 teacher is whole on one rank"),
+        (
+            "teacher.path=tiny; teacher.data=2",
+            "teacher.data: cannot take effect with teacher.place=trainer; set it to own",
+        ),
         ("teacher.weight=2", "teacher.weight: cannot take effect without a teacher"),
         ("algo.reward_weight=0", "algo.reward_weight: 0 leaves nothing to learn from"),
-        ("teacher.path=tiny; teacher.place=own", "teacher.place: own ranks send one number for each token"),
+        ("teacher.adapter=x; teacher.place=own", "teacher.place: adapters are applied to the trainer's base"),
+        ("teacher.url=http://127.0.0.1:9; teacher.place=own", "teacher.url: gives log-probs of sampled tokens"),
         ("teacher.path=tiny; teacher.kl=sampled; teacher.forward=1", "teacher.forward: cannot take effect"),
         ("teacher.url=http://127.0.0.1:9", "teacher.url: gives log-probs of sampled tokens; set teacher.kl=sampled"),
         ("teacher.adapter=x", "teacher.adapter: needs adapters of the same layers in the policy"),

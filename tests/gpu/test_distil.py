@@ -31,8 +31,12 @@ def inputs(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_value_and_gradients_are_those_of_all_scores_in_fp32(dtype: torch.dtype) -> None:
     hidden, weight, targets, teacher_hidden, teacher_weight = inputs(512, dtype)
-    teacher = TeacherStates(teacher_hidden, teacher_weight, 1 / 512, 0.3)
-    loss, _, _, kl = taught_loss(hidden, weight, targets, part_loss, Head(chunk=128, compiled=True), teacher)
+    given = torch.log_softmax(teacher_hidden.double() @ teacher_weight.double().t(), -1).gather(1, targets[:, None])[
+        :, 0
+    ]
+    teacher = TeacherStates(teacher_hidden, teacher_weight, 1 / 512, 0.3, logprobs_N=given.float())
+    loss, _, _, kl, gap = taught_loss(hidden, weight, targets, part_loss, Head(chunk=128, compiled=True), teacher)
+    assert gap.max() < 1e-3, "states and head are those of the log-probs that came"
     found = torch.autograd.grad(loss, (hidden, weight))
     expected_kl, exact = plainly(hidden, weight, targets, teacher_hidden, teacher_weight, torch.float64)
     assert torch.allclose(kl.double(), expected_kl, rtol=1e-5, atol=1e-5)

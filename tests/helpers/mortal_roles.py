@@ -1,4 +1,4 @@
-"""A teacher or a critic that is killed once, in the middle of a job, as by a fault of its machine."""
+"""A teacher, a critic or a trainer that is killed once, in the middle of a job, as by a fault of its machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from llamarl.builders.context import BuildContext
 from llamarl.builders.critic import build_critic
 from llamarl.builders.teacher import build_teacher
+from llamarl.builders.trainer import build_trainer
 from llamarl.executors.executor import Executor
 from llamarl.messages import Message, Report, WorkOnBatch
 
@@ -38,6 +39,10 @@ class MortalRole:
 
 def build_mortal_teacher(context: BuildContext) -> Executor:
     return MortalRole(build_teacher(context))
+
+
+def build_mortal_trainer(context: BuildContext) -> Executor:
+    return MortalRole(build_trainer(context))
 
 
 def build_mortal_critic(context: BuildContext) -> Executor:

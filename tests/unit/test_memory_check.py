@@ -20,6 +20,7 @@ from llamarl.jobs.job import Job
 from llamarl.jobs.memory_check import HOST, MemoryItem, check_memory, job_parts
 from llamarl.machine import FreeMemory
 from llamarl.model.checkpoint import load_model
+from llamarl.model.hf_config import read_shape
 from llamarl.observe.display import Quiet
 from llamarl.weights.slot_file import SlotFile
 
@@ -176,3 +177,16 @@ def test_a_tight_job_says_so_once_and_runs(tmp_path: Path) -> None:
         job = Job.load(None, settings)
     job.run(tmp_path / "run", display=Listening())
     assert len([text for text in said if text.startswith("memory is tight")]) == 1
+
+
+@pytest.mark.parametrize(("device", "offload"), [("cpu", "true"), ("cuda", "true"), ("cuda", "false")])
+def test_the_trainer_has_the_heads_of_teachers_that_send_their_states(device: str, offload: str) -> None:
+    own = ["teacher.path=tiny", "teacher.place=own", f"teacher.offload={offload}", f"trainer.device={device}"]
+    config = load_config(None, [*own, "generator.device=cpu", "teacher.device=cpu", "trainer.dtype=float32"])
+    shape, place = read_shape(config.model_folder), "cuda:0" if device == "cuda" else HOST
+    head = 4 * shape.vocab_size * shape.hidden_size
+    with patch("torch.cuda.device_count", return_value=1):
+        parts = list(job_parts(config))
+    assert size(parts, "heads of the teachers", place) == head
+    assert size(parts, "heads of the teachers in host memory") == (head if (device, offload) == ("cuda", "true") else 0)
+    assert not size(list(job_parts(load_config(None, ["teacher.path=tiny"]))), "heads of the teachers")

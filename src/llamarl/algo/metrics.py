@@ -77,6 +77,7 @@ def stream_metrics(sums: Mapping[str, float], counts: StreamCounts) -> dict[str,
         metrics["trained_tokens"] = float(counts.total)
     if counts.imitation:
         metrics["sft_tokens"] = float(counts.imitation)
+        metrics["sft_share"] = counts.imitation / counts.total
         metrics["sft_loss"] = sums["sft_loss"] / counts.imitation
     if counts.teacher:
         metrics["teacher_tokens"] = float(counts.teacher)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from llamarl.builders.devices import check_gpus, device_of, dtype_of
-from llamarl.config import Config, CriticConfig, ReferenceConfig, TeacherConfig, TrainerConfig
+from llamarl.config import Config, TrainerConfig
+from llamarl.config.section import OwnRanks
 from llamarl.errors import ConfigError, ModelError
 from llamarl.model.checkpoint import check_headers
 from llamarl.model.hf_config import read_shape
@@ -49,7 +50,7 @@ def check_training(config: Config) -> None:
 
 def check_ranks(
     section: str,
-    settings: TrainerConfig | ReferenceConfig | TeacherConfig | CriticConfig,
+    settings: TrainerConfig | OwnRanks,
     shape: ModelSpec,
     config: Config,
 ) -> None:

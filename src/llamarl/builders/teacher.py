@@ -26,19 +26,23 @@ from llamarl.model.tokenizer import Tokenizer
 from llamarl.train.endpoint_teacher import EndpointFailed, EndpointTeacher
 from llamarl.train.mesh import check_tensor_parallel, make_mesh
 from llamarl.train.policy import ComputeSettings, Policy, load_policy
+from llamarl.train.sent_states import SentTeachers, StateSender, TeacherHead
 from llamarl.train.teacher import AdapterTeacher, FrozenPolicy, HostedTeacher, Teachers
 
 
 def build_teacher(context: BuildContext) -> Executor:
-    """One rank of a teacher that has ranks of its own."""
+    """One rank of the teachers that have ranks of their own."""
     config, settings = context.config, context.config.teacher
     if settings.url:
         return Teacher(EndpointTeacher(settings))
     device = device_of("teacher.device", settings.device, gpu_for(context))
     mesh = make_mesh(settings.data, settings.tensor, context.rank, device)
     computing = _computing(config, compute_settings(config, device, mesh))
-    policy = _load(config, config.teacher_folders[THE_TEACHER], computing)
-    return Teacher(Teachers({THE_TEACHER: HostedTeacher(policy, offload=False)}))
+    teachers = {
+        name: HostedTeacher(_load(config, folder, computing), offload=False)
+        for name, folder in config.teacher_folders.items()
+    }
+    return Teacher(StateSender(teachers) if settings.sends_states else Teachers(teachers))
 
 
 def hosted_teachers(config: Config, policy: Policy) -> Teachers | None:
@@ -54,6 +58,19 @@ def hosted_teachers(config: Config, policy: Policy) -> Teachers | None:
     for name, folder in config.teacher_folders.items():
         teachers[name] = HostedTeacher(_load(config, folder, computing), offload=settings.offload)
     return Teachers(teachers, weight=settings.weight, forward=settings.forward)
+
+
+def sent_teachers(config: Config, policy: Policy) -> SentTeachers | None:
+    """The heads of teachers that have ranks of their own and send their states; None if they do not."""
+    settings = config.teacher
+    if not settings.sends_states:
+        return None
+    dtype = _computing(config, policy.computing).weight_dtype
+    heads = {
+        name: TeacherHead.load(folder, policy, dtype, offload=settings.offload)
+        for name, folder in config.teacher_folders.items()
+    }
+    return SentTeachers(heads, policy.computing.device, weight=settings.weight, forward=settings.forward)
 
 
 def adapter_folder(config: Config) -> Path:
@@ -96,9 +113,10 @@ def check_teachers(config: Config, spoken: Tokenizer) -> None:
                 f"{key}: its head has {shape.vocab_size} rows, the policy's {vocab_size}; tensor-parallel ranks cut them at "
                 "the same rows only if both are equal; set trainer.tensor=1, or teacher.kl=sampled"
             )
-        check_tensor_parallel(shape, config.trainer.tensor, "trainer.tensor")
         if settings.alone:
             check_ranks("teacher", settings, shape, config)
+        else:
+            check_tensor_parallel(shape, config.trainer.tensor, "trainer.tensor")
         if settings.dtype == "fp8" and (settings.ranks if settings.alone else config.trainer.ranks) > 1:
             raise ConfigError(
                 "teacher.dtype: an fp8 teacher is whole on one rank; set bfloat16, or place=own with one rank"

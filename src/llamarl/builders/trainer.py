@@ -15,7 +15,7 @@ from llamarl.builders.context import BuildContext
 from llamarl.builders.critic import make_critic
 from llamarl.builders.devices import device_of, gpu_for
 from llamarl.builders.loss import make_loss
-from llamarl.builders.teacher import hosted_teachers
+from llamarl.builders.teacher import hosted_teachers, sent_teachers
 from llamarl.builders.weights import applied_types, make_weight_writer
 from llamarl.config import Config
 from llamarl.config.lora import NO_LORA
@@ -56,7 +56,8 @@ def build_trainer(context: BuildContext) -> Executor:
     folder, adapter = _start_of(context)
     base = load_base(context, folder, device, computing.weight_dtype) if trainer_has_base(config) else None
     policy = load_policy(folder, computing, adapter=adapter, seed=config.seed, base=base)
-    teachers, sampled_kl = hosted_teachers(config, policy), config.teacher.kl == "sampled"
+    teachers, sent = hosted_teachers(config, policy), sent_teachers(config, policy)
+    sampled_kl = config.teacher.kl == "sampled"
     learner = Learner(
         policy,
         make_loss(config),
@@ -67,7 +68,7 @@ def build_trainer(context: BuildContext) -> Executor:
         weights=StreamWeights(
             imitation=config.sft.weight, sampled_kl=config.teacher.weight if config.teacher and sampled_kl else 0.0
         ),
-        teachers=None if sampled_kl else teachers,
+        teachers=None if sampled_kl else sent or teachers,
         route_tolerance=_route_tolerance(config, computing.dtype),
         first_update=config.critic.head_start,
         passes=UpdatePasses(config.algo.epochs, config.algo.minibatches, config.seed),
@@ -84,7 +85,7 @@ def build_trainer(context: BuildContext) -> Executor:
         make_weight_writer(context, policy),
         carry_from=config.model_folder,
         reference=reference,
-        teachers=teachers if sampled_kl else None,
+        teachers=teachers if sampled_kl else sent,
         critic=make_critic(context, computing) if config.has_critic and not config.critic_alone else None,
         critic_from=config.critic_folder,
         tell=context.tell_engine if beside else None,

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from llamarl.config.section import Device, Section, Threads
+from llamarl.config.section import OwnRanks
 
 
-class CriticConfig(Section, frozen=True):
+class CriticConfig(OwnRanks, frozen=True):
     """The value model of `algo.advantage: gae`: what it begins from, how it learns, and where it computes; see
     docs/critic.md."""
 
@@ -45,11 +45,3 @@ class CriticConfig(Section, frozen=True):
         Literal["trainer", "own"],
         Meta(description="on the trainer's ranks, before each of its updates, or on ranks of its own, beside them"),
     ] = "trainer"
-    data: Annotated[int, Meta(ge=1, description="place=own: data-parallel ranks (FSDP)")] = 1
-    tensor: Annotated[int, Meta(ge=1, description="place=own: tensor-parallel ranks")] = 1
-    device: Device = "auto"
-    threads: Threads = 0
-
-    @property
-    def ranks(self) -> int:
-        return self.data * self.tensor

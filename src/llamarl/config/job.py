@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from llamarl.config.agent import AgentConfig
 from llamarl.config.algo import AlgoConfig
@@ -24,7 +24,7 @@ from llamarl.config.reward import RewardConfig
 from llamarl.config.reward_model import RewardModelConfig
 from llamarl.config.sandbox import SandboxConfig
 from llamarl.config.schedule import ScheduleConfig
-from llamarl.config.section import Section, changed_settings
+from llamarl.config.section import OwnRanks, Section, changed_settings
 from llamarl.config.sft import SftConfig
 from llamarl.config.snapshots import SnapshotsConfig
 from llamarl.config.task import TaskConfig
@@ -295,6 +295,7 @@ def _check_teacher(config: Config) -> None:
         )
     if not teacher:
         return
+    _check_misplaced("teacher", teacher)
     if config.supervised:
         raise ConfigError("teacher.path: teaches tokens that the policy samples; with sft.share=1 nothing is sampled")
     if teacher.url and config.generator.temperature != 1:
@@ -348,11 +349,15 @@ def _check_critic(config: Config) -> None:
         )
     if config.trainer.dtype == "float16":
         raise ConfigError("trainer.dtype: float16 is for log-probs of policies; with a critic, leave it at auto")
-    if critic.place == "trainer" and (misplaced := [one for one in _OWN_RANKS if one in changed_settings(critic)]):
-        raise ConfigError(f"critic.{misplaced[0]}: cannot take effect with critic.place=trainer; set it to own")
+    _check_misplaced("critic", critic)
 
 
-_OWN_RANKS = ("data", "tensor", "device", "threads")
+def _check_misplaced(section: str, settings: CriticConfig | TeacherConfig) -> None:
+    """Refuses ranks of a model that has none of its own."""
+    changed = changed_settings(settings) if settings.place == "trainer" else []
+    for name in (one.name for one in fields(OwnRanks)):
+        if name in changed:
+            raise ConfigError(f"{section}.{name}: cannot take effect with {section}.place=trainer; set it to own")
 
 
 def _check_joining(config: Config) -> None:
@@ -377,7 +382,7 @@ def _check_colocated(config: Config) -> None:
         )
 
 
-def _beside_trainer(config: Config) -> tuple[tuple[ReferenceConfig | TeacherConfig | CriticConfig, bool], ...]:
+def _beside_trainer(config: Config) -> tuple[tuple[OwnRanks, bool], ...]:
     """The models that work on batches before the trainer, and whether they have ranks of their own."""
     teacher = config.teacher, config.teacher.alone
     return (config.reference, config.reference_alone), teacher, (config.critic, config.critic_alone)

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from llamarl.config.section import Device, Section, Threads
+from llamarl.config.section import OwnRanks
 
 
-class ReferenceConfig(Section, frozen=True):
+class ReferenceConfig(OwnRanks, frozen=True):
     """The fixed policy of the KL term `algo.reference_kl`, and where it runs."""
 
     model: Annotated[str, Meta(description="model folder of the reference; empty: the one at model.path")] = ""
@@ -20,11 +20,3 @@ class ReferenceConfig(Section, frozen=True):
             "model.lora, the trainer's own base is used, at no cost"
         ),
     ] = "own"
-    data: Annotated[int, Meta(ge=1, description="place=own: data-parallel ranks (FSDP)")] = 1
-    tensor: Annotated[int, Meta(ge=1, description="place=own: tensor-parallel ranks")] = 1
-    device: Device = "auto"
-    threads: Threads = 0
-
-    @property
-    def ranks(self) -> int:
-        return self.data * self.tensor

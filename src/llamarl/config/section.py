@@ -12,11 +12,24 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One block of the YAML file."""
 
 
+Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")]
+Threads = Annotated[int, Meta(ge=0, description="CPU threads per process; 0: one per core")]
+
+
+class OwnRanks(Section, frozen=True):
+    """The ranks of a model that works on batches before the trainer, where it has ranks of its own (`place: own`)."""
+
+    data: Annotated[int, Meta(ge=1, description="place=own: data-parallel ranks (FSDP)")] = 1
+    tensor: Annotated[int, Meta(ge=1, description="place=own: tensor-parallel ranks")] = 1
+    device: Device = "auto"
+    threads: Threads = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor
+
+
 def changed_settings(section: Section) -> list[str]:
     """Names of the settings that differ from their defaults; those that are made anew, such as lists, differ if not empty."""
     found = ((one.name, getattr(section, one.name), one) for one in fields(section))
     return [name for name, value, one in found if (value if callable(one.default_factory) else value != one.default)]
-
-
-Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")]
-Threads = Annotated[int, Meta(ge=0, description="CPU threads per process; 0: one per core")]

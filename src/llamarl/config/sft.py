@@ -55,7 +55,12 @@ class SftConfig(Section, frozen=True):
         ),
     ] = 1
     share: Annotated[
-        float, Meta(gt=0, le=1, description="share of the groups that are rows; 1: nothing is sampled but evaluations")
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="share of an update's learned tokens that are rows'; 1: nothing is sampled but evaluations",
+        ),
     ] = 1.0
     weight: Annotated[float, Meta(gt=0, description="weight of the rows' cross-entropy in the loss")] = 1.0
 

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from llamarl.config.section import Device, Section, Threads, changed_settings
+from llamarl.config.section import OwnRanks, changed_settings
 from llamarl.errors import ConfigError
 
 THE_TEACHER = "teacher"  # name of the one at `path` or `adapter`
 
 
-class TeacherConfig(Section, frozen=True):
+class TeacherConfig(OwnRanks, frozen=True):
     """Policies that never change and that answers are compared with, token by token; see docs/distillation.md."""
 
     path: Annotated[
@@ -59,9 +59,12 @@ class TeacherConfig(Section, frozen=True):
     ] = 0.0
     place: Annotated[
         Literal["trainer", "own"],
-        Meta(description="on the trainer's ranks, or on ranks of its own (kl=sampled, one teacher)"),
+        Meta(description="on the trainer's ranks, before each of its updates, or on ranks of its own, beside them"),
     ] = "trainer"
-    offload: Annotated[bool, Meta(description="place=trainer: keep its weights in host memory between uses")] = True
+    offload: Annotated[
+        bool,
+        Meta(description="on the trainer's ranks, keep its weights (place=own: its head) in host memory between uses"),
+    ] = True
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "fp8"],
         Meta(
@@ -69,10 +72,6 @@ class TeacherConfig(Section, frozen=True):
             "its layers"
         ),
     ] = "auto"
-    data: Annotated[int, Meta(ge=1, description="place=own: data-parallel ranks (FSDP)")] = 1
-    tensor: Annotated[int, Meta(ge=1, description="place=own: tensor-parallel ranks")] = 1
-    device: Device = "auto"
-    threads: Threads = 0
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.path, self.by_name, self.adapter, self.url))) > 1:
@@ -89,13 +88,9 @@ class TeacherConfig(Section, frozen=True):
             raise ConfigError(
                 "teacher.forward: cannot take effect with teacher.kl=sampled, which estimates the reverse KL"
             )
-        if self.place == "own" and self.kl == "exact":
+        if self.place == "own" and self.adapter:
             raise ConfigError(
-                "teacher.place: own ranks send one number for each token; set teacher.kl=sampled, or place=trainer"
-            )
-        if self.place == "own" and not (self.path or self.url):
-            raise ConfigError(
-                "teacher.place: ranks of its own hold one whole teacher; set teacher.path, or place=trainer"
+                "teacher.place: adapters are applied to the trainer's base, on its ranks; set place=trainer, or teacher.path"
             )
 
     def __bool__(self) -> bool:
@@ -106,10 +101,11 @@ class TeacherConfig(Section, frozen=True):
         return tuple(self.by_name) or ((THE_TEACHER,) if self else ())
 
     @property
-    def ranks(self) -> int:
-        return self.data * self.tensor
-
-    @property
     def alone(self) -> bool:
         """Whether it is an executor of its own."""
         return bool(self) and self.place == "own"
+
+    @property
+    def sends_states(self) -> bool:
+        """Whether it sends its states to the trainer, which has its head."""
+        return self.alone and self.kl == "exact"

@@ -99,6 +99,7 @@ def _way_to_trainer(config: Config) -> tuple[list[str], list[Role], list[Channel
                 ranks=taught.ranks,
                 threads=taught.threads,
                 gpu=not taught.url,
+                repeats=taught.sends_states,
             )
         )
     if config.critic_alone:

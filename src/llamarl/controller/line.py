@@ -28,6 +28,9 @@ class Role(Struct, frozen=True, kw_only=True):
     capacity: int = 1  # number of completions that one executor holds at once (units "group" and "call")
     at_once: int = 0  # number of completions that it works on at once, while the others wait there; 0: all
     restartable: bool = True  # False: its state cannot be restored, so its death ends the job
+    repeats: bool = (
+        False  # what it leaves for a batch is gone once that is trained; to train it again, it is made again
+    )
 
 
 class Channel(Struct, frozen=True):

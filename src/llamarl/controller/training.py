@@ -114,7 +114,14 @@ class Training:
         return True
 
     def rewind(self, stage: Stage) -> None:
-        """The stage died and comes back from the last snapshot; the same batches follow in the same order."""
+        """The stage died and comes back from the last snapshot; the same batches follow in the same order. Stages before it
+        that must repeat what they leave for a batch go back with it; what they are at counts as not begun."""
+        self._go_back(stage)
+        for before in self.stages[: stage.executor.position]:
+            if before.role.repeats and before.next_update > stage.next_update:
+                self._go_back(before)
+
+    def _go_back(self, stage: Stage) -> None:
         stage.next_update = self._snapshots.saved
         stage.running = stage.publishing = stage.unpublished = None
         self._snapshots.rewind(stage.role.name)
@@ -138,7 +145,7 @@ class Training:
                 self._publish(stage, oldest_needed)
                 self._save(stage)
                 self._run(stage, limit=min(done_before, self.final_version))
-            done_before = stage.next_update
+            done_before = min(done_before, stage.next_update)
 
     @property
     def _reached(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ import msgspec
 from llamarl.errors import InputError
 from llamarl.io.record_log import SegmentWriter, read_records
 from llamarl.tasks.curriculum import Choice, Curriculum, CurriculumRule, Outcome, standing_metrics
+from llamarl.types import GroupFacts
 
 _encode = msgspec.json.Encoder().encode
 _decode_rule = msgspec.json.Decoder(CurriculumRule).decode
@@ -18,13 +19,13 @@ _decode_outcome = msgspec.json.Decoder(Outcome).decode
 
 
 class OutcomeLog(Protocol):
-    """What hears the outcome of every group, and chooses problems by it."""
+    """What hears the outcome of every group, and chooses problems, or which groups are rows, by it."""
 
     def choice(self, ordinal: int) -> Choice | None:
         """The problem of an ordinal; None: the next one in the order of the data."""
 
-    def hear(self, ordinal: int, reward: float | None) -> None:
-        """The mean reward of a group; None: it was dropped."""
+    def hear(self, ordinal: int, facts: GroupFacts | None) -> None:
+        """What is known of a group that was scored; None: it was dropped."""
 
     def metrics(self, ordinals: Iterable[int]) -> Mapping[str, float]:
         """What an update on these groups reports."""
@@ -40,7 +41,7 @@ class NoCurriculum:
     def choice(self, ordinal: int) -> Choice | None:
         return None
 
-    def hear(self, ordinal: int, reward: float | None) -> None:
+    def hear(self, ordinal: int, facts: GroupFacts | None) -> None:
         pass
 
     def metrics(self, ordinals: Iterable[int]) -> Mapping[str, float]:
@@ -81,7 +82,8 @@ class CurriculumLog:
         self._num_missing = len(self._curriculum.missing)
         return found
 
-    def hear(self, ordinal: int, reward: float | None) -> None:
+    def hear(self, ordinal: int, facts: GroupFacts | None) -> None:
+        reward = None if facts is None else facts.reward
         if self._curriculum.hear(ordinal, reward):
             self._write(ordinal, reward)
 

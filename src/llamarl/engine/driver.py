@@ -220,7 +220,7 @@ class Driver:
                 from_data = isinstance(group, CompletionGroup | RolloutGroup) and group.prompt.written is not None
                 self._watcher.group_done(arrival.executor, replace(facts, num_tokens=0) if from_data else facts)
                 if role_of(arrival.executor) == last:
-                    self._outcomes.hear(group.ordinal, facts.reward)
+                    self._outcomes.hear(group.ordinal, facts)
         return ev.GroupDone(arrival.executor, arrival.incarnation, group.ordinal, facts)
 
     def _call_made(self, arrival: Arrival, report: msg.CallRequested) -> ev.AnyEvent | None:
@@ -287,7 +287,8 @@ class Driver:
         if role_of(command.executor) == self._controller.line.batch_roles[-1].name:
             self._watcher.training(command.update, rollouts)
         wanted = self._rollouts.wanted(command.ordinals)
-        self._engine.send(command.executor, msg.WorkOnBatch(command.update, rollouts, probe, wanted))
+        folder = str(self._folder.batch(command.update))
+        self._engine.send(command.executor, msg.WorkOnBatch(command.update, rollouts, probe, wanted, folder))
 
     def _save(self, command: ev.Save) -> None:
         try:
@@ -344,6 +345,7 @@ class Driver:
             self._rollouts.rewind(command.record.to_update)
         elif isinstance(command.record, Trained):
             self._rollouts.write(command.record)
+            self._folder.drop_batch(command.record.update)
             self._callbacks.count(command.record.update)
         self._folder.ledger.append(command.record)
 

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from llamarl.config import Config, TeacherConfig
 from llamarl.config.teacher import THE_TEACHER
 from llamarl.controller.probe import probed_version
-from llamarl.engine.rows import DataRows, RowShare
+from llamarl.engine.row_share import NoRows, RowShare, ShareRule, TokenShare, share_rule
+from llamarl.engine.rows import DataRows
 from llamarl.errors import InputError
 from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.tokenizer import Tokenizer
@@ -31,7 +32,12 @@ class Prompts:
 
     def __init__(self, task: Prompter, tokenizer: Tokenizer, config: Config, rows: DataRows | None = None) -> None:
         self._task, self._tokenizer = task, tokenizer
-        self._rows, self._row_share = rows, RowShare(config.sft.share if rows is not None else 0.0)
+        self._rows = rows
+        self._shared: RowShare = NoRows()
+        self.row_share: tuple[ShareRule, Callable[[int], int]] | None = None  # how rows are chosen beside problems
+        if rows is not None:
+            rule = share_rule(config, rows.mean_learned_tokens), rows.learned_tokens
+            self._shared, self.row_share = TokenShare(*rule), None if config.supervised else rule
         own_notes = rows.notes if rows is not None else []
         self.notes: tuple[str, ...] = (*getattr(task, "notes", ()), *own_notes)  # for the user
         self._teacher = config.teacher
@@ -48,16 +54,20 @@ class Prompts:
         """From now on, ask the training problems that a curriculum chooses."""
         self._choice = choice
 
+    def share_by(self, share: RowShare) -> None:
+        """From now on, rows are the ordinals that this says, which knows how long answers are."""
+        self._shared = share
+
     def group(self, ordinal: int, kind: GroupKind = "train") -> PromptGroup:
         if kind == "evaluation":
             problem = self._evaluation[(-ordinal - 1) % len(self._evaluation)]
         elif kind == "train" and (chosen := self._choice(ordinal)) is not None:
             problem = cast(Numbered, self._task).numbered(chosen.part, chosen.number)
         elif kind == "train":
-            row = self._row_share.row_of(ordinal)
+            row = self._shared.row_of(ordinal)
             if self._rows is not None and row is not None:
                 return self._rows.group(row, ordinal, self._training)
-            problem = self.problem(self._row_share.problem_of(ordinal))
+            problem = self.problem(self._shared.problem_of(ordinal))
         else:
             problem = self.problem(probed_version(ordinal))
         sampling = self._greedy if kind == "evaluation" else self._training

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from math import ceil, floor
+from math import ceil
 from typing import cast
 
 import numpy as np
@@ -19,7 +19,7 @@ from llamarl.tasks.dataset_files import find_files
 from llamarl.tasks.example_store import ExampleStore
 from llamarl.tasks.examples import Example
 from llamarl.tasks.supervised import read_answered_chat
-from llamarl.types import Problem, PromptGroup, Sampling, WrittenAnswer, tokens_to_bytes
+from llamarl.types import Problem, PromptGroup, Sampling, WrittenAnswer, sampled_places, tokens_to_bytes
 
 _OWN_ORDER = 2  # keeps the order of rows apart from that of problems with the same seed
 
@@ -39,7 +39,7 @@ class DataRows:
         self._max_tokens = min(settings.max_tokens or max_positions, max_positions)
         self._too_long = self._longest = 0
         self._store = ExampleStore(kind=TokenizedRow)
-        self._lengths = array("q")
+        self._lengths, self._learned = array("q"), array("q")  # tokens of each row, and those of them that are learned
         self._read()
         self._pass = -1
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -65,13 +65,25 @@ class DataRows:
 
     def group(self, number: int, ordinal: int, sampling: Sampling) -> PromptGroup:
         """The row with this number in the order of all passes, as a group with its answer."""
+        row = cast(TokenizedRow, self._store[self._place(number)])
+        problem = Problem(row.question, row.answer)
+        return PromptGroup(ordinal, problem, row.prompt_tokens, replace(sampling, samples=1), written=row.written)
+
+    def learned_tokens(self, number: int) -> int:
+        """Number of learned tokens of the row with this number in the order of all passes."""
+        return self._learned[self._place(number)]
+
+    @property
+    def mean_learned_tokens(self) -> float:
+        return sum(self._learned) / len(self)
+
+    def _place(self, number: int) -> int:
+        """Where the row with this number lies."""
         turn, index = divmod(number, len(self))
         if turn != self._pass:
             self._order = np.random.default_rng([self._seed, turn, _OWN_ORDER]).permutation(len(self))
             self._pass = turn
-        row = cast(TokenizedRow, self._store[int(self._order[index])])
-        problem = Problem(row.question, row.answer)
-        return PromptGroup(ordinal, problem, row.prompt_tokens, replace(sampling, samples=1), written=row.written)
+        return int(self._order[index])
 
     def _read(self) -> None:
         try:
@@ -97,6 +109,7 @@ class DataRows:
         if kept is None:
             return None
         self._lengths.append(len(kept))
+        self._learned.append(len(sampled_places(len(kept.written.tokens) // 4, kept.written.given)))
         return TokenizedRow(
             chat.question, chat.answer, "", prompt_tokens=tokens_to_bytes(kept.prompt), written=kept.written
         )
@@ -108,25 +121,6 @@ class DataRows:
         self._too_long += 1
         self._longest = max(self._longest, len(tokens))
         return tokens.cut(self._max_tokens) if self._settings.too_long == "cut" else None
-
-
-class RowShare:
-    """Which ordinals are rows: every 1/share-th group, evenly. The other ones are problems of the task, none left out."""
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-
-    def row_of(self, ordinal: int) -> int | None:
-        """Number of the row that the ordinal is; None: it is a problem."""
-        before = self._before(ordinal)
-        return before if self._before(ordinal + 1) > before else None
-
-    def problem_of(self, ordinal: int) -> int:
-        """Number of the problem that the ordinal is."""
-        return ordinal - self._before(ordinal)
-
-    def _before(self, ordinal: int) -> int:
-        return floor(ordinal * self._share)
 
 
 def open_rows(config: Config, tokenizer: Tokenizer, max_positions: int) -> DataRows | None:

@@ -29,6 +29,7 @@ from llamarl.train.critic import Critic, OutOfOrder, ValuedBatch
 from llamarl.train.learner import Learner, UpdateResult
 from llamarl.train.optimizer import AdamW
 from llamarl.train.reference import BaseReference, HostedReference
+from llamarl.train.sent_states import SentTeachers, StatesDiffer
 from llamarl.train.state import TrainingState, critic_state
 from llamarl.train.state_saver import StateSaver
 from llamarl.train.teacher import Teachers
@@ -39,11 +40,11 @@ from llamarl.weights.transport import Publication, WeightWriter
 
 class Trainer:
     """`reference` is given when the reference policy shares these ranks; otherwise its column comes with the rollouts. So are
-    `teachers` whose log-probs of sampled tokens are wanted, and the `critic`, whose folder began as a copy of `critic_from`.
-    With `tell`, weights are published beside the next passes, and `tell` gets the report when they can be read. Only the
-    policy is saved of version `policy_only_at`. With `adapter_types`, the types that adapters change to on their way to a
-    generator, their hash is reported with each version. `warm_up` is called once between messages, before the first
-    batch."""
+    `teachers` whose log-probs of sampled tokens are wanted, and the `critic`, whose folder began as a copy of `critic_from`;
+    also `teachers` whose states come with each batch. With `tell`, weights are published beside the next passes, and `tell`
+    gets the report when they can be read. Only the policy is saved of version `policy_only_at`. With `adapter_types`, the
+    types that adapters change to on their way to a generator, their hash is reported with each version. `warm_up` is called
+    once between messages, before the first batch."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Trainer:
         *,
         carry_from: Path,
         reference: HostedReference | BaseReference | None = None,
-        teachers: Teachers | None = None,
+        teachers: Teachers | SentTeachers | None = None,
         critic: Critic | None = None,
         critic_from: Path | None = None,
         tell: Callable[[Report], None] | None = None,
@@ -113,14 +114,16 @@ class Trainer:
         groups = message.groups
         if self._reference is not None:
             groups = self._reference.add_column(groups)
-        if self._teachers is not None:
+        if isinstance(self._teachers, Teachers):
             groups = self._teachers.add_column(groups)
         valued = ValuedBatch(tuple(groups))
         try:
+            if isinstance(self._teachers, SentTeachers):
+                self._teachers.expect(Path(message.folder), groups)
             if self._critic is not None:
                 valued = self._critic.work_on(message.update, groups)
             outcome = self.learner.update(message.update, valued.groups, message.probe, message.wanted)
-        except (AdaptersDiffer, OutOfOrder, RoutesDiffer) as error:
+        except (AdaptersDiffer, OutOfOrder, RoutesDiffer, StatesDiffer) as error:
             return MustStop(str(error))
         metrics, timings = _both(outcome, valued)
         columns = () if self._critic is None else valued.groups  # for whoever reads the rollouts

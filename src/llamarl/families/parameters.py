@@ -51,6 +51,11 @@ def _in_layer(parameter: ParameterSpec, prefix: str) -> ParameterSpec:
     return replace(parameter, name=prefix + parameter.name, stored=stored, also=also, each=each)
 
 
+def head_size(spec: ModelSpec) -> int:
+    """Number of weights of the head, tied or not."""
+    return spec.vocab_size * spec.hidden_size
+
+
 def stored_tensors(spec: ModelSpec) -> Mapping[str, list[ParameterSpec]]:
     """Maps the name of every tensor in a model's files to the parameters whose rows it holds, one behind another."""
     found: dict[str, list[ParameterSpec]] = {}

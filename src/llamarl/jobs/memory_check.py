@@ -21,7 +21,7 @@ from llamarl.config import Config, TrainerConfig
 from llamarl.controller.default_line import default_line
 from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.errors import ConfigError
-from llamarl.families.parameters import num_parameters
+from llamarl.families.parameters import head_size, num_parameters
 from llamarl.generate.decoder import Limits
 from llamarl.machine import FreeMemory, host_memory
 from llamarl.model.adapter_folder import base_or_same
@@ -274,6 +274,20 @@ def _teacher_parts(config: Config) -> Iterator[MemoryItem]:
         yield MemoryItem("weights of the teachers", HOST if away else _place(device), held, advice)
         if settings.alone:
             yield _process(device)
+    if settings.sends_states:
+        yield from _teacher_heads(config)
+
+
+def _teacher_heads(config: Config) -> Iterator[MemoryItem]:
+    """Heads of teachers that send their states: on each rank of the trainer, its rows of them, while they are used."""
+    num_weights = sum(head_size(read_shape(folder)) for folder in config.teacher_folders.values())
+    asked = config.teacher.dtype
+    for device in trainer_devices(config, _first_gpus(config)):
+        width = dtype_of(config.trainer.dtype if asked in ("auto", "fp8") else asked, device).itemsize
+        held = num_weights * width / config.trainer.tensor
+        yield MemoryItem("heads of the teachers", _place(device), held, "share their rows with trainer.tensor")
+        if config.teacher.offload and device.type == "cuda":
+            yield MemoryItem("heads of the teachers in host memory", HOST, held, "set teacher.offload=false")
 
 
 def _teacher_bytes(config: Config, shape: ModelSpec, device: torch.device) -> float:

@@ -10,6 +10,7 @@ from llamarl.controller.events import Resumed
 from llamarl.controller.ledger import FINISHED
 from llamarl.engine.curriculum_log import CurriculumLog, NoCurriculum, OutcomeLog
 from llamarl.engine.driver import Driver
+from llamarl.engine.row_share import RowShareLog
 from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import JobFailed, LlamaRLError, OwnCodeFailed
 from llamarl.jobs.engines import make_engine
@@ -20,7 +21,7 @@ from llamarl.model.training_state import POLICY
 from llamarl.observe.callbacks import Callback, CallbackRunner
 from llamarl.observe.display import Display
 from llamarl.observe.loggers import Loggers
-from llamarl.observe.run_folder import CURRICULUM, SNAPSHOTS
+from llamarl.observe.run_folder import CURRICULUM, ROW_SHARE, SNAPSHOTS
 from llamarl.observe.summary import INTERRUPTED, STOPPED, Summary
 from llamarl.observe.watcher import Watcher
 from llamarl.plugins import format_traceback
@@ -93,16 +94,21 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequ
 
 
 def _open_outcomes(job: PreparedJob, opened: OpenRun) -> OutcomeLog:
-    """The job's curriculum, with the outcomes of earlier starts. Settled groups that a kill kept from its record are told
-    to it again."""
-    if job.prompts.curriculum is None:
+    """The job's curriculum, or its share of rows, with the outcomes of earlier starts. Settled groups that a kill kept from
+    the record are told to it again."""
+    outcomes: CurriculumLog | RowShareLog
+    if job.prompts.row_share is not None:
+        outcomes = RowShareLog(opened.folder.path / ROW_SHARE, *job.prompts.row_share)
+        job.prompts.share_by(outcomes)
+    elif job.prompts.curriculum is not None:
+        outcomes = CurriculumLog(opened.folder.path / CURRICULUM, job.prompts.curriculum)
+        job.prompts.choose_by(outcomes.choice)
+    else:
         return NoCurriculum()
-    outcomes = CurriculumLog(opened.folder.path / CURRICULUM, job.prompts.curriculum)
-    job.prompts.choose_by(outcomes.choice)
     if isinstance(opened.begin, Resumed):
         for ordinal in (*(o for batch in opened.begin.batches for o in batch), *opened.begin.settled):
             for group in opened.store.rollouts([ordinal]):
-                outcomes.hear(ordinal, facts_of(group).reward)
+                outcomes.hear(ordinal, facts_of(group, job.config.algo.cut_off_penalty))
         for ordinal in opened.begin.dropped:
             outcomes.hear(ordinal, None)
     return outcomes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ from llamarl.observe.run_lock import RunLock
 
 LEDGER = "ledger"
 CURRICULUM = "curriculum"
+ROW_SHARE = "row_share"
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 TIMINGS = "timings.jsonl"
@@ -32,6 +34,7 @@ SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 GROUPS = "groups"
 SNAPSHOTS = "snapshots"
+BATCHES = "batches"
 LOGS = "logs"
 _DEFAULT = ObserveConfig()
 
@@ -101,9 +104,17 @@ class RunFolder:
         """Continue from the snapshot of `version`. Rows of later updates are removed, since those updates are repeated.
         `last_run` is the last start in the ledger; event logs may have been deleted."""
         _keep_rows(path / EVALUATIONS, lambda row: row.get("version", version + 1) <= version)
+        shutil.rmtree(path / BATCHES, ignore_errors=True)  # its batches are worked on again
         for name in (TIMINGS, SPANS):
             cut_rows(path / name, lambda row: True)  # removes an incomplete last line
         return cls(path, lock, roles, settings, updates, version, last_run)
+
+    def batch(self, update: int) -> Path:
+        """Folder of the files that roles leave for one another until this update counts."""
+        return self.path / BATCHES / str(update)
+
+    def drop_batch(self, update: int) -> None:
+        shutil.rmtree(self.batch(update), ignore_errors=True)
 
     def write_config(self, text: str) -> None:
         replace_file(self.path / CONFIG, text.encode())
@@ -130,6 +141,7 @@ class RunFolder:
         """Close all files, even if writing to one fails, and release the folder."""
         with ExitStack() as stack:
             stack.callback(self.lock.release)
+            stack.callback(shutil.rmtree, self.path / BATCHES, ignore_errors=True)
             for file in (
                 self.spans,
                 self.timings,

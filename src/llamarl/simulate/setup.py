@@ -13,6 +13,7 @@ from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import Record
 from llamarl.controller.line import Line, executor_names
 from llamarl.errors import InputError
+from llamarl.families.parameters import head_size
 from llamarl.model.hf_config import find_shape, read_shape
 from llamarl.model_spec import SHAPES, ModelSpec
 from llamarl.observe.timeline import Timeline
@@ -20,7 +21,7 @@ from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GIB, Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.shared_base import shared_base_bytes
-from llamarl.plan.terms import WORKSPACE_BYTES, copy_s, num_trained, published_bytes, wire
+from llamarl.plan.terms import WIDTH, WORKSPACE_BYTES, copy_s, num_trained, published_bytes, wire
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.plan.transfer import transfer_s
 from llamarl.simulate.answers import Answers
@@ -102,10 +103,18 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
         """GiB that a GPU of each role needs, and one that both share."""
         replica, samples = self.replica, self.config.schedule.samples_per_group
         generator = replica.memory_bytes(replica.cached_tokens(samples, self.answers))
-        found = {"trainer": self.trainer.memory_bytes, "generator": generator}
+        found = {"trainer": self.trainer.memory_bytes + self._teacher_heads_bytes, "generator": generator}
         if self.takes_turns:
             found["both"] = sum(found.values()) - WORKSPACE_BYTES - shared_base_bytes(self.trainer, replica)
         return {role: num_bytes / GIB for role, num_bytes in found.items()}
+
+    @property
+    def _teacher_heads_bytes(self) -> float:
+        """Heads of teachers that send their states, on each rank of the trainer."""
+        if not self.config.teacher.sends_states:
+            return 0.0
+        num_weights = sum(head_size(read_shape(folder)) for folder in self.config.teacher_folders.values())
+        return num_weights * WIDTH[self.trainer.precision] / self.config.trainer.tensor
 
     @property
     def published_bytes(self) -> float:

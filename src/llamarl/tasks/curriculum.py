@@ -51,10 +51,14 @@ def curriculum_rule(task: TaskConfig, schedule: ScheduleConfig, seed: int, probl
         raise ConfigError(
             f"task.curriculum: {sum(sizes):,} problems are too many to keep count of; at most {MAX_PROBLEMS:,}"
         )
+    stage = ordinals_under_way(schedule)
+    return CurriculumRule(tuple(sizes), tuple(weights), seed, stage, task.solved_from, task.hard_up_to)
+
+
+def ordinals_under_way(schedule: ScheduleConfig) -> int:
+    """The most that two ordinals lie apart whose groups are under way together."""
     places = (schedule.max_staleness + 1) * (schedule.groups_per_update + schedule.dynamic_sampling)
-    return CurriculumRule(
-        tuple(sizes), tuple(weights), seed, places + schedule.window, task.solved_from, task.hard_up_to
-    )
+    return places + schedule.window
 
 
 class Choice(Struct, frozen=True, array_like=True):

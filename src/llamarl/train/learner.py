@@ -36,6 +36,7 @@ from llamarl.train.parallel import complete_gradients, is_tensor_sharded, sum_ov
 from llamarl.train.passes import UpdatePasses, merge_steps
 from llamarl.train.policy import Policy
 from llamarl.train.routing import RouteSums, RouteTolerance, check_recorded, check_shortfall
+from llamarl.train.sent_states import GAP_MAX, SentTeachers, check_states
 from llamarl.train.shards import trained
 from llamarl.train.speed import UpdateWork, speed_of, synchronize
 from llamarl.train.stream_packs import stream_packs
@@ -77,7 +78,7 @@ class Learner:
         updates: int,
         tolerance: EffectTolerance | None = None,
         weights: StreamWeights | None = None,
-        teachers: Teachers | None = None,
+        teachers: Teachers | SentTeachers | None = None,
         route_tolerance: RouteTolerance | None = None,
         first_update: int = 0,
         passes: UpdatePasses | None = None,
@@ -105,7 +106,8 @@ class Learner:
     ) -> UpdateResult:
         """Turns version `number` into the next. Without tokens to learn from, the weights do not change. The log-probs of
         the `wanted` groups are those of version `number`, from the passes that trained it.
-        AdaptersDiffer if a generator has sampled with other adapters, RoutesDiffer if it has recorded other experts."""
+        AdaptersDiffer if a generator has sampled with other adapters, RoutesDiffer if it has recorded other experts,
+        StatesDiffer if a teacher has sent the states of other tokens."""
         metrics = describe_groups(groups)
         metrics |= check_effect(self.policy, groups if probe is None else [probe], number, self._tolerance)
         if probe is not None:
@@ -123,6 +125,7 @@ class Learner:
             timings["logprobs_s"] = time.perf_counter() - start_s
         routing = learned.seen.routing.totals(self.policy.computing.mesh).metrics() if learned.seen.routing else {}
         check_shortfall(routing, self._route_tolerance, number)
+        check_states(learned.metrics, self.policy.computing.dtype, number)
         return UpdateResult({**learned.metrics, **routing, **metrics, **learned.steps}, timings, logprobs)
 
     def learn(self, number: int, documents: Sequence[Document]) -> Learned:
@@ -157,14 +160,14 @@ class Learner:
         seen = seen or Seen(self.policy, counts)
         seen.begin_step()
         packs = stream_packs(self.policy, documents, chosen)
-        lesson = self._lesson(packs, counts)
+        lesson = self._lesson(packs, documents, counts)
         how = self.policy.computing
         balance = BalanceWeight.of(packs, how.balance_loss, how.mesh, how.device)
         with self.optimizer.summing() if len(packs) > 1 else nullcontext():
             for number, pack in enumerate(packs):
                 sum_over_replicas(self.policy.model, self.policy.computing.mesh, pack is packs[-1])
                 here = pack.to(self.policy.computing.device)
-                loss = self._forward(here, seen, counts, lesson.states(number))
+                loss = self._forward(here, seen, counts, lesson.states(number, here))
                 if balance is not None and seen.routing is not None:
                     loss = balance.add(loss, seen.routing.take_balance())
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -175,11 +178,11 @@ class Learner:
         complete_gradients(self.optimizer.gradients(), self.policy.model, self.policy.computing.mesh)
         return seen
 
-    def _lesson(self, packs: Sequence[Pack], counts: StreamCounts) -> Lesson:
+    def _lesson(self, packs: Sequence[Pack], documents: Sequence[Document], counts: StreamCounts) -> Lesson:
         """What teachers say of the packs that ask for one. A KL that is sampled has come with the rollouts."""
         if not counts.teacher or self._weights.sampled_kl:
             return NO_LESSON
-        return (self._teachers or Teachers({})).teach(packs, counts.teacher)
+        return (self._teachers or Teachers({})).teach(packs, documents, counts.teacher)
 
     def _forward(self, pack: Pack, seen: Seen, counts: StreamCounts, teacher: TeacherStates | None) -> Tensor:
         hidden_NC = self.policy.hidden(pack, seen.routing)
@@ -196,10 +199,12 @@ class Learner:
             loss = self._part_loss(of, seen, counts, share)(slice(0, of.num_targets), *joined)
         if not whole or teacher is not None:
             part_loss = no_loss if whole else self._part_loss(pack, seen, counts)
-            fused, logprobs_N, entropy_N, kl_N = taught_loss(
+            fused, logprobs_N, entropy_N, kl_N, gap_N = taught_loss(
                 hidden_NC, weight_VC, pack.targets_N, part_loss, head, teacher
             )
             loss = loss + fused if whole else fused
+            if teacher is not None and teacher.logprobs_N is not None:
+                seen.add_part(pack, pack.num_targets, {GAP_MAX: gap_N.max()})
         seen.add_tokens(pack, logprobs_N.detach(), entropy_N.detach(), None if teacher is None else kl_N)
         return loss
 

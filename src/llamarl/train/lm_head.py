@@ -62,6 +62,9 @@ class TeacherStates:
     forward: float = 0.0
     divisor: float = 1.0  # of its scores, and what bounds them (`Head`)
     softcap: float = 0.0
+    logprobs_N: Tensor | None = (
+        None  # of the targets, as the teacher itself computed them, to be compared; None: nothing is
+    )
 
 
 @dataclass(frozen=True)
@@ -187,11 +190,12 @@ def taught_loss(
     part_loss: PartLoss,
     head: Head,
     teacher: TeacherStates | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same plus the KL to the teacher, and that KL of each token, which is not differentiable."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same plus the KL to the teacher; then, of each token and not differentiable, that KL, and how far the teacher's
+    log-prob is from the one that it has given."""
     found = _FusedLoss.apply(hidden_NC, weight_VC, targets_N, part_loss, head, teacher)  # type: ignore[no-untyped-call]
-    loss, logprobs_N, entropy_N, kl_N = found
-    return loss, logprobs_N, entropy_N, kl_N
+    loss, logprobs_N, entropy_N, kl_N, gap_N = found
+    return loss, logprobs_N, entropy_N, kl_N, gap_N
 
 
 def no_loss(part: slice, logprobs_n: Tensor, entropy_n: Tensor) -> Tensor:
@@ -234,8 +238,8 @@ class _FusedLoss(torch.autograd.Function):
         part_loss: PartLoss,
         head: Head,
         teacher: TeacherStates | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        found = torch.empty(3, len(targets_N), dtype=torch.float32, device=hidden_NC.device)
+    ) -> tuple[Tensor, ...]:
+        found = torch.zeros(4, len(targets_N), dtype=torch.float32, device=hidden_NC.device)
         gradient = _Gradient(hidden_NC, weight_VC, trained=ctx.needs_input_grad[1])
         loss = torch.zeros((), dtype=torch.float32, device=hidden_NC.device)
         for part in head.parts(len(targets_N), len(weight_VC), 1 if teacher is None else 2):
@@ -246,15 +250,16 @@ class _FusedLoss(torch.autograd.Function):
             if teacher is None:
                 gradient.add(part, head.score_gradient(scores_nV, *pieces, grads, hidden_NC.dtype))
             else:
-                kl_n, score_grad_nV = _taught(head, teacher, part, scores_nV, pieces, grads, hidden_NC.dtype)
+                kl_n, gap_n, score_grad_nV = _taught(head, teacher, part, scores_nV, pieces, grads, hidden_NC.dtype)
                 gradient.add(part, score_grad_nV)
-                found[2][part] = kl_n
+                found[2][part], found[3][part] = kl_n, gap_n
                 value = value + teacher.weight * kl_n.sum()
             loss += value
             found[0][part], found[1][part] = logprobs_n, entropy_n
         ctx.save_for_backward(*gradient.finish(head.vocabulary))
-        ctx.mark_non_differentiable(found[0], found[1], found[2])
-        return loss, found[0], found[1], found[2]
+        measures = tuple(found)
+        ctx.mark_non_differentiable(*measures)
+        return loss, *measures
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -275,15 +280,19 @@ def _taught(
     pieces: tuple[Tensor, Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """The KL of a chunk's tokens, and the gradient of the scores with it."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The KL of a chunk's tokens, how far the teacher's log-probs are from those it has given, and the gradient of the scores
+    with the KL."""
     own = replace(head, divisor=teacher.divisor, softcap=teacher.softcap)
-    teacher_nV = _as_wide(own.scores(teacher.hidden_NC[part], teacher.weight_VC), scores_nV.shape[1])
+    own_nV = own.scores(teacher.hidden_NC[part], teacher.weight_VC)
+    gap_n = torch.zeros_like(pieces[1])
+    if teacher.logprobs_N is not None:
+        gap_n = (own.statistics(own_nV, pieces[0])[0] - teacher.logprobs_N[part]).abs()
+    teacher_nV = _as_wide(own_nV, scores_nV.shape[1])
     kl_n, reverse_n, normalizer_n = head.divergence(scores_nV, pieces[1], teacher_nV, teacher.forward)
     share = (teacher.weight, teacher.forward)
-    return kl_n, head.score_gradient_beside(
-        scores_nV, pieces, grads, teacher_nV, (normalizer_n, reverse_n), share, dtype
-    )
+    beside = head.score_gradient_beside(scores_nV, pieces, grads, teacher_nV, (normalizer_n, reverse_n), share, dtype)
+    return kl_n, gap_n, beside
 
 
 def _as_wide(teacher_nV: Tensor, rows: int) -> Tensor:

@@ -178,14 +178,18 @@ class Policy:
         window = max(self.model.shape.windows, default=0)
         return document_attention(pack, long_rows=self.long_rows, cudnn_from=cudnn_from, window=window)
 
-    @torch.no_grad()
     def logprobs(self, pack: Pack, routing: RouteSums | None = None) -> Tensor:
         """Log-probs of the pack's answer tokens. `routing` counts the pass, of tokens that this version has sampled."""
+        return self.states_and_logprobs(pack, routing)[1]
+
+    @torch.no_grad()
+    def states_and_logprobs(self, pack: Pack, routing: RouteSums | None = None) -> tuple[Tensor, Tensor]:
+        """The same, with the states [N, C] that predict these tokens."""
         pack = pack.to(self.computing.device)
         hidden_NC = self.hidden(pack, routing, all_fresh=True)
         logprobs_N = chunked_logprobs(hidden_NC, self.head_weight, pack.targets_N, self.head)[0]
         self._reshard()
-        return logprobs_N
+        return hidden_NC, logprobs_N
 
     def values_of(self, hidden_NC: Tensor) -> Tensor:
         """The fp32 values of states, where the head has one row; right after a pass, as `head_weight`."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
+from torch import Tensor
 
 from llamarl.algo.batch import document_of
 from llamarl.algo.losses import REFERENCE_LOGPROBS
+from llamarl.train.packing import Pack
 from llamarl.train.policy import Policy
 from llamarl.train.token_column import TokenColumn
 from llamarl.types import Rollout, RolloutGroup
@@ -18,16 +20,26 @@ def add_reference_column(policy: Policy, groups: Sequence[RolloutGroup]) -> tupl
     return add_logprobs(policy, groups, REFERENCE_LOGPROBS)
 
 
-def add_logprobs(policy: Policy, groups: Sequence[RolloutGroup], name: str) -> tuple[RolloutGroup, ...]:
-    """Groups with the policy's log-probs added as a column. Ranks share the work; each of them returns all groups."""
+# keep(sources, pack, hidden_NC): the states of a pack's answer tokens, and the sources of all documents
+KeepStates = Callable[[Sequence[tuple[int, int]], Pack, Tensor], None]
+
+
+def add_logprobs(
+    policy: Policy, groups: Sequence[RolloutGroup], name: str, keep: KeepStates | None = None
+) -> tuple[RolloutGroup, ...]:
+    """Groups with the policy's log-probs added as a column. Ranks share the work; each of them returns all groups. `keep` is
+    given the states that the log-probs are computed from."""
     documents = [document_of(group.prompt, one.completion, version=0) for group in groups for one in group.rollouts]
+    sources = [(group.ordinal, number) for group in groups for number in range(len(group.rollouts))]
     if not documents:
         return tuple(groups)
     column = TokenColumn(documents, policy)
     for pack in policy.packs(documents):
-        logprobs_N = policy.logprobs(pack)
+        hidden_NC, logprobs_N = policy.states_and_logprobs(pack)
         if pack.counts:
             column.fill(pack.places, logprobs_N)
+            if keep is not None:
+                keep(sources, pack, hidden_NC)
     columns = iter(column.complete())
     return tuple(
         RolloutGroup(group.prompt, tuple(_with_column(one, name, next(columns)) for one in group.rollouts))

@@ -6,7 +6,7 @@ by the ratio of vocabulary to width. Where the KL is only sampled, its log-probs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from llamarl.algo.batch import Document
 from llamarl.algo.streams import TEACHER_LOGPROBS
 from llamarl.train.lm_head import Head, TeacherStates
 from llamarl.train.lora import load_adapters
@@ -80,27 +81,50 @@ class AdapterTeacher:
             shard.tensor.copy_(adapters[name])
 
 
+def _nothing(number: int) -> Tensor:
+    raise LookupError(f"pack {number} has no teacher")
+
+
 @dataclass(frozen=True)
 class Lesson:
-    """The states of an update's packs that have a teacher, by the pack's number."""
+    """The states of an update's packs that have a teacher, by the pack's number. With `compares`, their log-probs are
+    compared with those that the teacher itself has given as a column."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    hidden: Mapping[int, Tensor] = field(default_factory=dict)
+    hidden: Callable[[int], Tensor] = _nothing
     heads: Mapping[int, tuple[Tensor, Head]] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)
     forward: float = 0.0
+    compares: bool = False
 
-    def states(self, number: int) -> TeacherStates | None:
-        if number not in self.hidden:
+    def states(self, number: int, pack: Pack) -> TeacherStates | None:
+        """For the pack of this number, which is on the device; None: it has no teacher."""
+        if number not in self.weights:
             return None
-        hidden_NC = self.hidden[number].to(self.device, non_blocking=True)
         weight_VC, head = self.heads[number]
         return TeacherStates(
-            hidden_NC, weight_VC, self.weights[number], self.forward, divisor=head.divisor, softcap=head.softcap
+            self.hidden(number).to(self.device, non_blocking=True),
+            weight_VC,
+            self.weights[number],
+            self.forward,
+            divisor=head.divisor,
+            softcap=head.softcap,
+            logprobs_N=pack.columns[TEACHER_LOGPROBS] if self.compares else None,
         )
 
 
 NO_LESSON = Lesson()  # of an update without teachers, or one whose teachers have given columns
+
+
+def check_named(asked: Iterable[str], known: Collection[str]) -> None:
+    """LookupError if a teacher is asked for that is not there."""
+    if missing := set(asked) - {"", *known}:
+        raise LookupError(f"no teacher is named '{sorted(missing)[0]}' here, but a group asks for it")
+
+
+def token_weights(packs: Sequence[Pack], weight: float) -> dict[int, float]:
+    """Weight of each token's KL, by the number of the pack, for packs that have a teacher; a filler's is zero."""
+    return {number: weight if pack.counts else 0.0 for number, pack in enumerate(packs) if pack.streams.teacher}
 
 
 class Teachers:
@@ -110,18 +134,12 @@ class Teachers:
         self._teachers, self._weight, self._forward = teachers, weight, forward
 
     @torch.no_grad()
-    def teach(self, packs: Sequence[Pack], num_tokens: int) -> Lesson:
+    def teach(self, packs: Sequence[Pack], documents: Sequence[Document], num_tokens: int) -> Lesson:
         """Passes of all teachers over the packs that name them; every rank has equally many of each. A token's KL weighs
         `weight` / `num_tokens`. States wait in host memory."""
-        if missing := {pack.streams.teacher for pack in packs} - {"", *self._teachers}:
-            raise LookupError(f"no teacher is named '{sorted(missing)[0]}' here, but a group asks for it")
+        check_named((pack.streams.teacher for pack in packs), self._teachers)
         hidden: dict[int, Tensor] = {}
         heads: dict[int, tuple[Tensor, Head]] = {}
-        weights = {
-            number: self._weight / num_tokens if pack.counts else 0.0
-            for number, pack in enumerate(packs)
-            if pack.streams.teacher
-        }
         device = torch.device("cpu")
         for name, teacher in self._teachers.items():
             mine = [number for number, pack in enumerate(packs) if pack.streams.teacher == name]
@@ -135,7 +153,7 @@ class Teachers:
                 if isinstance(policy.model, FSDPModule):
                     policy.model.reshard()  # otherwise only a backward pass would
             heads |= dict.fromkeys(mine, head)
-        return Lesson(device, hidden, heads, weights, self._forward)
+        return Lesson(device, hidden.__getitem__, heads, token_weights(packs, self._weight / num_tokens), self._forward)
 
     def add_column(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
         """Groups with their teachers' log-probs of the sampled tokens."""

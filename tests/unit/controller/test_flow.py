@@ -232,6 +232,42 @@ def test_a_second_trainable_role_joins_by_declaration_alone() -> None:
     world.check_end()
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_what_a_role_leaves_for_a_batch_until_it_counts_is_made_again_after_a_death(seed: int) -> None:
+    """A teacher's files are removed with each update that counts. Whoever dies, the trainer never gets a batch without."""
+    rng = Random(seed)
+    roles = [
+        Role(name="teacher", unit="batch", done="taught", repeats=True),
+        Role(name="critic", unit="batch", done="valued"),
+    ]
+    world = World(standard_line(capacity=100, extra=roles), schedule(8), save_every=3)
+    left, seen, trained = set[int](), 0, 0
+    for step in range(2000):
+        if world.end is not None:
+            break
+        at = rng.randrange(len(world.outstanding))
+        command = world.outstanding[at]
+        first = next(
+            one for one in world.outstanding if getattr(one, "executor", "") == getattr(command, "executor", "")
+        )
+        if isinstance(command, ev.RunBatch) and command is not first:
+            continue  # an executor works on its batches in order
+        if isinstance(command, ev.RunBatch) and command.executor == "trainer/0":
+            assert command.update in left, "its files are gone"
+        world.complete(at)
+        if isinstance(command, ev.RunBatch) and command.executor == "teacher/0":
+            left.add(command.update)
+        for record in world.records[seen:]:
+            if isinstance(record, ledger.Trained):
+                left.discard(record.update)
+                trained += 1
+        seen = len(world.records)
+        if step % 40 == 39 and step < 400:
+            world.kill(rng.choice(["teacher/0", "critic/0", "trainer/0"]))
+    assert trained > 8, "nobody had to repeat anything"
+    world.check_end()
+
+
 def test_a_load_that_keeps_failing_ends_the_job() -> None:
     world = World(standard_line(), schedule())
     for _ in range(200):

@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 from helpers.chat_tokenizer import chat_tokenizer
+from msgspec.structs import replace
 
 from llamarl.config import Config, SftConfig
-from llamarl.engine.rows import DataRows, RowShare, with_epochs
+from llamarl.engine.row_share import NoRows, RowShareLog, ShareRule, TokenShare
+from llamarl.engine.rows import DataRows, with_epochs
 from llamarl.errors import ConfigError, InputError
-from llamarl.types import Sampling, bytes_to_tokens
+from llamarl.types import GroupFacts, Sampling, bytes_to_tokens
 
 TOKENIZER = chat_tokenizer()
 
@@ -96,16 +98,60 @@ def test_epochs_make_the_number_of_updates_and_contradict_no_other(tmp_path: Pat
         updates(180, updates=5)
 
 
+STAGE = 12
+
+
+def share_of(share: float, guess: float = 50.0) -> TokenShare:
+    return TokenShare(ShareRule(share, STAGE, guess, True), lambda number: 10 + number % 7)
+
+
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.3, 0.01])
-def test_a_share_of_the_ordinals_are_rows_and_no_row_or_problem_is_left_out(share: float) -> None:
-    order, count = RowShare(share), 1000
-    numbers = [order.row_of(ordinal) for ordinal in range(count)]
+def test_rows_have_their_share_of_the_tokens_and_no_row_or_problem_is_left_out(share: float) -> None:
+    """Answers are longer than was guessed, and become longer still."""
+    order, count, tokens = share_of(share), 1000, list[tuple[int, int]]()
+    numbers = []
+    for ordinal in range(count):
+        numbers.append(row := order.row_of(ordinal))
+        sampled = 100 + ordinal // 5
+        order.hear(ordinal, sampled)
+        tokens.append((0, sampled) if row is None else (10 + row % 7, 0))
     chosen = [number for number in numbers if number is not None]
     problems = [order.problem_of(ordinal) for ordinal in range(count) if numbers[ordinal] is None]
     assert chosen == list(range(len(chosen))) and problems == list(range(len(problems)))
-    assert abs(len(chosen) - share * count) <= 1
+    late = tokens[2 * STAGE :]
+    of_rows, of_answers = (sum(one) for one in zip(*late, strict=True))
+    assert of_rows / (of_rows + of_answers) == pytest.approx(share, rel=0.05)
+
+
+def test_an_ordinal_is_a_row_whenever_its_stage_is_reached_and_whatever_came_late() -> None:
+    early, late = share_of(0.4), share_of(0.4)
+    early.row_of(3 * STAGE - 1)
+    for ordinal in range(3 * STAGE):
+        for one in (early, late) if ordinal < STAGE else (late,):
+            one.hear(ordinal, 30)
+    assert [early.row_of(n) for n in range(2 * STAGE)] == [late.row_of(n) for n in range(2 * STAGE)]
+
+
+def test_after_a_kill_the_same_ordinals_are_rows(tmp_path: Path) -> None:
+    rule, tokens_of = ShareRule(0.4, STAGE, 50.0, True), lambda number: 10
+    log = RowShareLog(tmp_path / "record", rule, tokens_of)
+    for ordinal in range(10 * STAGE):
+        row = log.row_of(ordinal)
+        if row is None and ordinal >= STAGE:
+            facts = GroupFacts(num_tokens=20 + ordinal, same_rewards=ordinal % 5 == 0)
+            log.hear(ordinal, None if ordinal % 11 == 0 else facts)
+    wanted = [log.row_of(ordinal) for ordinal in range(10 * STAGE)]
+    log.close()
+    again = RowShareLog(tmp_path / "record", rule, tokens_of)
+    assert [again.row_of(ordinal) for ordinal in range(10 * STAGE)] == wanted
+    assert wanted != [TokenShare(rule, tokens_of).row_of(n) for n in range(10 * STAGE)], (
+        "what was heard changed nothing"
+    )
+    again.close()
+    with pytest.raises(InputError, match="--resume: sft: the rows or their settings are other ones"):
+        RowShareLog(tmp_path / "record", replace(rule, share=0.5), tokens_of)
 
 
 def test_without_rows_every_ordinal_is_its_own_problem() -> None:
-    none = RowShare(0.0)
+    none = NoRows()
     assert [none.row_of(n) for n in range(5)] == [None] * 5 and [none.problem_of(n) for n in range(5)] == [*range(5)]

@@ -21,9 +21,13 @@ from llamarl.errors import ConfigError, InputError
 from llamarl.tasks.curriculum import Choice, Curriculum, CurriculumRule, Outcome, audit_curriculum, curriculum_rule
 from llamarl.tasks.mixture import Mixture
 from llamarl.tasks.task import Task
-from llamarl.types import Problem
+from llamarl.types import GroupFacts, Problem
 
 RULE = CurriculumRule((10,), (1.0,), 0, 5, 1.0, 0.0)
+
+
+def facts(reward: float | None) -> GroupFacts | None:
+    return None if reward is None else GroupFacts(reward=reward)
 
 
 def asked(rule: CurriculumRule, count: int, reward: Callable[[Choice], float | None]) -> list[Choice]:
@@ -186,15 +190,15 @@ def test_a_resumed_log_chooses_the_same_and_its_audit_is_clean(tmp_path: Path) -
     expected = []
     for ordinal in range(60):
         expected.append(straight.choice(ordinal))
-        straight.hear(ordinal, reward_of(ordinal))
+        straight.hear(ordinal, facts(reward_of(ordinal)))
     straight.close()
     found = []
     for start in range(0, 60, 7):  # every seven groups the job is killed
         log = CurriculumLog(tmp_path / "killed", RULE)
         for ordinal in range(start, min(60, start + 7)):
             found.append(log.choice(ordinal))
-            log.hear(ordinal, reward_of(ordinal))
-            log.hear(ordinal, 0.5)  # told again after a resume
+            log.hear(ordinal, facts(reward_of(ordinal)))
+            log.hear(ordinal, facts(0.5))  # told again after a resume
         log.close()
     assert found == expected
     for name in ("straight", "killed"):
@@ -209,9 +213,9 @@ def test_an_outcome_that_a_kill_lost_counts_as_none_for_good(tmp_path: Path) -> 
     log = CurriculumLog(tmp_path, RULE)
     for ordinal in range(10):
         if ordinal != 3:
-            log.hear(ordinal, 1.0)
+            log.hear(ordinal, facts(1.0))
     expected = [log.choice(ordinal) for ordinal in range(15)]
-    log.hear(3, 1.0)  # too late: stage 2 has begun
+    log.hear(3, facts(1.0))  # too late: stage 2 has begun
     log.close()
     again = CurriculumLog(tmp_path, RULE)
     assert [again.choice(ordinal) for ordinal in range(15)] == expected

@@ -138,7 +138,7 @@ def test_the_kl_to_a_teacher_equals_the_plain_one(chunk: int, losses: bool, temp
     wanted = torch.autograd.grad(expected, (hidden, weight))
     teacher = TeacherStates(*teacher_inputs(), KL_WEIGHT, forward)
     head = Head(temperature, chunk=chunk)
-    loss, logprobs, _, kl = taught_loss(hidden, weight, targets, part_of(losses), head, teacher)
+    loss, logprobs, _, kl, _ = taught_loss(hidden, weight, targets, part_of(losses), head, teacher)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-5)
     for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
         assert torch.allclose(found, one, rtol=1e-5, atol=1e-5)
@@ -152,7 +152,7 @@ def test_ids_that_one_head_is_padded_with_are_left_out_or_least_likely(rows: int
     states, head = teacher_inputs()
     kept = head[: len(head) + min(rows, 0)]
     padded = torch.cat([kept, torch.randn(max(rows, 0), head.shape[1])])
-    loss, _, _, kl = taught_loss(
+    loss, _, _, kl, _ = taught_loss(
         hidden, weight, targets, no_loss, Head(chunk=7), TeacherStates(states, padded, 1.0, 0.3)
     )
     scores = states @ kept.t()
@@ -169,7 +169,7 @@ def test_ids_that_one_head_is_padded_with_are_left_out_or_least_likely(rows: int
 def test_a_policy_that_is_its_teacher_has_nothing_to_learn() -> None:
     hidden, weight, targets = inputs()
     teacher = TeacherStates(hidden.detach(), weight.detach(), 1.0, 0.5)
-    loss, _, _, kl = taught_loss(hidden, weight, targets, no_loss, Head(), teacher)
+    loss, _, _, kl, _ = taught_loss(hidden, weight, targets, no_loss, Head(), teacher)
     assert kl.abs().max() < 1e-6
     assert all(grad.abs().max() < 1e-6 for grad in torch.autograd.grad(loss, (hidden, weight)))
 
@@ -216,7 +216,7 @@ def test_policy_and_teacher_each_bound_their_own_scores(chunk: int) -> None:
     wanted = torch.autograd.grad(expected, (hidden, weight))
     teacher = TeacherStates(theirs_hidden, theirs_weight, KL_WEIGHT, 0.3, divisor=4.0)
     head = Head(0.8, chunk=chunk, divisor=2.0, softcap=1.5)
-    loss, _, _, kl = taught_loss(hidden, weight, targets, part_of(True), head, teacher)
+    loss, _, _, kl, _ = taught_loss(hidden, weight, targets, part_of(True), head, teacher)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-5)
     assert torch.allclose(kl, kl_N, atol=1e-5)
     for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
