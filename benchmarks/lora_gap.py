@@ -18,6 +18,7 @@ import torch
 from llamarl import Job
 from llamarl.config import LoraConfig, model_folder
 from llamarl.config.file import load_config
+from llamarl.errors import LlamaRLError
 from llamarl.families.adapters import LORA_B, adapter_parameters
 from llamarl.model.adapter_folder import save_adapter
 from llamarl.model.checkpoint import check_headers
@@ -71,7 +72,11 @@ def main() -> None:
         own += [f"model.lora.rank={args.rank}", f"model.lora.alpha={args.rank}"]
         for number, (name, precision) in enumerate(PRECISIONS.items()):
             run = folder / str(number)
-            Job(load_config(None, [*SETTINGS, *own, *precision, *args.settings])).run(run)
+            try:
+                Job(load_config(None, [*SETTINGS, *own, *precision, *args.settings])).run(run)
+            except LlamaRLError as error:  # the probes stop a job whose two sides differ too much; the others go on
+                print(f"| {name} | {error} |", flush=True)
+                continue
             rows = [row for row in read_rows(run / "metrics.jsonl") if all(key in row for key in COLUMNS)]
             print(
                 f"| {name} | " + " | ".join(f"{fmean(row[key] for row in rows):.2g}" for key in COLUMNS) + " |",

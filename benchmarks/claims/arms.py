@@ -6,21 +6,25 @@ of them goes on with the next.
 
 `options` come from the command line of a claim (`read_options`): where runs and results lie, and KEY=VALUE settings for
 every arm, such as the folders of model and data. Claims that read learning, not time, may make several runs at a time on
-one GPU (`side_by_side`, --beside N): while one starts, compiles or saves, another computes.
+one GPU (`side_by_side`, --beside N): while one starts, compiles or saves, another computes. `--tiny` makes every run a small
+one of arithmetic on a CPU, to see a script work to its end before a GPU is paid for.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +32,9 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).parent))
 
 from watch import GpuWatch, gpu_name
+
+from llamarl.observe.display import format_seconds
+from llamarl.observe.run_lock import is_locked
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT / "examples" / "gsm8k_qwen.yaml"
@@ -39,6 +46,10 @@ class Arm:
     name: str
     settings: tuple[str, ...] = ()
     config: Path = GSM8K
+
+    def beginning_with(self, model: str | Path) -> Arm:
+        """The same with a model of its own, whatever the others begin with."""
+        return replace(self, settings=(*self.settings, f"model.path={model}"))
 
 
 ASYNC = Arm("async")
@@ -54,8 +65,35 @@ SYNC = Arm(
 )
 
 
+# Of --tiny: 24 updates are as many as the windows of all claims need.
+TINY = (
+    "model.path=tiny",
+    "task.kind=arithmetic",
+    "task.path=''",
+    "task.chat=false",
+    "task.template=''",
+    "reward.scorer=auto",
+    "reward.answer_from=auto",
+    "reward.workers=1",
+    "generator.threads=1",
+    "generator.slots=32",
+    "generator.kv_pages=0",
+    "generator.max_prompt_tokens=128",
+    "generator.max_new_tokens=8",
+    "trainer.threads=1",
+    "trainer.warmup_updates=0",
+    "schedule.updates=24",
+    "schedule.groups_per_update=4",
+    "schedule.samples_per_group=4",
+    "schedule.window=1",
+    "evaluate.split=held_out",
+    "evaluate.prompts=16",
+)
+TINY_DATA = ROOT / "tests" / "data"
+
 Figures = Mapping[str, Any]  # what a claim has measured, as its JSON file holds it
 Made = TypeVar("Made")
+Key = TypeVar("Key", bound=Hashable)
 _SAYING = threading.Lock()
 
 
@@ -68,7 +106,11 @@ class Options:
     math: Path  # folder of MATH, with MATH-500 as its test.jsonl
     beside: int = 1  # runs at a time
     updates: int = 0  # of runs that are made in stages; 0: as many as the claim says
+    tiny: bool = False  # whether only the script is tried
+    command: tuple[str, ...] = ()  # what the figures say that they were made with
     made_on: dict[str, Any] = field(default_factory=dict)  # when and on what the runs that are read were made
+    to_make: int = 0  # runs of this claim that are still to be made, as far as it has said
+    took_s: list[float] = field(default_factory=list)  # seconds of those that this command made
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, what: str) -> None:
@@ -77,6 +119,19 @@ class Options:
             if not self.at_most:
                 sys.exit(f"{what}: is the next to be made; the same command goes on with it")
             self.at_most -= 1
+
+    def expect(self, *names: str) -> None:
+        """What the claim is about to make, so that the end of each run can tell how long the others will take."""
+        self.to_make = sum(not _finished(self.runs / name) for name in names)
+
+    def ended(self, name: str, seconds: float) -> None:
+        """Tell how long a run took, and the rest at that rate."""
+        with self._lock:
+            self.took_s.append(seconds)
+            self.to_make = max(0, self.to_make - 1)
+            left_s = self.to_make * sum(self.took_s) / len(self.took_s) / self.beside
+        rest = f"; {self.to_make} more, about {format_seconds(left_s)} left" if self.to_make else ""
+        _say(f"== {name}: took {format_seconds(seconds)}{rest}")
 
     def chosen(self, key: str, default: str) -> str:
         """What the command line says about a setting."""
@@ -92,6 +147,13 @@ def side_by_side(chains: Sequence[Callable[[], Made]], options: Options) -> list
     if failed := [str(one.exception()) for one in ended if one.exception() is not None]:
         sys.exit("\n".join(failed))
     return [one.result() for one in ended]
+
+
+def made_all(arms: Mapping[Key, Arm], options: Options) -> dict[Key, Record]:
+    """The run of every arm, `--beside` of them at a time."""
+    options.expect(*(arm.name for arm in arms.values()))
+    records = side_by_side([partial(made, arm, options) for arm in arms.values()], options)
+    return dict(zip(arms, records, strict=True))
 
 
 def llamarl(name: str, command: Sequence[str], options: Options) -> int:
@@ -114,11 +176,14 @@ def _say(line: str) -> None:
         sys.stdout.flush()
 
 
-def read_options(description: str | None) -> Options:
+def claim_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that all claims have; one may add its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs/claims"), help="folder of the runs")
+    parser.add_argument("--runs", type=Path, help="folder of the runs (runs/claims; with --tiny: runs/tiny)")
     parser.add_argument(
-        "--results", type=Path, default=Path(__file__).parent / "results", help="where JSON and plot go"
+        "--results",
+        type=Path,
+        help="where JSON and plot go (benchmarks/claims/results; with --tiny: the folder of the runs)",
     )
     parser.add_argument(
         "--math", type=Path, default=Path("data/math"), help="folder of MATH, for claims that ask MATH-500 too"
@@ -137,11 +202,27 @@ def read_options(description: str | None) -> Options:
         help="updates of runs that are made in stages; 0: as the claim says",
     )
     parser.add_argument(
+        "--tiny", action="store_true", help="try the script: the tiny model does sums on a CPU; its figures say nothing"
+    )
+    parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings for every run, such as model.path=..."
     )
-    args = parser.parse_intermixed_args()
-    args.results.mkdir(parents=True, exist_ok=True)
-    return Options(args.runs, args.results, tuple(args.settings), args.at_most, args.math, args.beside, args.updates)
+    return parser
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    """From the command line, parsed by a `claim_parser`."""
+    runs = args.runs or Path("runs/tiny" if args.tiny else "runs/claims")
+    results = args.results or (runs if args.tiny else Path(__file__).parent / "results")
+    results.mkdir(parents=True, exist_ok=True)
+    settings = (*TINY, *args.settings) if args.tiny else tuple(args.settings)
+    updates = args.updates or (2 if args.tiny else 0)
+    command = (*(["--tiny"] if args.tiny else []), *args.settings)
+    return Options(runs, results, settings, args.at_most, args.math, args.beside, updates, args.tiny, command)
+
+
+def read_options(description: str | None) -> Options:
+    return options_of(claim_parser(description).parse_intermixed_args())
 
 
 @dataclass(frozen=True)
@@ -215,12 +296,13 @@ class Record:
 
 
 def made(arm: Arm, options: Options) -> Record:
+    """The run of an arm. One that was broken off is made anew: its clock starts once."""
     folder = options.runs / arm.name
     settings = [*arm.settings, *options.settings]
-    if folder.exists():
-        _check(folder, settings)
-    else:
+    _check(folder, settings)
+    if not _finished(folder):
         options.begin(arm.name)
+        _remove(folder)
         _run(arm, folder, settings, options)
     if _made_on_file(folder).exists():
         options.made_on = json.loads(_made_on_file(folder).read_text())
@@ -231,30 +313,37 @@ def made_in_stages(arm: Arm, updates: int, stages: int, options: Options) -> Rec
     """A run too long for one command: every stage goes on from the last snapshot of the one before. Times say nothing then,
     since each stage starts anew; a stage that was broken off is made again from there."""
     folder, settings = options.runs / arm.name, [*arm.settings, *options.settings]
-    made_with = _settings_file(folder)
-    if made_with.exists() and json.loads(made_with.read_text()) != settings:
-        sys.exit(f"{folder}: was made with other settings; remove it, or name another folder with --runs")
-    for stage in range(1, stages + 1):
-        until = updates * stage // stages
-        if _updates_of(folder) >= until:
-            continue
-        options.begin(f"{arm.name}, updates to {until}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made_with.write_text(json.dumps(settings))
-        _made_on_file(folder).write_text(json.dumps(_here()))
-        begun = ["--resume"] if (folder / "snapshots").exists() else []
+    _check(folder, settings)
+    ends = [updates * stage // stages for stage in range(1, stages + 1)]
+    ends = [until for until in ends if until > _updates_of(folder)]
+    options.to_make = max(options.to_make, len(ends))
+    for until in ends:
+        name = f"{arm.name}, updates to {until}"
+        options.begin(name)
+        begun = ["--resume"] if _snapshots(folder) else []
+        if not begun:
+            _remove(folder)
+        _begin_folder(folder, settings)
         command = ["train", str(arm.config), *settings, f"schedule.updates={until}", "--run", str(folder), *begun]
-        if llamarl(f"{arm.name}, updates to {until}", command, options):
-            sys.exit(f"{arm.name}: the run failed; its logs lie in {folder / 'logs'}")
+        _train(name, folder, command, options)
     options.made_on = json.loads(_made_on_file(folder).read_text())
     return Record(folder)
 
 
+def _snapshots(folder: Path) -> list[Path]:
+    """Whole ones: others have no number as their name."""
+    return [one for one in folder.glob("snapshots/*") if one.name.isdigit()]
+
+
 def _updates_of(folder: Path) -> int:
-    """Updates of a run that has finished a stage."""
+    """Updates of a run that has finished, or finished a stage."""
     summary = folder / "summary.json"
     found = json.loads(summary.read_text()) if summary.exists() else {"outcome": ""}
     return int(found["updates"]) if found["outcome"] == "finished" else 0
+
+
+def _finished(folder: Path) -> bool:
+    return _updates_of(folder) > 0
 
 
 def over_updates(record: Record, metric: str, every: int) -> list[tuple[int, float]]:
@@ -265,25 +354,43 @@ def over_updates(record: Record, metric: str, every: int) -> list[tuple[int, flo
 
 
 def _check(folder: Path, settings: Sequence[str]) -> None:
-    """A run is taken for this arm only if it was made with the same settings, in one go: its clock starts once."""
+    """A run is taken for this arm only if it was made with the same settings."""
     made_with = _settings_file(folder)
-    if not made_with.exists() or json.loads(made_with.read_text()) != list(settings):
+    if folder.exists() and (not made_with.exists() or json.loads(made_with.read_text()) != list(settings)):
         sys.exit(f"{folder}: was made with other settings; remove it, or name another folder with --runs")
-    if not (folder / "summary.json").exists() or Record(folder).summary["outcome"] != "finished":
-        sys.exit(f"{folder}: this run was broken off; remove it, and the same command runs it anew")
 
 
-def _run(arm: Arm, folder: Path, settings: Sequence[str], options: Options) -> None:
+def _remove(folder: Path) -> None:
+    """A run that was broken off; not one that another process is still making."""
+    if not folder.exists():
+        return
+    if is_locked(folder):
+        sys.exit(f"{folder}: another process is making this run; wait for it, or end it")
+    _say(f"== {folder}: was broken off; it is made anew")
+    shutil.rmtree(folder)
+
+
+def _begin_folder(folder: Path, settings: Sequence[str]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _settings_file(folder).write_text(json.dumps(list(settings)))
     _made_on_file(folder).write_text(json.dumps(_here()))
+
+
+def _run(arm: Arm, folder: Path, settings: Sequence[str], options: Options) -> None:
+    _begin_folder(folder, settings)
     alone = options.beside == 1
     if not alone:
         _beside_file(folder).write_text(f"{options.beside}\n")
+    _watch_file(folder).unlink(missing_ok=True)
     with GpuWatch(_watch_file(folder)) if alone else nullcontext():
-        status = llamarl(arm.name, ["train", str(arm.config), *settings, "--run", str(folder)], options)
-    if status:
-        sys.exit(f"{arm.name}: the run failed; its logs lie in {folder / 'logs'}")
+        _train(arm.name, folder, ["train", str(arm.config), *settings, "--run", str(folder)], options)
+
+
+def _train(name: str, folder: Path, command: Sequence[str], options: Options) -> None:
+    begun_s = time.monotonic()
+    if llamarl(name, command, options):
+        sys.exit(f"{name}: the run failed; its logs lie in {folder / 'logs'}")
+    options.ended(name, time.monotonic() - begun_s)
 
 
 def _settings_file(folder: Path) -> Path:
@@ -295,7 +402,7 @@ def keep(name: str, options: Options, figures: Figures, picture: Callable[[Figur
 
     The plot is drawn from the figures as the JSON has them. Without matplotlib it is left out, since redraw.py can draw it
     elsewhere."""
-    command = " ".join(["python", str(Path(sys.argv[0])), *options.settings])
+    command = " ".join(["python", str(Path(sys.argv[0])), *options.command])
     where = {**(options.made_on or _here()), "command": command}
     text = json.dumps({**where, **figures}, indent=2) + "\n"
     (options.results / f"{name}.json").write_text(text)

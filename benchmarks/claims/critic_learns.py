@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from arms import ROOT, Arm, Figures, Record, keep, made, read_options
+from arms import ROOT, Arm, Figures, Record, keep, made_all, read_options
 from plot import lines
 
 SEEDS = (0, 1, 2)
@@ -56,7 +56,8 @@ def _last(record: Record, name: str) -> float | None:
 
 def main() -> None:
     options = read_options(__doc__)
-    table = {name: measured([made(arm(name, seed), options) for seed in SEEDS]) for name in ARMS}
+    records = made_all({(name, seed): arm(name, seed) for name in ARMS for seed in SEEDS}, options)
+    table = {name: measured([records[name, seed] for seed in SEEDS]) for name in ARMS}
     for name, row in table.items():
         told = "" if row["explained"] is None else f"  explained variance {min(row['explained']):.2f} at least"
         print(f"{name:18} {row['before']:.3f} -> {row['accuracy']:.3f} +- {row['deviation']:.3f}{told}")

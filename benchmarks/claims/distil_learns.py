@@ -13,14 +13,15 @@ from arms import ASYNC, Arm, Figures, Record, keep, made, read_options
 from learns import smoothed_reward
 from plot import lines
 
-MUST, SHARE = 0.70, 3
+MUST, SHARE, STUDENT = 0.70, 3, "distil"
 
 
 def main() -> None:
     options = read_options(__doc__)
+    options.expect(ASYNC.name, STUDENT)
     teacher = made(ASYNC, options)
-    updates = teacher.summary["updates"] // SHARE
-    student = made(_student(teacher, updates), options)
+    student = made(_student(teacher, teacher.summary["updates"] // SHARE), options)
+    updates = student.summary["updates"]
     accuracy, taught = student.accuracy, max(teacher.accuracy.items())[1]
     print("updates  minutes  test accuracy  KL to the teacher")
     for version in sorted(accuracy):
@@ -29,7 +30,9 @@ def main() -> None:
     reached = accuracy[updates]
     for version, value in sorted(teacher.accuracy.items()):
         print(f"RL {version:4}  {teacher.minutes(version):7.1f}  {value:.1%}")
-    print(f"{reached:.1%} after {updates} updates (must {MUST:.0%}); the teacher: {taught:.1%} after {SHARE * updates}")
+    print(
+        f"{reached:.1%} after {updates} updates (must {MUST:.0%}); the teacher: {taught:.1%} after {len(teacher.updates)}"
+    )
     figures = {
         "accuracy": [(student.minutes(version), value) for version, value in sorted(accuracy.items())],
         "over_updates": sorted(accuracy.items()),
@@ -52,7 +55,7 @@ def main() -> None:
 def _student(teacher: Record, updates: int) -> Arm:
     policy = (teacher.folder / teacher.summary["policy"]).absolute()
     return Arm(
-        "distil",
+        STUDENT,
         (
             f"teacher.path={policy}",
             "algo.reward_weight=0",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 
-from arms import ROOT, Arm, Figures, as_figures, keep, made, read_options
+from arms import ROOT, Arm, Figures, as_figures, keep, made_all, read_options
 from learns import smoothed_reward
 from plot import lines
 
@@ -26,7 +26,7 @@ MUST_POINTS, MUST_TIME = 0.02, 1.0
 
 def main() -> None:
     options = read_options(__doc__)
-    lora, full = made(LORA, options), made(FULL, options)
+    lora, full = made_all({arm.name: arm for arm in (LORA, FULL)}, options).values()
     theirs, ours = full.window(FIRST, LAST), lora.window(FIRST, LAST)
     expected = json.loads((ROOT / "benchmarks/claims/results/learns.json").read_text())["accuracy"][-1][1]
     points = [(lora.minutes(version), accuracy) for version, accuracy in sorted(lora.accuracy.items())]

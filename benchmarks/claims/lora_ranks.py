@@ -8,11 +8,10 @@ problems are answered greedily after training. Learning is compared, not time. M
 
 from __future__ import annotations
 
-from functools import partial
 from statistics import mean
 from typing import Any
 
-from arms import Arm, Figures, Options, keep, made, read_options, side_by_side
+from arms import Arm, Figures, Record, keep, made_all, read_options
 from on_par import PAGES_PER_ANSWER
 from plot import bars
 
@@ -32,8 +31,7 @@ def arm(rank: int, seed: int) -> Arm:
     return Arm(f"lora_ranks/r{rank}-{seed}", (*SMALL, *adapters, f"seed={seed}"))
 
 
-def trained(rank: int, seed: int, options: Options) -> dict[str, Any]:
-    record = made(arm(rank, seed), options)
+def read(record: Record) -> dict[str, Any]:
     last = max(record.metrics)
     names = ("adapter_effect", "adapter_served", "logprob_gap")
     shown = {name: row[name] for row in record.metrics.values() for name in names if name in row}
@@ -48,20 +46,19 @@ def trained(rank: int, seed: int, options: Options) -> dict[str, Any]:
 
 def main() -> None:
     options = read_options(__doc__)
-    pairs = [(rank, seed) for rank in RANKS for seed in SEEDS]
-    runs = side_by_side([partial(trained, *pair, options) for pair in pairs], options)
-    table: dict[int, list[dict[str, Any]]] = {rank: [] for rank in RANKS}
-    for (rank, _), run in zip(pairs, runs, strict=True):
-        table[rank].append(run)
-    print(f"{'':14} GSM8K after {UPDATES} updates, by seed; mean")
+    records = made_all({(rank, seed): arm(rank, seed) for rank in RANKS for seed in SEEDS}, options)
+    runs = {pair: read(record) for pair, record in records.items()}
+    table = {rank: [runs[rank, seed] for seed in SEEDS] for rank in RANKS}
+    updates = min(record.summary["updates"] for record in records.values())
+    print(f"{'':14} GSM8K after {updates} updates, by seed; mean")
     for rank, found in table.items():
         after = [run["after"] for run in found]
         print(f"{name_of(rank):14} {', '.join(f'{share:.1%}' for share in after)}; {mean(after):.1%}")
     rows = {
         name_of(rank): {"seeds": found, "mean": mean(run["after"] for run in found)} for rank, found in table.items()
     }
-    before = mean(run["before"] for run in runs)
-    keep("lora_ranks", options, {"updates": UPDATES, "times_lr": TIMES, "before": before, "ranks": rows}, picture)
+    before = mean(run["before"] for run in runs.values())
+    keep("lora_ranks", options, {"updates": updates, "times_lr": TIMES, "before": before, "ranks": rows}, picture)
 
 
 def name_of(rank: int) -> str:

@@ -137,7 +137,8 @@ def main() -> None:
     subprocess.run([sys.executable, *sys.argv, "--only-make"], check=True)
     print(f"{num_parameters(shape) / 1e9:.2f}B parameters made in {time.monotonic() - started:.0f} s", flush=True)
     args.results.mkdir(parents=True, exist_ok=True)
-    options = Options(args.runs, args.results, tuple(args.settings), 1, Path())
+    settings = tuple(args.settings)
+    options = Options(args.runs, args.results, settings, 1, Path(), command=settings)
     try:
         with MemoryWatch() as watch:
             record = made(Arm(name, (*SETTINGS, f"model.path={folder}"), EXAMPLE), options)

@@ -116,7 +116,7 @@ def main() -> None:
     figures = {"predicted": table, "measured": measured, "assumed": assumption if args.ahead else None}
     keep(
         "over_length_ahead" if args.ahead else "over_length",
-        Options(args.runs, args.results, ("--ahead",) if args.ahead else (), 0, Path()),
+        Options(args.runs, args.results, (), 0, Path(), command=("--ahead",) if args.ahead else ()),
         figures,
         picture,
     )

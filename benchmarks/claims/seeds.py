@@ -10,12 +10,10 @@ includes what two runs of the same setting differ by.
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from statistics import mean, stdev
 from typing import Any
 
-from arms import ASYNC, ROOT, Arm, Figures, Options, keep, made, read_options, side_by_side
+from arms import ASYNC, ROOT, Arm, Figures, Record, claim_parser, keep, made_all, options_of
 from plot import lines
 
 SEEDS = (0, 1, 2)
@@ -44,8 +42,7 @@ def arms(small: bool) -> dict[tuple[str, int], Arm]:
     return found
 
 
-def trained(arm: Arm, options: Options) -> dict[str, Any]:
-    record = made(arm, options)
+def read(record: Record) -> dict[str, Any]:
     points = sorted(record.accuracy.items())
     return {"accuracy": points, "staleness": record.summary["staleness_mean"], "updates": record.summary["updates"]}
 
@@ -75,14 +72,13 @@ def difference(first: list[float], second: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    small = "--small" in sys.argv
-    if small:
-        sys.argv.remove("--small")
-    options = read_options(__doc__)
-    table = arms(small)
-    runs = dict(
-        zip(table, side_by_side([partial(trained, arm, options) for arm in table.values()], options), strict=True)
+    parser = claim_parser(__doc__)
+    parser.add_argument(
+        "--small", action="store_true", help="arithmetic with the tiny model, on a CPU; a real measurement"
     )
+    args = parser.parse_intermixed_args()
+    small, options = args.small, options_of(args)
+    runs = {key: read(record) for key, record in made_all(arms(small), options).items()}
     found = {kind: summed_up([run for (name, _), run in runs.items() if name == kind]) for kind in ("async", "sync")}
     for kind, one in found.items():
         print(f"{kind} (realized staleness {one['staleness']:.2f}), {len(SEEDS)} seeds")

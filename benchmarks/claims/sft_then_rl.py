@@ -9,9 +9,7 @@ first is near 0 to its end, that of the second rises well above it.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from arms import ROOT, Arm, Figures, Record, keep, made, read_options
+from arms import ROOT, TINY_DATA, Arm, Figures, Record, keep, made, read_options
 from learns import smoothed_reward
 from plot import lines
 
@@ -21,13 +19,15 @@ NEAR_ZERO, LEAST_RISE, LAST = 0.02, 0.02, 10  # shares right; updates that are a
 
 def main() -> None:
     options = read_options(__doc__)
-    data = f"sft.path={options.chosen('task.path', 'data/gsm8k')}"
-    sft = made(Arm("smollm2_sft", (data,), EXAMPLES / "smollm2_gsm8k_sft.yaml"), options)
+    options.expect("smollm2_sft", "smollm2_rl_alone", "smollm2_rl_after")
+    data = [f"sft.path={options.chosen('task.path', 'data/gsm8k')}"]
+    if options.tiny:  # a few rows, again and again
+        data = [f"sft.path={TINY_DATA / 'gsm8k'}", "sft.epochs=0"]
+    sft = made(Arm("smollm2_sft", tuple(data), EXAMPLES / "smollm2_gsm8k_sft.yaml"), options)
     alone = made(Arm("smollm2_rl_alone", config=EXAMPLES / "smollm2_gsm8k_rl.yaml"), options)
-    policy = f"model.path={(sft.folder / sft.summary['policy']).absolute()}"
-    others = tuple(one for one in options.settings if not one.startswith("model.path="))
-    trained = Arm("smollm2_rl_after", (policy,), EXAMPLES / "smollm2_gsm8k_rl.yaml")
-    after = made(trained, replace(options, settings=others))
+    options.settings = tuple(one for one in options.settings if not one.startswith("model.path="))
+    trained = Arm("smollm2_rl_after", config=EXAMPLES / "smollm2_gsm8k_rl.yaml")
+    after = made(trained.beginning_with((sft.folder / sft.summary["policy"]).absolute()), options)
     found = {name: _rewards(record) for name, record in (("alone", alone), ("after", after))}
     for name, (first, last) in found.items():
         print(f"RL {name + ' SFT' if name == 'after' else name:9}  mean reward {first:.3f} -> {last:.3f}")

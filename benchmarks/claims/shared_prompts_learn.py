@@ -12,7 +12,7 @@ from math import sqrt
 from statistics import mean, stdev
 from typing import Any
 
-from arms import Arm, Figures, Record, keep, made, read_options
+from arms import Arm, Figures, Record, keep, made_all, read_options
 from plot import lines
 from windows import steady
 
@@ -42,7 +42,7 @@ def read(record: Record) -> dict[str, Any]:
 
 def main() -> None:
     options = read_options(__doc__)
-    found = {how: read(made(arm, options)) for how, arm in ARMS.items()}
+    found = {how: read(record) for how, record in made_all(ARMS, options).items()}
     pairs = [on - off for on, off in zip(found["on"]["reward"], found["off"]["reward"], strict=True)]
     error = stdev(pairs) / sqrt(len(pairs))
     ratio = found["off"]["update_s"] / found["on"]["update_s"]

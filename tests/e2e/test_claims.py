@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from helpers.brief import BRIEF, ROOT, TINY
+
+from llamarl.observe.run_lock import RunLock
 
 SETTINGS = [
     *BRIEF,
@@ -81,12 +84,46 @@ def test_predictions_are_held_against_runs_that_had_the_gpu_to_themselves(tmp_pa
     assert "planned_s" in figures["runs"]["h200_sync"] and "planned_s" not in figures["runs"]["h200_async"]
 
 
-def test_a_run_that_was_broken_off_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "async").mkdir(parents=True)
-    (tmp_path / "runs" / "async.settings.json").write_text(json.dumps(SETTINGS))
-    ended = claim("learns", tmp_path)
-    assert ended.returncode == 1
-    assert "broken off" in ended.stderr
+def test_a_run_that_was_broken_off_is_made_anew(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "async"
+    run.mkdir(parents=True)
+    (run / "left").touch()
+    brief = ("schedule.updates=1", "evaluate.every=0")
+    (tmp_path / "runs" / "async.settings.json").write_text(json.dumps([*SETTINGS, *brief]))
+    lock = RunLock(run)
+    busy = claim("learns", tmp_path, *brief)
+    assert (busy.returncode, "another process is making this run" in busy.stderr) == (1, True)
+    lock.release()
+    ended = claim("learns", tmp_path, *brief)
+    assert ended.returncode == 0, ended.stderr
+    assert f"== {run}: was broken off; it is made anew\n" in ended.stdout and "== async: took " in ended.stdout
+    assert not (run / "left").exists()
+
+
+def test_what_is_left_is_told_by_the_runs_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
+    import arms
+
+    options = arms.Options(tmp_path, tmp_path, (), 9, tmp_path)
+    options.expect("one", "two", "three")
+    options.ended("one", 60.0)
+    options.ended("two", 120.0)
+    options.ended("three", 1.0)
+    assert capsys.readouterr().out.splitlines() == [
+        "== one: took 1 min 00 s; 2 more, about 2 min 00 s left",
+        "== two: took 2 min 00 s; 1 more, about 1 min 30 s left",
+        "== three: took 1 s",
+    ]
+
+
+def test_a_claim_is_tried_with_the_tiny_model_and_leaves_the_results_alone(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "claims" / "learns.py"
+    settings = ["engine=inline", "schedule.updates=1"]
+    command = [sys.executable, str(script), "--tiny", *settings]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((tmp_path / "runs" / "tiny" / "learns.json").read_text())
+    assert found["command"] == f"python {script} --tiny {' '.join(settings)}" and found["summary"]["updates"] == 1
 
 
 def test_a_series_of_runs_can_be_spread_over_commands(tmp_path: Path) -> None:
@@ -122,7 +159,7 @@ def test_a_long_run_is_made_in_stages_that_go_on_from_each_other(tmp_path: Path)
     assert first.returncode == 1 and "updates to 2: is the next to be made" in first.stderr, first.stderr
     done = claim("long_math", tmp_path, *brief)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("== long_math/bf16-aipo, updates to") == 1 and "--resume" in done.stdout
+    assert done.stdout.count("== long_math/bf16-aipo, updates to 2: llamarl train") == 1 and "--resume" in done.stdout
     found = json.loads((tmp_path / "results" / "long_math.json").read_text())
     assert found["updates"] == 2 and [update for update, _ in found["series"]["reward"]] == [0, 1]
 

@@ -68,5 +68,14 @@ def pinned_folder(path: str, kind: HubKind) -> Path | None:
     return repo_folder(name, kind) / "snapshots" / name.commit if name and name.commit else None
 
 
+def name_of_pinned(folder: Path, kind: HubKind) -> HubName | None:
+    """The name and commit whose files lie in a folder of the cache: what `pinned_folder` turns into that folder."""
+    parts = folder.absolute().parts[-3:]
+    if len(parts) < 3 or parts[1] != "snapshots" or not parts[0].startswith(f"{kind}s--"):
+        return None
+    name = parse_hub_name(f"{parts[0].removeprefix(f'{kind}s--').replace('--', '/')}@{parts[2]}")
+    return name if name and name.commit else None
+
+
 def _expanded(text: str) -> Path:
     return Path(os.path.expandvars(text)).expanduser()

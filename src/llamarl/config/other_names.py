@@ -206,6 +206,7 @@ _OURS: dict[str, tuple[str, ...]] = {
     ),
     "algo.rho": (
         "vllm_importance_sampling_cap",
+        "vllm_importance_sampling_clip_max",
         "vllm_is_truncated_threshold",
     ),
     "algo.overlong_penalty": ("overlong_penalty_factor",),

@@ -1,7 +1,8 @@
 """Folders of LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
 Reading is strict, as for model folders: a key that changes the maths in a way that is not implemented here is refused by
-name. A folder names its base model; `base_of` finds it on this machine.
+name. A folder names its base model: by its path, or by its name and commit on the hub if it came from there. `base_of` finds
+it on this machine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from llamarl.config import model_folder
+from llamarl.config.hub_names import HubName, name_of_pinned
 from llamarl.config.lora import LoraConfig
 from llamarl.errors import ConfigError, InputError, ModelError
 from llamarl.families.adapters import adapted_layers, adapter_names, adapter_parameters, layer_name, layer_names
@@ -151,9 +153,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def base_of(folder: Path) -> Path:
     """Folder of the base model that an adapter folder names. ModelError if it is not on this machine."""
-    name = _read_config(folder).get("base_model_name_or_path")
+    config = _read_config(folder)
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(name, str) or not name:
         raise ModelError(f"{folder / ADAPTER_CONFIG}: names no base model ('base_model_name_or_path')")
+    if isinstance(revision, str) and revision:
+        name = str(HubName(name, revision))
     found = [path for path in (model_folder(name), folder / name) if (path / "config.json").is_file()]
     if not found:
         raise ModelError(
@@ -205,10 +210,12 @@ def check_base_of(folder: Path, base: Path) -> None:
 def save_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelSpec, folder: Path, base: Path) -> None:
     """Writes a folder that PEFT loads, in fp32; it must not exist yet. The base's tokenizer goes with it."""
     layers = sorted({layer_name(one) for one in adapted_layers(shape, lora)})
+    on_hub = name_of_pinned(base, "model")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base.absolute()),
+        "base_model_name_or_path": on_hub.repo if on_hub else str(base.absolute()),
+        "revision": on_hub.commit if on_hub else None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": 0.0,
@@ -228,22 +235,25 @@ def save_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelSp
 
 @torch.no_grad()
 def load_merged(folder: Path, *, dtype: torch.dtype, device: str | torch.device = "cpu") -> Transformer:
-    """The base model of an adapter folder with the adapters merged into its weights; the model itself of another folder."""
+    """The base model of an adapter folder with the adapters merged into its weights; the model itself of another folder.
+    Each merged weight is computed in fp32 from the base's numbers as its files hold them, and rounded to `dtype` once."""
     if not is_adapter(folder):
         return load_model(folder, dtype=dtype, device=device)
     base = base_of(folder)
     check_base_of(folder, base)
     model = load_model(base, dtype=dtype, device=device)
-    adapter = open_adapter(folder, model.shape)
+    adapter, checkpoint = open_adapter(folder, model.shape), open_checkpoint(base)
     for weight in adapted_layers(model.shape, adapter.lora):
         target = model.get_parameter(weight.name)
+        wide = torch.empty_like(target, dtype=torch.float32)
+        checkpoint.fill({weight.name: wide})
         pair = {
             name: torch.empty(adapter.spans[name].shape, dtype=torch.float32, device=device)
             for name in adapter_names(weight)
         }
         adapter.fill(pair)
         a, b = pair.values()
-        target.copy_(torch.addmm(target.float(), b, a, alpha=adapter.lora.scale))
+        target.copy_(torch.addmm(wide, b, a, alpha=adapter.lora.scale))
     return model
 
 

@@ -14,9 +14,18 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llamarl.config import LoraConfig
+from llamarl.config import LoraConfig, model_folder
 from llamarl.errors import ConfigError, InputError, ModelError
-from llamarl.model.adapter_folder import FINGERPRINT, base_of, check_same, load_merged, merge, open_adapter
+from llamarl.families.adapters import adapted_layers, adapter_names
+from llamarl.model.adapter_folder import (
+    FINGERPRINT,
+    base_of,
+    check_same,
+    load_merged,
+    merge,
+    open_adapter,
+    save_adapter,
+)
 from llamarl.model.checkpoint import load_model
 from llamarl.model.folders import no_config
 from llamarl.model.transformer import Transformer, causal_attention
@@ -94,6 +103,25 @@ def test_merge_writes_a_whole_folder(tmp_path: Path) -> None:
         merge(folder, tmp_path / "whole")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_merged_weights_are_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The base has numbers that the narrow type has not, so a base that is rounded before it is merged into shows."""
+    folder = save_both(tmp_path)
+    base, adapters = load_model(tmp_path / "model"), random_adapters()
+    assert any((one != one.to(dtype)).any() for one in base.parameters())
+    merged = dict(load_merged(folder, dtype=dtype).named_parameters())
+    merge(folder, tmp_path / "whole", dtype=str(dtype).removeprefix("torch."))
+    written = load_file(tmp_path / "whole" / "model.safetensors")
+    for weight in adapted_layers(SHAPE, LORA):
+        a, b = (adapters[name].double() for name in adapter_names(weight))
+        exact = base.get_parameter(weight.name).double() + LORA.scale * b @ a
+        for found in (merged[weight.name].detach(), written[weight.name]):
+            assert found.dtype == dtype
+            # half a unit in the last place, and what fp32 itself rounds, which decides only between equally near numbers
+            half = torch.finfo(dtype).eps / 2 * 2.0 ** exact.abs().log2().floor()
+            assert ((found.double() - exact).abs() <= half + 1e-6).all()
+
+
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
@@ -142,6 +170,23 @@ def test_a_base_that_is_not_here_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="names no base model"):
         base_of(folder)
     assert "llamarl merge" in no_config(folder) and "model.adapter" in no_config(folder)
+
+
+def test_a_base_of_the_hub_is_named_by_its_name_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    commit = "0123456789" * 4
+    base = model_folder(f"org/base@{commit}")
+    save_both(tmp_path)
+    base.parent.mkdir(parents=True)
+    (tmp_path / "model").rename(base)
+    save_adapter(random_adapters(), LORA, SHAPE, tmp_path / "named", base)
+    config = json.loads((tmp_path / "named" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/base", commit)
+    assert base_of(tmp_path / "named") == base
+    assert str(tmp_path) not in (tmp_path / "named" / "adapter_config.json").read_text()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(ModelError, match=rf"base model 'org/base@{commit}', which is no model folder here"):
+        base_of(tmp_path / "named")
 
 
 def test_settings_must_be_those_of_the_folder(tmp_path: Path) -> None:
