@@ -37,8 +37,11 @@ def _check_adapters(config: Config, shape: ModelSpec) -> None:
 
 
 def _check_experts(config: Config, shape: ModelSpec) -> None:
-    """Refuses precisions that products by expert do not have."""
+    """Refuses precisions that products by expert do not have, and ranks for experts where there are none."""
     if not shape.experts:
+        for key, ranks in (("trainer.expert", config.trainer.expert), ("generator.expert", config.generator.expert)):
+            if ranks > 1:
+                raise ConfigError(f"{key}: {ranks}, but {config.model.path} has no experts; set it to 1")
         return
     if config.generator_quantize != "none" or config.model.base == "fp8":
         key = "model.base: fp8" if config.model.base == "fp8" else f"generator.quantize: {config.generator_quantize}"
@@ -65,7 +68,7 @@ def _check(config: Config) -> tuple[Tokenizer, list[str]]:
         )
     limits = Limits.of(config)
     limits.check_pages(limits.num_pages or limits.enough_pages)
-    TensorRank(0, config.generator.tensor).check(shape)
+    TensorRank(0, config.generator.tensor, config.generator.expert).check(shape)
     tokenizer = Tokenizer.load(folder, config.task.chat_options)
     if tokenizer.vocab_size > shape.vocab_size:
         raise ModelError(
