@@ -185,6 +185,11 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         return self.local_rope_theta > 0 and any(self.windows)
 
     @property
+    def has_dense_mlps(self) -> bool:
+        """Whether the MLP of some layer is no mixture of experts."""
+        return not self.experts or bool(self.dense_layers)
+
+    @property
     def expert_layers(self) -> tuple[int, ...]:
         """Numbers of the layers whose MLP is a mixture of experts."""
         return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
@@ -193,17 +198,24 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         """Whether the MLP of a layer is a mixture of experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
-    @property
-    def inner_sizes(self) -> tuple[int, ...]:
-        """The different inner sizes of its MLPs: of dense ones, of experts, or both."""
-        dense = not self.experts or bool(self.dense_layers)
-        return ((self.intermediate_size,) if dense else ()) + ((self.expert_size,) if self.expert_layers else ())
+    def shared_sizes(self, ranks: int, expert: int = 1) -> tuple[tuple[str, int, int], ...]:
+        """What tensor ranks must share evenly: name, size, and by how many ranks. Experts lie whole on `expert` parts of
+        them."""
+        heads = ("num_kv_heads", self.num_kv_heads, ranks), ("num_heads", self.num_heads, ranks)
+        dense = (("intermediate_size", self.intermediate_size, ranks),) if self.has_dense_mlps else ()
+        mixed = ("experts", self.experts, expert), ("expert_size", self.expert_size, ranks // expert)
+        return *heads, *dense, *(mixed if self.expert_layers else ())
 
     @property
     def inner_units(self) -> float:
         """Number of inner units of a layer's MLP, or of a token's experts, that each token has; mean over the layers."""
         each = self.experts_per_token * self.expert_size
         return self._mean_over_layers(self.intermediate_size, each)
+
+    def inner_rows(self, expert: int) -> float:
+        """As `inner_units`, times `tensor` what a tensor rank has room for, where `expert` parts of the ranks hold different
+        experts: rows of others' experts are not computed, but they are there, since who is chosen must not change a shape."""
+        return self._mean_over_layers(self.intermediate_size, expert * self.experts_per_token * self.expert_size)
 
     @property
     def expert_copies(self) -> float:
@@ -241,9 +253,9 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         inside = [min(1.0, window / length) if window and length else 1.0 for window in self.windows]
         return sum(inside) / len(inside) if inside else 1.0
 
-    def splits_over(self, ranks: int) -> bool:
-        """Whether tensor-parallel ranks can share its heads and the inner widths of its MLPs evenly."""
-        return not any(size % ranks for size in (self.num_kv_heads, self.num_heads, *self.inner_sizes))
+    def splits_over(self, ranks: int, expert: int = 1) -> bool:
+        """Whether tensor-parallel ranks can share its heads, its experts and the inner widths of its MLPs evenly."""
+        return not any(size % parts for _, size, parts in self.shared_sizes(ranks, expert))
 
 
 _LLAMA_3_1 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)

@@ -50,5 +50,5 @@ def test_a_job_whose_generator_has_two_ranks_and_whose_probes_agree(tmp_path: Pa
 
 
 def test_heads_that_cannot_be_shared_evenly_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"generator.tensor: 3 ranks cannot share the model's key-value heads \(2\)"):
+    with pytest.raises(ConfigError, match=r"generator.tensor: 3 ranks cannot share the model's num_kv_heads=2 evenly"):
         TensorRank(0, 3).check(SHAPE)

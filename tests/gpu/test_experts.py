@@ -58,6 +58,34 @@ def test_products_by_expert_and_their_gradients(tokens: int) -> None:
     assert not ours[2][-1].any()
 
 
+@pytest.mark.parametrize("tokens", [1, 256, 5000])
+def test_parts_of_the_experts_add_up_to_all_of_them(tokens: int) -> None:
+    """As ranks that hold whole experts compute them; rows that nobody computes are full of NaN."""
+    torch.manual_seed(0)
+    experts, k, inner, hidden = 16, 4, 64, 128
+    sizes = [(tokens, hidden), (experts, 2, inner, hidden), (experts, hidden, inner), (tokens, k)]
+    leaves = [torch.randn(size, device=GPU).mul_(0.3).bfloat16().requires_grad_() for size in sizes]
+    ids = torch.rand(tokens, experts, device=GPU).argsort(-1)[:, :k]
+    x, gate_up, down, weights = leaves
+    whole = expert_mlp(x, gate_up, down, ids, weights.float())
+    expected = torch.autograd.grad(whole.sum(), leaves, retain_graph=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        parts = []
+        for first, end in ((0, 4), (4, 16)):
+            local = torch.where((ids >= first) & (ids < end), ids - first, end - first)
+            held = gate_up[first:end], down[first:end]
+            parts.append(expert_mlp(x, *held, local, weights.float(), some_foreign=True))
+        total = torch.stack(parts).sum(0)
+        found = torch.autograd.grad(total.sum(), leaves)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (total - whole).norm() / whole.norm() < 0.01
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.isfinite().all()
+        assert (mine - other).float().norm() <= 0.03 * other.float().norm()
+
+
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 64, 8, 64, 128), (256, 64, 8, 96, 200), (900, 20, 3, 32, 64)])
 def test_kernels_of_inference_compute_what_plain_pytorch_computes(

@@ -32,6 +32,13 @@ def check(tokens: int, experts: int, k: int, inner: int, hidden: int, device: st
     torch.testing.assert_close(total.cpu(), expected, rtol=1e-4, atol=1e-4)
     for dtype in (torch.int8, FP8):
         check_narrow(total, x, gate_up, down, ids, weights, dtype)
+    shared, first = torch.zeros_like(total), experts // 2
+    for begin, end in ((0, first), (first, experts)):  # as ranks that hold a half of the experts each
+        local = torch.where((ids >= begin) & (ids < end), ids - begin, end - begin)
+        part = gate_up[begin:end].contiguous(), down[begin:end].contiguous()
+        expert_kernels.add_experts(shared, x, *part, local, weights)
+    alone = expert_mlp(given[0], given[1], given[2], given[3], given[4])
+    torch.testing.assert_close(shared.cpu(), alone, rtol=1e-4, atol=1e-4)
 
 
 def check_narrow(

@@ -46,3 +46,14 @@ def generator_with_a_wrong_slice(context: BuildContext) -> Executor:
 
     with patch.object(generator, "held_shards", wrong):
         return generator.build_generator(context)
+
+
+def generator_with_shifted_experts(context: BuildContext) -> Executor:
+    """Rank 1 takes its experts for those whose numbers are one lower."""
+    honest = TensorRank.first_expert
+
+    def wrong(part: TensorRank, experts: int) -> int:
+        return honest(part, experts) - part.rank
+
+    with patch.object(TensorRank, "first_expert", wrong):
+        return generator.build_generator(context)

@@ -22,6 +22,7 @@ from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
 
 LORA = LoraConfig(rank=3, alpha=6.0)  # a rank that data-parallel ranks cannot share evenly
+ATTENTION_LORA = LoraConfig(rank=3, alpha=6.0, targets="attention")
 
 
 def random_adapters(lora: LoraConfig = LORA, shape: ModelSpec = SHAPE, seed: int = 0) -> dict[str, Tensor]:

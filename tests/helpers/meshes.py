@@ -15,23 +15,26 @@ from helpers.ranks import run_ranks
 from helpers.trainer_rank import DOCUMENTS, make_learner, train
 from helpers.training import assert_same_gradients, make_test_documents, naive_gradients
 from llamarl.model.checkpoint import save_model
+from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import LONE_RANK
 
-Layout = tuple[int, ...]  # replicate, data, tensor, and context if it is not 1
+Layout = tuple[int, ...]  # replicate, data, tensor; context and expert, if they are not 1
 
 
 def run_mesh(tasks: str, layout: Layout, folder: Path, device: str = "cpu") -> dict[str, dict[str, Tensor]]:
     """What rank 0 of a trainer with this mesh found, by task."""
-    replicate, data, tensor, context = (*layout, 1)[:4]
+    replicate, data, tensor, context, expert = (*layout, 1, 1)[:5]
     (folder / "rendezvous").unlink(missing_ok=True)
-    ranks, mesh = replicate * data * tensor * context, f"{replicate}x{data}x{context}"
+    ranks, mesh = replicate * data * tensor * context, f"{replicate}x{data}x{context}x{expert}"
     run_ranks("helpers.trainer_rank", ranks, mesh, tasks, str(folder), device=device)
     return {task: load_file(folder / task) for task in tasks.split(",")}
 
 
-def chain(layouts: list[Layout], folder: Path, device: str = "cpu", task: str = "one_more") -> list[dict[str, Tensor]]:
+def chain(
+    layouts: list[Layout], folder: Path, device: str = "cpu", task: str = "one_more", model: Transformer | None = None
+) -> list[dict[str, Tensor]]:
     """What each mesh has read, computed and written."""
-    save_model(lively_model(), folder / "model")
+    save_model(model or lively_model(), folder / "model")
     return [run_mesh(task, layout, folder, device)[task] for layout in layouts]
 
 

@@ -1,6 +1,7 @@
 """One rank of a tensor-parallel generator, as a program: `python -m helpers.tensor_rank RANK COUNT FOLDER CASES`.
 
-CASES are quantized, beside and merged.
+CASES are quantized, beside, merged, expert=N, which gives parts of the ranks experts of their own, and off_by_one, where the
+last rank takes its experts for those whose numbers are one higher.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from llamarl.config.file import parse_config
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.model.checkpoint import load_model
+from llamarl.model.experts import ExpertMLP
 from llamarl.types import PromptGroup, bytes_to_floats, bytes_to_tokens
 
 SLOTS, NEW = 8, 20
@@ -42,10 +44,14 @@ def decode(
     precision: Precision = AS_THE_MODEL,
     device: torch.device = DEVICE,
     lora: str = "",
+    shift: int = 0,
 ) -> Sampled:
-    """With `lora` (beside or merged), the model has random adapters."""
+    """With `lora` (beside or merged), the model has random adapters; with `shift`, other numbers for its experts."""
     model = load_model(folder, device=device, box_of=part.box)
     split_over_ranks(model, part)
+    for block in model.model.layers if shift else ():
+        if isinstance(block.mlp, ExpertMLP):
+            block.mlp.experts.first += shift
     limits = Limits(slots=SLOTS, max_prompt_tokens=16, max_new_tokens=NEW, page_tokens=4, num_pages=24)
     config = parse_config(
         {"model": {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}}, "generator": {"lora": lora or "beside"}}
@@ -90,10 +96,13 @@ def check_same_tokens(folder: Path, count: int, device: torch.device = DEVICE, a
 def main() -> None:
     rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     join_in(folder, rank, count)
-    for name in ["found", *sys.argv[4:]]:
+    experts = [int(name.removeprefix("expert=")) for name in sys.argv[4:] if name.startswith("expert=")]
+    part = TensorRank(rank, count, *experts)
+    for name in ["found", *(one for one in sys.argv[4:] if "=" not in one)]:
         precision = Precision(weights="fp8", kv_cache="fp8") if name == "quantized" else AS_THE_MODEL
         lora = name if name in ("beside", "merged") else ""
-        found = decode(folder / "model", TensorRank(rank, count), precision, lora=lora)
+        shift = int(name == "off_by_one" and rank == count - 1)
+        found = decode(folder / "model", part, precision, lora=lora, shift=shift)
         (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
     leave_group()
 

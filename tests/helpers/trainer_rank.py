@@ -1,5 +1,5 @@
 """One rank of a trainer, as a program: `python -m helpers.trainer_rank RANK COUNT DATA TASKS FOLDER`.
-DATA may be REPLICATExDATA or REPLICATExDATAxCONTEXT; other ranks are tensor parallel.
+DATA may be REPLICATExDATA, REPLICATExDATAxCONTEXT or REPLICATExDATAxCONTEXTxEXPERT; other ranks are tensor parallel.
 
 Ranks rendezvous through a file in FOLDER and communicate over loopback. Rank 0 writes its results to FOLDER as safetensors.
 """
@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from helpers.experts import with_routes
 from helpers.layouts import part
-from helpers.lora import LORA
+from helpers.lora import ATTENTION_LORA, LORA
 from helpers.ranks import DEVICE, join_in, leave_group
 from helpers.training import make_test_documents
 from helpers.trees import flash_on_cpu, make_branching_documents
@@ -30,6 +31,7 @@ from llamarl.algo.losses import LOSSES, REFERENCE_LOGPROBS, aipo_loss, gspo_loss
 from llamarl.algo.streams import StreamWeights
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.errors import JobFailed
+from llamarl.model.experts import ExpertMLP
 from llamarl.model.training_state import CRITIC, MANIFEST, OF_CRITIC, POLICY, SnapshotManifest
 from llamarl.train import parallel
 from llamarl.train.exchange import Exchange
@@ -134,6 +136,31 @@ def gradients(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     learner.accumulate(documents[:1])
     found |= {f"lonely/{name}": grad for name, grad in whole_gradients(learner).items()}
     return found
+
+
+def routed(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients and log-probs of a model with experts, where documents say which ones computed them."""
+    documents = [with_routes(document, seed) for seed, document in enumerate(make_test_documents(DOCUMENTS))]
+    learner = make_learner(folder / "model", mesh, replay_routes=True)
+    seen = learner.accumulate(documents)
+    return {**whole_gradients(learner), "loss": torch.tensor([seen.loss()])}
+
+
+def off_by_one(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients where the last rank takes its experts for those whose numbers are one higher."""
+    learner = make_learner(folder / "model", mesh)
+    for block in learner.policy.model.model.layers:
+        if isinstance(block.mlp, ExpertMLP) and mesh.rank == mesh.size - 1:
+            block.mlp.experts.first += 1
+    learner.accumulate(make_test_documents(DOCUMENTS))
+    return whole_gradients(learner)
+
+
+def attention_adapters(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
+    """Gradients of adapters of the attention, which models with experts have."""
+    learner = make_learner(folder / "model", mesh, lora=ATTENTION_LORA, tokens_per_pack=24)
+    learner.accumulate(make_test_documents(DOCUMENTS))
+    return whole_gradients(learner)
 
 
 def trees(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
@@ -450,22 +477,25 @@ TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "shared_packs": shared_packs,
     "narrow_packs": narrow_packs,
     "balanced": balanced,
+    "routed": routed,
+    "off_by_one": off_by_one,
+    "attention_adapters": attention_adapters,
 }
 
 
-def mesh_of(text: str) -> tuple[int, int, int]:
-    """replicate, data, context"""
+def mesh_of(text: str) -> tuple[int, int, int, int]:
+    """replicate, data, context, expert"""
     sizes = [int(size) for size in text.split("x")]
-    replicate, data, context = {1: [1, *sizes, 1], 2: [*sizes, 1], 3: sizes}[len(sizes)]
-    return replicate, data, context
+    replicate, data, context, expert = {1: [1, *sizes, 1, 1], 2: [*sizes, 1, 1], 3: [*sizes, 1], 4: sizes}[len(sizes)]
+    return replicate, data, context, expert
 
 
 def main() -> None:
     rank, count = map(int, sys.argv[1:3])
-    replicate, data, context = mesh_of(sys.argv[3])
+    replicate, data, context, expert = mesh_of(sys.argv[3])
     tasks, folder = sys.argv[4], Path(sys.argv[5])
     join_in(folder, rank, count)
-    mesh = make_mesh(data, count // (replicate * data * context), rank, DEVICE, replicate, context)
+    mesh = make_mesh(data, count // (replicate * data * context), rank, DEVICE, replicate, context, expert)
     for task in tasks.split(","):
         found = TASKS[task](mesh, folder)
         if rank == 0:

@@ -9,8 +9,8 @@ import pytest
 from llamarl.errors import ConfigError, InputError
 from llamarl.families.parameters import num_parameters
 from llamarl.generate.parallel import TensorRank
+from llamarl.layout.model import check_shared
 from llamarl.model_spec import SHAPES, shape_named
-from llamarl.train.mesh import check_tensor_parallel
 
 PUBLISHED = {
     "smollm2-135m": 0.1345,
@@ -107,7 +107,7 @@ def test_builders_agree_on_how_many_ranks_share_a_model(name: str) -> None:
 
 def builders_accept(name: str, ranks: int) -> bool:
     try:
-        check_tensor_parallel(SHAPES[name], ranks, "trainer.tensor")
+        check_shared(SHAPES[name], ranks, 1, "trainer")
         TensorRank(0, ranks).check(SHAPES[name])
     except ConfigError:
         return False

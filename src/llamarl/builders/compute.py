@@ -8,10 +8,11 @@ from llamarl.builders.devices import check_gpus, device_of, dtype_of
 from llamarl.config import Config, TrainerConfig
 from llamarl.config.section import OwnRanks
 from llamarl.errors import ConfigError, ModelError
+from llamarl.layout.model import check_shared
 from llamarl.model.checkpoint import check_headers
 from llamarl.model.hf_config import read_shape
 from llamarl.model_spec import ModelSpec
-from llamarl.train.mesh import TrainerMesh, check_tensor_parallel
+from llamarl.train.mesh import TrainerMesh
 from llamarl.train.policy import ComputeSettings
 
 
@@ -55,7 +56,8 @@ def check_ranks(
     config: Config,
 ) -> None:
     """Refuse ranks that cannot share the model, or for which there are no GPUs."""
-    check_tensor_parallel(shape, settings.tensor, f"{section}.tensor")
+    expert = settings.expert if isinstance(settings, TrainerConfig) else 1
+    check_shared(shape, settings.tensor, expert, section)
     device = device_of(f"{section}.device", settings.device)
     replicate, context = (settings.replicate, settings.context) if isinstance(settings, TrainerConfig) else (1, 1)
     copies, sharing = ("" if replicate == 1 else f"{replicate} * "), ("" if context == 1 else f" * {context}")

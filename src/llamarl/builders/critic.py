@@ -15,13 +15,14 @@ from llamarl.config.lora import NO_LORA
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.critic import CriticExecutor
 from llamarl.executors.executor import Executor
+from llamarl.layout.model import check_shared
 from llamarl.model.classifier import open_value_model
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.training_state import CRITIC, OF_CRITIC, keeps_policy_only
 from llamarl.train.critic import Critic
 from llamarl.train.learner import Learner
-from llamarl.train.mesh import check_tensor_parallel, make_mesh
+from llamarl.train.mesh import make_mesh
 from llamarl.train.passes import UpdatePasses
 from llamarl.train.policy import ComputeSettings, load_value_policy
 from llamarl.train.restore import load_masters, restore
@@ -83,4 +84,4 @@ def check_critic(config: Config, spoken: Tokenizer) -> None:
     if config.critic_alone:
         check_ranks("critic", config.critic, shape, config)
     else:
-        check_tensor_parallel(shape, config.trainer.tensor, "trainer.tensor")
+        check_shared(shape, config.trainer.tensor, config.trainer.expert, "trainer")

@@ -36,7 +36,7 @@ from llamarl.types import CompletionGroup
 
 def build_generator(context: BuildContext) -> Executor:
     config, settings = context.config, context.config.generator
-    part = TensorRank(context.rank, context.num_ranks)
+    part = TensorRank(context.rank, context.num_ranks, settings.expert)
     device = device_of("generator.device", settings.device, gpu_for(context))
     precision = Precision(
         weights=config.generator_quantize,

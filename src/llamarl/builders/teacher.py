@@ -18,13 +18,14 @@ from llamarl.config.teacher import THE_TEACHER
 from llamarl.errors import ConfigError, InputError, ModelError
 from llamarl.executors.executor import Executor
 from llamarl.executors.teacher import Teacher
+from llamarl.layout.model import check_shared
 from llamarl.model.adapter_folder import check_base_of, check_same, open_adapter
 from llamarl.model.base import Base, BaseLayout, read_base
 from llamarl.model.checkpoint import check_headers, open_checkpoint
 from llamarl.model.hf_config import read_shape
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.train.endpoint_teacher import EndpointFailed, EndpointTeacher
-from llamarl.train.mesh import check_tensor_parallel, make_mesh
+from llamarl.train.mesh import make_mesh
 from llamarl.train.policy import ComputeSettings, Policy, load_policy
 from llamarl.train.sent_states import SentTeachers, StateSender, TeacherHead
 from llamarl.train.teacher import AdapterTeacher, FrozenPolicy, HostedTeacher, Teachers
@@ -116,7 +117,7 @@ def check_teachers(config: Config, spoken: Tokenizer) -> None:
         if settings.alone:
             check_ranks("teacher", settings, shape, config)
         else:
-            check_tensor_parallel(shape, config.trainer.tensor, "trainer.tensor")
+            check_shared(shape, config.trainer.tensor, config.trainer.expert, "trainer")
         if settings.dtype == "fp8" and (settings.ranks if settings.alone else config.trainer.ranks) > 1:
             raise ConfigError(
                 "teacher.dtype: an fp8 teacher is whole on one rank; set bfloat16, or place=own with one rank"

@@ -47,7 +47,9 @@ def build_trainer(context: BuildContext) -> Executor:
     config = context.config
     device = device_of("trainer.device", config.trainer.device, gpu_for(context))
     settings = config.trainer
-    mesh = make_mesh(settings.data, settings.tensor, context.rank, device, settings.replicate, context=settings.context)
+    mesh = make_mesh(
+        settings.data, settings.tensor, context.rank, device, settings.replicate, settings.context, settings.expert
+    )
     computing = replace(
         compute_settings(config, device, mesh),
         replay_routes=settings.replay_routes,

@@ -61,6 +61,9 @@ def plan_command(
         bool,
         typer.Option("--share-prompts", help="the trainer computes a prompt once for all its answers, where it pays"),
     ] = False,
+    expert: Annotated[
+        int, typer.Option(min=1, help="parts of the tensor ranks that hold different experts (trainer.expert)")
+    ] = 1,
     lora: Annotated[
         int, typer.Option(metavar="RANK", min=0, help="train LoRA adapters of this rank on all layers; 0: all weights")
     ] = 0,
@@ -114,6 +117,7 @@ def plan_command(
         max_staleness=max_staleness,
         precisions=tuple(precision or [lora_base or ("fp32" if settled.is_cpu else "bf16")]),
         lora=LoraConfig(rank=lora, targets="attention" if shape.experts else "all"),
+        expert=expert,
         base=lora_base or ("fp32" if settled.is_cpu else "bf16"),
         fallbacks=() if precision or lora_base or "fp8" not in settled.precisions else ("fp8",),
     )

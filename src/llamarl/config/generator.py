@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, convert
 
-from llamarl.config.section import Device, Section, Threads
+from llamarl.config.section import Device, Section, Threads, check_expert
 from llamarl.errors import ConfigError
 from llamarl.types import Sampling
 
@@ -21,6 +21,13 @@ class GeneratorConfig(Section, frozen=True):
         Meta(ge=0, description="copies of the policy that generate in parallel; 0: only those that join (engine.join)"),
     ] = 1
     tensor: Annotated[int, Meta(ge=1, description="ranks of one replica (tensor parallel)")] = 1
+    expert: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="models with experts: parts of the tensor ranks that hold different experts (see trainer.expert)",
+        ),
+    ] = 1
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
@@ -102,6 +109,7 @@ class GeneratorConfig(Section, frozen=True):
             raise ConfigError(
                 "generator.draft: auto needs generator.tensor=1, since ranks would measure different times"
             )
+        check_expert("generator", self.expert, self.tensor)
         if not all(self.stop):
             raise ConfigError("generator.stop: an empty text would end every answer at once; leave it out")
 

@@ -157,7 +157,7 @@ class Config(Section, frozen=True):
         if critic.place == "trainer":
             return common
         own = {"device": critic.device, "threads": critic.threads}
-        return replace(common, replicate=1, data=critic.data, context=1, tensor=critic.tensor, **own)
+        return replace(common, replicate=1, data=critic.data, context=1, tensor=critic.tensor, expert=1, **own)
 
     @property
     def model_folder(self) -> Path:

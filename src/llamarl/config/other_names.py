@@ -51,6 +51,8 @@ _OURS: dict[str, tuple[str, ...]] = {
         "tp",
         "tp_size",
     ),
+    "generator.expert": ("enable_expert_parallel", "ep_size", "expert_parallel_size", "moe_ep_size"),
+    "trainer.expert": ("expert_model_parallel_size", "expert_parallel_degree", "ep"),
     "generator.quantize": ("quantization", "quantize_weights"),
     "generator.kv_cache": ("kv_cache_dtype",),
     "trainer.lr": ("learning_rate", "actor_learning_rate", "lr_rate", "rate"),

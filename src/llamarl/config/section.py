@@ -7,6 +7,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import fields
 
+from llamarl.errors import ConfigError
+
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One block of the YAML file."""
@@ -33,3 +35,12 @@ def changed_settings(section: Section) -> list[str]:
     """Names of the settings that differ from their defaults; those that are made anew, such as lists, differ if not empty."""
     found = ((one.name, getattr(section, one.name), one) for one in fields(section))
     return [name for name, value, one in found if (value if callable(one.default_factory) else value != one.default)]
+
+
+def check_expert(section: str, expert: int, tensor: int) -> None:
+    """ConfigError unless experts can lie whole on parts of the tensor ranks."""
+    if tensor % expert:
+        raise ConfigError(
+            f"{section}.expert: {expert} must divide {section}.tensor={tensor}; experts lie whole on tensor ranks only, not "
+            "on data ranks or replicas"
+        )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from llamarl.config.section import Device, Section, Threads
+from llamarl.config.section import Device, Section, Threads, check_expert
 from llamarl.errors import ConfigError
 
 
@@ -39,6 +39,14 @@ class TrainerConfig(Section, frozen=True):
     ] = 1
     tensor: Annotated[
         int, Meta(ge=1, description="tensor-parallel ranks; there are replicate * data * context * tensor processes")
+    ] = 1
+    expert: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="models with experts: parts of the tensor ranks that hold different experts, whole or, where it is "
+            "less than tensor, cut over the ranks of a part; it divides tensor; 1: all tensor ranks share every expert",
+        ),
     ] = 1
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -98,6 +106,8 @@ class TrainerConfig(Section, frozen=True):
             raise ConfigError(f"trainer.betas: each must lie in [0, 1), got {list(self.betas)}")
         if self.dtype == "float16" and self.tensor > 1:
             raise ConfigError("trainer.dtype: float16 products are not shared over ranks; set trainer.tensor to 1")
+
+        check_expert("trainer", self.expert, self.tensor)
 
     @property
     def ranks(self) -> int:

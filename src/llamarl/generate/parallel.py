@@ -1,4 +1,5 @@
-"""Tensor parallelism inside a replica: every rank holds some heads, a part of the inner width and of the vocabulary.
+"""Tensor parallelism inside a replica: every rank holds some heads, a part of the inner width and of the vocabulary, and
+whole experts or a part of each.
 
 Applied to the model from outside: the outputs of attention and MLP are summed over ranks, embeddings are looked up on the
 rank that has them and summed, and the head's scores are gathered, so every rank draws the same tokens.
@@ -14,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from llamarl.errors import ConfigError
 from llamarl.families.family import ParameterSpec
 from llamarl.families.parameters import embedding_of
 from llamarl.layout.boxes import Box
 from llamarl.layout.mesh import Mesh, box_on
-from llamarl.layout.model import placement_of
+from llamarl.layout.model import check_shared, placement_of
 from llamarl.model.experts import ExpertMLP
 from llamarl.model.linear import ReplacedLinear
 from llamarl.model.transformer import AllHeadsNorm, Block, BranchBlock, Transformer
@@ -28,22 +28,27 @@ from llamarl.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class TensorRank:
-    """One of `count` ranks that share a model."""
+    """One of `count` ranks that share a model. Its experts lie whole on `expert` parts of them, and a part's ranks share the
+    inner units of each."""
 
     rank: int = 0
     count: int = 1
+    expert: int = 1
 
     def check(self, shape: ModelSpec) -> None:
-        inner = [("inner width", size) for size in shape.inner_sizes]
-        for name, size in (("key-value heads", shape.num_kv_heads), *inner):
-            if size % self.count:
-                raise ConfigError(
-                    f"generator.tensor: {self.count} ranks cannot share the model's {name} ({size}) evenly"
-                )
+        check_shared(shape, self.count, self.expert, "generator")
 
     def box(self, parameter: ParameterSpec) -> Box:
         """The part of a parameter that this rank holds. Only a vocabulary may leave the last rank a smaller one."""
-        return box_on(self.rank, parameter.shape, placement_of(parameter), Mesh((("tp", self.count),)))
+        return box_on(self.rank, parameter.shape, placement_of(parameter), self._mesh)
+
+    def first_expert(self, experts: int) -> int:
+        """Number of the first expert that this rank holds, of so many in a layer."""
+        return self._mesh.coordinate(self.rank, "ep") * (experts // self.expert)
+
+    @property
+    def _mesh(self) -> Mesh:
+        return Mesh((("tp", self.count),), self.expert)
 
 
 class SummedLinear(ReplacedLinear):
@@ -89,6 +94,7 @@ def split_block(block: Block | BranchBlock, part: TensorRank) -> None:
         block.self_attn.o_proj = SummedLinear(block.self_attn.o_proj)
         if isinstance(block.mlp, ExpertMLP):
             block.mlp.leave = _summed
+            block.mlp.experts.first = part.first_expert(block.mlp.experts.count)
         else:
             block.mlp.down_proj = SummedLinear(block.mlp.down_proj)
         for norm in (block.self_attn.q_norm, block.self_attn.k_norm):

@@ -174,7 +174,16 @@ def _trainer_parts(
     ranks = settings.replicate * settings.fsdp_ranks
     passing = sum(
         pass_bytes(
-            shape, tokens, settings.recompute, settings.tensor, ranks, width, lora, context=settings.context
+            shape,
+            tokens,
+            settings.recompute,
+            settings.tensor,
+            ranks,
+            width,
+            lora,
+            context=settings.context,
+            data=settings.fsdp_ranks,
+            expert=settings.expert,
         ).values()
     )
     yield MemoryItem("activations", place, passing, _less_activations(longest, settings), sure=False)
@@ -197,7 +206,9 @@ def _training_state(config: Config, shape: ModelSpec, on_gpu: bool) -> float:
     """Bytes per rank that are surely taken. Frozen weights have the type of the passes."""
     settings, lora = config.trainer, config.model.lora
     base = "fp8" if config.model.base == "fp8" else "bf16" if on_gpu else "fp32"
-    state = training_state_bytes(shape, settings.tensor, settings.fsdp_ranks, settings.replicate, lora, base)
+    state = training_state_bytes(
+        shape, settings.tensor, settings.fsdp_ranks, settings.replicate, lora, base, settings.expert
+    )
     if not lora:
         return state * (_LEAST if on_gpu else 1.0)
     return state - (weight_bytes(shape, base) if shares_base(config) else 0.0)

@@ -37,10 +37,13 @@ def _check_adapters(config: Config, shape: ModelSpec) -> None:
 
 
 def _check_experts(config: Config, shape: ModelSpec) -> None:
-    """Refuses precisions that products by expert do not have."""
+    """Refuses precisions that products by expert do not have, and ranks for experts where there are none."""
     if not shape.experts:
         if config.trainer.balance_loss:
             raise ConfigError("trainer.balance_loss: this model has no experts to balance; leave it at 0")
+        for key, ranks in (("trainer.expert", config.trainer.expert), ("generator.expert", config.generator.expert)):
+            if ranks > 1:
+                raise ConfigError(f"{key}: {ranks}, but {config.model.path} has no experts; set it to 1")
         return
     if config.model.base == "fp8":
         raise ConfigError("model.base: fp8, but experts are trained in their own precision; leave it out")
@@ -66,7 +69,7 @@ def _check(config: Config) -> tuple[Tokenizer, list[str]]:
         )
     limits = Limits.of(config)
     limits.check_pages(limits.num_pages or limits.enough_pages)
-    TensorRank(0, config.generator.tensor).check(shape)
+    TensorRank(0, config.generator.tensor, config.generator.expert).check(shape)
     tokenizer = Tokenizer.load(folder, config.task.chat_options)
     if tokenizer.vocab_size > shape.vocab_size:
         raise ModelError(

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from llamarl.config.lora import NO_LORA, LoraConfig
+from llamarl.errors import ConfigError
 from llamarl.families.adapters import trained_parameters
 from llamarl.families.family import COLUMNS, ParameterSpec
 from llamarl.layout.boxes import Box, chunk
@@ -25,9 +26,21 @@ WIDE = PRECISIONS["bf16"]  # type of parameters that are not fp8 where matrices 
 
 
 def placement_of(parameter: ParameterSpec) -> Placement:
-    """Tensor parallelism cuts as the family's table says; then FSDP cuts the rows that are left."""
-    tensor_parallel = () if parameter.split is None else (Cut("tp", parameter.split, parameter.unit),)
-    return (*tensor_parallel, Cut("fsdp", 0))
+    """Tensor parallelism cuts as the family's table says, and expert parallelism the experts before it; then FSDP cuts the
+    rows, or experts, that are left."""
+    if parameter.split is None:
+        return (Cut("fsdp", 0),)
+    if parameter.is_expert:
+        return (Cut("ep", 0), Cut("etp", parameter.split, parameter.unit), Cut("fsdp", 0))
+    return (Cut("tp", parameter.split, parameter.unit), Cut("fsdp", 0))
+
+
+def check_shared(shape: ModelSpec, tensor: int, expert: int, section: str) -> None:
+    """ConfigError unless tensor ranks can share heads, MLPs and experts evenly; `expert` parts of them hold whole experts."""
+    for name, size, ranks in shape.shared_sizes(tensor, expert):
+        if size % ranks:
+            key = "expert" if name == "experts" else "tensor"
+            raise ConfigError(f"{section}.{key}: {ranks} ranks cannot share the model's {name}={size} evenly")
 
 
 def wire_dtype(parameter: ParameterSpec, precision: str) -> str:

@@ -2,7 +2,7 @@
 
 Five launches for each layer, and no shape depends on who was chosen. A tile of a product belongs to one expert; each program
 finds its expert from the numbers of rows, so nothing is padded in memory. Every expert's weights are read once for each tile
-of its rows, and those of experts without rows not at all.
+of its rows, and those of experts without rows not at all. Pairs of a token and an expert of another rank are in no tile.
 """
 
 from __future__ import annotations
@@ -170,13 +170,15 @@ def _product(
 
 
 @triton.jit
-def _combine(y_ptr, weights_ptr, total_ptr, size, k, BLOCK: tl.constexpr):
+def _combine(y_ptr, weights_ptr, ids_ptr, total_ptr, size, k, experts, BLOCK: tl.constexpr):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     out = tl.zeros([BLOCK], tl.float32)
     for one in range(k):
         weight = tl.load(weights_ptr + token * k + one)
-        out += weight * tl.load(y_ptr + (token * k + one) * size + column, mask=inside, other=0.0).to(tl.float32)
+        is_held = tl.load(ids_ptr + token * k + one) < experts  # no product has written what others hold
+        y = tl.load(y_ptr + (token * k + one) * size + column, mask=inside & is_held, other=0.0)
+        out += weight * y.to(tl.float32)
     at = total_ptr + token * size + column
     tl.store(at, tl.load(at, mask=inside, other=0.0) + out, mask=inside)
 
@@ -190,7 +192,8 @@ def add_experts(
     weights_TK: Tensor,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Adds `experts.expert_mlp` to the fp32 total, in place; the activation is silu."""
+    """Adds `experts.expert_mlp` to the fp32 total, in place; the activation is silu. Ids may be the number of experts, for
+    those of other ranks."""
     of_gate_up, of_down = scales or (None, None)
     (tokens, k), (experts, _, inner, hidden) = ids_TK.shape, gate_up_E2IC.shape
     pairs = tokens * k
@@ -200,7 +203,9 @@ def add_experts(
     _launch(x_TC.contiguous(), gate_up_E2IC, order, ends, inner_PI, of_gate_up, k, gated=True)
     _launch(inner_PI, down_ECI, order, ends, out_PC, of_down, k, gated=False)
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(hidden))
-    _combine[(tokens, triton.cdiv(hidden, block))](out_PC, weights_TK, total_TC, hidden, k, BLOCK=block, num_warps=4)
+    _combine[(tokens, triton.cdiv(hidden, block))](
+        out_PC, weights_TK, ids_TK, total_TC, hidden, k, experts, BLOCK=block, num_warps=4
+    )
 
 
 def _launch(

@@ -80,25 +80,38 @@ def expert_mlp(
     weights_TK: Tensor,
     activation: Activation = "silu",
     scales: Scales | None = None,
+    some_foreign: bool = False,
 ) -> Tensor:
-    """The weighted sum of what each token's experts make of it, in fp32 [T, C]. With `scales`, the matrices are quantized."""
+    """The weighted sum of what each token's experts make of it, in fp32 [T, C]. With `scales`, matrices are quantized. With
+    `some_foreign`, ids may be the number of experts, which stands for one that another rank holds: nothing is computed for
+    it, and it adds nothing."""
     (tokens, k), experts = ids_TK.shape, len(gate_up_E2IC)
     pairs = sort_by_expert(ids_TK, experts)
     x_PC = _Spread.apply(x_TC, pairs.order, pairs.places, k)  # type: ignore[no-untyped-call]
+    if some_foreign:
+        x_PC = _held_rows(x_PC, pairs.ends)
     gate_up, down_out = grouped_product, grouped_product
     if scales is not None:
-        of_P = ids_TK.flatten().index_select(0, pairs.order)
+        of_P = ids_TK.flatten().index_select(0, pairs.order).clamp(max=experts - 1)
         gate_up, down_out = (partial(_scaled_product, scales_EN=one.flatten(1), of_P=of_P) for one in scales)
     inner_PI = ACTIVATIONS[activation][1](gate_up(x_PC, gate_up_E2IC.flatten(1, 2), pairs.ends))
-    out_PC = _Reordered.apply(  # type: ignore[no-untyped-call]
-        down_out(inner_PI, down_ECI, pairs.ends), pairs.places, pairs.order
-    )
+    sorted_PC = down_out(inner_PI, down_ECI, pairs.ends)
+    if some_foreign:
+        sorted_PC = _held_rows(sorted_PC, pairs.ends)
+    out_PC = _Reordered.apply(sorted_PC, pairs.places, pairs.order)  # type: ignore[no-untyped-call]
     out: Tensor = (out_PC.view(tokens, k, -1).float() * weights_TK[..., None]).sum(1)
     return out
 
 
+def _held_rows(x_PC: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows of experts that are here; those behind them are zero, and so are their gradients: no product has written them."""
+    is_held_P = torch.arange(len(x_PC), device=x_PC.device) < ends_E[-1]
+    return torch.where(is_held_P[:, None], x_PC, 0.0)
+
+
 def grouped_product(x_PC: Tensor, weight_ENC: Tensor, ends_E: Tensor) -> Tensor:
-    """Rows x of each expert times its own matrix; expert e has the rows up to ends[e]. Differentiable."""
+    """Rows x of each expert times its own matrix; expert e has the rows up to ends[e], and rows behind the last one's are not
+    computed: they may hold anything. Differentiable."""
     out: Tensor = _GroupedProduct.apply(x_PC, weight_ENC, ends_E)  # type: ignore[no-untyped-call]
     return out
 
@@ -162,8 +175,8 @@ def _grouped(x_PC: Tensor, weights: Tensor, ends_E: Tensor, transposed: bool) ->
     weight_ECN = weights.transpose(1, 2) if transposed else weights
     if _is_aligned(x_PC, x_PC.shape[1], weight_ECN.shape[2]):
         return torch._grouped_mm(x_PC, weight_ECN, offs=ends_E)
-    parts = _parts(x_PC, ends_E)
-    return torch.cat([part @ weight for part, weight in zip(parts, weight_ECN, strict=True)])
+    out = torch.cat([part @ weight for part, weight in zip(_parts(x_PC, ends_E), weight_ECN, strict=True)])
+    return F.pad(out, (0, 0, 0, len(x_PC) - len(out)))
 
 
 @_grouped.register_fake
@@ -199,8 +212,8 @@ def _is_aligned(x: Tensor, *sizes: int) -> bool:
 
 
 def _parts(x: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
-    """The rows of each expert."""
-    return torch.tensor_split(x, ends_E[:-1].cpu().long())
+    """The rows of each expert that is here."""
+    return torch.tensor_split(x, ends_E.cpu().long())[:-1]
 
 
 class Router(nn.Module):
@@ -230,33 +243,43 @@ class NarrowExperts(NamedTuple):
 
 
 class Experts(nn.Module):
-    """The weights of all experts of a layer: gate and up [E, 2, I, C], and down [E, C, I]."""
+    """The weights of the experts of a layer: gate and up [E, 2, I, C], and down [E, C, I]. A rank of several may hold some of
+    them, from `first` on, which has the ids that follow; experts of other ranks add nothing here."""
 
     def __init__(self, shape: ModelSpec) -> None:
         super().__init__()
         count, inner, hidden = shape.experts, shape.expert_size, shape.hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2, inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))
-        self.activation = shape.activation
+        self.activation, self.count, self.first = shape.activation, count, 0
         self.narrow: NarrowExperts | None = None  # what products take instead; see `quantize.py`
 
     def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         gate_up, down, scales = self.taken()
-        return expert_mlp(x_TC, gate_up, down, ids_TK, weights_TK, self.activation, scales)
+        local_TK = self.local_ids(ids_TK, len(gate_up))
+        some_foreign = len(gate_up) < self.count
+        return expert_mlp(x_TC, gate_up, down, local_TK, weights_TK, self.activation, scales, some_foreign)
 
     def taken(self) -> NarrowExperts:
         """The matrices that products take."""
         return self.narrow or NarrowExperts(_local(self.gate_up_proj), _local(self.down_proj), None)
 
+    def local_ids(self, ids_TK: Tensor, held: int) -> Tensor:
+        """Numbers of these experts among the `held` ones of this rank; `held` itself for those of other ranks."""
+        if held == self.count:
+            return ids_TK
+        local_TK = ids_TK - self.first
+        return torch.where((local_TK >= 0) & (local_TK < held), local_TK, held)
+
 
 def _local(weight: Tensor) -> Tensor:
-    """This rank's part of the inner units."""
+    """This rank's experts, and its part of their inner units."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class ExpertMLP(nn.Module):
-    """An MLP that is a mixture of experts. Where ranks share the inner units of each expert, `enter` sums the gradients of
-    its input over them, and `leave` its result."""
+    """An MLP that is a mixture of experts. Where ranks share the experts, or the inner units of each, `enter` sums the
+    gradients of its input over them, and `leave` its result."""
 
     def __init__(self, shape: ModelSpec) -> None:
         super().__init__()
@@ -307,7 +330,8 @@ class ExpertMLP(nn.Module):
             weights_TK = route_weights(logits_TE, ids_TK, self.normalize)
         part = total_BTC if self.leave is None else torch.zeros_like(total_BTC)
         gate_up, down, scales = self.experts.taken()
-        expert_kernels.add_experts(part.flatten(0, 1), x_TC, gate_up, down, ids_TK, weights_TK, scales)
+        local_TK = self.experts.local_ids(ids_TK, len(gate_up))
+        expert_kernels.add_experts(part.flatten(0, 1), x_TC, gate_up, down, local_TK, weights_TK, scales)
         stream = part if self.leave is None else total_BTC.add_(self.leave(part))
         return (stream, _own_choice(logits_TE, ids_TK, own_TK, stream, routes_BTK)) if report else stream
 

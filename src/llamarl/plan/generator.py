@@ -47,6 +47,12 @@ class Replica(Struct, frozen=True, dict=True):
     length: int  # capacity of a slot in tokens, prompt and answer
     lora: LoraConfig = NO_LORA
     merged: bool = False  # whether adapters are merged into a copy of the weights
+    expert: int = 1  # parts of the ranks that hold different experts
+
+    @property
+    def layout(self) -> str:
+        """Its ranks in words."""
+        return f"TP {self.tp} (EP {self.expert})" if self.expert > 1 else f"TP {self.tp}"
 
     def cached_tokens(self, samples: int, answers: Lengths) -> float:
         """Tokens in the cache on average, with all slots busy: answers of all ages, and a prompt for each group."""
@@ -57,7 +63,7 @@ class Replica(Struct, frozen=True, dict=True):
         return {
             "weights": held_bytes(self.shape, self.precision, self.lora, merged=self.merged) / self.tp,
             "KV cache": cached_tokens * kv_bytes_per_token(self.shape, self.precision, self.tp),
-            "activations": passing_bytes(self.shape, self.tp, self.slots, self.prompt),
+            "activations": passing_bytes(self.shape, self.tp, self.slots, self.prompt, self.expert),
         }
 
     def memory_bytes(self, cached_tokens: float) -> float:
@@ -127,7 +133,7 @@ class Replica(Struct, frozen=True, dict=True):
         """Time of a step without the part that depends on the cache."""
         cached = cached_on_cpu(self.slots, self.length) if self.gpu.is_cpu else 0
         lora = NO_LORA if self.merged else self.lora
-        terms = decode_terms(self.shape, self.gpu, self.precision, rows, cached, self.tp, lora)
+        terms = decode_terms(self.shape, self.gpu, self.precision, rows, cached, self.tp, lora, self.expert)
         return total_s(self.gpu.decode, terms) + decode_exchange_s(self.shape, self.gpu, rows, self.tp)
 
     def prefill_s(self, groups: int) -> float:
@@ -144,8 +150,10 @@ class Replica(Struct, frozen=True, dict=True):
         bucket = padded_tokens(self.prompt - 1)
         if self.gpu.is_cpu:
             calls = -(-groups // CPU_PREFILL_ROWS)
-            return calls * prefill_s(self.shape, self.gpu, self.precision, CPU_PREFILL_ROWS, bucket, self.tp)
-        return prefill_s(self.shape, self.gpu, self.precision, groups, bucket, self.tp)
+            return calls * prefill_s(
+                self.shape, self.gpu, self.precision, CPU_PREFILL_ROWS, bucket, self.tp, self.expert
+            )
+        return prefill_s(self.shape, self.gpu, self.precision, groups, bucket, self.tp, self.expert)
 
     @property
     def late_steps(self) -> float:

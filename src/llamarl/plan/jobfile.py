@@ -23,6 +23,7 @@ def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
         "generator": {
             "replicas": int(plan.generators.replicas),
             "tensor": replica.tp,
+            **({"expert": replica.expert} if replica.expert > 1 else {}),
             "dtype": DTYPES.get(replica.precision, "bfloat16"),
             "quantize": "fp8" if replica.precision == "fp8" and not narrow else "none",
             "slots": replica.slots,
@@ -34,6 +35,7 @@ def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
             "data": trainer.data,
             "context": trainer.context,
             "tensor": trainer.tp,
+            **({"expert": trainer.expert} if trainer.expert > 1 else {}),
             "dtype": DTYPES[trainer.precision],
             "recompute": trainer.recompute,
             "tokens_per_pack": trainer.tokens_per_pack,

@@ -65,7 +65,8 @@ class Plan(Struct, frozen=True):
     @property
     def can_be_built(self) -> bool:
         """Whether builders accept the layout; one that copies key-value heads is only a baseline."""
-        return self.generators.replica.shape.splits_over(self.generators.replica.tp)
+        replica = self.generators.replica
+        return replica.shape.splits_over(replica.tp, replica.expert)
 
     @property
     def price(self) -> float:
@@ -131,6 +132,7 @@ class Space:
                     alone = TrainerRanks(
                         question.shape, question.gpu, precision, gpus // tp, tp, recompute, pack, 1, question.lora, base
                     )
+                    alone = replace(alone, expert=question.expert)
                     for ranks in self._offloading(alone):
                         yield ranks
                         yield from self._sharing_packs(ranks)
@@ -181,6 +183,7 @@ class Space:
         replica = Replica(
             question.shape, question.gpu, precision, tp, slots, work.prompt, work.longest_document, question.lora
         )
+        replica = replace(replica, expert=question.expert)
         return Generators(replica, replicas, replica.memory_bytes(replica.cached_tokens(work.samples, work.answers)))
 
     def least_generator_bytes(self, gpus: int) -> float:

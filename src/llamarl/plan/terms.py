@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import log2
+from math import log, log2, sqrt
 
 from msgspec.structs import replace
 
@@ -69,23 +69,34 @@ def product_s(gpu: Gpu, precision: str, rows: float, outputs: float, inputs: flo
     return max(2 * rows * outputs * inputs / rate, moved / gpu.bytes_per_s)
 
 
-def expert_products(shape: ModelSpec, tp: int) -> tuple[tuple[float, float], ...]:
-    """(outputs, inputs) of the products of one expert on one rank."""
-    inner = shape.expert_size / tp
+def expert_products(shape: ModelSpec, tp: int, expert: int = 1) -> tuple[tuple[float, float], ...]:
+    """(outputs, inputs) of the products of one expert on one rank, of which `expert` parts hold different experts."""
+    inner = shape.expert_size * expert / tp
     return (2 * inner, shape.hidden_size), (shape.hidden_size, inner)
 
 
-def experts_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int, used: float | None = None) -> float:
-    """Time of the experts of one layer: the operations of each token's experts, or the bytes of those that are used."""
+def busiest_share(copies: float, expert: int) -> float:
+    """Share of so many pairs of a token and an expert that the busiest of `expert` parts has, about, if tokens choose evenly
+    and apart from one another: the mean, and as many standard deviations as the largest of so many is above it."""
+    spread = sqrt(2 * log(expert) * (1 - 1 / expert) / expert / copies) if expert > 1 and copies else 0.0
+    return min(1.0, 1 / expert + spread)
+
+
+def experts_s(
+    shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int, used: float | None = None, expert: int = 1
+) -> float:
+    """Time of the experts of one layer: the operations of each token's experts, or the bytes of those that are used. All
+    wait for the rank whose experts have most tokens."""
     used = shape.used_experts(rows) if used is None else used
-    found, copies = 0.0, rows * shape.experts_per_token
-    for outputs, inputs in expert_products(shape, tp):
+    share = busiest_share(rows * shape.experts_per_token, expert)
+    found, copies, used = 0.0, rows * shape.experts_per_token * share, min(used * share, shape.experts / expert)
+    for outputs, inputs in expert_products(shape, tp, expert):
         moved = used * outputs * inputs * WIDTH[precision] + copies * (inputs + outputs) * activation_width(precision)
         found += max(2 * copies * outputs * inputs / gpu.flops(precision), moved / gpu.bytes_per_s)
     return found
 
 
-def block_products_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int) -> float:
+def block_products_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int, expert: int = 1) -> float:
     """Time of all products of all layers, forward."""
 
     def layer_s(of: ModelSpec) -> float:
@@ -94,7 +105,7 @@ def block_products_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp
     if not shape.experts:
         return shape.num_layers * layer_s(shape)
     mixed = len(shape.expert_layers)
-    with_experts = mixed * (layer_s(shape) + experts_s(shape, gpu, precision, rows, tp))
+    with_experts = mixed * (layer_s(shape) + experts_s(shape, gpu, precision, rows, tp, expert=expert))
     return with_experts + (shape.num_layers - mixed) * layer_s(replace(shape, experts=0))
 
 
@@ -122,10 +133,11 @@ def decode_terms(
     cached_tokens: float,
     tp: int = 1,
     lora: LoraConfig = NO_LORA,
+    expert: int = 1,
 ) -> dict[str, float]:
     """Terms of a decode step of `rows` sequences with `cached_tokens` cached tokens in total. Adapters stand beside the
     products."""
-    products = block_products_s(shape, gpu, precision, rows, tp) + head_s(shape, gpu, precision, rows, tp)
+    products = block_products_s(shape, gpu, precision, rows, tp, expert) + head_s(shape, gpu, precision, rows, tp)
     return {
         "products": products + adapter_products_s(shape, gpu, precision, rows, tp, lora),
         "cache": cached_tokens * kv_bytes_per_token(shape, precision, tp) / gpu.bytes_per_s,
@@ -158,14 +170,16 @@ def decode_exchange_s(shape: ModelSpec, gpu: Gpu, rows: float, tp: int, width: i
     return (2 * shape.num_layers + 2) * all_reduce_s(gpu, rows * shape.hidden_size * width, tp)
 
 
-def prefill_s(shape: ModelSpec, gpu: Gpu, precision: str, prompts: int, tokens: float, tp: int = 1) -> float:
+def prefill_s(
+    shape: ModelSpec, gpu: Gpu, precision: str, prompts: int, tokens: float, tp: int = 1, expert: int = 1
+) -> float:
     """Time to read prompts of `tokens` tokens: products, causal attention, launches. No head: nothing is sampled yet."""
     rows = prompts * tokens
     pairs = prompts * seen_square(tokens, shape.windows)
     attention_s = 2 * shape.num_layers * shape.q_size / tp * pairs / gpu.flops(_products_in(precision))
     exchange_s = 0.0 if tp == 1 else 2 * shape.num_layers * all_reduce_s(gpu, rows * shape.hidden_size * 2, tp)
     return gpu.decode.prefill * (
-        gpu.decode.products * block_products_s(shape, gpu, precision, rows, tp)
+        gpu.decode.products * block_products_s(shape, gpu, precision, rows, tp, expert)
         + gpu.train.attention * attention_s
         + gpu.decode.traffic * rows * forward_traffic(shape, precision, tp) / gpu.bytes_per_s
         + gpu.decode.layer_s * shape.num_layers
@@ -259,7 +273,7 @@ def num_trained(shape: ModelSpec, lora: LoraConfig) -> int:
 
 
 def shard_exchange_s(
-    shape: ModelSpec, gpu: Gpu, tp: int, data: int, passes: float, lora: LoraConfig = NO_LORA
+    shape: ModelSpec, gpu: Gpu, tp: int, data: int, passes: float, lora: LoraConfig = NO_LORA, expert: int = 1
 ) -> float:
     """FSDP's communication: each pass gathers the weights twice in bf16 (forward, backward) and reduces the gradients once in
     fp32."""
@@ -267,6 +281,7 @@ def shard_exchange_s(
         return 0.0
     held = num_parameters(shape) + num_adapter_parameters(shape, lora)
     each_bytes = ((2 + 2) * held + 4 * num_trained(shape, lora)) / tp * (data - 1) / data
+    each_bytes *= fullest_share(shape, data, expert)
     return passes * each_bytes / (link_gb_s(gpu, tp * data) * 1e9)
 
 
@@ -375,36 +390,60 @@ def published_bytes(shape: ModelSpec, precision: str, lora: LoraConfig = NO_LORA
     return weight_bytes(shape, precision)
 
 
+@lru_cache(maxsize=256)
+def fullest_share(shape: ModelSpec, data: int, expert: int = 1) -> float:
+    """Factor by which the fullest of `data` FSDP ranks holds more weights than an even share: FSDP deals out whole experts,
+    of which a tensor rank has 1 / `expert`."""
+    if not shape.experts:
+        return 1.0
+    held = -(-shape.experts // expert)
+    uneven = -(-held // data) * data / held - 1
+    mixed = sum(one.size for one in parameters(shape).values() if one.is_expert)
+    return 1 + uneven * mixed / num_parameters(shape)
+
+
 def training_state(
-    shape: ModelSpec, tp: int, data: int, replicate: int = 1, lora: LoraConfig = NO_LORA, base: str = "bf16"
+    shape: ModelSpec,
+    tp: int,
+    data: int,
+    replicate: int = 1,
+    lora: LoraConfig = NO_LORA,
+    base: str = "bf16",
+    expert: int = 1,
 ) -> dict[str, float]:
     """Bytes per rank by kind, 16 per parameter, sharded over the ranks of a replica. Without FSDP the weights are half of
     their masters. Gradients are summed in fp32. With adapters, the frozen weights take what their precision `base` takes,
     and nothing else."""
     if lora:
         adapters = num_adapter_parameters(shape, lora) / (tp * data)
-        frozen = weight_bytes(shape, base) / (tp * data)
+        frozen = weight_bytes(shape, base) / (tp * data) * fullest_share(shape, data, expert)
         return {"weights": frozen + 4 * adapters, "optimizer state": 8 * adapters, "gradients": 4 * adapters}
-    each = num_parameters(shape) / (tp * data)
+    each = num_parameters(shape) / (tp * data) * fullest_share(shape, data, expert)
     weights = 2 if data * replicate == 1 else 4
     return {"weights": weights * each, "optimizer state": (12 - weights) * each, "gradients": 4 * each}
 
 
 def training_state_bytes(
-    shape: ModelSpec, tp: int, data: int, replicate: int = 1, lora: LoraConfig = NO_LORA, base: str = "bf16"
+    shape: ModelSpec,
+    tp: int,
+    data: int,
+    replicate: int = 1,
+    lora: LoraConfig = NO_LORA,
+    base: str = "bf16",
+    expert: int = 1,
 ) -> float:
     """Bytes per rank of masters, moments and gradients, and of frozen weights."""
-    return sum(training_state(shape, tp, data, replicate, lora, base).values())
+    return sum(training_state(shape, tp, data, replicate, lora, base, expert).values())
 
 
-def offloaded_state_bytes(shape: ModelSpec, tp: int, data: int, replicate: int = 1) -> float:
+def offloaded_state_bytes(shape: ModelSpec, tp: int, data: int, replicate: int = 1, expert: int = 1) -> float:
     """Bytes of host memory per rank with `trainer.offload`: moments, and without FSDP the low halves of the masters."""
-    return training_state(shape, tp, data, replicate)["optimizer state"]
+    return training_state(shape, tp, data, replicate, expert=expert)["optimizer state"]
 
 
-def offloaded_step_s(shape: ModelSpec, tp: int, data: int, replicate: int = 1) -> float:
+def offloaded_step_s(shape: ModelSpec, tp: int, data: int, replicate: int = 1, expert: int = 1) -> float:
     """Time that an update's step takes longer with `trainer.offload`: all of the state comes and goes, both ways at once."""
-    return offloaded_state_bytes(shape, tp, data, replicate) / (HOST_GB_S * 1e9)
+    return offloaded_state_bytes(shape, tp, data, replicate, expert) / (HOST_GB_S * 1e9)
 
 
 def visiting_state_bytes(shape: ModelSpec, tp: int, data: int, replicate: int = 1) -> float:
@@ -431,23 +470,28 @@ def pass_bytes(
     width: int = 2,
     lora: LoraConfig = NO_LORA,
     context: int = 1,
+    data: int = 1,
+    expert: int = 1,
 ) -> dict[str, float]:
     """Most bytes per rank that a pass of `tokens` tokens takes, with `width` bytes per number, by kind: what FSDP gathers and
     reduces, if several ranks share a batch, and activations. It is the fullest of four moments: in the head, in the backward
     pass of the last layer, when the embedding's gradient is there, and when FSDP reduces it with the head's. With adapters,
-    head, embedding and layers have no gradients. `context` ranks share the tokens."""
+    head, embedding and layers have no gradients. `context` ranks share the tokens,
+    and `data` ranks the weights."""
     seen, tokens = tokens, tokens / context
     ends, layer = (
         (num_parameters(shape) - block_parameters(shape)) / tp,
-        block_parameters(shape) / shape.num_layers / tp,
+        block_parameters(shape) / shape.num_layers / tp * fullest_share(shape, data, expert),
     )
     embedding, head = embedding_of(shape).size, head_of(shape).size / tp
     layers = min(shape.num_layers, OFFLOADED_LAYERS) if recompute == "offload" else shape.num_layers
-    kept = tokens * layers * _kept_bytes(shape, recompute, tp, width)
+    kept = tokens * layers * _kept_bytes(shape, recompute, tp, width, expert)
     if lora:
         in_head = kept + _frozen_head_bytes(shape, tokens, tp)
         in_layer = (
-            kept + _layer_bytes(shape, tokens, recompute, tp, width) + _context_bytes(shape, seen, tp, context, width)
+            kept
+            + _layer_bytes(shape, tokens, recompute, tp, width, expert)
+            + _context_bytes(shape, seen, tp, context, width)
         )
         gathered, activations = max((0.0, in_head), (2 * width * layer * (batch_ranks > 1), in_layer), key=sum)
         return {"gathered": gathered + width * ends * (batch_ranks > 1), "activations": activations}
@@ -456,7 +500,7 @@ def pass_bytes(
         "layer": (
             2 * width * layer + 4 * layer,
             kept
-            + _layer_bytes(shape, tokens, recompute, tp, width)
+            + _layer_bytes(shape, tokens, recompute, tp, width, expert)
             + _context_bytes(shape, seen, tp, context, width)
             + width * head,
         ),
@@ -484,9 +528,9 @@ def _frozen_head_bytes(shape: ModelSpec, tokens: float, tp: int) -> float:
     return min(SCORE_BYTES, whole) * at_once + tokens * 10 * shape.hidden_size
 
 
-def _layer_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int) -> float:
+def _layer_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int, expert: int) -> float:
     """A layer's backward pass: what was not kept of it, or gradients of its MLP."""
-    whole, attention = (_kept_bytes(shape, how, tp, width) for how in ("none", "selective"))
+    whole, attention = (_kept_bytes(shape, how, tp, width, expert) for how in ("none", "selective"))
     return tokens * (whole if recompute == "full" else whole - attention + 4 * shape.hidden_size)
 
 
@@ -496,13 +540,13 @@ def _context_bytes(shape: ModelSpec, tokens: float, tp: int, context: int, width
     return 0.0 if context == 1 else tokens * 2 * shape.kv_size / tp * (2 * width + 2 * 4)
 
 
-def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int) -> float:
+def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int, expert: int = 1) -> float:
     """Bytes per token that a layer keeps: the stream before it and between its halves, which is fp32, and inputs and results
     of its products. With tensor parallelism one of the two norms is computed again, and a block that is computed
-    again keeps its part of the stream."""
+    again keeps its part of the stream. Ranks with different experts have rows for those of others, too."""
     norms = 2 if tp == 1 else 1
     attention = (2 * 4 + norms * width) * shape.hidden_size + width * (2 * shape.q_size + 2 * shape.kv_size) / tp
-    mlp = width * (3 * shape.inner_units / tp + 2 * shape.expert_copies * shape.hidden_size)
+    mlp = width * (3 * shape.inner_rows(expert) / tp + 2 * shape.expert_copies * shape.hidden_size)
     some = {"none": attention + mlp, "selective": attention, "offload": attention, "full": 4 * shape.hidden_size / tp}
     return some[recompute]
 
@@ -523,10 +567,10 @@ def held_bytes(shape: ModelSpec, precision: str, lora: LoraConfig = NO_LORA, *, 
     return weight_bytes(shape, wire(precision, shape)) + narrow
 
 
-def passing_bytes(shape: ModelSpec, tp: int, slots: int, prompt_tokens: int) -> float:
+def passing_bytes(shape: ModelSpec, tp: int, slots: int, prompt_tokens: int, expert: int = 1) -> float:
     """Bytes per rank that a generator takes for a moment: reading as many prompts as it reads at once, or the scores of all
     slots (with tensor parallelism: those of every rank, joined)."""
     reading = CPU_PREFILL_ROWS * padded_tokens(prompt_tokens - 1)
-    states = reading * ((14 + 8 * shape.expert_copies) * shape.hidden_size + 2 * shape.inner_units / tp)
+    states = reading * ((14 + 8 * shape.expert_copies) * shape.hidden_size + 2 * shape.inner_rows(expert) / tp)
     scores = 4 * slots * shape.vocab_size * (1 if tp == 1 else 2 + 1 / tp)
     return max(states, scores)

@@ -106,6 +106,7 @@ class TrainerRanks(Struct, frozen=True):
     base: str = "bf16"  # precision of the frozen weights, with adapters
     context: int = 1
     offload: bool = False  # whether the optimizer state is in host memory between updates
+    expert: int = 1  # parts of the tensor ranks that hold different experts
 
     @property
     def ranks(self) -> int:
@@ -126,7 +127,8 @@ class TrainerRanks(Struct, frozen=True):
         """The mesh in words."""
         replicas = f"{self.replicate} replicas x " if self.replicate > 1 else ""
         context = f" x context {self.context}" if self.context > 1 else ""
-        return f"{replicas}FSDP {self.data}{context} x TP {self.tp}"
+        experts = f" (EP {self.expert})" if self.expert > 1 else ""
+        return f"{replicas}FSDP {self.data}{context} x TP {self.tp}{experts}"
 
     def passes(self, tokens: float) -> float:
         """Forward and backward passes of each rank for this many tokens in all. Context ranks share each pass."""
@@ -136,15 +138,17 @@ class TrainerRanks(Struct, frozen=True):
         """Time of an update. FSDP's communication overlaps with the passes; that of tensor parallelism does not. Replicas sum
         their gradients during the last backward pass, which is two thirds of that pass."""
         passes, computing_s = self.passes(batch.computed(self.tokens_per_pack).tokens), self.computing_s(batch)
-        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, passes, self.lora)
+        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, passes, self.lora, self.expert)
         replicas_s = replica_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, self.replicate, self.lora)
-        step_s = offloaded_step_s(self.shape, self.tp, self.fsdp_ranks, self.replicate) if self.offload else 0.0
+        step_s = (
+            offloaded_step_s(self.shape, self.tp, self.fsdp_ranks, self.replicate, self.expert) if self.offload else 0.0
+        )
         return max(computing_s, sharding_s) + max(0.0, replicas_s - computing_s / passes * 2 / 3) + step_s
 
     def waits_for_shards(self, batch: UpdateLoad) -> bool:
         """Whether FSDP's communication takes longer than everything that it overlaps with."""
         passes = self.passes(batch.computed(self.tokens_per_pack).tokens)
-        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, passes, self.lora)
+        sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, passes, self.lora, self.expert)
         return sharding_s > self.computing_s(batch)
 
     def computing_s(self, batch: UpdateLoad) -> float:
@@ -195,9 +199,17 @@ class TrainerRanks(Struct, frozen=True):
         """Bytes of one rank's tensors, by kind."""
         ranks = self.replicate * self.fsdp_ranks
         passing = pass_bytes(
-            self.shape, self.tokens_per_pack, self.recompute, self.tp, ranks, lora=self.lora, context=self.context
+            self.shape,
+            self.tokens_per_pack,
+            self.recompute,
+            self.tp,
+            ranks,
+            lora=self.lora,
+            context=self.context,
+            data=self.fsdp_ranks,
+            expert=self.expert,
         )
-        state = training_state(self.shape, self.tp, self.fsdp_ranks, self.replicate, self.lora, self.base)
+        state = training_state(self.shape, self.tp, self.fsdp_ranks, self.replicate, self.lora, self.base, self.expert)
         if self.offload:
             visiting = visiting_state_bytes(self.shape, self.tp, self.fsdp_ranks, self.replicate)
             state["optimizer state"] = max(0.0, visiting - sum(passing.values()))  # it comes when activations are gone
@@ -206,6 +218,10 @@ class TrainerRanks(Struct, frozen=True):
     @property
     def host_bytes(self) -> float:
         """Host memory of one rank's optimizer state and activations."""
-        state = offloaded_state_bytes(self.shape, self.tp, self.fsdp_ranks, self.replicate) if self.offload else 0.0
+        state = (
+            offloaded_state_bytes(self.shape, self.tp, self.fsdp_ranks, self.replicate, self.expert)
+            if self.offload
+            else 0.0
+        )
         away = self.recompute == "offload"
         return state + (offloaded_bytes(self.shape, self.tokens_per_pack / self.context, self.tp) if away else 0.0)

@@ -24,7 +24,8 @@ def transfer_s(trainer: TrainerRanks, replica: Replica, replicas: int) -> float:
     links = _links(trainer.gpu, total)
     copies, data = trainer.replicate, trainer.fsdp_ranks
     precision, lora = wire(replica.precision, replica.shape), trainer.lora
-    return _transfer_s(trainer.shape, copies, data, trainer.tp, replica.tp, replicas, precision, links, lora)
+    tensor = (trainer.tp, trainer.expert), (replica.tp, replica.expert)
+    return _transfer_s(trainer.shape, copies, data, *tensor, replicas, precision, links, lora)
 
 
 def _links(gpu: Gpu, total: int) -> Links:
@@ -37,16 +38,19 @@ def _transfer_s(
     shape: ModelSpec,
     copies: int,
     data: int,
-    trainer_tp: int,
-    generator_tp: int,
+    trainer_ranks: tuple[int, int],
+    generator_ranks: tuple[int, int],
     replicas: int,
     precision: str,
     links: Links,
     lora: LoraConfig,
 ) -> float:
-    """Computed on a cluster smaller by a common divisor, where every rank sends and receives the same number of bytes."""
+    """`..._ranks` are those that share a layer, and the parts of them that hold different experts. Computed on a cluster
+    smaller by a common divisor, where every rank sends and receives the same number of bytes."""
     fewer = gcd(copies, replicas)
     smaller = gcd(data, replicas // fewer)
-    trainer = Side(Mesh((("replicas", copies // fewer), ("fsdp", data // smaller), ("tp", trainer_tp))), "bf16")
-    generator = Side(Mesh((("replicas", replicas // fewer // smaller), ("tp", generator_tp))), precision)
+    (trainer_tp, trainer_ep), (generator_tp, generator_ep) = trainer_ranks, generator_ranks
+    sources = Mesh((("replicas", copies // fewer), ("fsdp", data // smaller), ("tp", trainer_tp)), trainer_ep)
+    targets = Mesh((("replicas", replicas // fewer // smaller), ("tp", generator_tp)), generator_ep)
+    trainer, generator = Side(sources, "bf16"), Side(targets, precision)
     return predict(model_plan(shape, trainer, generator, lora), links).predicted_s

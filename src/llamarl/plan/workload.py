@@ -77,6 +77,7 @@ class Question(Struct, frozen=True, kw_only=True):
     lora: LoraConfig = NO_LORA
     base: str = "bf16"  # precision of the frozen weights, with adapters; fp8 is not split over ranks
     offload: bool = False  # whether the optimizer state may be in host memory between updates
+    expert: int = 1  # parts of the tensor ranks that hold different experts, of trainer and generators
     copied_heads: bool = False
     """Whether ranks of a replica may hold copies of a key-value head. No builder does that: such a plan is a baseline."""
 
@@ -88,6 +89,8 @@ class Question(Struct, frozen=True, kw_only=True):
             )
         if self.has_narrow_base and self.precisions != ("fp8",):
             raise InputError("--base fp8: generators compute with the base's own weights; leave out --precision")
+        if self.expert > 1 and (self.shape.experts % self.expert or not self.shape.experts):
+            raise InputError(f"--expert {self.expert}: the model has {self.shape.experts} experts; it must divide them")
         if self.shape.experts and not all(self.can_hold(name, 1) for name in self.precisions):
             raise InputError("--precision: models with experts are planned in bf16; leave it out")
         if not all(self.can_hold(name, 1) for name in self.precisions):
@@ -101,7 +104,10 @@ class Question(Struct, frozen=True, kw_only=True):
     def tensor_sizes(self) -> Sequence[int]:
         """Tensor-parallel sizes that divide the model evenly and fit in a host."""
         most = 1 if self.has_narrow_base else self.gpu.gpus_per_host
-        return [size for size in TENSOR_SIZES if size <= most and self.shape.splits_over(size)]
+        return [size for size in TENSOR_SIZES if size <= most and self._splits(self.shape, size)]
+
+    def _splits(self, shape: ModelSpec, size: int) -> bool:
+        return size % self.expert == 0 and shape.splits_over(size, self.expert)
 
     @property
     def has_narrow_base(self) -> bool:
@@ -111,7 +117,7 @@ class Question(Struct, frozen=True, kw_only=True):
         """Tensor-parallel sizes of a generator, which may span several hosts."""
         shape, most = self.shape, 1 if self.has_narrow_base else self.hosts * self.gpu.gpus_per_host
         whole = replace(shape, num_kv_heads=shape.num_heads) if self.copied_heads else shape
-        return [size for size in TENSOR_SIZES if size <= most and whole.splits_over(size)]
+        return [size for size in TENSOR_SIZES if size <= most and self._splits(whole, size)]
 
     def can_hold(self, precision: str, tp: int) -> bool:
         """Whether a generator of `tp` ranks can hold its weights in this precision."""

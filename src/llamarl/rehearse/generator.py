@@ -55,7 +55,7 @@ TWINS = (
 
 def rehearse_generator(replica: Replica, rank: int, *, cached_tokens: float, samples: int) -> RankMemory:
     """Memory of one rank with all slots busy, and with pages for as many tokens as the plan reckons with."""
-    part = TensorRank(rank, replica.tp)
+    part = TensorRank(rank, replica.tp, replica.expert)
     part.check(replica.shape)
     owners: dict[Callable[..., Any], str] = {PagedCache.__init__: "KV cache", SlotState.__init__: "activations"}
     tracker = MemoryTracker("activations", twins=TWINS, owners=owners)

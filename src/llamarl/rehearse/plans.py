@@ -25,7 +25,7 @@ def rehearse_plan(plan: Plan, question: Question) -> list[RoleMemory]:
     built = run_in_forks([*training, *generating])
     away = ", offload" if ranks.offload else ""
     trainer = f"{ranks.layout}, {ranks.tokens_per_pack} tokens, recompute {ranks.recompute}{away}"
-    generator = f"TP {replica.tp}, {replica.precision}, {replica.slots} slots"
+    generator = f"{replica.layout}, {replica.precision}, {replica.slots} slots"
     cached_tokens = replica.cached_tokens(work.samples, work.answers)
     return [
         RoleMemory("trainer", trainer, ranks.memory_kinds, built[: len(training)]),
@@ -57,5 +57,5 @@ def generator_rehearsals(replica: Replica, work: Workload) -> list[Rehearsal]:
 
 
 def _same_sizes(replica: Replica) -> bool:
-    first, last = TensorRank(0, replica.tp), TensorRank(replica.tp - 1, replica.tp)
+    first, last = (TensorRank(rank, replica.tp, replica.expert) for rank in (0, replica.tp - 1))
     return all(shape_of(first.box(one)) == shape_of(last.box(one)) for one in parameters(replica.shape).values())

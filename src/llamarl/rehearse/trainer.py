@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from llamarl.algo.batch import Document
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
+from llamarl.layout.model import check_shared
 from llamarl.model.base import Base, BaseLayout
 from llamarl.model.quantize import fp8_product, quantize_rows
 from llamarl.model.transformer import Transformer
@@ -18,7 +19,7 @@ from llamarl.rehearse.memory import RankMemory
 from llamarl.rehearse.tracking import MemoryTracker
 from llamarl.rehearse.world import DEVICE, fake_memory, fake_ranks
 from llamarl.train.learner import Learner
-from llamarl.train.mesh import check_tensor_parallel, make_mesh
+from llamarl.train.mesh import make_mesh
 from llamarl.train.narrow_base import take_narrow_base
 from llamarl.train.optimizer import AdamW
 from llamarl.train.parallel import tie_head
@@ -31,12 +32,12 @@ _HOST = "host memory"
 def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int) -> RankMemory:
     """Memory of one rank over an update of two full passes, with documents of these lengths. The first pass makes the sums of
     gradients; like all later passes, the second one runs beside them."""
-    check_tensor_parallel(ranks.shape, ranks.tp, "trainer.tensor")
+    check_shared(ranks.shape, ranks.tp, ranks.expert, "trainer")
     narrow = bool(ranks.lora) and ranks.base == "fp8"
     twins = (fp8_product, quantize_rows) if narrow else ()
     tracker = MemoryTracker("activations", twins=twins, owners={AdamW._collect: "gradients", HostArena._make: _HOST})
     with fake_ranks(rank, ranks.ranks):
-        mesh = make_mesh(ranks.data, ranks.tp, rank, DEVICE, ranks.replicate, ranks.context)
+        mesh = make_mesh(ranks.data, ranks.tp, rank, DEVICE, ranks.replicate, ranks.context, ranks.expert)
         computing = ComputeSettings(
             DEVICE,
             torch.bfloat16,

@@ -69,6 +69,7 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
             settings.max_prompt_tokens + settings.max_new_tokens,
             self.config.model.lora,
             settings.lora == "merged",
+            settings.expert,
         )
 
     @property
@@ -87,6 +88,7 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
             "fp8" if self.config.model.base == "fp8" else precision,
             settings.context,
             settings.offload and not self.config.model.lora and not self.gpu.is_cpu,
+            settings.expert,
         )
 
     @property

@@ -1,5 +1,6 @@
 """The trainer's ranks as a mesh: `data` ranks share an update's documents, `context` ranks share the tokens of each pack, and
-both shard the weights; `tensor` ranks share every product, and `replicate` copies of such a mesh share documents too.
+both shard the weights; `tensor` ranks share every product, and `replicate` copies of such a mesh share documents too. Experts
+lie whole on `expert` parts of the tensor ranks.
 
 A single rank is a mesh too: its collectives are no-ops, so that callers need not ask how many ranks there are.
 """
@@ -13,9 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llamarl.errors import ConfigError
-from llamarl.model_spec import ModelSpec
-
 
 @dataclass(frozen=True)
 class TrainerMesh:
@@ -27,6 +25,8 @@ class TrainerMesh:
     batch: DeviceMesh | None = None  # all ranks that share an update's tokens
     context: int = 1
     context_mesh: DeviceMesh | None = None  # the ranks that share this rank's packs
+    expert: int = 1
+    flat_tensor: DeviceMesh | None = None  # the tensor ranks in one dimension, where `devices` has two for experts
 
     @property
     def size(self) -> int:
@@ -79,7 +79,14 @@ class TrainerMesh:
     @property
     def tensor_mesh(self) -> DeviceMesh:
         assert self.devices is not None
-        return self.devices["tensor"]
+        return self.flat_tensor or self.devices["tensor"]
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """The tensor ranks as two dimensions: parts that hold different experts, and ranks that share the inner units of
+        each. None: all of them share every expert."""
+        assert self.devices is not None
+        return self.devices["expert", "inner"] if self.expert > 1 else None
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
@@ -132,7 +139,7 @@ LONE_RANK = TrainerMesh()
 
 
 def make_mesh(
-    data: int, tensor: int, rank: int, device: torch.device, replicate: int = 1, context: int = 1
+    data: int, tensor: int, rank: int, device: torch.device, replicate: int = 1, context: int = 1, expert: int = 1
 ) -> TrainerMesh:
     """The mesh of this rank. Neighboring ranks share products: they talk most, so they should be closest. Then come those
     that share packs. Replicas talk once per update, so they may be farthest."""
@@ -140,24 +147,17 @@ def make_mesh(
         return LONE_RANK
     if device.type == "cuda":
         torch.cuda.set_device(device)  # otherwise torch takes the GPU with this rank's number, as does FSDP then
-    shards = data * context
+    sizes = {"replicate": replicate, "shards": data * context, "tensor": tensor}
     if replicate == 1:
-        devices = init_device_mesh(device.type, (shards, tensor), mesh_dim_names=("shards", "tensor"))
-        batch = devices["shards"]
-    else:
-        names = ("replicate", "shards", "tensor")
-        devices = init_device_mesh(device.type, (replicate, shards, tensor), mesh_dim_names=names)
-        batch = devices["replicate", "shards"]._flatten("batch")
+        del sizes["replicate"]
+    if expert > 1:
+        del sizes["tensor"]
+        sizes |= {"expert": expert, "inner": tensor // expert}
+    devices = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    flat_tensor = devices["expert", "inner"]._flatten("tensor") if expert > 1 else None
+    batch = devices["shards"] if replicate == 1 else devices["replicate", "shards"]._flatten("batch")
     packs = None
     if context > 1:
-        sizes = (replicate * data, context, tensor)
-        packs = init_device_mesh(device.type, sizes, mesh_dim_names=("packs", "context", "tensor"))["context"]
-    return TrainerMesh(data, tensor, rank, devices, replicate, batch, context, packs)
-
-
-def check_tensor_parallel(shape: ModelSpec, tensor: int, key: str) -> None:
-    """ConfigError unless heads and the widths of MLPs divide evenly."""
-    dense = () if shape.experts and not shape.dense_layers else ("intermediate_size",)
-    for name in ("num_kv_heads", "num_heads", *dense, *(("expert_size",) if shape.experts else ())):
-        if (size := getattr(shape, name)) % tensor:
-            raise ConfigError(f"{key}: {tensor} ranks cannot share the model's {name}={size} evenly")
+        counts = (replicate * data, context, tensor)
+        packs = init_device_mesh(device.type, counts, mesh_dim_names=("packs", "context", "tensor"))["context"]
+    return TrainerMesh(data, tensor, rank, devices, replicate, batch, context, packs, expert, flat_tensor)

@@ -36,6 +36,7 @@ from llamarl.train.lora import add_trained_adapters
 from llamarl.train.mesh import TrainerMesh
 from llamarl.train.offload import offload_activations
 from llamarl.train.recompute import recompute_from_parts, recompute_inside
+from llamarl.train.shards import shard_of
 
 _MAX_GRAPHS = 64
 
@@ -76,12 +77,12 @@ def _tensor_parallel(model: Transformer, mesh: TrainerMesh) -> None:
     mlp = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
     for number, block in enumerate(model.model.layers):
         inputs = {"self_attn": attention} if spec.has_experts(number) else {"self_attn": attention, "mlp": mlp}
-        parallelize_module(block, mesh.tensor_mesh, {**inputs, **_styles(layer_parameters(spec, number))})
-    parallelize_module(model, mesh.tensor_mesh, _styles([*family.before(spec), *family.after(spec)]))
+        parallelize_module(block, mesh.tensor_mesh, {**inputs, **_styles(layer_parameters(spec, number), mesh)})
+    parallelize_module(model, mesh.tensor_mesh, _styles([*family.before(spec), *family.after(spec)], mesh))
     tie_head(model)
 
 
-def _styles(parameters: Iterable[ParameterSpec]) -> dict[str, ParallelStyle]:
+def _styles(parameters: Iterable[ParameterSpec], mesh: TrainerMesh) -> dict[str, ParallelStyle]:
     """Maps each module that tensor parallelism cuts to torch's style for it. Torch means the transposed weights of layers:
     its columns are our rows. An embedding is not transposed."""
     found: dict[str, ParallelStyle] = {}
@@ -91,7 +92,7 @@ def _styles(parameters: Iterable[ParameterSpec]) -> dict[str, ParallelStyle]:
         elif parameter.kind == "wide_norm":
             found[parameter.module] = SplitNorm()
         elif parameter.is_expert:
-            found["mlp"] = SplitExperts()
+            found["mlp"] = SplitExperts(mesh.expert_mesh)
         elif parameter.split is not None:
             found[parameter.module] = ColwiseParallel() if parameter.split == ROWS else RowwiseParallel()
     return found
@@ -108,14 +109,21 @@ class SplitNorm(ParallelStyle):
 
 
 class SplitExperts(ParallelStyle):
-    """Splits the inner units of each expert: every rank computes its part of the result, and the router whole."""
+    """Splits the inner units of each expert, or first the experts: every rank computes its part of the result, and the router
+    whole."""
+
+    def __init__(self, expert_mesh: DeviceMesh | None) -> None:
+        self._expert_mesh = expert_mesh
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, ExpertMLP)
         experts = module.experts
         for name in ("gate_up_proj", "down_proj"):
             whole = getattr(experts, name)
-            setattr(experts, name, nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(2)])))
+            by_expert = self._expert_mesh is not None
+            held = distribute_tensor(whole, self._expert_mesh or device_mesh, [Shard(0)] * by_expert + [Shard(2)])
+            setattr(experts, name, nn.Parameter(held))
+        experts.first = shard_of(experts.gate_up_proj).box[0][0]
         module.enter, module.leave = partial(_shared_input, device_mesh), partial(_whole_output, device_mesh)
         return module
 
@@ -197,7 +205,9 @@ def sum_over_replicas(model: Transformer, mesh: TrainerMesh, now: bool) -> None:
 
 def is_tensor_sharded(parameter: Tensor) -> bool:
     """Whether tensor ranks hold different shards of it."""
-    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+    return isinstance(parameter, DTensor) and not {"tensor", "inner"}.isdisjoint(
+        parameter.device_mesh.mesh_dim_names or ()
+    )
 
 
 def complete_gradients(grads: Mapping[str, Tensor], model: Transformer, mesh: TrainerMesh) -> None:

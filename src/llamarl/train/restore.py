@@ -40,6 +40,7 @@ class MeshOnDisk(msgspec.Struct, frozen=True):
 
     data: int  # ranks that FSDP sharded the state over
     tensor: int
+    expert: int = 1  # parts of the tensor ranks that held different experts
 
     @property
     def num_ranks(self) -> int:
@@ -51,7 +52,7 @@ class MeshOnDisk(msgspec.Struct, frozen=True):
 
     def boxes(self, parameter: ParameterSpec) -> list[Box]:
         """The box of a parameter that each rank holds."""
-        mesh = Mesh((("fsdp", self.data), ("tp", self.tensor)))
+        mesh = Mesh((("fsdp", self.data), ("tp", self.tensor)), self.expert)
         return [box_on(rank, parameter.shape, placement_of(parameter), mesh) for rank in range(self.num_ranks)]
 
 

@@ -152,7 +152,7 @@ def _write_mesh(folder: Path, mesh: TrainerMesh) -> Path:
 
 
 def _on_disk(mesh: TrainerMesh) -> MeshOnDisk:
-    return MeshOnDisk(mesh.shards, mesh.tensor)
+    return MeshOnDisk(mesh.shards, mesh.tensor, mesh.expert)
 
 
 def _sync(path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from helpers.experts import SHAPE
+from msgspec.structs import replace
 
 from llamarl.builders.weights import wire_precision
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
 from llamarl.jobs.model_check import check_model
+from llamarl.layout.model import check_shared
 
 
 @pytest.mark.parametrize(
@@ -17,6 +20,10 @@ from llamarl.jobs.model_check import check_model
         (["trainer.dtype=float16"], "trainer.dtype: float16, but experts compute in bfloat16"),
         (["model.lora.rank=4"], "set model.lora.targets=attention"),
         (["generator.tensor=3"], "3 ranks cannot share"),
+        (
+            ["generator.tensor=6", "generator.expert=3"],
+            "generator.tensor: 6 ranks cannot share the model's num_kv_heads=2",
+        ),
     ],
 )
 def test_precisions_and_adapters_that_experts_do_not_have_are_refused(settings: list[str], message: str) -> None:
@@ -42,3 +49,16 @@ def test_the_shipped_model_with_experts_is_accepted() -> None:
     )
     assert tokenizer.vocab_size == 17
     assert not notes
+
+
+@pytest.mark.parametrize("role", ["trainer", "generator"])
+def test_ranks_of_experts_that_cannot_be_are_refused(role: str) -> None:
+    """A number that does not divide the tensor ranks, a model without experts, experts that are not divisible."""
+    for more in ([f"{role}.tensor=2", f"{role}.expert=4"], [f"{role}.expert=2", f"{role}.tensor=1"]):
+        with pytest.raises(ConfigError, match=rf"{role}.expert: \d must divide {role}.tensor=\d"):
+            load_config(None, ["model.path=tiny-moe", *more])
+    with pytest.raises(ConfigError, match=rf"{role}.expert: 2, but tiny has no experts; set it to 1"):
+        check_model(load_config(None, ["model.path=tiny", f"{role}.tensor=2", f"{role}.expert=2"]))
+    with pytest.raises(ConfigError, match=rf"{role}.expert: 2 ranks cannot share the model's experts=5 evenly"):
+        check_shared(replace(SHAPE, experts=5), 2, 2, role)
+    check_shared(replace(SHAPE, expert_size=15), 2, 2, role)  # no expert is cut

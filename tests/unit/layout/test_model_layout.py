@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from llamarl.errors import InputError
 from llamarl.families.parameters import num_parameters, parameters
@@ -46,6 +47,36 @@ def test_a_layout_holds_every_element_once_per_replica(model: str, mesh: Mesh) -
         size = parameter.shape
         boxes = {box_on(rank, size, placement_of(parameter), mesh) for rank in range(mesh.num_ranks)}
         assert sum(map(volume, boxes)) == volume(tuple((0, extent) for extent in size)), parameter.name
+
+
+@pytest.mark.parametrize("model", ["olmoe-1b-7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("mesh", [Mesh((("tp", 4),), 4), Mesh((("tp", 4),), 2), Mesh((("fsdp", 3), ("tp", 4)), 2)])
+def test_ranks_that_hold_whole_experts_hold_every_element_once(model: str, mesh: Mesh) -> None:
+    for parameter in parameters(replace(shape_named(model), num_layers=1)).values():
+        boxes = {box_on(rank, parameter.shape, placement_of(parameter), mesh) for rank in range(mesh.num_ranks)}
+        assert sum(map(volume, boxes)) == parameter.size, parameter.name
+
+
+def test_a_part_of_the_ranks_holds_whole_experts() -> None:
+    """64 experts of 1,024 inner units: two parts of four ranks hold 32 each, in halves, and FSDP deals out what is left."""
+    gate_up = parameters(shape_named("olmoe-1b-7b"))["model.layers.0.mlp.experts.gate_up_proj"]
+    mesh = Mesh((("fsdp", 2), ("tp", 4)), 2)
+    boxes = [box_on(rank, gate_up.shape, placement_of(gate_up), mesh) for rank in range(8)]
+    assert [(box[0], box[2]) for box in boxes[:4]] == [
+        ((0, 16), (0, 512)),
+        ((0, 16), (512, 1024)),
+        ((32, 48), (0, 512)),
+        ((32, 48), (512, 1024)),
+    ]
+    assert [box[0] for box in boxes[4:]] == [(16, 32), (16, 32), (48, 64), (48, 64)]
+
+
+def test_experts_go_from_any_cut_to_any_other_and_nothing_twice() -> None:
+    plan = plan_for("olmoe-1b-7b", "fsdp=2,tp=4,ep=4", "tp=8,ep=2,replicas=2")
+    assert plan.total_bytes == plan.minimum_bytes
+    assert max(plan.received_bytes) == min(plan.received_bytes)
+    with pytest.raises(InputError, match="ep must divide tp"):
+        parse_side("--trainer", "tp=4,ep=3", "bf16")
 
 
 def test_heads_stay_whole_and_with_the_keys_they_read() -> None:

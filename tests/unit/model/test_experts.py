@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +12,7 @@ from torch.nn import functional as F
 
 from llamarl.errors import InputError
 from llamarl.model.checkpoint import random_model
-from llamarl.model.experts import choose, expert_mlp, route_weights
+from llamarl.model.experts import Experts, choose, expert_mlp, route_weights
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.model_spec import ModelSpec
 
@@ -73,6 +76,51 @@ def test_products_by_expert_equal_those_of_each_token_and_so_do_their_gradients(
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     assert not ours[1][2].any(), "no token came to expert 2"
+
+
+@pytest.mark.parametrize("inner", [4, 3], ids=["grouped", "one by one"])
+def test_parts_of_the_experts_add_up_to_all_of_them(inner: int) -> None:
+    """Also the gradients; an expert of another rank adds nothing, whatever lies in the rows that nobody computes."""
+    generator = torch.Generator().manual_seed(1)
+    x, gate_up, down, weights = (
+        torch.randn(size, generator=generator, requires_grad=True)
+        for size in [(6, 8), (6, 2, inner, 8), (6, 8, inner), (6, 3)]
+    )
+    ids_TK = torch.tensor([[0, 1, 3], [3, 0, 1], [1, 3, 0], [0, 3, 4], [4, 1, 0], [1, 0, 3]])
+    leaves = [x, gate_up, down, weights]
+    whole = expert_mlp(x, gate_up, down, ids_TK, weights)
+    expected = torch.autograd.grad(whole.sin().sum(), leaves, retain_graph=True)
+    with poisoned_memory():
+        parts = []
+        for first, end in ((0, 2), (2, 3), (3, 6)):  # nobody chooses expert 2
+            local_TK = torch.where((ids_TK >= first) & (ids_TK < end), ids_TK - first, end - first)
+            parts.append(expert_mlp(x, gate_up[first:end], down[first:end], local_TK, weights, some_foreign=True))
+        total = torch.stack(parts).sum(0)
+        found = torch.autograd.grad(total, leaves, whole.detach().cos())
+    torch.testing.assert_close(total, whole)
+    assert not parts[1].any()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New memory of tensors is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_rank_that_holds_the_wrong_experts_computes_something_else() -> None:
+    experts, held = Experts(SHAPE), 2
+    ids_TK = torch.arange(5)[:, None]
+    assert experts.local_ids(ids_TK, 5) is ids_TK, "one that has all of them"
+    experts.first = 2
+    assert experts.local_ids(ids_TK, held).flatten().tolist() == [2, 2, 0, 1, 2]
+    experts.first = 3
+    assert experts.local_ids(ids_TK, held).flatten().tolist() == [2, 2, 2, 0, 1]
 
 
 def test_equal_logits_choose_the_lower_id() -> None:

@@ -9,9 +9,21 @@ from llamarl.errors import InputError
 from llamarl.families.parameters import active_block_parameters, block_parameters, matrix_parameters, num_parameters
 from llamarl.model_spec import SHAPES
 from llamarl.plan.advice import _changes
+from llamarl.plan.fallback import async_plan
+from llamarl.plan.generator import Replica
 from llamarl.plan.gpus import GPUS
+from llamarl.plan.jobfile import job_settings
 from llamarl.plan.lengths import Lengths
-from llamarl.plan.terms import decode_terms, recomputed_parameters, train_terms, training_state_bytes, weight_bytes
+from llamarl.plan.terms import (
+    busiest_share,
+    decode_terms,
+    fullest_share,
+    recomputed_parameters,
+    train_terms,
+    training_state_bytes,
+    weight_bytes,
+)
+from llamarl.plan.transfer import transfer_s
 from llamarl.plan.workload import Question, Workload
 from llamarl.train.speed import training_flops
 
@@ -54,3 +66,41 @@ def test_a_plan_that_does_not_fit_advises_no_precision_that_experts_do_not_have(
     assert all("fp8" not in name for name, _ in _changes(question))
     with pytest.raises(InputError, match="models with experts are planned in bf16"):
         replace(question, precisions=("fp8",))
+
+
+def test_a_rank_with_whole_experts_takes_more_room_and_about_the_same_time() -> None:
+    """Weights are the same; the inner units of rows that other ranks compute have room here, too; and all wait for the rank
+    with most tokens, whose share comes to the mean with many of them."""
+    cut, whole = (Replica(OLMOE, H200, "bf16", 8, 64, 128, 512, expert=expert) for expert in (1, 8))
+    assert cut.memory_kinds(0)["weights"] == whole.memory_kinds(0)["weights"]
+    assert cut.memory_kinds(0)["activations"] < whole.memory_kinds(0)["activations"]
+    assert whole.step_s(64, 0) == pytest.approx(cut.step_s(64, 0), rel=0.2)
+    shares = [busiest_share(copies, 8) for copies in (1, 64, 1e6)]
+    assert shares[0] > 0.7 and shares[1] > 1.5 / 8 and shares[2] == pytest.approx(1 / 8, rel=0.02)
+    assert busiest_share(10, 1) == 1.0
+
+
+def test_fsdp_deals_out_whole_experts() -> None:
+    """64 of them, or 8 on each of eight parts: over 16 FSDP ranks, a rank holds 4 of 64, or one of 8, twice its share."""
+    assert fullest_share(OLMOE, 16) == 1.0 and fullest_share(OLMOE, 48) > 1.4
+    assert fullest_share(OLMOE, 16, 8) == pytest.approx(1 + 6.44e9 / 6.92e9, rel=0.01)
+    assert fullest_share(SHAPES["llama-3.1-8b"], 48) == 1.0
+    assert training_state_bytes(OLMOE, 8, 16, expert=8) > 1.9 * training_state_bytes(OLMOE, 8, 16)
+
+
+def test_a_plan_is_given_its_ranks_of_experts() -> None:
+    question = Question(
+        shape=OLMOE,
+        gpu=H200,
+        gpus=16,
+        work=Workload(groups=32, samples=8, prompt=100, answers=Lengths("fixed:100")),
+        expert=4,
+    )
+    plan = async_plan(question)
+    assert plan and plan.trainers.ranks.expert == plan.generators.replica.expert == 4
+    assert plan.trainers.ranks.tp % 4 == plan.generators.replica.tp % 4 == 0
+    written = job_settings(plan, question)
+    assert written["trainer"]["expert"] == written["generator"]["expert"] == 4
+    assert transfer_s(plan.trainers.ranks, plan.generators.replica, 1) > 0
+    with pytest.raises(InputError, match="the model has 64 experts; it must divide them"):
+        replace(question, expert=5)

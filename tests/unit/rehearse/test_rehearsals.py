@@ -79,6 +79,28 @@ def test_a_generator_rank_takes_what_the_formula_says(precision: str, tp: int) -
     assert role.ranks[0].kinds["KV cache"] == pytest.approx(role.formula["KV cache"], rel=0.01)
 
 
+MIXTURE = replace(shape_named("olmoe-1b-7b"), num_layers=2)
+
+
+@pytest.mark.parametrize(("data", "tp", "recompute", "expert"), [(4, 2, "selective", 2), (1, 4, "full", 4)])
+def test_a_trainer_rank_with_experts_takes_what_the_formula_says(
+    data: int, tp: int, recompute: str, expert: int
+) -> None:
+    role = trained(replace(ranks(data, tp, recompute), shape=MIXTURE, expert=expert))
+    assert abs(role.difference) < 0.1, "\n".join(table_of([role]))
+    for kind in ("weights", "optimizer state", "gradients"):
+        assert role.ranks[0].kinds[kind] == pytest.approx(role.formula[kind], rel=0.02), kind
+
+
+@pytest.mark.parametrize(("tp", "expert"), [(1, 1), (4, 1), (4, 4), (4, 2)])
+def test_a_generator_rank_with_experts_takes_what_the_formula_says(tp: int, expert: int) -> None:
+    replica = Replica(MIXTURE, H100, "bf16", tp, 32, 64, 512, expert=expert)
+    built = generator.rehearse_generator(replica, 0, cached_tokens=20_000, samples=8)
+    role = RoleMemory("generator", "", replica.memory_kinds(20_000), [built])
+    assert abs(role.difference) < 0.1, "\n".join(table_of([role]))
+    assert role.ranks[0].kinds["weights"] == pytest.approx(role.formula["weights"], rel=0.01)
+
+
 LORA = LoraConfig(rank=32)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from helpers.experts import SHAPE as MIXTURE
 from helpers.layouts import part
-from helpers.models import SHAPE
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -22,8 +22,9 @@ from llamarl.model.training_state import OPTIMIZER
 from llamarl.train import restore
 from llamarl.train.restore import MeshOnDisk, StateOnDisk
 
-SPEC = replace(SHAPE, qk_norm=True, num_kv_heads=4)
+SPEC = replace(MIXTURE, qk_norm=True, num_kv_heads=4)
 MESHES = [MeshOnDisk(data, tensor) for data, tensor in product((1, 2, 3, 5), (1, 2, 4))]
+MESHES += [MeshOnDisk(1, 2, 2), MeshOnDisk(2, 4, 2), MeshOnDisk(3, 2, 2)]  # with whole experts on parts of the ranks
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import torch
 from helpers.layouts import Ends, empty, ends, held, held_by, part, random_tensors, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 from llamarl.errors import CorruptWeights, InputError, StaleWeights
@@ -213,6 +214,28 @@ TINY = ModelSpec(
     vocab_size=48, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
     max_positions=64, qk_norm=True, qkv_bias=True,
 )  # fmt: skip
+
+
+MIXTURE = replace(
+    TINY, experts=6, experts_per_token=2, expert_size=8, num_kv_heads=4, qkv_bias=False, family="qwen3_moe"
+)
+
+
+@pytest.mark.parametrize(
+    "source", [Mesh((("fsdp", 2), ("tp", 2)), 2), Mesh((("tp", 4),), 2), Mesh((("fsdp", 3),))], ids=str
+)
+@pytest.mark.parametrize("target", [Mesh(), Mesh((("tp", 2),)), Mesh((("tp", 2),), 2), Mesh((("tp", 4),), 2)], ids=str)
+def test_experts_arrive_bit_for_bit_whoever_holds_them(source: Mesh, target: Mesh) -> None:
+    shapes = parameter_shapes(MIXTURE)
+    placed = {name: placement_of(parameter) for name, parameter in parameters(MIXTURE).items()}
+    full = random_tensors(shapes)
+    with slot_file() as file:
+        Trainers(file, full, held_by(source, shapes, placed)).publish(0)
+        for boxes in held_by(target, shapes, placed):
+            received = {name: Shard(torch.zeros(part(full[name], box).shape), box) for name, box in boxes.items()}
+            SlotReader(file, received).load(0)
+            for name, box in boxes.items():
+                assert same_bits(received[name].tensor, part(full[name], box)), name
 
 
 def quantized(full: Tensor, width: int) -> tuple[Tensor, Tensor]:
