@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from llamarl import Job, Run
 from llamarl.config.file import load_config
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.ledger_state import audit
+from llamarl.errors import InputError
 
 ROWS = "sft.path=examples/data/additions.jsonl"
 SHORT = [
@@ -82,6 +84,14 @@ def test_killed_and_resumed_equals_never_killed(straight: tuple[list[str], Path]
         Job(load_config(None, [*settings, "engine=inline"]), builders={"trainer": KillAt(cut)}).run(tmp_path / "run")
     Job.resume(tmp_path / "run")
     assert fingerprint(tmp_path / "run", 6) == fingerprint(folder, 6)
+
+
+def test_a_run_without_the_record_of_its_rows_is_not_resumed_with_other_ones(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        Job(load_config(None, [*BESIDE, "engine=inline"]), builders={"trainer": KillAt(3)}).run(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "row_share")
+    with pytest.raises(InputError, match="begun by a version in which"):
+        Job.resume(tmp_path / "run")
 
 
 def test_rows_can_be_read_back_and_say_that_they_were_trained(straight: tuple[list[str], Path]) -> None:

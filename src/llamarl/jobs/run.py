@@ -12,7 +12,7 @@ from llamarl.engine.curriculum_log import CurriculumLog, NoCurriculum, OutcomeLo
 from llamarl.engine.driver import Driver
 from llamarl.engine.row_share import RowShareLog
 from llamarl.engine.snapshot_store import SnapshotStore
-from llamarl.errors import JobFailed, LlamaRLError, OwnCodeFailed
+from llamarl.errors import InputError, JobFailed, LlamaRLError, OwnCodeFailed
 from llamarl.jobs.engines import make_engine
 from llamarl.jobs.folder import OpenRun
 from llamarl.jobs.prepare import PreparedJob
@@ -98,7 +98,13 @@ def _open_outcomes(job: PreparedJob, opened: OpenRun) -> OutcomeLog:
     the record are told to it again."""
     outcomes: CurriculumLog | RowShareLog
     if job.prompts.row_share is not None:
-        outcomes = RowShareLog(opened.folder.path / ROW_SHARE, *job.prompts.row_share)
+        folder = opened.folder.path / ROW_SHARE
+        if isinstance(opened.begin, Resumed) and opened.begin.version and not folder.exists():
+            raise InputError(
+                f"--resume: {opened.folder.path} was begun by a version in which sft.share counted groups; its rows would be "
+                "other ones now; begin a new run from its snapshot (model.path)"
+            )
+        outcomes = RowShareLog(folder, *job.prompts.row_share)
         job.prompts.share_by(outcomes)
     elif job.prompts.curriculum is not None:
         outcomes = CurriculumLog(opened.folder.path / CURRICULUM, job.prompts.curriculum)
