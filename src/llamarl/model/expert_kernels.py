@@ -176,8 +176,8 @@ def _combine(y_ptr, weights_ptr, ids_ptr, total_ptr, size, k, experts, BLOCK: tl
     out = tl.zeros([BLOCK], tl.float32)
     for one in range(k):
         weight = tl.load(weights_ptr + token * k + one)
-        is_held = tl.load(ids_ptr + token * k + one) < experts  # no product has written what others hold
-        y = tl.load(y_ptr + (token * k + one) * size + column, mask=inside & is_held, other=0.0)
+        written = tl.where(tl.load(ids_ptr + token * k + one) < experts, size, 0)  # not what other ranks hold
+        y = tl.load(y_ptr + (token * k + one) * size + column, mask=column < written, other=0.0)
         out += weight * y.to(tl.float32)
     at = total_ptr + token * size + column
     tl.store(at, tl.load(at, mask=inside, other=0.0) + out, mask=inside)
