@@ -52,6 +52,13 @@ def test_a_mixture_of_experts_trains(tmp_path: Path) -> None:
     assert max(gaps) < 1e-4, "trainer and generator choose the same experts in fp32"
 
 
+def test_ppo_with_a_critic_trains(tmp_path: Path) -> None:
+    code, _, err = llamarl("train", "examples/ppo_critic.yaml", *BRIEF, "--run", tmp_path / "run")
+    assert (code, err) == (0, "")
+    assert llamarl("audit", tmp_path / "run").code == 0
+    assert all(row["value_steps"] == 32 for row in metrics_of(tmp_path / "run")), "two passes of sixteen steps"
+
+
 def test_math_trains_with_the_tiny_model_and_is_judged_by_workers(tmp_path: Path) -> None:
     data = ["task.path=tests/data/math", "task.held_out=0.2", "evaluate.split=held_out", "evaluate.every=0"]
     small = [*BRIEF, *TINY, "generator.kv_pages=0", "schedule.window=1"]
