@@ -112,34 +112,34 @@ venv: .venv/dev
 # The stamps are newer than pyproject.toml once an install has succeeded, so a changed dependency is installed again.
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e .
 	touch $@
 
 .venv/dev: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]'
 	touch $@ .venv/installed
 
 .venv-monarch/dev: pyproject.toml
 	$(PYTHON) -m venv .venv-monarch
-	$(MONARCH)/pip install --quiet --disable-pip-version-check -e '.[dev,monarch]'
+	$(MONARCH)/pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,monarch]'
 	touch $@
 
 .venv-loggers/dev: pyproject.toml
 	$(PYTHON) -m venv .venv-loggers
-	$(LOGGERS)/pip install --quiet --disable-pip-version-check -e '.[tensorboard,wandb,trackio,mlflow]' \
+	$(LOGGERS)/pip install --quiet --disable-pip-version-check --no-compile -e '.[tensorboard,wandb,trackio,mlflow]' \
 		pytest pytest-timeout hypothesis
 	touch $@
 
 .venv-serve/dev: pyproject.toml
 	$(PYTHON) -m venv .venv-serve
-	$(SERVE)/pip install --quiet --disable-pip-version-check -e '.[serve]' \
+	$(SERVE)/pip install --quiet --disable-pip-version-check --no-compile -e '.[serve]' \
 		pytest pytest-timeout hypothesis httpx openai anthropic 'lm_eval[api]' transformers
 	touch $@
 
 .venv-environments/dev: pyproject.toml
 	$(PYTHON) -m venv .venv-environments
-	$(ENVIRONMENTS)/pip install --quiet --disable-pip-version-check -e '.[reasoning-gym,verifiers]' \
+	$(ENVIRONMENTS)/pip install --quiet --disable-pip-version-check --no-compile -e '.[reasoning-gym,verifiers]' \
 		pytest pytest-timeout hypothesis
 	touch $@
 
@@ -150,7 +150,7 @@ venv: .venv/dev
 # Docstrings are read, not imported, and llamarl.config needs no torch, so the packages of the extra are enough.
 .venv-docs/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
-	$(DOCS)/pip install --quiet --disable-pip-version-check $$($(PYTHON) -c "import tomllib; \
+	$(DOCS)/pip install --quiet --disable-pip-version-check --no-compile $$($(PYTHON) -c "import tomllib; \
 		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	touch $@
 
