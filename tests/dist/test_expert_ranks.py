@@ -82,6 +82,7 @@ def test_adapters_of_the_attention_go_beside(tmp_path: Path) -> None:
     assert_same_gradients(found, attention_adapters(LONE_RANK, tmp_path))
 
 
+@pytest.mark.timeout(900)  # compiling takes a minute, and longer beside others
 def test_compiled_blocks_compute_the_same(tmp_path: Path) -> None:
     save_model(mixture(), tmp_path / "model")
     found = run_mesh("compiled", (1, 1, 2, 1, 2), tmp_path)["compiled"]
