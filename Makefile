@@ -8,7 +8,7 @@ FORKING := $(wildcard tests/dist/test_transfer_*.py)
 LONG := $(addprefix tests/e2e/test_,failpoints.py learning.py precisions.py deterministic.py claims.py check.py) \
 	$(addprefix tests/unit/,train/test_compile.py plan/test_paper.py plan/test_fallback.py plan/test_search.py rehearse)
 
-.PHONY: train demo test test-long test-dist test-kernels test-view test-monarch test-cluster test-loggers test-serve test-environments test-wheel test-tutorials docs reference soak venv format bench clean
+.PHONY: train demo test test-long test-dist test-kernels test-view test-monarch test-monarch-long test-cluster test-loggers test-serve test-environments test-wheel test-tutorials docs reference soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -50,10 +50,13 @@ test-kernels: .venv/dev build/triton
 build/triton:
 	$(BIN)/pip install --quiet --no-deps --target $@ 'triton>=3.7,<4'
 
-# The same tests on the other engine. Monarch brings a package named `tests` and much else, so it has an environment of its own.
+# The other engine. Monarch brings a package named `tests` and much else, so it has an environment of its own.
 MONARCH := .venv-monarch/bin
 test-monarch: .venv-monarch/dev
 	$(MONARCH)/pytest tests/on_monarch
+
+# Kills, several ranks and learning itself once more, on that engine: five minutes.
+test-monarch-long: .venv-monarch/dev
 	LLAMARL_TEST_ENGINE=monarch $(MONARCH)/pytest tests/dist/test_kills.py tests/dist/test_ended_by_force.py \
 		tests/dist/test_trainer_jobs.py tests/e2e/test_learning.py tests/e2e/test_deterministic.py \
 		-k "kills or by_force or several_ranks or accuracy_rise or timing or outside"

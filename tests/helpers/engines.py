@@ -1,4 +1,4 @@
-"""The engine for tests with real processes: `local`, or the one in $LLAMARL_TEST_ENGINE (`make test-monarch`)."""
+"""The engine for tests with real processes: `local`, or the one in $LLAMARL_TEST_ENGINE (`make test-monarch-long`)."""
 
 from __future__ import annotations
 
