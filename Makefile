@@ -31,7 +31,7 @@ test: .venv/dev
 test-long: .venv/dev
 	$(BIN)/pytest --numprocesses 2 --dist loadfile $(LONG)
 
-# Executors of several ranks, weights between processes, real kills and stops: ten minutes.
+# Executors of several ranks, weights between processes, real kills and stops: eighteen minutes.
 test-dist: .venv/dev
 	$(BIN)/pytest $(FORKING)
 	$(BIN)/pytest tests/dist $(addprefix --ignore=,$(FORKING))

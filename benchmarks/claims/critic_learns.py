@@ -5,7 +5,8 @@ three seeds each.
 
 Six runs of examples/arithmetic.yaml, deterministic, on two cores; those that are there are not made again. Operands go up to
 149, and the model has seen sums of operands up to 99 only: as in real data, some problems are out of reach, and a critic has
-to tell which. It does not need several answers to a prompt, so it gets as many answers to different ones.
+to tell which. On operands up to 99 alone, critics explained 0.2 to 0.35 in four tries of one seed (`task.max_operand=99` runs
+that). A critic does not need several answers to a prompt, so it gets as many answers to different ones.
 Must: held-out accuracy not below that of group means by more than a point, and explained variance above 0.5 at the end (of
 the last ten updates, measured before the critic learns from a batch).
 """
