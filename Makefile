@@ -84,7 +84,7 @@ test-environments: .venv-environments/dev .venv-verifiers/dev
 test-wheel: .venv/dev
 	LLAMARL_TEST_WHEEL=1 $(BIN)/pytest tests/wheel
 
-# Every code block of tutorials and recipes, in order, and what they print: under ten minutes. One that needs a GPU is skipped.
+# Every code block of tutorials and recipes, in order, and what they print: fifteen minutes. One that needs a GPU is skipped.
 test-tutorials: .venv/dev
 	$(BIN)/pytest --numprocesses 2 -rP tests/tutorials
 

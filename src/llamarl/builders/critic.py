@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from llamarl.algo.losses import reinforce_loss
 from llamarl.algo.streams import StreamWeights
 from llamarl.builders.compute import check_ranks, compute_settings
@@ -11,7 +9,6 @@ from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, gpu_for
 from llamarl.builders.tokens import check_same_tokens
 from llamarl.config import Config
-from llamarl.config.lora import NO_LORA
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.critic import CriticExecutor
 from llamarl.executors.executor import Executor
@@ -43,7 +40,7 @@ def make_critic(context: BuildContext, computing: ComputeSettings) -> Critic:
     config, settings, algo = context.config, context.config.critic, context.config.algo
     snapshot = context.snapshot if context.snapshot and not keeps_policy_only(context.snapshot) else None
     folder = snapshot / CRITIC if snapshot else config.critic_folder
-    policy = load_value_policy(folder, replace(computing, lora=NO_LORA, replay_routes=False, balance_loss=0.0))
+    policy = load_value_policy(folder, computing.of_another_model())
     learner = Learner(
         policy,
         reinforce_loss,  # takes no effect: a critic's documents are in no policy stream

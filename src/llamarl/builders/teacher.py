@@ -13,7 +13,6 @@ from llamarl.builders.context import BuildContext
 from llamarl.builders.devices import device_of, gpu_for
 from llamarl.builders.tokens import check_same_tokens
 from llamarl.config import Config
-from llamarl.config.lora import NO_LORA
 from llamarl.config.teacher import THE_TEACHER
 from llamarl.errors import ConfigError, InputError, ModelError
 from llamarl.executors.executor import Executor
@@ -93,7 +92,7 @@ def _computing(config: Config, policy: ComputeSettings) -> ComputeSettings:
     """How a teacher computes: as the policy does, in a precision of its own if that is set, choosing its own experts."""
     asked = config.teacher.dtype
     dtype: torch.dtype = policy.dtype if asked in ("auto", "fp8") else getattr(torch, asked)
-    return replace(policy, lora=NO_LORA, recompute="none", dtype=dtype, replay_routes=False, balance_loss=0.0)
+    return replace(policy.of_another_model(), recompute="none", dtype=dtype)
 
 
 def check_teachers(config: Config, spoken: Tokenizer) -> None:

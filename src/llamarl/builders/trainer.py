@@ -18,7 +18,6 @@ from llamarl.builders.loss import make_loss
 from llamarl.builders.teacher import hosted_teachers, sent_teachers
 from llamarl.builders.weights import applied_types, make_weight_writer
 from llamarl.config import Config
-from llamarl.config.lora import NO_LORA
 from llamarl.executors.executor import Executor
 from llamarl.executors.trainer import Trainer
 from llamarl.model.training_state import POLICY, keeps_policy_only
@@ -135,5 +134,4 @@ def _hosted_reference(config: Config, policy: Policy) -> HostedReference | BaseR
     """The reference on the trainer's ranks. The base of a policy with adapters is one already."""
     if config.base_is_reference:
         return BaseReference(policy)
-    computing = replace(policy.computing, lora=NO_LORA, replay_routes=False, balance_loss=0.0)
-    return HostedReference(load_policy(config.reference_folder, computing))
+    return HostedReference(load_policy(config.reference_folder, policy.computing.of_another_model()))

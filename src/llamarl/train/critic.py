@@ -86,9 +86,10 @@ class Critic:
 
     def _with_columns(self, found: Sequence[Valued]) -> Iterator[Rollout]:
         """What is learned is whitened by its own mean and deviation; what is not keeps its advantages, which nobody reads."""
-        advantages = iter(whitened([one.advantages for one in found if one.learned]) if self._algo.whiten else ())
+        raw = [one.advantages for one in found if one.learned]
+        learned = iter(whitened(raw) if self._algo.whiten else raw)
         for one in found:
-            yield one.with_columns(next(advantages, one.advantages) if one.learned else one.advantages)
+            yield one.with_columns(next(learned) if one.learned else one.advantages)
 
     def _value(self, groups: Sequence[RolloutGroup]) -> Mapping[int, list[Valued]]:
         """The answers of each group with their values, by ordinal. Ranks share the passes, and each has all results."""

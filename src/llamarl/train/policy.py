@@ -63,6 +63,11 @@ class ComputeSettings:
     replay_routes: bool = False  # whether tokens take the experts that were recorded when they were sampled
     balance_loss: float = 0.0  # weight of the loss that asks routers to use all experts equally
 
+    def of_another_model(self) -> ComputeSettings:
+        """The same without what is the policy's alone, for a reference, a teacher or a critic: adapters, recorded experts and
+        the balancing loss."""
+        return replace(self, lora=NO_LORA, replay_routes=False, balance_loss=0.0)
+
     @property
     def weight_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype == torch.float16 else self.dtype
