@@ -1,6 +1,9 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+# Environments for tests are installed without compiling: what is imported is compiled then, once, unless a shell forbids it,
+# which would make every start of a process four times as long.
+unexport PYTHONDONTWRITEBYTECODE
 # These fork readers and writers off the process that runs them, which must not have computed anything before; so do
 # tests/unit/weights.
 FORKING := $(wildcard tests/dist/test_transfer_*.py)
@@ -115,7 +118,7 @@ venv: .venv/dev
 # The stamps are newer than pyproject.toml once an install has succeeded, so a changed dependency is installed again.
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
 .venv/dev: pyproject.toml

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
-import subprocess
 import sys
+from functools import cache
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,20 +21,35 @@ DEVICE = torch.device(os.environ.get("LLAMARL_TEST_DEVICE", "cpu"))
 
 
 def run_ranks(module: str, count: int, *args: str, device: str = "cpu") -> None:
-    """Run `python -m MODULE RANK COUNT ARGS` for every rank; an error of any fails the test."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LLAMARL_TEST_DEVICE": device}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(count), *args],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    """Call MODULE's `main(RANK, COUNT, *ARGS)` in a process for every rank; an error of any fails the test."""
+    forks = _fork_server(device)
+    ranks = [forks.Process(target=_run, args=(module, rank, count, *args), daemon=True) for rank in range(count)]
     for rank in ranks:
-        _, said = rank.communicate(timeout=200)
-        assert rank.returncode == 0, said
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(timeout=200)
+            assert rank.exitcode == 0, f"{rank.name} ended with {rank.exitcode}; what it said is in the captured stderr"
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@cache
+def _fork_server(device: str) -> ForkServerContext:
+    """A process that has imported what ranks run, which takes five seconds of a core, and is forked for each rank. There is
+    one for all tests of a session, whose ranks are all on this device."""
+    assert _fork_server.cache_info().currsize == 0, "DEVICE is fixed when the programs are imported"
+    os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "LLAMARL_TEST_DEVICE": device}
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(
+        ["helpers.trainer_rank", "helpers.tensor_rank", "torch.distributed.fsdp", "torch._dynamo"]
+    )
+    return forks
+
+
+def _run(module: str, rank: int, count: int, *args: str) -> None:
+    importlib.import_module(module).main(rank, count, *args)
 
 
 def join_in(folder: Path, rank: int, count: int) -> None:

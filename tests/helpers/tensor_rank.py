@@ -1,13 +1,12 @@
-"""One rank of a tensor-parallel generator, as a program: `python -m helpers.tensor_rank RANK COUNT FOLDER CASES`.
+"""One rank of a tensor-parallel generator, as `helpers.ranks.run_ranks` starts it: the folder, then cases.
 
-CASES are quantized, beside, merged, expert=N, which gives parts of the ranks experts of their own, and off_by_one, where the
+Cases are quantized, beside, merged, expert=N, which gives parts of the ranks experts of their own, and off_by_one, where the
 last rank takes its experts for those whose numbers are one higher.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -93,19 +92,15 @@ def check_same_tokens(folder: Path, count: int, device: torch.device = DEVICE, a
     return alone
 
 
-def main() -> None:
-    rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+def main(rank: int, count: int, into: str, *more: str) -> None:
+    folder = Path(into)
     join_in(folder, rank, count)
-    experts = [int(name.removeprefix("expert=")) for name in sys.argv[4:] if name.startswith("expert=")]
+    experts = [int(name.removeprefix("expert=")) for name in more if name.startswith("expert=")]
     part = TensorRank(rank, count, *experts)
-    for name in ["found", *(one for one in sys.argv[4:] if "=" not in one)]:
+    for name in ["found", *(one for one in more if "=" not in one)]:
         precision = Precision(weights="fp8", kv_cache="fp8") if name == "quantized" else AS_THE_MODEL
         lora = name if name in ("beside", "merged") else ""
         shift = int(name == "off_by_one" and rank == count - 1)
         found = decode(folder / "model", part, precision, lora=lora, shift=shift)
         (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
     leave_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,10 @@
-"""One rank of a trainer, as a program: `python -m helpers.trainer_rank RANK COUNT DATA TASKS FOLDER`.
-DATA may be REPLICATExDATA, REPLICATExDATAxCONTEXT or REPLICATExDATAxCONTEXTxEXPERT; other ranks are tensor parallel.
+"""One rank of a trainer, as `helpers.ranks.run_ranks` starts it.
 
-Ranks rendezvous through a file in FOLDER and communicate over loopback. Rank 0 writes its results to FOLDER as safetensors.
+Ranks rendezvous through a file in a folder and communicate over loopback. Rank 0 writes its results there as safetensors.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -484,16 +482,16 @@ TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
 
 
 def mesh_of(text: str) -> tuple[int, int, int, int]:
-    """replicate, data, context, expert"""
+    """replicate, data, context, expert of DATA, REPLICATExDATA, REPLICATExDATAxCONTEXT or REPLICATExDATAxCONTEXTxEXPERT;
+    other ranks are tensor parallel."""
     sizes = [int(size) for size in text.split("x")]
     replicate, data, context, expert = {1: [1, *sizes, 1, 1], 2: [*sizes, 1, 1], 3: [*sizes, 1], 4: sizes}[len(sizes)]
     return replicate, data, context, expert
 
 
-def main() -> None:
-    rank, count = map(int, sys.argv[1:3])
-    replicate, data, context, expert = mesh_of(sys.argv[3])
-    tasks, folder = sys.argv[4], Path(sys.argv[5])
+def main(rank: int, count: int, ranks: str, tasks: str, into: str) -> None:
+    replicate, data, context, expert = mesh_of(ranks)
+    folder = Path(into)
     join_in(folder, rank, count)
     mesh = make_mesh(data, count // (replicate * data * context), rank, DEVICE, replicate, context, expert)
     for task in tasks.split(","):
@@ -501,7 +499,3 @@ def main() -> None:
         if rank == 0:
             save_file({name: tensor.detach().float().contiguous() for name, tensor in found.items()}, folder / task)
     leave_group()
-
-
-if __name__ == "__main__":
-    main()
