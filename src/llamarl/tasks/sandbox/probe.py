@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llamarl.config import SandboxConfig
 from llamarl.errors import ConfigError
@@ -14,6 +15,7 @@ from llamarl.tasks.sandbox.run import Sandbox, SandboxError
 from llamarl.tasks.sandbox.syscalls import ARCHITECTURES
 from llamarl.tasks.sandbox.walls import Walls, walls_to_try
 
+_TRIAL_S = 60.0  # a machine that starts many processes is slow, and no reason to refuse a job
 _TRUNCATE_ABI = 3  # first ABI that can forbid truncation, which is needed where a program sees the files of others
 
 
@@ -49,16 +51,16 @@ def open_sandbox(limits: SandboxConfig, found: Features | None = None) -> Sandbo
     if lacking := missing(found):
         raise ConfigError(f"sandbox: programs cannot be run safely here; missing: {'; '.join(lacking)}")
     interpreter = find_interpreter(limits.python)
+    patient = replace(limits, wall_s=max(_TRIAL_S, limits.wall_s))
     reasons = []
     for walls in walls_to_try():
         if walls is Walls.BARE and found.landlock < _TRUNCATE_ABI:
             reasons.append(f"{walls.value}: Landlock ABI {_TRUNCATE_ABI} (Linux 6.2), there is {found.landlock}")
             continue
-        sandbox = Sandbox(walls, interpreter, limits)
-        if problem := _problem(sandbox):
+        if problem := _problem(Sandbox(walls, interpreter, patient)):
             reasons.append(f"{walls.value}: {problem}")
         else:
-            return sandbox
+            return Sandbox(walls, interpreter, limits)
     raise ConfigError(f"sandbox: programs cannot be run safely here; tried: {'; '.join(reasons)}")
 
 
