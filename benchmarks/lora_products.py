@@ -18,7 +18,8 @@ from torch import Tensor
 from llamarl.config import LoraConfig
 from llamarl.model import lora_kernels
 from llamarl.model.linear import JoinedLinear
-from llamarl.model.lora import AdaptedGate, AdaptedProduct, Adapters, Part
+from llamarl.model.lora import Adapters
+from llamarl.model.lora_serving import AdaptedGate, AdaptedProduct, Part
 from llamarl.model.ops import silu_times
 from llamarl.model_spec import ModelSpec, shape_named
 

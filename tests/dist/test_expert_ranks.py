@@ -10,12 +10,12 @@ import torch
 from helpers.experts import SHAPE as MIXTURE
 from helpers.faulty_ranks import generator_with_shifted_experts
 from helpers.killing import TINY
-from helpers.lora import ATTENTION_LORA, save_both
+from helpers.lora import merged_gradients, random_adapters, save_both
 from helpers.meshes import Layout, assert_goes_on, chain, run_mesh
 from helpers.models import lively_model
 from helpers.ranks import run_ranks
-from helpers.tensor_rank import check_same_tokens
-from helpers.trainer_rank import DOCUMENTS, attention_adapters, make_learner, routed, train, whole_masters
+from helpers.tensor_rank import check_adapted_ranks, check_same_tokens
+from helpers.trainer_rank import DOCUMENTS, adapters, make_learner, routed, train, whole_masters
 from helpers.training import assert_same_gradients, make_test_documents, naive_gradients
 from msgspec.structs import replace
 from torch import Tensor
@@ -76,10 +76,29 @@ def test_training_goes_on_from_mesh_to_mesh(tmp_path: Path) -> None:
     assert_goes_on(chain(layouts, tmp_path, model=mixture()), tmp_path, torch.device("cpu"))
 
 
-def test_adapters_of_the_attention_go_beside(tmp_path: Path) -> None:
-    save_both(tmp_path, lora=ATTENTION_LORA, shape=SHAPE)
-    found = run_mesh("attention_adapters", (1, 2, 2, 1, 2), tmp_path)["attention_adapters"]
-    assert_same_gradients(found, attention_adapters(LONE_RANK, tmp_path))
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 2, 2, 1, 2), (1, 1, 4, 1, 2)], ids=str)
+def test_adapters_of_attention_and_experts_go_beside(mesh: Layout, tmp_path: Path) -> None:
+    """Gradients of the merged model, the norm and the hash of one rank, snapshots that go on bit for bit."""
+    for folder in (tmp_path, tmp_path / "alone"):
+        save_both(folder, shape=SHAPE)
+    found = run_mesh("adapters", mesh, tmp_path)["adapters"]
+    alone = adapters(LONE_RANK, tmp_path / "alone")
+    given = random_adapters(shape=SHAPE)
+    loss, expected = merged_gradients(tmp_path / "adapter", make_test_documents(DOCUMENTS), given)
+    for case in ("one", "several", "selective", "full"):
+        gradients = named(found, f"{case}/")
+        assert gradients.pop("loss").item() == pytest.approx(loss, abs=1e-5)
+        assert_same_gradients(gradients, expected)
+    assert found["grad_norm"].item() == pytest.approx(alone["grad_norm"].item(), rel=1e-3)
+    assert torch.equal(found["hash"], alone["hash"]), "of the adapters that were read"
+    assert found["same"].item() == 1, "a snapshot is gone on from bit for bit"
+
+
+@pytest.mark.parametrize("lora", ["beside", "merged"])
+def test_generator_ranks_sample_with_adapters_of_experts_what_the_merged_model_samples(
+    lora: str, tmp_path: Path
+) -> None:
+    check_adapted_ranks(tmp_path, lora, 4, shape=SHAPE, expert=2)
 
 
 @pytest.mark.timeout(900)  # compiling takes a minute, and longer beside others

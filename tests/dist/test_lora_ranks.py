@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,17 +10,13 @@ import torch
 from helpers.lora import LORA, merged_gradients, random_adapters, save_both
 from helpers.meshes import run_mesh, same_bits
 from helpers.models import SHAPE
-from helpers.ranks import run_ranks
-from helpers.tensor_rank import decode
+from helpers.tensor_rank import check_adapted_ranks
 from helpers.trainer_rank import DOCUMENTS, adapters
 from helpers.training import assert_same_gradients, make_test_documents
 from msgspec.structs import replace
 from torch import Tensor
 
 from llamarl.families.adapters import num_adapter_parameters
-from llamarl.generate.parallel import TensorRank
-from llamarl.model.adapter_folder import load_merged
-from llamarl.model.checkpoint import save_model
 from llamarl.train.mesh import LONE_RANK
 
 MESHES = {  # replicate, data, tensor, context
@@ -69,6 +64,7 @@ def test_ranks_compute_and_make_what_one_rank_does(both: tuple[dict[str, Found],
     made, expected = named(found, "made/"), named(alone, "made/")
     differs = torch.cat([(made[name] - one).abs().flatten() > 1e-4 for name, one in expected.items()])
     assert differs.float().mean() < 2e-3
+    assert torch.equal(found["hash"], alone["hash"]), "of the adapters that were read"
     assert found["same"].item() == 1, "a snapshot is gone on from bit for bit"
     assert 0 < found["held"][0] < num_adapter_parameters(SHAPE, LORA), "a rank holds its share of the adapters"
 
@@ -104,13 +100,4 @@ def test_adapters_go_on_from_mesh_to_mesh(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lora", ["beside", "merged"])
 def test_two_generator_ranks_sample_with_adapters_what_the_merged_model_samples(lora: str, tmp_path: Path) -> None:
-    adapter = save_both(tmp_path)
-    run_ranks("helpers.tensor_rank", 2, str(tmp_path), lora)
-    save_model(load_merged(adapter, dtype=torch.float32), tmp_path / "whole")
-    whole, base = decode(tmp_path / "whole", TensorRank()), decode(tmp_path / "model", TensorRank())
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{lora}-{rank}.json").read_text())
-        for ordinal, completions in whole.items():
-            for (tokens, logprobs), (my_tokens, my_logprobs) in zip(completions, found[ordinal], strict=True):
-                assert my_tokens == tokens and my_logprobs == pytest.approx(logprobs, abs=1e-4)
-    assert whole != base
+    check_adapted_ranks(tmp_path, lora, 2)

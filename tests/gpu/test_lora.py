@@ -34,7 +34,7 @@ from llamarl.layout.boxes import whole
 from llamarl.model.adapter_digest import AdapterHash, HashedPart
 from llamarl.model.adapter_folder import load_merged
 from llamarl.model.checkpoint import load_model
-from llamarl.model.lora import serve_adapters
+from llamarl.model.lora_serving import serve_adapters
 from llamarl.model.quantize import FP8, quantize_rows
 from llamarl.train.learner import Learner
 from llamarl.train.policy import ComputeSettings, load_policy
@@ -102,10 +102,20 @@ def test_the_hash_of_a_gpu_is_that_of_a_cpu() -> None:
         generator = torch.Generator().manual_seed(0)
         sizes = [(3, 70), (300, 4), (170, 200)]
         made = [torch.randn(size, generator=generator).to(device) for size in sizes]
+        experts = torch.randn((2, 2, 5, 4), generator=generator).to(device)
         return [
-            HashedPart(f"{columns}", one, ((index, index + one.shape[0]), (first, first + one.shape[1])), columns, 0.5)
-            for index, one in enumerate(made)
-            for first, columns in ((2, 999), (0, one.shape[1]))  # part of a matrix, and whole rows
+            HashedPart("experts", experts, ((1, 3), (0, 2), (3, 8), (0, 4)), (6, 2, 16, 4), 0.5),
+            *(
+                HashedPart(
+                    f"{columns}",
+                    one,
+                    ((index, index + one.shape[0]), (first, first + one.shape[1])),
+                    (99, columns),
+                    0.5,
+                )
+                for index, one in enumerate(made)
+                for first, columns in ((2, 999), (0, one.shape[1]))
+            ),  # part of a matrix, and whole rows
         ]
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from llamarl.model import expert_kernels
-from llamarl.model.experts import Scales, choose, expert_mlp, route_weights, sort_by_expert
+from llamarl.model.experts import (
+    AdapterPair,
+    ExpertAdapters,
+    Scales,
+    choose,
+    expert_mlp,
+    route_weights,
+    sort_by_expert,
+)
 from llamarl.model.quantize import FP8, quantize_rows
 
 
@@ -32,6 +40,8 @@ def check(tokens: int, experts: int, k: int, inner: int, hidden: int, device: st
     torch.testing.assert_close(total.cpu(), expected, rtol=1e-4, atol=1e-4)
     for dtype in (torch.int8, FP8):
         check_narrow(total, x, gate_up, down, ids, weights, dtype)
+    check_adapters(total, x, gate_up, down, ids, weights, rank=3)
+    check_adapters(total, x, gate_up, down, ids, weights, rank=24)
     shared, first = torch.zeros_like(total), experts // 2
     for begin, end in ((0, first), (first, experts)):  # as ranks that hold a half of the experts each
         local = torch.where((ids >= begin) & (ids < end), ids - begin, end - begin)
@@ -51,6 +61,32 @@ def check_narrow(
     expected = total.cpu() + expert_mlp(narrow[0], narrow[1], narrow[2], narrow[3], narrow[4], scales=scales)
     expert_kernels.add_experts(total, x, values_in, values_out, ids, weights, Scales(scales_in, scales_out))
     torch.testing.assert_close(total.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def check_adapters(
+    total: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, *, rank: int
+) -> None:
+    """The same with adapters beside the matrices, which are wide or quantized."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def random_pair(weight: Tensor) -> AdapterPair:
+        experts, *outputs, inputs = weight.shape
+        sizes = (experts, rank, inputs), (experts, *outputs, rank)
+        return AdapterPair(*(torch.randn(size, generator=generator).to(x.device) * 0.2 for size in sizes))
+
+    adapters = ExpertAdapters(random_pair(gate_up), random_pair(down), 0.7)
+    on_cpu = [AdapterPair(pair.a_ERC.cpu(), pair.b_ENR.cpu()) for pair in (adapters.gate_up, adapters.down)]
+    plain = ExpertAdapters(on_cpu[0], on_cpu[1], 0.7)
+    (values_in, scales_in), (values_out, scales_out) = (quantize_rows(one, torch.int8) for one in (gate_up, down))
+    for matrices, scales in (((gate_up, down), None), ((values_in, values_out), Scales(scales_in, scales_out))):
+        given = [one.cpu() for one in (x, *matrices, ids, weights)]
+        theirs = None if scales is None else Scales(*(one.cpu() for one in scales))
+        beside = expert_mlp(given[0], given[1], given[2], given[3], given[4], scales=theirs, adapters=plain)
+        without = expert_mlp(given[0], given[1], given[2], given[3], given[4], scales=theirs)
+        assert (beside - without).abs().max() > 1e-2
+        expected = total.cpu() + beside
+        expert_kernels.add_experts(total, x, *matrices, ids, weights, scales, adapters)
+        torch.testing.assert_close(total.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from llamarl.families.family import ParameterSpec
 from llamarl.layout.boxes import Box
 from llamarl.model.adapter_folder import load_merged, save_adapter
 from llamarl.model.checkpoint import save_model
+from llamarl.model.lora import matrices
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
 
 LORA = LoraConfig(rank=3, alpha=6.0)  # a rank that data-parallel ranks cannot share evenly
-ATTENTION_LORA = LoraConfig(rank=3, alpha=6.0, targets="attention")
 
 
 def random_adapters(lora: LoraConfig = LORA, shape: ModelSpec = SHAPE, seed: int = 0) -> dict[str, Tensor]:
@@ -48,8 +48,9 @@ def merged_gradients(
     found = {}
     for weight in adapted_layers(model.shape, lora):
         name_a, name_b = adapter_names(weight)
-        found[name_a] = lora.scale * adapters[name_b].t() @ grads[weight.name]
-        found[name_b] = lora.scale * grads[weight.name] @ adapters[name_a].t()
+        grad, a, b = map(matrices, (grads[weight.name], adapters[name_a], adapters[name_b]))
+        found[name_a] = (lora.scale * b.mT @ grad).view_as(adapters[name_a])
+        found[name_b] = (lora.scale * grad @ a.mT).view_as(adapters[name_b])
     return loss, found
 
 

@@ -8,15 +8,15 @@ from typing import Any
 from llamarl.builders.context import BuildContext
 from llamarl.builders.generator import build_generator
 from llamarl.executors.executor import Executor
-from llamarl.model.lora import AdaptedProduct, Adapters
+from llamarl.model.lora_serving import AdaptedProduct, ServedExperts
 from llamarl.model.transformer import MLP
 
 Fault = Callable[[Any], None]  # changes a built generator
 
 
-def _adapters(generator: Any) -> Adapters:
-    found: Adapters = generator._decoder.model.adapters
-    return found
+def _products(generator: Any) -> list[Any]:
+    products: list[Any] = generator._decoder.model.adapters.products
+    return products
 
 
 def _mlp_product(generator: Any) -> AdaptedProduct:
@@ -37,7 +37,7 @@ def not_applied(generator: Any) -> None:
 
 def one_matrix_missing(generator: Any) -> None:
     """One of them never arrives where it is read."""
-    product = _adapters(generator).products[0]
+    product = _products(generator)[0]
     missing = product._parts[0].size
     load = generator._weights.load
 
@@ -50,7 +50,7 @@ def one_matrix_missing(generator: Any) -> None:
 
 
 def wrong_scale(generator: Any) -> None:
-    for product in _adapters(generator).products:
+    for product in _products(generator):
         product._scale /= 2
 
 
@@ -92,6 +92,79 @@ def stale(generator: Any) -> None:
     generator._weights.load = late
 
 
+def _change_experts(generator: Any, change: Callable[[ServedExperts], None]) -> None:
+    """Changes what the experts' products read, in every layer."""
+    for product in _products(generator):
+        if isinstance(product, ServedExperts):
+            change(product)
+
+
+def experts_wrong_scale(generator: Any) -> None:
+    def halve(served: ServedExperts) -> None:
+        served._all = served._all._replace(scale=served._all.scale / 2)
+
+    _change_experts(generator, halve)
+
+
+def experts_without_down(generator: Any) -> None:
+    """Those of one matrix are not computed."""
+
+    def drop(served: ServedExperts) -> None:
+        down = served._all.down
+        served._all = served._all._replace(down=down._replace(b_ENR=down.b_ENR.new_zeros(down.b_ENR.shape)))
+
+    _change_experts(generator, drop)
+
+
+def experts_off_by_one(generator: Any) -> None:
+    """Every expert has the adapters of the one before it: the right numbers, read in the wrong place."""
+
+    def shift(served: ServedExperts) -> None:
+        pairs = [type(pair)(*(one.roll(1, 0) for one in pair)) for pair in served._all[:2]]
+        load = generator._weights.load
+
+        def shifted(version: int) -> int:
+            num_bytes: int = load(version)
+            for pair, own in zip(pairs, held, strict=True):
+                for one, source in zip(pair, own, strict=True):
+                    one.copy_(source.roll(1, 0))
+            return num_bytes
+
+        held, served._all = served._all[:2], served._all._replace(gate_up=pairs[0], down=pairs[1])
+        generator._weights.load = shifted
+
+    _change_experts(generator, shift)
+
+
+def experts_gate_for_up(generator: Any) -> None:
+    """Gate's adapters are added to up, and the other way around."""
+
+    def swap(served: ServedExperts) -> None:
+        source, load = served._all.gate_up, generator._weights.load
+        swapped = source.b_ENR.clone()
+
+        def load_swapped(version: int) -> int:
+            num_bytes: int = load(version)
+            swapped.copy_(source.b_ENR.flip(1))
+            return num_bytes
+
+        served._all = served._all._replace(gate_up=source._replace(b_ENR=swapped))
+        generator._weights.load = load_swapped
+
+    _change_experts(generator, swap)
+
+
+OF_EXPERTS: dict[str, Fault] = {
+    fault.__name__: fault
+    for fault in (
+        not_applied,
+        experts_wrong_scale,
+        experts_without_down,
+        experts_off_by_one,
+        experts_gate_for_up,
+        stale,
+    )
+}
 FAULTS: dict[str, Fault] = {
     fault.__name__: fault for fault in (not_applied, one_matrix_missing, wrong_scale, wrong_order, aliased, stale)
 }

@@ -14,14 +14,17 @@ import pytest
 import torch
 
 from helpers.groups import prompt_group
-from helpers.lora import LORA, put_adapters, random_adapters
-from helpers.ranks import DEVICE, join_in, leave_group
+from helpers.lora import LORA, put_adapters, random_adapters, save_both
+from helpers.models import SHAPE
+from helpers.ranks import DEVICE, join_in, leave_group, run_ranks
 from llamarl.builders.generator import add_adapters
 from llamarl.config.file import parse_config
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
-from llamarl.model.checkpoint import load_model
+from llamarl.model.adapter_folder import load_merged
+from llamarl.model.checkpoint import load_model, save_model
 from llamarl.model.experts import ExpertMLP
+from llamarl.model_spec import ModelSpec
 from llamarl.types import PromptGroup, bytes_to_floats, bytes_to_tokens
 
 SLOTS, NEW = 8, 20
@@ -65,7 +68,7 @@ def decode(
         add_adapters=partial(add_adapters, config=config, part=part) if lora else None,
     )
     if lora:
-        put_adapters(model, random_adapters(), part.box)
+        put_adapters(model, random_adapters(shape=model.shape), part.box)
     decoder.version = 0
     for group in groups():
         decoder.add(group)
@@ -90,6 +93,20 @@ def check_same_tokens(folder: Path, count: int, device: torch.device = DEVICE, a
                 assert my_tokens == tokens
                 assert my_logprobs == pytest.approx(logprobs, abs=atol)
     return alone
+
+
+def check_adapted_ranks(folder: Path, lora: str, count: int, *, shape: ModelSpec = SHAPE, expert: int = 1) -> None:
+    """Compare what `count` ranks sample with adapters with what one samples from the merged model."""
+    adapter = save_both(folder, shape=shape)
+    run_ranks("helpers.tensor_rank", count, str(folder), lora, f"expert={expert}")
+    save_model(load_merged(adapter, dtype=torch.float32), folder / "whole")
+    whole, base = decode(folder / "whole", TensorRank()), decode(folder / "model", TensorRank())
+    for rank in range(count):
+        found = json.loads((folder / f"{lora}-{rank}.json").read_text())
+        for ordinal, completions in whole.items():
+            for (tokens, logprobs), (my_tokens, my_logprobs) in zip(completions, found[ordinal], strict=True):
+                assert my_tokens == tokens and my_logprobs == pytest.approx(logprobs, abs=1e-4)
+    assert whole != base
 
 
 def main(rank: int, count: int, into: str, *more: str) -> None:

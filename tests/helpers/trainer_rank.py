@@ -19,7 +19,7 @@ from torch import Tensor
 
 from helpers.experts import with_routes
 from helpers.layouts import part
-from helpers.lora import ATTENTION_LORA, LORA
+from helpers.lora import LORA
 from helpers.ranks import DEVICE, join_in, leave_group
 from helpers.training import make_test_documents
 from helpers.trees import flash_on_cpu, make_branching_documents
@@ -154,13 +154,6 @@ def off_by_one(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     return whole_gradients(learner)
 
 
-def attention_adapters(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
-    """Gradients of adapters of the attention, which models with experts have."""
-    learner = make_learner(folder / "model", mesh, lora=ATTENTION_LORA, tokens_per_pack=24)
-    learner.accumulate(make_test_documents(DOCUMENTS))
-    return whole_gradients(learner)
-
-
 def trees(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """Gradients, metrics and kept log-probs where documents share what they begin with, and how many tokens they share."""
     documents, found = make_branching_documents(), dict[str, Tensor]()
@@ -236,6 +229,7 @@ def adapters(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
         found[f"{case}/loss"] = torch.tensor([seen.loss()])
     policy = learner.policy
     assert policy.model.adapters is not None
+    found["hash"] = torch.tensor(list(learner.adapter_hash(()).begin().text().encode()))
     found["with"] = probe_logprobs(policy, documents)
     with policy.model.adapters.off():
         found["without"] = probe_logprobs(policy, documents)
@@ -477,7 +471,6 @@ TASKS: dict[str, Callable[[TrainerMesh, Path], dict[str, Tensor]]] = {
     "balanced": balanced,
     "routed": routed,
     "off_by_one": off_by_one,
-    "attention_adapters": attention_adapters,
 }
 
 

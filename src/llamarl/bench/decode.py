@@ -25,7 +25,8 @@ from llamarl.bench.machine import (
 )
 from llamarl.generate.decoder import Limits
 from llamarl.model.checkpoint import random_model
-from llamarl.model.lora import Adapters, serve_adapters
+from llamarl.model.lora import Adapters
+from llamarl.model.lora_serving import serve_adapters
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.model_spec import ModelSpec
 from llamarl.train.speed import synchronize

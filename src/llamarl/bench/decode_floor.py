@@ -41,7 +41,7 @@ def floor_s(shape: ModelSpec, case: DecodeCase, ceilings: Ceilings, used_experts
 
 
 def bench_lora(shape: ModelSpec, rank: int) -> LoraConfig:
-    """Adapters beside all layers that can have some."""
+    """Adapters beside all layers, or beside attention alone in models with experts."""
     return LoraConfig(rank=rank, targets="attention") if shape.experts else LoraConfig(rank=rank)
 
 

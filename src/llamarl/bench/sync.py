@@ -107,7 +107,7 @@ class BenchRank:
     @cached_property
     def _parts(self) -> list[HashedPart]:
         return [
-            HashedPart(name, one.tensor, one.box, self._specs[name].shape[1], self._lora.scale)
+            HashedPart(name, one.tensor, one.box, self._specs[name].shape, self._lora.scale)
             for name, one in self.shards.items()
         ]
 

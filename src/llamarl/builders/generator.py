@@ -27,7 +27,8 @@ from llamarl.generate.stop_strings import StopStrings
 from llamarl.layout.boxes import shape_of
 from llamarl.layout.model import SCALE
 from llamarl.model.checkpoint import open_checkpoint
-from llamarl.model.lora import Adapters, merge_adapters, serve_adapters
+from llamarl.model.lora import Adapters
+from llamarl.model.lora_serving import merge_adapters, serve_adapters
 from llamarl.model.shards import Shard
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer

@@ -21,7 +21,10 @@ class LoraConfig(Section, frozen=True):
     alpha: Annotated[float, Meta(gt=0, description="the adapters' product is multiplied by alpha / rank")] = 32.0
     targets: Annotated[
         str | tuple[str, ...],
-        Meta(description="layers with adapters: all, attention, mlp, or a list such as [q_proj, v_proj]"),
+        Meta(
+            description="layers with adapters: all, attention, mlp, or a list such as [q_proj, v_proj]; experts, if the model "
+            "has some, are among all and mlp, and named experts in a list"
+        ),
     ] = "all"
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ Kind = Literal[
     "expert_out",
     "head",
     "adapter",
+    "expert_adapter",
 ]
 ROWS, COLUMNS = 0, 1
 FP8_TILE = 16  # sizes of a matrix that a GPU multiplies in fp8 are multiples of it
@@ -73,10 +74,16 @@ class ParameterSpec(Struct, frozen=True):
         return self.kind in ("expert_in", "expert_out")
 
     @property
+    def by_expert(self) -> bool:
+        """Whether its first dimension counts the experts of a layer."""
+        return self.is_expert or self.kind == "expert_adapter"
+
+    @property
     def has_partial_gradient(self) -> bool:
-        """Whether it is whole on every tensor rank, but each rank applies it to its own part of the states, such as its
-        heads, or of the experts' inner units: its gradient is the sum over the ranks."""
-        return self.kind in ("head_norm", "router") or (self.kind == "adapter" and self.split is None)
+        """Whether it is whole on every tensor rank (or on every one with the same experts), but each rank applies it to its
+        own part of the states, such as its heads, or of the experts' inner units: its gradient is the sum over the ranks."""
+        is_adapter = self.kind in ("adapter", "expert_adapter")
+        return self.kind in ("head_norm", "router") or (is_adapter and self.split is None)
 
     def local_size(self, dim: int, ranks: int) -> float:
         """Size of a dimension on one of `ranks` tensor ranks, on average."""

@@ -56,9 +56,8 @@ class AdapterCheck:
         weights, parts = parameters(self._model.shape), list[HashedPart]()
         for one in self._adapters.applied():
             for name, tensor in zip(adapter_names(weights[one.weight]), (one.a, one.b), strict=True):
-                if self._part.rank == 0 or specs[name].split is not None:
-                    spec = specs[name]
-                    parts.append(HashedPart(name, tensor, self._part.box(spec), spec.shape[1], one.scale))
+                if self._part.counts(spec := specs[name]):
+                    parts.append(HashedPart(name, tensor, self._part.box(spec), spec.shape, one.scale))
         return parts
 
     def digest(self) -> str:

@@ -42,6 +42,12 @@ class TensorRank:
         """The part of a parameter that this rank holds. Only a vocabulary may leave the last rank a smaller one."""
         return box_on(self.rank, parameter.shape, placement_of(parameter), self._mesh)
 
+    def counts(self, parameter: ParameterSpec) -> bool:
+        """Whether this is the first rank that holds its part of a parameter: where it counts in sums over ranks."""
+        if parameter.split is not None:
+            return True
+        return self._mesh.coordinate(self.rank, "etp" if parameter.by_expert else "tp") == 0
+
     def first_expert(self, experts: int) -> int:
         """Number of the first expert that this rank holds, of so many in a layer."""
         return self._mesh.coordinate(self.rank, "ep") * (experts // self.expert)

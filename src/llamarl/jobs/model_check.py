@@ -16,6 +16,8 @@ from llamarl.model.hf_config import describe_ignored_keys
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model_spec import ModelSpec
 
+EXPERT_RANKS = 8  # a GPU multiplies matrices by group whose rows are multiples of 16 bytes
+
 
 def check_model(config: Config) -> tuple[Tokenizer, list[str]]:
     """The policy's tokenizer, and notes for the user."""
@@ -53,6 +55,13 @@ def _check_experts(config: Config, shape: ModelSpec) -> None:
         if dtype == torch.float16 or (device.type == "cuda" and dtype != torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
             raise ConfigError(f"{key}.dtype: {name}, but experts compute in bfloat16 on a GPU; set {key}.dtype=auto")
+    adapted = any(one.by_expert for one in adapter_parameters(shape, config.model.lora).values())
+    on_gpu = device_of("trainer.device", config.trainer.device).type == "cuda"
+    if adapted and on_gpu and config.model.lora.rank % EXPERT_RANKS:
+        raise ConfigError(
+            f"model.lora.rank: {config.model.lora.rank}, but adapters of experts on a GPU need a multiple of "
+            f"{EXPERT_RANKS}; change it, or set model.lora.targets=attention"
+        )
 
 
 def _check(config: Config) -> tuple[Tokenizer, list[str]]:

@@ -28,11 +28,10 @@ WIDE = PRECISIONS["bf16"]  # type of parameters that are not fp8 where matrices 
 def placement_of(parameter: ParameterSpec) -> Placement:
     """Tensor parallelism cuts as the family's table says, and expert parallelism the experts before it; then FSDP cuts the
     rows, or experts, that are left."""
-    if parameter.split is None:
-        return (Cut("fsdp", 0),)
-    if parameter.is_expert:
-        return (Cut("ep", 0), Cut("etp", parameter.split, parameter.unit), Cut("fsdp", 0))
-    return (Cut("tp", parameter.split, parameter.unit), Cut("fsdp", 0))
+    cuts = [Cut("ep", 0)] if parameter.by_expert else []
+    if parameter.split is not None:
+        cuts.append(Cut("etp" if parameter.by_expert else "tp", parameter.split, parameter.unit))
+    return (*cuts, Cut("fsdp", 0))
 
 
 def check_shared(shape: ModelSpec, tensor: int, expert: int, section: str) -> None:

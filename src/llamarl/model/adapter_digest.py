@@ -7,8 +7,9 @@ hashes mean the same matrices, in the same layers and places, with the same fact
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -21,20 +22,23 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class HashedPart(NamedTuple):
-    """A rank's part of an adapter: the box of it that the rank holds, of so many columns in all, and the factor that it is
+    """A rank's part of an adapter: the box of it that the rank holds, the shape of all of it, and the factor that it is
     applied with."""
 
     name: str
     tensor: Tensor
     box: Box
-    columns: int
+    shape: tuple[int, ...]
     scale: float
 
-    @property
-    def place(self) -> int:
-        """Number of the part's first place in the whole matrix."""
-        (row, _), (column, _) = self.box
-        return row * self.columns + column
+    def matrices(self) -> Iterator[tuple[Tensor, int]]:
+        """The matrices in the box, one for each index of dimensions before the last two, with the number of each one's first
+        place in the whole adapter."""
+        leading = self.shape[:-2]
+        flat = self.tensor.reshape(-1, *self.tensor.shape[-2:]) if leading else self.tensor[None]
+        firsts = [first for first, _ in self.box[-2:]]
+        for matrix, index in zip(flat, product(*(range(*dim) for dim in self.box[:-2])), strict=True):
+            yield matrix, _place((*index, *firsts), self.shape)
 
 
 class AdapterHash:
@@ -58,7 +62,7 @@ class AdapterHash:
             for dtype in self._types:
                 tensor = tensor.to(dtype)
             numbers = tensor.view(_BITS[tensor.dtype.itemsize]).long()
-            total += (numbers * _places(part.box, part.columns)).sum() * _factor(part.name, part.scale)
+            total += (numbers * _places(part.box, part.shape)).sum() * _factor(part.name, part.scale)
         return total
 
     def _add_on_gpu(self, total: Tensor, parts: Sequence[HashedPart]) -> None:
@@ -68,7 +72,11 @@ class AdapterHash:
             return
         if self._table is None or parts is not self._parts:
             assert all(part.tensor.is_contiguous() for part in parts)
-            rows = [(one.tensor, one.place, one.columns, _factor(one.name, one.scale)) for one in parts]
+            rows = [
+                (matrix, place, one.shape[-1], _factor(one.name, one.scale))
+                for one in parts
+                for matrix, place in one.matrices()
+            ]
             self._parts, self._table = parts, hash_table(rows, self._device)
         held = parts[0].tensor.dtype
         wire, applied = self._types or (held, held)
@@ -76,11 +84,19 @@ class AdapterHash:
 
 
 @lru_cache(maxsize=64)
-def _places(box: Box, columns: int) -> Tensor:
-    """An odd number for every place of a matrix, in the box."""
-    (first_row, end_row), (first, end) = box
-    rows = torch.arange(first_row, end_row)[:, None]
-    return ((rows * columns + torch.arange(first, end)) * _MIX) * 2 + 1
+def _places(box: Box, shape: tuple[int, ...]) -> Tensor:
+    """An odd number for every place of an adapter, in the box."""
+    numbers = torch.zeros((), dtype=torch.int64)
+    for (first, end), size in zip(box, shape, strict=True):
+        numbers = numbers[..., None] * size + torch.arange(first, end)
+    return (numbers * _MIX) * 2 + 1
+
+
+def _place(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    number = 0
+    for at, size in zip(index, shape, strict=True):
+        number = number * size + at
+    return number
 
 
 @lru_cache(maxsize=4096)

@@ -26,6 +26,7 @@ from llamarl.errors import ConfigError, InputError, ModelError
 from llamarl.families.adapters import adapted_layers, adapter_names, adapter_parameters, layer_name, layer_names
 from llamarl.families.family import ParameterSpec
 from llamarl.layout.boxes import Box
+from llamarl.model.adapter_files import adapted_parameters, stored_adapters
 from llamarl.model.checkpoint import (
     all_of,
     carry_files,
@@ -38,8 +39,9 @@ from llamarl.model.checkpoint import (
 from llamarl.model.expert_files import tensors_of
 from llamarl.model.folders import ADAPTER_CONFIG, newest_policy, no_folder
 from llamarl.model.hf_config import read_json_object
+from llamarl.model.lora import matrices
 from llamarl.model.safetensors_file import TensorSpan, read_spans
-from llamarl.model.tensor_io import read_tensor, write_tensors
+from llamarl.model.tensor_io import write_tensors
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
 
@@ -60,6 +62,7 @@ _HARMLESS = frozenset(
         "r",
         "revision",
         "target_modules",
+        "target_parameters",
         "task_type",
         "use_rslora",
         "megatron_core",
@@ -79,9 +82,9 @@ class AdapterFolder(Struct, frozen=True):
 
     def fill(self, memory: Mapping[str, Tensor], box_of: Callable[[ParameterSpec], Box] = all_of) -> None:
         """Reads the shard of each named adapter into the given memory, whatever its dtype and device."""
-        specs = adapter_parameters(self.shape, self.lora)
+        stored = stored_adapters(self.shape, self.lora)
         for name, tensor in memory.items():
-            read_tensor(self.spans[name], tensor.detach(), box_of(specs[name]))
+            stored[name].read(self.spans[name], tensor.detach(), box_of(stored[name].spec))
 
 
 def is_adapter(folder: Path) -> bool:
@@ -96,13 +99,15 @@ def open_adapter(folder: Path, shape: ModelSpec) -> AdapterFolder:
         raise ModelError(f"{folder}: no {WEIGHTS}")
     spans = {name.removeprefix(_PREFIX): span for name, span in read_spans(path).items()}
     lora = _checked_lora(folder, config, spans, shape)
-    for name, spec in adapter_parameters(shape, lora).items():
-        if name not in spans:
-            raise ModelError(f"{path}: tensor {_PREFIX}{name} is missing")
-        if spans[name].shape != spec.shape:
-            found = list(spans[name].shape)
-            raise ModelError(f"{path}: tensor {_PREFIX}{name} has shape {found}; this base needs {list(spec.shape)}")
-    return AdapterFolder(folder, shape, lora, spans)
+    stored = stored_adapters(shape, lora)
+    for one in stored.values():
+        if one.name not in spans:
+            raise ModelError(f"{path}: tensor {_PREFIX}{one.name} is missing")
+        if (found := spans[one.name].shape) != one.shape:
+            raise ModelError(
+                f"{path}: tensor {_PREFIX}{one.name} has shape {list(found)}; this base needs {list(one.shape)}"
+            )
+    return AdapterFolder(folder, shape, lora, {name: spans[one.name] for name, one in stored.items()})
 
 
 def _checked_lora(
@@ -118,7 +123,7 @@ def _checked_lora(
         raise ModelError(f"{folder / WEIGHTS}: has adapters of no layer of this base ({', '.join(layer_names(shape))})")
     scale = sqrt(rank) if config.get("use_rslora") else 1.0
     lora = LoraConfig(rank=rank, alpha=float(alpha) * scale, targets=targets)
-    if surplus := spans.keys() - adapter_parameters(shape, lora).keys():
+    if surplus := spans.keys() - {one.name for one in stored_adapters(shape, lora).values()}:
         raise ModelError(f"{folder / WEIGHTS}: tensor {_PREFIX}{min(surplus)} belongs to no layer of this base")
     return replace(lora, targets=short_targets(shape, targets))
 
@@ -209,7 +214,8 @@ def check_base_of(folder: Path, base: Path) -> None:
 
 def save_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelSpec, folder: Path, base: Path) -> None:
     """Writes a folder that PEFT loads, in fp32; it must not exist yet. The base's tokenizer goes with it."""
-    layers = sorted({layer_name(one) for one in adapted_layers(shape, lora)})
+    layers = sorted({layer_name(one) for one in adapted_layers(shape, lora) if not one.is_expert})
+    of_experts, stored = adapted_parameters(shape, lora), stored_adapters(shape, lora)
     on_hub = name_of_pinned(base, "model")
     config = {
         "peft_type": "LORA",
@@ -220,6 +226,7 @@ def save_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelSp
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": layers,
+        **({"target_parameters": of_experts} if of_experts else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -230,7 +237,8 @@ def save_adapter(tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelSp
         (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         (temporary / FINGERPRINT).write_text(fingerprint(base) + "\n")
         carry_files(base, temporary)
-        write_tensors(temporary / WEIGHTS, {_PREFIX + name: one for name, one in tensors.items()}, torch.float32)
+        files = {_PREFIX + stored[name].name: stored[name].written(one) for name, one in tensors.items()}
+        write_tensors(temporary / WEIGHTS, files, torch.float32)
 
 
 @torch.no_grad()
@@ -243,17 +251,16 @@ def load_merged(folder: Path, *, dtype: torch.dtype, device: str | torch.device 
     check_base_of(folder, base)
     model = load_model(base, dtype=dtype, device=device)
     adapter, checkpoint = open_adapter(folder, model.shape), open_checkpoint(base)
+    specs = adapter_parameters(model.shape, adapter.lora)
     for weight in adapted_layers(model.shape, adapter.lora):
         target = model.get_parameter(weight.name)
         wide = torch.empty_like(target, dtype=torch.float32)
         checkpoint.fill({weight.name: wide})
-        pair = {
-            name: torch.empty(adapter.spans[name].shape, dtype=torch.float32, device=device)
-            for name in adapter_names(weight)
-        }
+        sizes = {name: specs[name].shape for name in adapter_names(weight)}
+        pair = {name: torch.empty(size, dtype=torch.float32, device=device) for name, size in sizes.items()}
         adapter.fill(pair)
-        a, b = pair.values()
-        target.copy_(torch.addmm(wide, b, a, alpha=adapter.lora.scale))
+        for out, base_matrix, a, b in zip(*map(matrices, (target, wide, *pair.values())), strict=True):
+            out.copy_(torch.addmm(base_matrix, b, a, alpha=adapter.lora.scale))
     return model
 
 

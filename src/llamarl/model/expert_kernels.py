@@ -1,16 +1,22 @@
 """Triton versions of the operations of `experts.py`, for inference. Imported only on a GPU.
 
-Five launches for each layer, and no shape depends on who was chosen. A tile of a product belongs to one expert; each program
-finds its expert from the numbers of rows, so nothing is padded in memory. Every expert's weights are read once for each tile
-of its rows, and those of experts without rows not at all. Pairs of a token and an expert of another rank are in no tile.
+Five launches for each layer, two more with adapters, and no shape depends on who was chosen. A tile of a product belongs to
+one expert; each program finds its expert from the numbers of rows, so nothing is padded in memory. Every expert's weights are
+read once for each tile of its rows, and those of experts without rows not at all. Pairs of a token and an expert of another
+rank are in no tile.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from llamarl.model.experts import AdapterPair, ExpertAdapters
 
 _SORT_BLOCK = 1024
 _COMBINE_BLOCK = 1024
@@ -101,20 +107,28 @@ def _product(
     ends_ptr,
     out_ptr,
     scales_ptr,
+    inner_ptr,
+    b_ptr,
     size,
     outputs,
     experts,
     k,
+    rank,
+    factor,
+    GATHERED: tl.constexpr,
     GATED: tl.constexpr,
+    SORTED: tl.constexpr,
     SCALED: tl.constexpr,
+    RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """A tile of one expert's rows. GATED: rows of x are tokens, gathered by pair, and silu(gate) * up is written in sorted
-    order. Otherwise rows of x are sorted, and results are written by pair. SCALED: weights are quantized, with a scale for
-    each output; the type of x represents their values exactly."""
+    """A tile of one expert's rows, times `factor`. GATHERED: rows of x are tokens, gathered by pair; otherwise they are
+    sorted. SORTED: results are written in sorted order; otherwise by pair. GATED: the result is silu(gate) * up. SCALED:
+    weights are quantized, with a scale for each output; the type of x represents their values exactly. RANK: the product of
+    an adapter's B with sorted rows of `inner` is added, of which so many are read, a power of 2; 0: no adapter."""
     tile = tl.program_id(1)
     number = tl.arange(0, EXPERTS)
     ends = tl.load(ends_ptr + number, mask=number < experts, other=0)
@@ -131,7 +145,7 @@ def _product(
     inside = row < tl.sum(tl.where(is_mine, counts, 0), axis=0)
     place = tl.sum(tl.where(is_mine, starts, 0), axis=0) + row
     pair = tl.load(order_ptr + place, mask=inside, other=0)
-    source = (pair // k if GATED else place).to(tl.int64)
+    source = (pair // k if GATHERED else place).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     has_column = column < outputs
     deep = tl.arange(0, DEPTH)
@@ -159,12 +173,23 @@ def _product(
         if GATED:
             second *= tl.load(scale_at + outputs, mask=has_column, other=0.0)[None, :]
     dtype = out_ptr.dtype.element_ty
-    if GATED:  # both are rounded first, as products are elsewhere
+    if RANK:  # products are rounded before they are added, as they are elsewhere
+        deep_rank = tl.arange(0, RANK)
+        inner_at = inner_ptr + place[:, None].to(tl.int64) * rank + deep_rank[None, :]
+        inner = tl.load(inner_at, mask=inside[:, None] & (deep_rank < rank)[None, :], other=0.0)
+        b_at = b_ptr + (expert.to(tl.int64) * rows_of_expert + column[None, :]) * rank + deep_rank[:, None]
+        mask = has_column[None, :] & (deep_rank < rank)[:, None]
+        added = tl.dot(inner, tl.load(b_at, mask=mask, other=0.0), input_precision="ieee")
+        total = total.to(dtype).to(tl.float32) + added.to(dtype).to(tl.float32)
+        if GATED:
+            added = tl.dot(inner, tl.load(b_at + outputs * rank, mask=mask, other=0.0), input_precision="ieee")
+            second = second.to(dtype).to(tl.float32) + added.to(dtype).to(tl.float32)
+    if GATED:  # both are rounded first
         gate, up_value = total.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
         total = gate * tl.sigmoid(gate) * up_value
-        target = place
     else:
-        target = pair
+        total = total.to(dtype).to(tl.float32) * factor
+    target = place if SORTED else pair
     out_at = out_ptr + target[:, None].to(tl.int64) * outputs + column[None, :]
     tl.store(out_at, total.to(dtype), mask=inside[:, None] & has_column[None, :])
 
@@ -191,21 +216,36 @@ def add_experts(
     ids_TK: Tensor,
     weights_TK: Tensor,
     scales: tuple[Tensor, Tensor] | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> None:
     """Adds `experts.expert_mlp` to the fp32 total, in place; the activation is silu. Ids may be the number of experts, for
     those of other ranks."""
     of_gate_up, of_down = scales or (None, None)
+    to_gate_up, to_down, factor = adapters or (None, None, 1.0)
     (tokens, k), (experts, _, inner, hidden) = ids_TK.shape, gate_up_E2IC.shape
     pairs = tokens * k
     order, ends = sort_pairs(ids_TK, experts)
-    inner_PI = torch.empty(pairs, inner, dtype=x_TC.dtype, device=x_TC.device)
-    out_PC = torch.empty(pairs, hidden, dtype=x_TC.dtype, device=x_TC.device)
-    _launch(x_TC.contiguous(), gate_up_E2IC, order, ends, inner_PI, of_gate_up, k, gated=True)
-    _launch(inner_PI, down_ECI, order, ends, out_PC, of_down, k, gated=False)
+    x_TC = x_TC.contiguous()
+    inner_PI, out_PC = x_TC.new_empty(pairs, inner), x_TC.new_empty(pairs, hidden)
+    beside = _beside(x_TC, to_gate_up, order, ends, factor, k, gathered=True)
+    _launch(x_TC, gate_up_E2IC, order, ends, inner_PI, of_gate_up, k, beside, gathered=True, gated=True, is_sorted=True)
+    beside = _beside(inner_PI, to_down, order, ends, factor, k)
+    _launch(inner_PI, down_ECI, order, ends, out_PC, of_down, k, beside)
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
         out_PC, weights_TK, ids_TK, total_TC, hidden, k, experts, BLOCK=block, num_warps=4
     )
+
+
+def _beside(
+    x: Tensor, pair: AdapterPair | None, order: Tensor, ends: Tensor, factor: float, k: int, *, gathered: bool = False
+) -> tuple[Tensor, Tensor] | None:
+    """A's product of sorted rows, times the factor, and B."""
+    if pair is None:
+        return None
+    inner_PR = x.new_empty(len(order), pair.a_ERC.shape[1])
+    _launch(x, pair.a_ERC, order, ends, inner_PR, None, k, factor=factor, gathered=gathered, is_sorted=True)
+    return inner_PR, pair.b_ENR
 
 
 def _launch(
@@ -216,9 +256,15 @@ def _launch(
     out: Tensor,
     scales: Tensor | None,
     k: int,
+    beside: tuple[Tensor, Tensor] | None = None,
     *,
-    gated: bool,
+    factor: float = 1.0,
+    gathered: bool = False,
+    gated: bool = False,
+    is_sorted: bool = False,
 ) -> None:
+    inner, b = beside or (ends, ends)
+    rank = inner.shape[1] if beside else 0
     pairs, experts, size, outputs = len(order), len(weight), x.shape[1], out.shape[1]
     rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(pairs, experts))))
     columns = min(64, max(16, triton.next_power_of_2(outputs)))
@@ -232,12 +278,19 @@ def _launch(
         ends,
         out,
         ends if scales is None else scales,
+        inner,
+        b,
         size,
         outputs,
         experts,
         k,
+        rank,
+        factor,
+        GATHERED=gathered,
         GATED=gated,
+        SORTED=is_sorted,
         SCALED=scales is not None,
+        RANK=max(16, triton.next_power_of_2(rank)) if rank else 0,
         ROWS=rows,
         COLUMNS=columns,
         DEPTH=depth,

@@ -81,10 +81,11 @@ def expert_mlp(
     activation: Activation = "silu",
     scales: Scales | None = None,
     some_foreign: bool = False,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """The weighted sum of what each token's experts make of it, in fp32 [T, C]. With `scales`, matrices are quantized. With
-    `some_foreign`, ids may be the number of experts, which stands for one that another rank holds: nothing is computed for
-    it, and it adds nothing."""
+    """The weighted sum of what each token's experts make of it, in fp32 [T, C]. With `scales`, matrices are quantized; with
+    `adapters`, each expert has some beside its matrices. With `some_foreign`, ids may be the number of experts, which stands
+    for one that another rank holds: nothing is computed for it, and it adds nothing."""
     (tokens, k), experts = ids_TK.shape, len(gate_up_E2IC)
     pairs = sort_by_expert(ids_TK, experts)
     x_PC = _Spread.apply(x_TC, pairs.order, pairs.places, k)  # type: ignore[no-untyped-call]
@@ -94,8 +95,13 @@ def expert_mlp(
     if scales is not None:
         of_P = ids_TK.flatten().index_select(0, pairs.order).clamp(max=experts - 1)
         gate_up, down_out = (partial(_scaled_product, scales_EN=one.flatten(1), of_P=of_P) for one in scales)
-    inner_PI = ACTIVATIONS[activation][1](gate_up(x_PC, gate_up_E2IC.flatten(1, 2), pairs.ends))
+    outer_PN = gate_up(x_PC, gate_up_E2IC.flatten(1, 2), pairs.ends)
+    if adapters is not None:
+        outer_PN = outer_PN + _low_rank(x_PC, adapters.gate_up, adapters.scale, pairs.ends)
+    inner_PI = ACTIVATIONS[activation][1](outer_PN)
     sorted_PC = down_out(inner_PI, down_ECI, pairs.ends)
+    if adapters is not None:
+        sorted_PC = sorted_PC + _low_rank(inner_PI, adapters.down, adapters.scale, pairs.ends)
     if some_foreign:
         sorted_PC = _held_rows(sorted_PC, pairs.ends)
     out_PC = _Reordered.apply(sorted_PC, pairs.places, pairs.order)  # type: ignore[no-untyped-call]
@@ -120,6 +126,12 @@ def _scaled_product(x_PC: Tensor, values_ENC: Tensor, ends_E: Tensor, *, scales_
     """The same with quantized matrices, whose outputs have scales; row p belongs to expert of_P[p]."""
     product_PN = grouped_product(x_PC, values_ENC.to(x_PC.dtype), ends_E)
     return (product_PN.float() * scales_EN.index_select(0, of_P)).to(x_PC.dtype)
+
+
+def _low_rank(x_PC: Tensor, pair: AdapterPair, scale: float, ends_E: Tensor) -> Tensor:
+    """scale * B (A x) of each expert, as `lora.low_rank`."""
+    inner_PR = grouped_product(x_PC, pair.a_ERC, ends_E) * scale
+    return grouped_product(inner_PR, pair.b_ENR.flatten(1, -2), ends_E)
 
 
 class _Spread(torch.autograd.Function):
@@ -234,6 +246,21 @@ class Scales(NamedTuple):
     down_EC: Tensor
 
 
+class AdapterPair(NamedTuple):
+    """A and B beside a matrix of every expert; B has the outputs of the matrix, in one dimension or two."""
+
+    a_ERC: Tensor
+    b_ENR: Tensor
+
+
+class ExpertAdapters(NamedTuple):
+    """The adapters of a layer's experts, and the factor of their products."""
+
+    gate_up: AdapterPair
+    down: AdapterPair
+    scale: float
+
+
 class NarrowExperts(NamedTuple):
     """The matrices of a layer's experts and, if they are quantized, their scales."""
 
@@ -253,16 +280,23 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))
         self.activation, self.count, self.first = shape.activation, count, 0
         self.narrow: NarrowExperts | None = None  # what products take instead; see `quantize.py`
+        self.beside: Callable[[torch.dtype], ExpertAdapters | None] | None = (
+            None  # adapters for such inputs; see `lora.py`
+        )
 
     def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         gate_up, down, scales = self.taken()
         local_TK = self.local_ids(ids_TK, len(gate_up))
-        some_foreign = len(gate_up) < self.count
-        return expert_mlp(x_TC, gate_up, down, local_TK, weights_TK, self.activation, scales, some_foreign)
+        some_foreign, adapters = len(gate_up) < self.count, self.adapters_for(x_TC)
+        return expert_mlp(x_TC, gate_up, down, local_TK, weights_TK, self.activation, scales, some_foreign, adapters)
+
+    def adapters_for(self, x_TC: Tensor) -> ExpertAdapters | None:
+        """The adapters that are applied to such inputs, if there are any and they are switched on."""
+        return None if self.beside is None else self.beside(x_TC.dtype)
 
     def taken(self) -> NarrowExperts:
         """The matrices that products take."""
-        return self.narrow or NarrowExperts(_local(self.gate_up_proj), _local(self.down_proj), None)
+        return self.narrow or NarrowExperts(local_part(self.gate_up_proj), local_part(self.down_proj), None)
 
     def local_ids(self, ids_TK: Tensor, held: int) -> Tensor:
         """Numbers of these experts among the `held` ones of this rank; `held` itself for those of other ranks."""
@@ -272,7 +306,7 @@ class Experts(nn.Module):
         return torch.where((local_TK >= 0) & (local_TK < held), local_TK, held)
 
 
-def _local(weight: Tensor) -> Tensor:
+def local_part(weight: Tensor) -> Tensor:
     """This rank's experts, and its part of their inner units."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
@@ -331,7 +365,8 @@ class ExpertMLP(nn.Module):
         part = total_BTC if self.leave is None else torch.zeros_like(total_BTC)
         gate_up, down, scales = self.experts.taken()
         local_TK = self.experts.local_ids(ids_TK, len(gate_up))
-        expert_kernels.add_experts(part.flatten(0, 1), x_TC, gate_up, down, local_TK, weights_TK, scales)
+        adapters = self.experts.adapters_for(x_TC)
+        expert_kernels.add_experts(part.flatten(0, 1), x_TC, gate_up, down, local_TK, weights_TK, scales, adapters)
         stream = part if self.leave is None else total_BTC.add_(self.leave(part))
         return (stream, _own_choice(logits_TE, ids_TK, own_TK, stream, routes_BTK)) if report else stream
 

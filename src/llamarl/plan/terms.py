@@ -14,7 +14,7 @@ from math import log, log2, sqrt
 from msgspec.structs import replace
 
 from llamarl.config.lora import NO_LORA, LoraConfig
-from llamarl.families.adapters import num_adapter_parameters
+from llamarl.families.adapters import active_adapter_parameters, num_adapter_parameters
 from llamarl.families.family import COLUMNS, ROWS
 from llamarl.families.parameters import (
     active_block_parameters,
@@ -152,9 +152,9 @@ def decode_terms(
 
 def adapter_products_s(shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int, lora: LoraConfig) -> float:
     """Time of the products with all adapters, forward; they are bf16 where the weights are narrower."""
-    each = num_adapter_parameters(shape, lora) / tp
     rate, width = gpu.flops(_products_in(precision)), activation_width(precision)
-    return max(2 * rows * each / rate, each * width / gpu.bytes_per_s)
+    work = 2 * rows * active_adapter_parameters(shape, lora) / tp
+    return max(work / rate, num_adapter_parameters(shape, lora) / tp * width / gpu.bytes_per_s)
 
 
 def forward_traffic(shape: ModelSpec, precision: str, tp: int) -> float:
@@ -241,7 +241,7 @@ def train_terms(
     ranks, rate = tp * data * replicate, gpu.flops(precision)
     each = 4 if lora else 6  # products per weight and token: a frozen one has no gradient
     blocks = (each * active_block_parameters(shape) + 2 * recomputed_parameters(shape, recompute)) * tokens
-    blocks += 6 * num_adapter_parameters(shape, lora) * tokens
+    blocks += 6 * active_adapter_parameters(shape, lora) * tokens
     head = each * head_of(shape).size * answer_tokens
     attention = 6 * shape.num_layers * shape.q_size * squares * (1 + (recompute == "full") / 3)
     traffic = activation_traffic(shape, precision) * tokens + 3 * 4 * shape.vocab_size * answer_tokens

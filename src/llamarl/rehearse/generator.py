@@ -20,7 +20,8 @@ from llamarl.generate.sampling import sample_tokens
 from llamarl.generate.slots import SlotState
 from llamarl.layout.boxes import shape_of
 from llamarl.model import ops, quantize
-from llamarl.model.lora import AdaptedProduct, Adapters, merge_adapters, serve_adapters
+from llamarl.model.lora import Adapters
+from llamarl.model.lora_serving import AdaptedProduct, merge_adapters, serve_adapters
 from llamarl.model.quantize import Quantization
 from llamarl.model.transformer import Transformer
 from llamarl.plan.generator import Replica

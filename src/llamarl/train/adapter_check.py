@@ -173,7 +173,7 @@ class TrainedHash:
         lora, shards = model.adapters.lora, trained_shards(model)
         specs = adapter_parameters(model.shape, lora)
         return [
-            HashedPart(name, shards[name].tensor, shards[name].box, specs[name].shape[1], lora.scale)
+            HashedPart(name, shards[name].tensor, shards[name].box, specs[name].shape, lora.scale)
             for name in self._names
         ]
 

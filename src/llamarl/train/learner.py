@@ -32,7 +32,7 @@ from llamarl.train.lm_head import PartLoss, TeacherStates, chunked_logprobs, no_
 from llamarl.train.offload import moved_bytes
 from llamarl.train.optimizer import AdamW, gradient_norm
 from llamarl.train.packing import PADDING, AnswerPlaces, Pack
-from llamarl.train.parallel import complete_gradients, is_tensor_sharded, sum_over_replicas
+from llamarl.train.parallel import complete_gradients, counts_here, sum_over_replicas
 from llamarl.train.passes import UpdatePasses, merge_steps
 from llamarl.train.policy import Policy
 from llamarl.train.routing import RouteSums, RouteTolerance, check_recorded, check_shortfall
@@ -90,7 +90,7 @@ class Learner:
         self._tolerance, self._route_tolerance = tolerance or EffectTolerance(), route_tolerance or RouteTolerance()
         compiled = policy.computing.compiled
         self.optimizer = AdamW(trained(policy.model), settings, compiled=compiled)
-        self._shared = self._shared_parameters()
+        self._counted_elsewhere = self._find_counted_elsewhere()
         self.hold: Callable[[], float] | None = (
             None  # waits until the weights may change; returns the seconds that this took
         )
@@ -255,14 +255,12 @@ class Learner:
         return TrainedHash(self.policy, types, [name for name in trained(self.policy.model) if self._counts_here(name)])
 
     def _counts_here(self, name: str) -> bool:
-        return self.policy.computing.mesh.tensor_rank == 0 or name not in self._shared
+        return name not in self._counted_elsewhere
 
-    def _shared_parameters(self) -> frozenset[str]:
-        """Names of parameters that tensor parallelism leaves whole. Every tensor rank has them; the first one counts them."""
-        if self.policy.computing.mesh.tensor == 1:
-            return frozenset()
-        parameters = trained(self.policy.model).items()
-        return frozenset(name for name, parameter in parameters if not is_tensor_sharded(parameter))
+    def _find_counted_elsewhere(self) -> frozenset[str]:
+        """Names of parameters whose shards the first tensor rank that has them counts."""
+        mesh, parameters = self.policy.computing.mesh, trained(self.policy.model).items()
+        return frozenset(name for name, parameter in parameters if not counts_here(parameter, mesh))
 
     def _measure_probe(self, probe: CompletionGroup, version: int) -> dict[str, float]:
         """Difference of log-probs between policy and generator on tokens that this same version has sampled; where experts

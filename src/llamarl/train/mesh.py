@@ -93,6 +93,12 @@ class TrainerMesh:
         return self.tensor_mesh.get_group() if self.tensor > 1 else None
 
     @property
+    def inner_group(self) -> dist.ProcessGroup | None:
+        """The tensor ranks with the same experts, which share the inner units of each."""
+        assert self.devices is not None
+        return self.devices["inner"].get_group() if self.expert > 1 else self.tensor_group
+
+    @property
     def _batch_group(self) -> dist.ProcessGroup:
         assert self.batch is not None
         return self.batch.get_group()

@@ -5,7 +5,7 @@ No module is wrapped, so parameters keep their Hugging Face names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -203,24 +203,36 @@ def sum_over_replicas(model: Transformer, mesh: TrainerMesh, now: bool) -> None:
         cast(FSDPModule, model).set_requires_all_reduce(now)
 
 
-def is_tensor_sharded(parameter: Tensor) -> bool:
-    """Whether tensor ranks hold different shards of it."""
-    return isinstance(parameter, DTensor) and not {"tensor", "inner"}.isdisjoint(
-        parameter.device_mesh.mesh_dim_names or ()
-    )
+def counts_here(parameter: Tensor, mesh: TrainerMesh) -> bool:
+    """Whether this is the first tensor rank that holds its shard: where it counts in sums over all ranks."""
+    if mesh.tensor_rank == 0:
+        return True
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    placements = dict(zip(names, parameter.placements, strict=True))
+    if placements.get("inner", placements.get("tensor", Replicate())) != Replicate():
+        return True
+    return "expert" in placements and mesh.tensor_rank % (mesh.tensor // mesh.expert) == 0
 
 
 def complete_gradients(grads: Mapping[str, Tensor], model: Transformer, mesh: TrainerMesh) -> None:
     """Sums gradients over the tensor ranks of parameters that each rank holds whole and applies to its own part of the
-    states: norms of heads, and whole adapters. Other whole parameters are applied to whole states."""
+    states: norms of heads, and whole adapters. Other whole parameters are applied to whole states. Ranks with other experts
+    have other adapters of theirs."""
     if mesh.tensor == 1:
         return
     table = trained_parameters(model.shape, model.adapters.lora if model.adapters else NO_LORA)
-    partial = [grad for name, grad in grads.items() if table[name].has_partial_gradient]
+    found = {name: grad for name, grad in grads.items() if table[name].has_partial_gradient}
+    for by_expert, group in ((False, mesh.tensor_group), (True, mesh.inner_group)):
+        _sum_gradients([one for name, one in found.items() if table[name].by_expert == by_expert], mesh, group)
+
+
+def _sum_gradients(partial: Sequence[Tensor], mesh: TrainerMesh, group: dist.ProcessGroup | None) -> None:
     if not partial:
         return
     flat = torch.cat([grad.flatten() for grad in partial])
-    dist.all_reduce(flat, group=mesh.tensor_group)
+    dist.all_reduce(flat, group=group)
     mesh.take_from_first_replica(flat)
     for grad, total in zip(partial, torch.split(flat, [grad.numel() for grad in partial]), strict=True):
         grad.copy_(total.view_as(grad))

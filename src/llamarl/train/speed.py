@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from llamarl.config.lora import NO_LORA, LoraConfig
-from llamarl.families.adapters import num_adapter_parameters
+from llamarl.families.adapters import active_adapter_parameters
 from llamarl.families.parameters import matrix_parameters
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import peaks_of
@@ -36,7 +36,7 @@ def training_flops(shape: ModelSpec, lengths: Iterable[int], lora: LoraConfig = 
 
 def flops_of(shape: ModelSpec, work: UpdateWork, lora: LoraConfig = NO_LORA) -> float:
     """As `training_flops`, of what was computed."""
-    products = (4.0 if lora else 6.0) * matrix_parameters(shape) + 6.0 * num_adapter_parameters(shape, lora)
+    products = (4.0 if lora else 6.0) * matrix_parameters(shape) + 6.0 * active_adapter_parameters(shape, lora)
     seen = (
         shape.attended_share(work.squares / work.tokens) if work.tokens else 1.0
     )  # with windows, as if all were alike

@@ -20,7 +20,7 @@ from llamarl.generate.decoder import ContinuousDecoder, Limits
 from llamarl.generate.device_runner import DeviceRunner
 from llamarl.generate.scheduler import Extension, Fill
 from llamarl.layout.boxes import whole
-from llamarl.model.lora import serve_adapters
+from llamarl.model.lora_serving import serve_adapters
 from llamarl.model.transformer import Transformer
 from llamarl.types import CompletionGroup, PromptGroup, bytes_to_floats
 

@@ -21,7 +21,8 @@ from llamarl.generate.drafting import Drafter, SiblingDrafts
 from llamarl.generate.drafts import _TRIAL, _UNTIL_NEXT_TRIAL, DraftChoice, SuffixIndex
 from llamarl.generate.scheduler import GroupOptions, Sequence
 from llamarl.layout.boxes import whole
-from llamarl.model.lora import Adapters, serve_adapters
+from llamarl.model.lora import Adapters
+from llamarl.model.lora_serving import serve_adapters
 from llamarl.model.transformer import Transformer
 from llamarl.types import CompletionGroup, PromptGroup, bytes_to_tokens
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.decoding import decode_all
+from helpers.experts import SHAPE as MIXTURE
 from helpers.groups import prompt_group
 from helpers.lora import put_adapters, random_adapters, save_both
 from helpers.models import SHAPE, lively_model
@@ -19,13 +20,16 @@ from llamarl.errors import ConfigError
 from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
 from llamarl.layout.boxes import whole
 from llamarl.model.adapter_folder import load_merged
-from llamarl.model.lora import merge_adapters, serve_adapters
+from llamarl.model.lora_serving import merge_adapters, serve_adapters
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.model_spec import ModelSpec
 from llamarl.types import CompletionGroup, bytes_to_floats, bytes_to_tokens
 
 PROMPT = [5, 6, 7, 2, 9]
 QWEN = replace(SHAPE, qkv_bias=True)
+GRANITE = replace(
+    MIXTURE, family="granitemoe", dense_layers=(), qk_norm=False, attention_scale=0.3, intermediate_size=16
+)
 
 
 def decoder_of(
@@ -82,6 +86,15 @@ def test_completions_are_those_of_the_merged_model(
 
 
 @pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("shape", [MIXTURE, GRANITE], ids=["qwen3_moe", "granitemoe"])
+@pytest.mark.parametrize("targets", ["all", "mlp", ("experts", "v_proj")])
+def test_completions_with_adapters_of_experts_are_those_of_the_merged_model(
+    targets: str | tuple[str, ...], shape: ModelSpec, merged: bool, tmp_path: Path
+) -> None:
+    test_completions_are_those_of_the_merged_model(targets, shape, merged, tmp_path)
+
+
+@pytest.mark.parametrize("merged", [False, True])
 def test_every_version_is_followed_and_the_base_is_never_lost(merged: bool, tmp_path: Path) -> None:
     """The first version is the base; later ones leave no trace of those before; the switch leads back to the base."""
     lora = LoraConfig(rank=3, alpha=6.0)
@@ -100,17 +113,18 @@ def test_every_version_is_followed_and_the_base_is_never_lost(merged: bool, tmp_
     assert gap(sample(decoder, 4), expected) < 1e-5
 
 
+@pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["llama", "qwen3_moe"])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_adapters_stand_beside_a_quantized_base(kind: str, tmp_path: Path) -> None:
+def test_adapters_stand_beside_a_quantized_base(kind: str, shape: ModelSpec, tmp_path: Path) -> None:
     """They are as near to the merged model as the quantized base is to the base, and far from the base."""
     lora, precision = LoraConfig(rank=3, alpha=6.0), Precision(weights=kind, keep_wide=False)  # type: ignore[arg-type]
-    expected = load_merged(save_both(tmp_path, lora), dtype=torch.float32)
-    decoder = decoder_of(lively_model(), lora, precision)
+    expected = load_merged(save_both(tmp_path, lora, shape), dtype=torch.float32)
+    decoder = decoder_of(lively_model(shape=shape), lora, precision)
     decoder.version = 0
-    floor = gap(sample(decoder), lively_model())
-    load(decoder, random_adapters(lora), 1)
+    floor = gap(sample(decoder), lively_model(shape=shape))
+    load(decoder, random_adapters(lora, shape), 1)
     done = sample(decoder, 1)
-    assert gap(done, expected) < 4 * floor < gap(done, lively_model())
+    assert gap(done, expected) < 4 * floor < gap(done, lively_model(shape=shape))
 
 
 def test_a_version_published_again_with_other_bytes_is_taken() -> None:

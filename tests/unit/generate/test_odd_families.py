@@ -22,7 +22,7 @@ from llamarl.layout.boxes import whole
 from llamarl.model.adapter_folder import load_merged, save_adapter
 from llamarl.model.checkpoint import save_model
 from llamarl.model.experts import ExpertMLP
-from llamarl.model.lora import merge_adapters, serve_adapters
+from llamarl.model.lora_serving import merge_adapters, serve_adapters
 from llamarl.model.quantize import Narrow, quantize
 from llamarl.model.transformer import Transformer, causal_attention, fuse
 from llamarl.types import CompletionGroup, bytes_to_floats, bytes_to_tokens

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from helpers.experts import SHAPE
 from msgspec.structs import replace
 
 from llamarl.builders.weights import wire_precision
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
+from llamarl.jobs import model_check
 from llamarl.jobs.model_check import check_model
 from llamarl.layout.model import check_shared
 
@@ -18,7 +20,6 @@ from llamarl.layout.model import check_shared
     [
         (["model.base=fp8", "model.lora.rank=4", "model.lora.targets=attention"], "model.base: fp8, but experts"),
         (["trainer.dtype=float16"], "trainer.dtype: float16, but experts compute in bfloat16"),
-        (["model.lora.rank=4"], "set model.lora.targets=attention"),
         (["generator.tensor=3"], "3 ranks cannot share"),
         (
             ["generator.tensor=6", "generator.expert=3"],
@@ -30,6 +31,15 @@ def test_precisions_and_adapters_that_experts_do_not_have_are_refused(settings: 
     with pytest.raises(ConfigError) as caught:
         check_model(load_config(None, ["model.path=tiny-moe", *settings]))
     assert message in str(caught.value)
+
+
+def test_adapters_of_experts_on_a_gpu_need_a_rank_that_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_check, "device_of", lambda key, name: torch.device("cuda"))
+    job = ["model.path=tiny-moe", "trainer.dtype=bfloat16", "generator.dtype=bfloat16"]
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank: 4, .* multiple of 8; .* model\.lora\.targets=attention"):
+        check_model(load_config(None, [*job, "model.lora.rank=4"]))
+    check_model(load_config(None, [*job, "model.lora.rank=4", "model.lora.targets=attention"]))
+    check_model(load_config(None, [*job, "model.lora.rank=8"]))
 
 
 def test_weights_of_quantized_experts_travel_wide() -> None:
@@ -44,11 +54,12 @@ def test_a_dense_model_has_nothing_to_balance() -> None:
 
 
 def test_the_shipped_model_with_experts_is_accepted() -> None:
-    tokenizer, notes = check_model(
-        load_config(None, ["model.path=tiny-moe", "model.lora.rank=4", "model.lora.targets=attention"])
-    )
-    assert tokenizer.vocab_size == 17
-    assert not notes
+    for targets in ("all", "attention", "mlp", "[q_proj,experts]"):
+        tokenizer, notes = check_model(
+            load_config(None, ["model.path=tiny-moe", "model.lora.rank=4", f"model.lora.targets={targets}"])
+        )
+        assert tokenizer.vocab_size == 17
+        assert not notes
 
 
 @pytest.mark.parametrize("role", ["trainer", "generator"])

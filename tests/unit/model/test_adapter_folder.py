@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.lora import LORA, random_adapters, save_both
 from helpers.models import SHAPE
+from helpers.odd_models import EXPERTS
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -69,6 +70,26 @@ def test_peft_loads_it_and_transformers_reproduces_the_logprobs(targets: str | t
     with theirs.disable_adapter(), torch.no_grad():
         off = torch.log_softmax(theirs(TOKENS).logits, -1)
     assert torch.allclose(off, logprobs_of(load_model(tmp_path / "model")), atol=1e-4)
+
+
+@pytest.mark.parametrize("targets", ["all", ("experts",), ("experts", "q_proj")])
+@pytest.mark.parametrize("name", list(EXPERTS))
+def test_peft_loads_adapters_of_experts(name: str, targets: str | tuple[str, ...], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    shape = replace(EXPERTS[name], dense_layers=())  # beside experts, PEFT takes dense MLPs for experts of old files
+    folder = save_both(tmp_path, LoraConfig(rank=3, alpha=6.0, targets=targets), shape)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, folder)
+    assert not [key for key, one in theirs.named_parameters() if "lora" in key and not one.abs().sum() > 0]
+    with torch.no_grad():
+        expected = torch.log_softmax(theirs(TOKENS).logits, -1)
+    ours = logprobs_of(load_merged(folder, dtype=torch.float32))
+    assert torch.allclose(ours, expected, atol=1e-4)
+    assert (ours - logprobs_of(load_model(tmp_path / "model"))).abs().mean() > 1e-2
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = logprobs_of(load_merged(tmp_path / "theirs", dtype=torch.float32))
+    assert torch.allclose(again, expected, atol=1e-4), "what PEFT writes is read"
 
 
 @pytest.mark.parametrize("rslora", [False, True])

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.experts import SHAPE as MIXTURE
 from helpers.lora import LORA, merged_gradients, random_adapters, save_both
+from helpers.models import SHAPE
 from helpers.training import CPU, assert_same_gradients, make_test_documents
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, LoraConfig, TrainerConfig
 from llamarl.errors import InputError
 from llamarl.model.adapter_folder import load_merged
+from llamarl.model_spec import ModelSpec
 from llamarl.train.adapter_check import EffectGap, EffectTolerance, first_seen
 from llamarl.train.learner import Learner
 from llamarl.train.policy import ComputeSettings, Policy, load_policy
@@ -38,19 +41,20 @@ def logprobs(policy: Policy) -> Tensor:
     return torch.cat([policy.logprobs(pack) for pack in policy.packs(DOCUMENTS)])
 
 
+@pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["dense", "experts"])
 @pytest.mark.parametrize("targets", ["all", "attention", "mlp", ("q_proj", "v_proj", "down_proj")])
 @pytest.mark.parametrize(
     "how", [{}, {"tokens_per_pack": 24}, {"recompute": "selective"}, {"recompute": "full"}, {"compiled": True}], ids=str
 )
 def test_gradients_are_those_of_the_merged_model(
-    how: dict[str, object], targets: str | tuple[str, ...], tmp_path: Path
+    how: dict[str, object], targets: str | tuple[str, ...], shape: ModelSpec, tmp_path: Path
 ) -> None:
     if targets != "all" and how:
         pytest.skip("one way of computing is enough")
     lora = LoraConfig(rank=3, alpha=6.0, targets=targets)
-    adapter = save_both(tmp_path, lora)
+    adapter = save_both(tmp_path, lora, shape)
     learner = learner_of(policy_of(tmp_path, lora, torch.float32, **how))
-    loss, expected = merged_gradients(adapter, DOCUMENTS, random_adapters(lora), lora)
+    loss, expected = merged_gradients(adapter, DOCUMENTS, random_adapters(lora, shape), lora)
     seen = learner.accumulate(DOCUMENTS)
     assert seen.loss() == pytest.approx(loss, abs=1e-5)
     assert_same_gradients(learner.optimizer.gradients(), expected)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llamarl.config import LoraConfig
 from llamarl.errors import ConfigError
-from llamarl.families.adapters import adapter_parameters
+from llamarl.families.adapters import active_adapter_parameters, adapter_parameters
 from llamarl.model.checkpoint import save_model
 from llamarl.model_spec import AttentionOptions
 from llamarl.train.attention import FlashDocuments, MaskedDocuments, document_attention
@@ -116,10 +116,14 @@ def test_masters_are_read_from_joined_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_adapters_beside_experts_are_refused(name: str) -> None:
-    """They would be left out without a word."""
-    for targets in ("all", "mlp"):
-        with pytest.raises(ConfigError, match=r"set model\.lora\.targets=attention"):
-            adapter_parameters(EXPERTS[name], LoraConfig(rank=2, targets=targets))
-    found = adapter_parameters(EXPERTS[name], LoraConfig(rank=2, targets="attention"))
+def test_every_expert_has_adapters_of_its_own(name: str) -> None:
+    spec = EXPERTS[name]
+    found = adapter_parameters(spec, LoraConfig(rank=2, targets="attention"))
     assert len(found) == 2 * 2 * 4
+    of_experts = adapter_parameters(spec, LoraConfig(rank=2, targets=("experts",)))
+    mixed = len(spec.expert_layers)
+    each = 2 * (spec.hidden_size + 2 * spec.expert_size) + 2 * (spec.expert_size + spec.hidden_size)
+    assert sum(one.size for one in of_experts.values()) == mixed * spec.experts * each
+    assert adapter_parameters(spec, LoraConfig(rank=2)).keys() >= found.keys() | of_experts.keys()
+    active = active_adapter_parameters(spec, LoraConfig(rank=2, targets=("experts",)))
+    assert active == pytest.approx(mixed * spec.experts_per_token * each)
