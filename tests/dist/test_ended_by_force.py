@@ -46,7 +46,7 @@ def running(tmp_path: Path) -> Iterator[dict[str, Any]]:
             start_new_session=True,
         )
     try:
-        assert wait_until(lambda: all(trained_updates(tmp_path / name / "run") > 1 for name in jobs), 60)
+        assert wait_until(lambda: all(trained_updates(tmp_path / name / "run") > 1 for name in jobs), 120)
         yield {"jobs": jobs, "shared_memory": shared_memory}
     finally:
         signal.signal(signal.SIGINT, ours)
@@ -68,9 +68,9 @@ def test_ctrl_c_and_kill_9_leave_no_process_no_shared_memory_and_no_file(
     os.killpg(interrupted.pid, signal.SIGINT)
     os.kill(killed.pid, signal.SIGKILL)
     for name in ("interrupted", "killed"):
-        assert all_gone(f"{MARK}={tmp_path / name}", within_s=10)  # a busy machine is slow to end them
+        assert all_gone(f"{MARK}={tmp_path / name}", within_s=60)  # a busy machine is slow to end them
         assert not [path for path in (tmp_path / name / "tmp").iterdir() if not is_monarchs_own(path)]
-    assert wait_until(lambda: set(os.listdir("/dev/shm")) <= running["shared_memory"], 3)
+    assert wait_until(lambda: set(os.listdir("/dev/shm")) <= running["shared_memory"], 60)
     run = tmp_path / "interrupted" / "run"
     assert interrupted.wait(3) == 130
     said = interrupted.stderr.read().decode()

@@ -36,14 +36,14 @@ def test_programs_that_a_scorer_started_end_with_the_job(tmp_path: Path, engine:
     small = ["schedule.groups_per_update=4", "schedule.samples_per_group=4", "generator.slots=16", "evaluate.prompts=0"]
     job = subprocess.Popen([*train, *settings, *small], env={**os.environ, MARK: str(tmp_path)}, start_new_session=True)
     try:
-        assert wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), 60)
+        assert wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), 120)
         started = [int(pid) for pid in pids.read_text().split()]
         os.kill(job.pid, number)
         if number == signal.SIGTERM:
             os.kill(job.pid, signal.SIGINT)
             os.kill(job.pid, signal.SIGINT)
-        assert wait_until(lambda: not any(map(is_alive, started)), 10)
-        assert wait_until(lambda: not marked_processes(f"{MARK}={tmp_path}"), 10)
+        assert wait_until(lambda: not any(map(is_alive, started)), 60)
+        assert wait_until(lambda: not marked_processes(f"{MARK}={tmp_path}"), 60)
     finally:
         job.kill()
         job.wait()

@@ -32,7 +32,7 @@ SETTINGS = [
     "trainer.warmup_updates=0",
     "evaluate.prompts=0",
 ]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(params=["auto", "fp8"])
