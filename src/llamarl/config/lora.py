@@ -22,8 +22,8 @@ class LoraConfig(Section, frozen=True):
     targets: Annotated[
         str | tuple[str, ...],
         Meta(
-            description="layers with adapters: all, attention, mlp, or a list such as [q_proj, v_proj]; experts, if the model "
-            "has some, are among all and mlp, and named experts in a list"
+            description="layers with adapters: all, attention, mlp, or a list such as [q_proj, v_proj]; those of experts are "
+            "among all and mlp, and are named experts in a list"
         ),
     ] = "all"
 

@@ -57,6 +57,7 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
     others = [
         (f"generators in {name}", replace(question, precisions=(name,)))
         for name in ("bf16", "fp8")
-        if name in question.gpu.precisions and name not in question.precisions and question.can_hold(name, 1)
+        if name in question.gpu.precisions and name not in question.precisions
+        if name == "bf16" or question.saves_memory(name)
     ]
     return [*others, *more, *larger]

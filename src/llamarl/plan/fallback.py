@@ -15,7 +15,7 @@ _HOSTS = 2  # hosts that a replica may span where a model does not fit otherwise
 
 def widened(question: Question) -> Question:
     """The same question with further precisions, and replicas over two hosts."""
-    further = tuple(name for name in question.fallbacks if question.can_hold(name, 1))
+    further = tuple(name for name in question.fallbacks if question.saves_memory(name))
     return replace(question, precisions=(*question.precisions, *further), fallbacks=(), hosts=_HOSTS)
 
 
@@ -46,7 +46,8 @@ def async_plan(question: Question) -> Plan | None:
 
 def _narrow_base_plan(question: Question) -> Plan | None:
     """The plan of one GPU with adapters on a base in fp8, where a wide base does not fit."""
-    if question.has_narrow_base or "fp8" not in question.fallbacks or not question.can_hold("fp8", 1):
+    possible = question.can_hold("fp8", 1) and not question.shape.experts
+    if question.has_narrow_base or "fp8" not in question.fallbacks or not possible:
         return None
     plan = best_async(narrow_base(question))
     wide, room = weight_bytes(question.shape, "bf16") / GIB, question.memory_bytes / GIB

@@ -86,13 +86,13 @@ def experts_s(
     shape: ModelSpec, gpu: Gpu, precision: str, rows: float, tp: int, used: float | None = None, expert: int = 1
 ) -> float:
     """Time of the experts of one layer: the operations of each token's experts, or the bytes of those that are used. All
-    wait for the rank whose experts have most tokens."""
+    wait for the rank whose experts have most tokens. Narrow weights are made wide on the way."""
     used = shape.used_experts(rows) if used is None else used
     share = busiest_share(rows * shape.experts_per_token, expert)
     found, copies, used = 0.0, rows * shape.experts_per_token * share, min(used * share, shape.experts / expert)
     for outputs, inputs in expert_products(shape, tp, expert):
         moved = used * outputs * inputs * WIDTH[precision] + copies * (inputs + outputs) * activation_width(precision)
-        found += max(2 * copies * outputs * inputs / gpu.flops(precision), moved / gpu.bytes_per_s)
+        found += max(2 * copies * outputs * inputs / gpu.flops(_products_in(precision)), moved / gpu.bytes_per_s)
     return found
 
 

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from llamarl.config.lora import NO_LORA, LoraConfig
 from llamarl.errors import InputError
 from llamarl.families.family import COLUMNS, FP8_TILE, ROWS
-from llamarl.families.parameters import family_of
+from llamarl.families.parameters import layer_parameters
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
-from llamarl.plan.terms import MEMORY_SHARE, seen_square
+from llamarl.plan.terms import MEMORY_SHARE, held_bytes, seen_square
 from llamarl.plan.trainer import UpdateLoad, packed, shared_prompts
 
 TENSOR_SIZES = tuple(1 << power for power in range(11))
@@ -91,8 +91,8 @@ class Question(Struct, frozen=True, kw_only=True):
             raise InputError("--base fp8: generators compute with the base's own weights; leave out --precision")
         if self.expert > 1 and (self.shape.experts % self.expert or not self.shape.experts):
             raise InputError(f"--expert {self.expert}: the model has {self.shape.experts} experts; it must divide them")
-        if self.shape.experts and not all(self.can_hold(name, 1) for name in self.precisions):
-            raise InputError("--precision: models with experts are planned in bf16; leave it out")
+        if self.has_narrow_base and self.shape.experts:
+            raise InputError("--base fp8: experts are trained in their own precision; leave it out")
         if not all(self.can_hold(name, 1) for name in self.precisions):
             raise InputError(f"--precision fp8: the model has matrices whose sizes are no multiples of {FP8_TILE}")
 
@@ -120,10 +120,15 @@ class Question(Struct, frozen=True, kw_only=True):
         return [size for size in TENSOR_SIZES if size <= most and self._splits(whole, size)]
 
     def can_hold(self, precision: str, tp: int) -> bool:
-        """Whether a generator of `tp` ranks can hold its weights in this precision."""
-        if self.shape.experts:
-            return precision not in ("fp8", "int8")
+        """Whether a generator of `tp` ranks can hold its weights in this precision. Experts can be held in any."""
         if precision != "fp8":
             return True
-        matrices = (matrix for matrix in family_of(self.shape).layer(self.shape) if matrix.is_product)
+        layers = (layer_parameters(self.shape, number) for number in range(self.shape.num_layers))
+        matrices = {matrix for layer in layers for matrix in layer if matrix.is_product}
         return not any(one.local_size(dim, tp) % FP8_TILE for one in matrices for dim in (ROWS, COLUMNS))
+
+    def saves_memory(self, precision: str) -> bool:
+        """Whether generators can hold their weights in this precision, in less memory than in bf16. Those of experts are
+        quantized on arrival, so wide ones stay beside them."""
+        narrow, wide = (held_bytes(self.shape, name, self.lora) for name in (precision, "bf16"))
+        return self.can_hold(precision, 1) and narrow < wide

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from llamarl.config.lora import LoraConfig
 from llamarl.errors import InputError
 from llamarl.families.parameters import active_block_parameters, block_parameters, matrix_parameters, num_parameters
 from llamarl.model_spec import SHAPES
@@ -63,9 +64,37 @@ def test_a_plan_that_does_not_fit_advises_no_precision_that_experts_do_not_have(
         gpus=1,
         work=Workload(groups=8, samples=8, prompt=100, answers=Lengths("fixed:100")),
     )
-    assert all("fp8" not in name for name, _ in _changes(question))
-    with pytest.raises(InputError, match="models with experts are planned in bf16"):
-        replace(question, precisions=("fp8",))
+    assert all("fp8" not in name for name, _ in _changes(question)), "wide weights stay beside narrow ones"
+    with pytest.raises(InputError, match="--base fp8: experts are trained in their own precision"):
+        replace(question, precisions=("fp8",), base="fp8", lora=LoraConfig(rank=8))
+
+
+def test_narrow_experts_are_read_in_half_the_time_and_multiplied_as_wide_ones() -> None:
+    for name in ("fp8", "int8"):
+        few, many = (
+            [decode_terms(OLMOE, H200, precision, rows, 0)["products"] for precision in ("bf16", name)]
+            for rows in (64, 1 << 17)
+        )
+        assert 0.45 < few[1] / few[0] < 0.6, "bound by the bytes of the experts"
+        assert many[1] / many[0] > 0.75, "bound by operations, of which those of experts are in bf16"
+        wide, narrow = (Replica(OLMOE, H200, one, 1, 64, 128, 512).memory_kinds(0)["weights"] for one in ("bf16", name))
+        assert narrow == pytest.approx(1.5 * wide, rel=0.05)
+
+
+def test_a_plan_takes_narrow_experts_where_they_are_asked_for() -> None:
+    question = Question(
+        shape=OLMOE,
+        gpu=H200,
+        gpus=8,
+        work=Workload(groups=32, samples=8, prompt=100, answers=Lengths("fixed:500")),
+        precisions=("fp8",),
+    )
+    narrow, wide = async_plan(question), async_plan(replace(question, precisions=("bf16",)))
+    assert narrow is not None and wide is not None
+    assert job_settings(narrow, question)["generator"]["quantize"] == "fp8"
+    assert narrow.generators.replica.precision == "fp8" and narrow.generators.replica.step_s(
+        64, 0
+    ) < wide.generators.replica.step_s(64, 0)
 
 
 def test_a_rank_with_whole_experts_takes_more_room_and_about_the_same_time() -> None:
