@@ -16,7 +16,8 @@ def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
     """The settings that the plan decides; all others are the user's."""
     work, trainer, replica = question.work, plan.trainers.ranks, plan.generators.replica
     narrow = bool(question.lora) and trainer.base == "fp8"
-    adapters = {"lora": {"rank": question.lora.rank}, **({"base": "fp8"} if narrow else {})}
+    targets = {} if question.lora.targets == "all" else {"targets": question.lora.targets}
+    adapters = {"lora": {"rank": question.lora.rank, **targets}, **({"base": "fp8"} if narrow else {})}
     return {
         **({"model": adapters} if question.lora else {}),
         "placement": "colocated" if plan.colocated else "split",

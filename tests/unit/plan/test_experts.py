@@ -81,6 +81,15 @@ def test_narrow_experts_are_read_in_half_the_time_and_multiplied_as_wide_ones() 
         assert narrow == pytest.approx(1.5 * wide, rel=0.05)
 
 
+def test_a_plan_with_adapters_says_which_layers_have_them() -> None:
+    work = Workload(groups=8, samples=8, prompt=100, answers=Lengths("fixed:100"))
+    question = Question(shape=OLMOE, gpu=H200, gpus=2, work=work, lora=LoraConfig(rank=8, targets="attention"))
+    for asked, told in ((question, {"targets": "attention"}), (replace(question, lora=LoraConfig(rank=8)), {})):
+        plan = async_plan(asked)
+        assert plan is not None
+        assert job_settings(plan, asked)["model"]["lora"] == {"rank": 8, **told}
+
+
 def test_a_plan_takes_narrow_experts_where_they_are_asked_for() -> None:
     question = Question(
         shape=OLMOE,
