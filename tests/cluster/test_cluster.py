@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from helpers.witness import Witness
 
 pytestmark = [
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: make test-cluster"),
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
 ]

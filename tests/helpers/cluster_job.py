@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 GENERATORS = ("generator/0", "generator/1")
 UPDATES = 120
-STAGE_S = 150.0  # starting a worker imports torch, which takes a minute where others compute
+STAGE_S = 300.0  # starting a worker imports torch, which takes minutes where others compute
 HOST_S = 3.0
 NOTICED_S = HOST_S + 2.0  # and what this machine takes to get round to it
 
