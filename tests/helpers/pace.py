@@ -21,7 +21,7 @@ from llamarl.weights.buckets import is_sound
 DAMAGED = "LLAMARL_TEST_DAMAGED_WEIGHTS"  # environment variable of hosts on which one byte of all weights is altered
 PACE = "LLAMARL_TEST_PACE"  # environment variable with the path of the file
 _SLICE_S, _LATER_S = 0.2, 2.0
-_SOON = 100  # slices; what is done to a job takes longer only where the machine is busy, and the job must not end before
+_SOON = 100  # slices: what takes longer has a busy machine, and the job must not end before it
 
 
 class Paced:
