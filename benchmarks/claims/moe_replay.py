@@ -3,10 +3,10 @@ four versions old. Arithmetic with the shipped tiny models, S = 4, three seeds: 
 
     python benchmarks/claims/moe_replay.py [--seeds 3] [--runs FOLDER] [--experts MODEL] [KEY=VALUE ...]
 
-60 updates each; with schedule.deterministic=true all answers are four versions old, whatever else the machine does. It runs on
-a CPU in fp32 by default, where both sides choose the same experts for the same weights, so that only staleness is left to
-replay; generator.dtype=bfloat16 trainer.dtype=bfloat16 adds rounding. Stable: no update is skipped, and the reward of the last
-updates is not below the best that it was by more than the dense model's.
+60 updates each; with schedule.deterministic=true all answers are four versions old, whatever else the machine does. It runs
+on a CPU in fp32 by default, where both sides choose the same experts for the same weights, so that only staleness is left to
+replay; generator.dtype=bfloat16 trainer.dtype=bfloat16 adds rounding. Stable: no update is skipped, and the reward of the
+last updates is not below the best that it was by more than the dense model's.
 """
 
 from __future__ import annotations
