@@ -20,6 +20,14 @@ def volume(box: Box) -> int:
     return prod(shape_of(box))
 
 
+def flat_index(place: Sequence[int], shape: Sequence[int]) -> int:
+    """Number of a place, counted through all dimensions, the last one fastest."""
+    number = 0
+    for at, size in zip(place, shape, strict=True):
+        number = number * size + at
+    return number
+
+
 def intersect(one: Box, other: Box) -> Box:
     """The overlap of two boxes; it may be empty."""
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))

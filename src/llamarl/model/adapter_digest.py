@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llamarl.layout.boxes import Box
+from llamarl.layout.boxes import Box, flat_index
 
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed number
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -38,7 +38,7 @@ class HashedPart(NamedTuple):
         flat = self.tensor.reshape(-1, *self.tensor.shape[-2:]) if leading else self.tensor[None]
         firsts = [first for first, _ in self.box[-2:]]
         for matrix, index in zip(flat, product(*(range(*dim) for dim in self.box[:-2])), strict=True):
-            yield matrix, _place((*index, *firsts), self.shape)
+            yield matrix, flat_index((*index, *firsts), self.shape)
 
 
 class AdapterHash:
@@ -90,13 +90,6 @@ def _places(box: Box, shape: tuple[int, ...]) -> Tensor:
     for (first, end), size in zip(box, shape, strict=True):
         numbers = numbers[..., None] * size + torch.arange(first, end)
     return (numbers * _MIX) * 2 + 1
-
-
-def _place(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    number = 0
-    for at, size in zip(index, shape, strict=True):
-        number = number * size + at
-    return number
 
 
 @lru_cache(maxsize=4096)

@@ -6,9 +6,11 @@ A of all experts are one matrix, one below another [experts * rank, in]. B are o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import groupby
 from math import prod
+from types import MappingProxyType
 
 import torch
 from msgspec import Struct
@@ -17,7 +19,7 @@ from torch import Tensor
 from llamarl.config.lora import LoraConfig
 from llamarl.families.adapters import LORA_A, LORA_B, adapted_layers, adapter_names, adapter_parameters
 from llamarl.families.family import ParameterSpec
-from llamarl.layout.boxes import Box, whole
+from llamarl.layout.boxes import Box, shape_of, whole
 from llamarl.model.safetensors_file import TensorSpan
 from llamarl.model.tensor_io import read_tensor
 from llamarl.model_spec import ModelSpec
@@ -58,12 +60,13 @@ class StoredAdapter(Struct, frozen=True):
             read_tensor(span, out, box)
             return
         in_file = (*box[1:], box[0])
-        part = torch.empty([end - first for first, end in in_file], dtype=out.dtype, device=out.device)
+        part = torch.empty(shape_of(in_file), dtype=out.dtype, device=out.device)
         read_tensor(span, part, in_file)
         out.copy_(part.movedim(-1, 0))
 
 
-def stored_adapters(shape: ModelSpec, lora: LoraConfig) -> dict[str, StoredAdapter]:
+@lru_cache(maxsize=64)
+def stored_adapters(shape: ModelSpec, lora: LoraConfig) -> Mapping[str, StoredAdapter]:
     """Maps the name of every adapter to what files hold of it."""
     specs = adapter_parameters(shape, lora)
     layers = adapted_layers(shape, lora)
@@ -76,7 +79,7 @@ def stored_adapters(shape: ModelSpec, lora: LoraConfig) -> dict[str, StoredAdapt
             name_a, name_b = adapter_names(weight)
             found[name_a] = StoredAdapter(f"{module}.{LORA_A}.weight", specs[name_a])
             found[name_b] = StoredAdapter(f"{module}.{LORA_B}.weight", specs[name_b], experts_last=True)
-    return {name: found[name] for name in specs}
+    return MappingProxyType({name: found[name] for name in specs})
 
 
 def adapted_parameters(shape: ModelSpec, lora: LoraConfig) -> list[str]:

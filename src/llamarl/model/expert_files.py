@@ -11,7 +11,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from llamarl.families.family import ParameterSpec
-from llamarl.layout.boxes import Box, whole
+from llamarl.layout.boxes import Box, flat_index, whole
 from llamarl.model.safetensors_file import TensorSpan
 from llamarl.model.tensor_io import read_tensor
 
@@ -36,7 +36,7 @@ class StackedSpan(Struct, frozen=True):
         counts = self.shape[:leading]
         places = product(*(range(*dim) for dim in box[:leading]))
         for at, place in zip(out.flatten(0, leading - 1), places, strict=True):
-            read_tensor(self.parts[_flat(place, counts)], at, box[leading:])
+            read_tensor(self.parts[flat_index(place, counts)], at, box[leading:])
 
 
 Span = TensorSpan | StackedSpan
@@ -53,13 +53,6 @@ def read_span(span: Span, out: Tensor, box: Box | None = None) -> None:
 def tensors_of(span: Span) -> tuple[TensorSpan, ...]:
     """The tensors of files that hold a parameter, in its order."""
     return span.parts if isinstance(span, StackedSpan) else (span,)
-
-
-def _flat(place: tuple[int, ...], counts: tuple[int, ...]) -> int:
-    at = 0
-    for index, count in zip(place, counts, strict=True):
-        at = at * count + index
-    return at
 
 
 def has_layouts(parameter: ParameterSpec) -> bool:
