@@ -8,8 +8,8 @@ the model adds well in the form it knows and mostly fails in the form of the tas
     python scripts/make_tiny.py FOLDER      (a few minutes on two cores; the same bytes for the same torch and CPU)
     python scripts/make_tiny.py FOLDER --experts
 
-With `--experts`, the shipped tiny model becomes a mixture of experts (a Granite-MoE), as `with_experts` tells. It knows what
-the dense one was taught, a little less well.
+With `--experts`, the model is a mixture of experts (a Granite-MoE) with as many weights in use for a token, taught the same
+way.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
 
-import llamarl
 from llamarl.config import Config
 from llamarl.families.parameters import num_parameters
-from llamarl.model.checkpoint import load_model, random_model, save_model
+from llamarl.model.checkpoint import random_model, save_model
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.model_spec import ModelSpec
 from llamarl.tasks.registry import make_single_task
 from llamarl.types import Problem
 
-TINY = Path(llamarl.__file__).parent / "assets" / "tiny"
 SEED = 1
 BATCH = 256
 STEPS = 800  # steps in the known form
@@ -68,33 +66,6 @@ EXPERTS = replace(
     expert_size=SHAPE.intermediate_size // 2,
     normalize_routes=True,
 )
-EXPERT_NOISE = 0.6  # spread of the changes of an expert's copy, as a share of the spread of its weights
-
-
-@torch.no_grad()
-def with_experts(dense: Transformer) -> Transformer:
-    """The dense model with each MLP cut into halves A and B, of which there are copies A' and B', changed at random.
-
-    The router's rows are a, -a for A, A' and b, -b for B, B'. So the two highest of its logits always belong to one of A, A'
-    and one of B, B'. As long as they are small, both have half the weight, and the sum is that of the dense MLP.
-    """
-    model = random_model(EXPERTS, seed=SEED)
-    generator = torch.Generator().manual_seed(SEED)
-    own, theirs = dict(model.named_parameters()), dict(dense.named_parameters())
-    for name, parameter in own.items():
-        if ".mlp." not in name:
-            parameter.copy_(theirs[name])
-    for number in range(EXPERTS.num_layers):
-        prefix = f"model.layers.{number}.mlp."
-        gate, up, down = (theirs[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
-        halves = torch.stack((gate, up)).chunk(2, dim=1), (2 * down).chunk(2, dim=1)
-        for target, parts in zip(("gate_up_proj", "down_proj"), halves, strict=True):
-            for expert, part in enumerate((parts[0], parts[0], parts[1], parts[1])):
-                noise = torch.randn(part.shape, generator=generator) * part.std() * EXPERT_NOISE * (expert % 2)
-                own[f"{prefix}experts.{target}"][expert].copy_(part + noise)
-        rows = torch.randn(2, EXPERTS.hidden_size, generator=generator) * 0.01
-        own[f"{prefix}gate.weight"].copy_(torch.stack((rows[0], -rows[0], rows[1], -rows[1])))
-    return model
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -182,11 +153,8 @@ def main() -> None:
         sys.exit("usage: python scripts/make_tiny.py FOLDER [--experts]   (a folder that does not exist yet)")
     folder = Path(sys.argv[1])
     torch.set_num_threads(2)
-    if sys.argv[2:]:
-        model = with_experts(load_model(TINY))
-    else:
-        model = random_model(SHAPE, seed=SEED)
-        Pretraining(model, make_single_task(Config().task, seed=0).train).run()
+    model = random_model(EXPERTS if sys.argv[2:] else SHAPE, seed=SEED)
+    Pretraining(model, make_single_task(Config().task, seed=0).train).run()
     print(f"{num_parameters(model.shape):,} parameters")
     save_model(model, folder, dtype=torch.bfloat16 if model.shape.experts else None)
     write_tokenizer(folder)
