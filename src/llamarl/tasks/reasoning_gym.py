@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import msgspec
@@ -166,28 +166,37 @@ def _composed(finish: Callable[[Example], Problem], make: Callable[[int], Exampl
     return lambda number: finish(make(number))
 
 
-def load_reasoning_gym_scorer(answer_from: str) -> Callable[..., float]:
-    """A scorer that calls the set's own `score_answer`, on the problem made again. Making it may read the package's files;
-    after that, the process, which judges this one answer, can only compute. Some sets call `eval` on answers, which are
-    hostile; here they evaluate formulas and nothing else."""
+def load_reasoning_gym_scorer(answer_from: str) -> SetScorer:
     _package()
     remove_monomial_code()
     take_names_without_exec()
+    return SetScorer(answer_from)
 
-    def score(completion: str, problem_set: dict[str, Any], number: int, text_hash: str) -> float:
-        made = _opened(msgspec.json.encode(problem_set))
-        entry = made[number]
+
+class SetScorer:
+    """Calls the set's own `score_answer`, on the problem made again. Making it may read the package's files and takes longer
+    than most scoring, so a worker does it before it forks (`prepare`), once for all answers. After that, the process, which
+    judges this one answer, can only compute. Some sets call `eval` on answers, which are hostile; here they evaluate formulas
+    and nothing else."""
+
+    def __init__(self, answer_from: str) -> None:
+        self._answer_from = answer_from
+
+    def prepare(self, problem_set: dict[str, Any], number: int, **_: object) -> None:
+        """Make the problem, for processes that are forked from this one."""
+        _entry(msgspec.json.encode(problem_set), number)
+
+    def __call__(self, completion: str, problem_set: dict[str, Any], number: int, text_hash: str) -> float:
+        encoded, name = msgspec.json.encode(problem_set), problem_set["name"]
+        made, entry = _opened(encoded), _entry(encoded, number)
         if _hash(entry) != text_hash:
-            name = problem_set["name"]
             raise BadReward(
                 f"'{name}' makes another problem {number} in every process, so its answers cannot be scored"
             )
-        answer = answer_in(completion, answer_from)
+        answer = answer_in(completion, self._answer_from)
         builtins.eval = evaluate_formula
         seal(parses=True)
-        return _score(made, answer, entry, problem_set["name"])
-
-    return score
+        return _score(made, answer, entry, name)
 
 
 def _score(made: Any, answer: str | None, entry: dict[str, Any], name: str) -> float:
@@ -214,6 +223,11 @@ def _score_of_malformed(made: Any, entry: dict[str, Any], name: str, error: Exce
 @cache
 def _opened(problem_set: bytes) -> Any:
     return msgspec.json.decode(problem_set, type=ProblemSet).open()
+
+
+@lru_cache(maxsize=64)
+def _entry(problem_set: bytes, number: int) -> Any:
+    return _opened(problem_set)[number]
 
 
 def answer_in(completion: str, answer_from: str) -> str | None:

@@ -91,6 +91,11 @@ def test_the_set_scores_its_own_answers_with_its_own_metadata() -> None:
     assert [one.reward for one in found] == [1.0, 0.1, 0.0, 1.0, 0.1]
 
 
+def test_a_problem_is_made_once_for_all_answers() -> None:
+    problem = make_task(settings(datasets={"slow": 1.0}), 0).problem(0)
+    assert [one.reward for one in score(problem, "1", "2")] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("text", "source", "answer"),
     [

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -125,6 +125,7 @@ class Worker:
 
     def judge(self, request: WorkRequest) -> Verdict:
         start_s = time.monotonic()
+        _prepare_items(request.items, self._loaded.scorers)
         reading, writing = os.pipe()
         parent = os.getpid()
         pid = os.fork()
@@ -164,6 +165,16 @@ class Worker:
                 view = view[os.write(writing, view) :]
         finally:
             os._exit(0)
+
+
+def _prepare_items(items: tuple[Item, ...], scorers: Mapping[str, Scorer]) -> None:
+    """What a scorer does for a problem before it sees an answer (`prepare`, with the problem's columns): here, where all
+    children find it. If it fails, the child fails the same way, and tells."""
+    for item in items:
+        ours = None if is_reference(item.scorer) else scorers.get(item.scorer)
+        if prepare := getattr(ours, "prepare", None):
+            with suppress(Exception):
+                prepare(**json.loads(item.columns))
 
 
 def _judge_request(request: WorkRequest, loaded: LoadedScorers, limit_s: float) -> Verdict:

@@ -75,6 +75,16 @@ class Unsteady(Sums):
         return {**super().__getitem__(idx), "question": f"{os.getpid()}+0="}
 
 
+class Slow(Sums):
+    """Costly to make: full marks where another process has made it, none where it was made to score one answer."""
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        return {**super().__getitem__(idx), "metadata": {"made_by": os.getpid()}}
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        return float(entry["metadata"]["made_by"] != os.getpid())
+
+
 class Unmakeable(Sums):
     def __getitem__(self, idx: int) -> dict[str, Any]:
         raise RuntimeError("no such puzzle")
@@ -95,6 +105,7 @@ DATASETS: dict[str, tuple[type[Sums], type[Settings]]] = {
     "writing": (Writing, Settings),
     "raising": (Raising, Settings),
     "unsteady": (Unsteady, Settings),
+    "slow": (Slow, Settings),
     "unmakeable": (Unmakeable, Settings),
     "single": (Single, Settings),
 }
