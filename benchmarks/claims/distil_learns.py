@@ -1,26 +1,35 @@
 """Claim 19: on-policy distillation takes a third of RL's updates. Qwen2.5-Coder-1.5B-Instruct on GSM8K: the policy that
 claim 1 trained teaches its own start; accuracy on all 1,319 test problems, over updates and minutes, beside that of RL.
 
-    python benchmarks/claims/distil_learns.py [--runs FOLDER] [KEY=VALUE ...]      # e.g. task.path=FOLDER_WITH_THE_DATA
+    python benchmarks/claims/distil_learns.py [--teacher async|lora] [--runs FOLDER] [KEY=VALUE ...]
 
-The teacher is the last snapshot of the run of claim 1, examples/gsm8k_qwen.yaml as it stands. The student begins where that
-run began, and learns from the teacher's whole distribution, without rewards. Must: 70% after a third of the updates.
+The teacher is the last policy of the run of claim 1 (`async`, examples/gsm8k_qwen.yaml as it stands) or of claim 15 (`lora`,
+its adapters merged). The student begins where that run began, and learns all its weights from the teacher's whole
+distribution, without rewards. Must: 70% after a third of the updates.
 """
 
 from __future__ import annotations
 
-from arms import ASYNC, Arm, Figures, Record, keep, made, read_options
+from pathlib import Path
+
+from arms import ASYNC, Arm, Figures, Options, Record, claim_parser, keep, llamarl, made, options_of
 from learns import smoothed_reward
+from lora_learns import LORA
 from plot import lines
 
-MUST, SHARE, STUDENT = 0.70, 3, "distil"
+MUST, SHARE = 0.70, 3
+TEACHERS = {arm.name: arm for arm in (ASYNC, LORA)}
 
 
 def main() -> None:
-    options = read_options(__doc__)
-    options.expect(ASYNC.name, STUDENT)
-    teacher = made(ASYNC, options)
-    student = made(_student(teacher, teacher.summary["updates"] // SHARE), options)
+    parser = claim_parser(__doc__)
+    parser.add_argument("--teacher", choices=TEACHERS, default=ASYNC.name, help="whose policy teaches")
+    args = parser.parse_intermixed_args()
+    options, arm = options_of(args), TEACHERS[args.teacher]
+    name = f"distil-{arm.name}"
+    options.expect(arm.name, name)
+    teacher = made(arm, options)
+    student = made(_student(name, _policy(teacher, options), teacher.summary["updates"] // SHARE), options)
     updates = student.summary["updates"]
     accuracy, taught = student.accuracy, max(teacher.accuracy.items())[1]
     print("updates  minutes  test accuracy  KL to the teacher")
@@ -38,6 +47,7 @@ def main() -> None:
         "over_updates": sorted(accuracy.items()),
         "rl_accuracy": [(teacher.minutes(version), value) for version, value in sorted(teacher.accuracy.items())],
         "rl_over_updates": sorted(teacher.accuracy.items()),
+        "teacher": arm.name,
         "teacher_accuracy": taught,
         "teacher_minutes": teacher.minutes(teacher.summary["updates"]),
         "updates": updates,
@@ -52,16 +62,26 @@ def main() -> None:
     keep("distil_learns", options, figures, picture)
 
 
-def _student(teacher: Record, updates: int) -> Arm:
+def _policy(teacher: Record, options: Options) -> Path:
+    """The folder of a whole model."""
     policy = (teacher.folder / teacher.summary["policy"]).absolute()
+    if teacher.folder.name != LORA.name:
+        return policy
+    whole = teacher.folder.with_name(f"{LORA.name}-merged").absolute()
+    if not whole.exists() and llamarl("merge", ["merge", str(teacher.folder), str(whole)], options):
+        raise SystemExit(f"{teacher.folder}: its adapters could not be merged")
+    return whole
+
+
+def _student(name: str, teacher: Path, updates: int) -> Arm:
     return Arm(
-        STUDENT,
+        name,
         (
-            f"teacher.path={policy}",
+            f"teacher.path={teacher}",
             "algo.reward_weight=0",
             f"schedule.updates={updates}",
             f"evaluate.every={max(1, updates // 3)}",
-            "trainer.lr=1e-5",
+            "trainer.lr=2e-5",
             "snapshots.at_end=policy",
         ),
     )

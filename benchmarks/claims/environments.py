@@ -24,7 +24,6 @@ MODEL = "model.path=models/qwen2.5-coder-1.5b"
 SETS = {
     "countdown": "{min_numbers: 3, max_numbers: 3, min_value: 1, max_value: 20, min_target: 5, max_target: 60}",
     "spell_backward": "{min_word_len: 3, max_word_len: 7}",
-    "chain_sum": "{min_terms: 3, max_terms: 5, min_digits: 2, max_digits: 3}",
 }
 
 

@@ -9,7 +9,10 @@ first is near 0 to its end, that of the second rises well above it.
 
 from __future__ import annotations
 
-from arms import ROOT, TINY_DATA, Arm, Figures, Record, keep, made, read_options
+from dataclasses import replace
+from functools import partial
+
+from arms import ROOT, TINY_DATA, Arm, Figures, Record, keep, made, read_options, side_by_side
 from learns import smoothed_reward
 from plot import lines
 
@@ -24,10 +27,11 @@ def main() -> None:
     if options.tiny:  # a few rows, again and again
         data = [f"sft.path={TINY_DATA / 'gsm8k'}", "sft.epochs=0"]
     sft = made(Arm("smollm2_sft", tuple(data), EXAMPLES / "smollm2_gsm8k_sft.yaml"), options)
-    alone = made(Arm("smollm2_rl_alone", config=EXAMPLES / "smollm2_gsm8k_rl.yaml"), options)
-    options.settings = tuple(one for one in options.settings if not one.startswith("model.path="))
-    trained = Arm("smollm2_rl_after", config=EXAMPLES / "smollm2_gsm8k_rl.yaml")
-    after = made(trained.beginning_with((sft.folder / sft.summary["policy"]).absolute()), options)
+    config = EXAMPLES / "smollm2_gsm8k_rl.yaml"
+    begun = Arm("smollm2_rl_after", config=config).beginning_with((sft.folder / sft.summary["policy"]).absolute())
+    others = replace(options, settings=tuple(one for one in options.settings if not one.startswith("model.path=")))
+    chains = [partial(made, Arm("smollm2_rl_alone", config=config), options), partial(made, begun, others)]
+    alone, after = side_by_side(chains, options)
     found = {name: _rewards(record) for name, record in (("alone", alone), ("after", after))}
     for name, (first, last) in found.items():
         print(f"RL {name + ' SFT' if name == 'after' else name:9}  mean reward {first:.3f} -> {last:.3f}")
