@@ -44,11 +44,11 @@ def expert_model(seed: int = 0) -> Transformer:
     return lively_model(seed, SHAPE)
 
 
-def with_routes(document: Document, seed: int = 0) -> Document:
+def with_routes(document: Document, seed: int = 0, form: RouteFormat = FORMAT) -> Document:
     """The document with experts that no router would choose."""
     rng = np.random.default_rng([seed, *document.tokens.tolist()])
-    shape = len(document.tokens) - 1, FORMAT.layers, FORMAT.experts
-    ids = rng.random(shape).argsort(-1)[..., : FORMAT.per_token].astype(np.uint8)
+    shape = len(document.tokens) - 1, form.layers, form.experts
+    ids = rng.random(shape).argsort(-1)[..., : form.per_token].astype(np.uint8)
     return dataclasses.replace(document, routes=ids.reshape(len(ids), -1))
 
 
