@@ -63,11 +63,9 @@ class Case(Struct, frozen=True):
 CASES = {
     "smollm2-135m": Case(3, 2, 24, 400, ("generator.slots=16",)),
     "qwen3-8b": Case(4, 16, 1024, 8_400, ("trainer.tokens_per_pack=2048", "trainer.recompute=full"), most_gib=45),
-    "qwen3-32b": Case(
-        10, 16, 1024, 12_000, ("trainer.tokens_per_pack=8192", "trainer.recompute=full"), most_error=0.15
-    ),
+    "qwen3-32b": Case(10, 16, 1024, 8_400, ("trainer.tokens_per_pack=8192", "trainer.recompute=full"), most_error=0.15),
     "llama-3.1-70b": Case(
-        5, 8, 512, 4_000, ("model.base=fp8", "trainer.tokens_per_pack=4096", "trainer.recompute=full")
+        5, 8, 512, 2_400, ("model.base=fp8", "trainer.tokens_per_pack=4096", "trainer.recompute=full")
     ),
 }
 SETTINGS = (
