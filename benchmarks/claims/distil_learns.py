@@ -64,7 +64,7 @@ def main() -> None:
 
 def _policy(teacher: Record, options: Options) -> Path:
     """The folder of a whole model."""
-    policy = (teacher.folder / teacher.summary["policy"]).absolute()
+    policy = (teacher.folder / str(teacher.summary["policy"])).absolute()
     if teacher.folder.name != LORA.name:
         return policy
     whole = teacher.folder.with_name(f"{LORA.name}-merged").absolute()

@@ -34,17 +34,6 @@ CHAT = (
 )
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 GUESSES = [f"[{letter}]" for letter in ascii_lowercase]
-SERVE = """
-import socket, uvicorn
-from echo_env.models import EchoAction, EchoObservation
-from echo_env.server.echo_env_environment import EchoEnvironment
-from openenv.core.env_server.http_server import create_app
-
-app = create_app(EchoEnvironment, EchoAction, EchoObservation, env_name="echo_env", max_concurrent_envs=64)
-listening = socket.create_server(("127.0.0.1", 0))
-print(listening.getsockname()[1], flush=True)
-uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listening])
-"""
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +80,13 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def echo(tmp_path: Path) -> Iterator[str]:
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of the environment that OpenEnv makes: a message is worth a tenth of its length."""
-    subprocess.run([PYTHON.with_name("openenv"), "init", "echo_env", "--output-dir", tmp_path], check=True)
-    with subprocess.Popen(
-        [PYTHON, "-c", SERVE], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as server:
-        assert server.stdout is not None
-        yield f"http://127.0.0.1:{int(server.stdout.readline())}"
-        server.kill()
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
+    from openenv_learns import echo_server
+
+    with echo_server(PYTHON, tmp_path) as address:
+        yield address
 
 
 def train(model: Path, run: Path, *settings: str) -> Run:

@@ -101,6 +101,7 @@ def test_kernels_of_inference_compute_what_plain_pytorch_computes(
 def test_compiled_packed_training_equals_plain_passes_in_fp32(name: str, recompute: str) -> None:
     """Experts are given, since a token whose bf16 logits chose others would change all gradients."""
     form = route_format(SHAPES[name])
+    assert form is not None
     documents = [with_routes(one, form=form) for one in make_test_documents(12)]
     plain = cpu_learner(odd_model(SHAPES[name]), replay_routes=True)
     plain.accumulate(documents)
