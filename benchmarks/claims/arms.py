@@ -217,8 +217,18 @@ def options_of(args: argparse.Namespace) -> Options:
     results.mkdir(parents=True, exist_ok=True)
     settings = (*TINY, *args.settings) if args.tiny else tuple(args.settings)
     updates = args.updates or (2 if args.tiny else 0)
-    command = (*(["--tiny"] if args.tiny else []), *args.settings)
-    return Options(runs, results, settings, args.at_most, args.math, args.beside, updates, args.tiny, command)
+    return Options(runs, results, settings, args.at_most, args.math, args.beside, updates, args.tiny, _as_asked())
+
+
+def _as_asked() -> tuple[str, ...]:
+    """The command line without where runs and results lie, which figures do not depend on."""
+    words, kept = iter(sys.argv[1:]), list[str]()
+    for word in words:
+        if word in ("--runs", "--results"):
+            next(words, None)
+        elif not word.startswith(("--runs=", "--results=")):
+            kept.append(word)
+    return tuple(kept)
 
 
 def read_options(description: str | None) -> Options:

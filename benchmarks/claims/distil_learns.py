@@ -1,7 +1,7 @@
 """Claim 19: on-policy distillation takes a third of RL's updates. Qwen2.5-Coder-1.5B-Instruct on GSM8K: the policy that
 claim 1 trained teaches its own start; accuracy on all 1,319 test problems, over updates and minutes, beside that of RL.
 
-    python benchmarks/claims/distil_learns.py [--teacher async|lora] [--runs FOLDER] [KEY=VALUE ...]
+    python benchmarks/claims/distil_learns.py [--teacher async|lora] [--lr 1e-5] [--runs FOLDER] [KEY=VALUE ...]
 
 The teacher is the last policy of the run of claim 1 (`async`, examples/gsm8k_qwen.yaml as it stands) or of claim 15 (`lora`,
 its adapters merged). The student begins where that run began, and learns all its weights from the teacher's whole
@@ -24,12 +24,14 @@ TEACHERS = {arm.name: arm for arm in (ASYNC, LORA)}
 def main() -> None:
     parser = claim_parser(__doc__)
     parser.add_argument("--teacher", choices=TEACHERS, default=ASYNC.name, help="whose policy teaches")
+    parser.add_argument("--lr", default="1e-5", help="learning rate of the student")
     args = parser.parse_intermixed_args()
     options, arm = options_of(args), TEACHERS[args.teacher]
     name = f"distil-{arm.name}"
     options.expect(arm.name, name)
     teacher = made(arm, options)
-    student = made(_student(name, _policy(teacher, options), teacher.summary["updates"] // SHARE), options)
+    wanted = teacher.summary["updates"] // SHARE
+    student = made(_student(name, _policy(teacher, options), wanted, args.lr), options)
     updates = student.summary["updates"]
     accuracy, taught = student.accuracy, max(teacher.accuracy.items())[1]
     print("updates  minutes  test accuracy  KL to the teacher")
@@ -73,7 +75,7 @@ def _policy(teacher: Record, options: Options) -> Path:
     return whole
 
 
-def _student(name: str, teacher: Path, updates: int) -> Arm:
+def _student(name: str, teacher: Path, updates: int, lr: str) -> Arm:
     return Arm(
         name,
         (
@@ -81,7 +83,7 @@ def _student(name: str, teacher: Path, updates: int) -> Arm:
             "algo.reward_weight=0",
             f"schedule.updates={updates}",
             f"evaluate.every={max(1, updates // 3)}",
-            "trainer.lr=2e-5",
+            f"trainer.lr={lr}",
             "snapshots.at_end=policy",
         ),
     )

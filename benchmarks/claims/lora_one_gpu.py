@@ -212,8 +212,9 @@ def main() -> None:
     }
     print(json.dumps(found, indent=1))
     args.results.mkdir(parents=True, exist_ok=True)
-    layers = [f"--layers={args.layers}"] if args.layers else []
-    options = Options(Path(), args.results, (), 0, Path(), command=(args.case, *layers, *args.settings))
+    asked = [f"--layers={args.layers}"] if args.layers else []
+    asked += ["--no-prediction"] if args.no_prediction else []
+    options = Options(Path(), args.results, (), 0, Path(), command=(args.case, *asked, *args.settings))
     name = f"lora-{args.case}-{args.layers}" if args.layers else f"lora-{args.case}"
     keep(name, options, found, picture)
 
