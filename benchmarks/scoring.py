@@ -3,6 +3,7 @@
     python benchmarks/scoring.py [MATH_FILE]
 
 MATH_FILE is a JSON-lines file with MATH's fields, such as MATH-500's test.jsonl; without it, the extract of the tests.
+Puzzles of reasoning-gym are judged where it is installed.
 Processor time of this process and its workers is counted, so that a busy machine does not change the result; with one
 worker, that is the time of one core.
 """
@@ -13,15 +14,17 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from llamarl.config import DatasetConfig, RewardConfig
+from llamarl.config import DatasetConfig, RewardConfig, TaskConfig
 from llamarl.tasks.data_files import read_rows
 from llamarl.tasks.datasets import KINDS
 from llamarl.tasks.examples import Example
 from llamarl.tasks.judge import Judge
+from llamarl.tasks.registry import make_task
 from llamarl.types import Problem
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +34,7 @@ REASONING = "We look at the problem step by step, and every step takes a line or
 
 class Answer(NamedTuple):
     completion: str
-    gold: str
+    problem: Problem
 
 
 class Rate(NamedTuple):
@@ -46,7 +49,7 @@ def simple_answers(count: int) -> list[Answer]:
     """As GSM8K is answered: a page of text, then the number, right every second time."""
     chance = Random(0)
     golds = [chance.randrange(10_000) for _ in range(count)]
-    return [Answer(f"{REASONING}\n#### {gold + n % 2}", str(gold)) for n, gold in enumerate(golds)]
+    return [Answer(f"{REASONING}\n#### {gold + n % 2}", Problem("", str(gold))) for n, gold in enumerate(golds)]
 
 
 def math_answers(examples: Sequence[Example]) -> list[Answer]:
@@ -57,23 +60,34 @@ def math_answers(examples: Sequence[Example]) -> list[Answer]:
     for gold in golds:
         respelled = gold.replace("\\frac", "\\dfrac").replace("+", " + ").replace(",", ", ")
         for given in (gold, respelled, chance.choice(golds)):
-            answers.append(Answer(f"{REASONING} So it is $\\boxed{{{given}}}$.", gold))
+            answers.append(Answer(f"{REASONING} So it is $\\boxed{{{given}}}$.", Problem("", gold)))
     return answers
 
 
 def symbolic_answers(examples: Sequence[Example]) -> list[Answer]:
     """Only what needs algebra: an answer in another form, right or wrong."""
     golds = [example.answer for example in examples]
-    return [Answer(f"$\\boxed{{({gold}) + {n % 2} x}}$", gold) for n, gold in enumerate(golds)]
+    return [Answer(f"$\\boxed{{({gold}) + {n % 2} x}}$", Problem("", gold)) for n, gold in enumerate(golds)]
+
+
+def puzzle_answers(name: str, puzzles: int, samples: int = 8) -> list[Answer]:
+    """Groups of answers to puzzles of a set of reasoning-gym, every second one right."""
+    task = make_task(TaskConfig(kind="reasoning_gym", datasets={name: 1.0}, size=10_000), 0)
+    problems = [task.problem(ordinal) for ordinal in range(puzzles)]
+    return [
+        Answer(f"{REASONING} <answer>{one.answer if n % 2 else 17}</answer>", one)
+        for one in problems
+        for n in range(samples)
+    ]
 
 
 def measure(what: str, settings: RewardConfig, answers: Sequence[Answer]) -> Rate:
-    judge = Judge(settings)
+    judge = Judge(settings, tuple({answer.problem.scorer for answer in answers}))
     judge.prepare()
     to_workers = failed = 0
     start_s = _spent_s(judge)
     for answer in answers:
-        judge.ask(None, answer.completion, Problem("", answer.gold))
+        judge.ask(None, answer.completion, answer.problem)
         to_workers += judge.num_waiting
         while judge.num_pending:
             failed += sum(outcome.status != "ok" for _, outcome in judge.collect(5.0))
@@ -107,6 +121,10 @@ def main() -> None:
         measure("regex", RewardConfig(scorer="regex", pattern=r"#### (\d+)", workers=1), simple[:300]),
         measure("FILE.py:FUNCTION", RewardConfig(scorer=f"{own}:score", workers=1), simple[:300]),
     ]
+    if find_spec("reasoning_gym"):
+        for name in ("chain_sum", "countdown", "spell_backward"):
+            puzzled = RewardConfig(scorer="auto", workers=1)
+            rates.append(measure(f"reasoning_gym, {name}", puzzled, puzzle_answers(name, 20)))
     print(
         "| scorer | answers | per second of one core | went to a worker | failed |\n| --- | ---: | ---: | ---: | ---: |"
     )
