@@ -348,7 +348,7 @@ class ExpertMLP(nn.Module):
         if not report:
             return stream
         probs_E = None if counted_BT is None else _counted_probs(logits_TE, counted_BT)
-        return stream, _own_choice(logits_TE, ids_TK, own_TK, stream, routes_BTK)._replace(probs_E=probs_E)
+        return stream, _own_choice(logits_TE, ids_TK, own_TK, stream, routes_BTK, probs_E)
 
     def _in_kernels(
         self, x_TC: Tensor, total_BTC: Tensor, routes_BTK: Tensor | None, report: bool
@@ -382,8 +382,13 @@ def _counted_probs(logits_TE: Tensor, counted_BT: Tensor) -> Tensor:
 
 
 def _own_choice(
-    logits_TE: Tensor, ids_TK: Tensor, own_TK: Tensor, stream_BTC: Tensor, routes_BTK: Tensor | None
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    own_TK: Tensor,
+    stream_BTC: Tensor,
+    routes_BTK: Tensor | None,
+    probs_E: Tensor | None = None,
 ) -> OwnChoice:
     shape = stream_BTC.shape[:2]
     behind = None if routes_BTK is None else shortfall(logits_TE.detach(), ids_TK.long(), own_TK.long()).view(shape)
-    return OwnChoice(own_TK.view(*shape, -1), behind)
+    return OwnChoice(own_TK.view(*shape, -1), behind, probs_E)  # torch 2.11 cannot compile a `_replace` of it

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import TrainerMesh
@@ -29,8 +29,18 @@ def recompute_inside(model: Transformer, what: str) -> None:
 
 
 def _forward_again(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    out: Tensor = checkpoint(type(module).forward, module, *args, use_reentrant=False, **kwargs)
+    # torch 2.11 would compile it to keep the results of autograd functions, if it was not told to keep nothing.
+    told: dict[str, Any] = {"context_fn": _keeping_nothing} if torch.compiler.is_compiling() else {}
+    out: Tensor = checkpoint(type(module).forward, module, *args, use_reentrant=False, **told, **kwargs)
     return out
+
+
+def _keeping_nothing() -> Any:
+    return create_selective_checkpoint_contexts(_never)  # type: ignore[no-untyped-call]
+
+
+def _never(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
 
 
 def recompute_from_parts(model: Transformer, mesh: TrainerMesh) -> None:
