@@ -4,12 +4,15 @@ The effect is log-probs with minus without adapters. Of the same adapters it dif
 larger difference is a fault: adapters that are not applied, or not all of them, or with another factor, in another order, or
 of another version. There are two measures. One is how far the sides are apart, against what arithmetic explains. The other is
 the share of the trainer's effect that is served: the slope of one effect over the other, in which rounding averages out over
-the tokens, so that it notices a fault that changes less than rounding does.
+the tokens, so that it notices a fault that changes less than rounding does. The trainer's effect is rounded too; in a deep
+model with small adapters it may be nothing else. So the slope is taken along a second effect of the same adapters, of four
+times minus twice their size: where that goes another way, the slope has a large error, and proves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from llamarl.algo.batch import document_of
 from llamarl.errors import JobFailed
-from llamarl.families.adapters import adapter_parameters
+from llamarl.families.adapters import LORA_B, adapter_parameters
 from llamarl.model.adapter_digest import AdapterHash, HashedPart, PendingHash
 from llamarl.train.policy import Policy
 from llamarl.train.shards import trained_shards
@@ -62,17 +65,19 @@ class EffectGap(Struct, frozen=True):
     served_error: float = 0.0  # its standard error
 
     @classmethod
-    def of(cls, trained: Tensor, served: Tensor, base: Tensor) -> EffectGap:
-        """From the trainer's and the generator's effect on the same tokens, and the difference of the base's log-probs."""
+    def of(cls, trained: Tensor, served: Tensor, base: Tensor, second: Tensor | None = None) -> EffectGap:
+        """From the trainer's and the generator's effect on the same tokens, and the difference of the base's log-probs.
+        `second` is another effect on the trainer, rounded by itself; None: nothing is rounded there."""
         trained, served = trained.double(), served.double()
+        along = trained if second is None else second.double()
         found = cls(_mean(trained), _mean(trained - served), _mean(base))
-        squares = trained.square().sum().item()
-        if squares == 0:
+        common = (trained * along).sum().item()
+        if common == 0:
             return found
-        share = (trained * served).sum().item() / squares
+        share = (along * served).sum().item() / common
         # Rounding is larger where the effect is, and a token with most of the effect fits the slope, however it was rounded.
-        rest = (served - share * trained) / (1 - trained.square() / squares).clamp(min=1e-6)
-        error = (rest * trained).square().sum().sqrt().item() / squares
+        rest = (served - share * trained) / (1 - trained * along / common).abs().clamp(min=1e-6)
+        error = (rest * along).square().sum().sqrt().item() / abs(common)
         return replace(found, served=share, served_error=error)
 
     def agrees(self, tolerance: EffectTolerance) -> bool:
@@ -88,6 +93,7 @@ class EffectGap(Struct, frozen=True):
             "adapter_effect_gap": self.gap,
             "adapter_base_gap": self.floor,
             "adapter_served": self.served,
+            "adapter_served_error": self.served_error,
         }
 
 
@@ -102,10 +108,11 @@ def check_effect(policy: Policy, groups: Sequence[Group], version: int, toleranc
     on = _logprobs(policy, found, version)
     with policy.model.adapters.off():
         off = _logprobs(policy, found, version)
+    twice, fourfold = (_logprobs(policy, found, version, size) for size in (2.0, 4.0))
     effect = torch.cat([_column(one.adapter_effect) for _, one in found])
     base = torch.cat([_column(one.base_logprobs) for _, one in found])
     new = first_seen(found)
-    gap = EffectGap.of((on - off)[new], effect[new], (off - base)[new])
+    gap = EffectGap.of((on - off)[new], effect[new], (off - base)[new], (fourfold - twice)[new])
     if not gap.agrees(tolerance):
         raise AdaptersDiffer(
             f"model.lora: with version {version}, the adapters change the trainer's log-probs by {gap.effect:.2g} on average "
@@ -124,16 +131,33 @@ def _measured(groups: Sequence[Group], version: int) -> Iterator[tuple[Completio
 
 
 def _logprobs(
-    policy: Policy, found: Sequence[tuple[CompletionGroup | RolloutGroup, Completion]], version: int
+    policy: Policy, found: Sequence[tuple[CompletionGroup | RolloutGroup, Completion]], version: int, size: float = 1.0
 ) -> Tensor:
-    """Log-probs of all sampled tokens, in the order of the completions."""
+    """Log-probs of all sampled tokens, in the order of the completions, with adapters of so many times their size."""
     documents = [document_of(group.prompt, one, version=version) for group, one in found]
     column = TokenColumn(documents, policy)
-    for pack in policy.packs(documents, same_everywhere=True):
-        logprobs_N = policy.logprobs(pack)
-        if pack.counts:
-            column.fill(pack.places, logprobs_N)
+    with _enlarged(policy, size):
+        for pack in policy.packs(documents, same_everywhere=True):
+            logprobs_N = policy.logprobs(pack)
+            if pack.counts:
+                column.fill(pack.places, logprobs_N)
     return torch.cat([_column(one) for one in column.complete(same_everywhere=True)])
+
+
+@contextmanager
+def _enlarged(policy: Policy, size: float) -> Iterator[None]:
+    """The weights themselves, since compiled passes know the factor. A power of two: afterwards they are what they were."""
+    if size == 1.0:
+        yield
+        return
+    weights = [one.detach() for name, one in policy.model.named_parameters() if f"{LORA_B}." in name]
+    for one in weights:
+        one.mul_(size)
+    try:
+        yield
+    finally:
+        for one in weights:
+            one.div_(size)
 
 
 def first_seen(found: Sequence[tuple[CompletionGroup | RolloutGroup, Completion]]) -> Tensor:
