@@ -28,6 +28,21 @@ def test_decoding_is_measured_in_every_way_that_it_names() -> None:
     assert "tokens/s" in describe_decode(result)
 
 
+def test_prompts_are_read_before_decoding_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long ones are read between bursts, a few at a time; a step of a calibration was five times as long for it."""
+    bench, waiting = DecodeBench(SHAPE, DecodeCase("small", 4, 600, 16, 1, "fp32", "cpu"), longest=16), list[int]()
+    monkeypatch.setattr(bench.decoder._schedule, "prefill_tokens", 600)
+    step = bench.decoder.step
+
+    def counted() -> Any:
+        waiting.append(bench.decoder.num_waiting)
+        return step()
+
+    monkeypatch.setattr(bench.decoder, "step", counted)
+    bench.run([16] * 4)
+    assert waiting and not any(waiting)
+
+
 @pytest.mark.parametrize("streams", [{}, {"sft": True}, {"teacher": "smollm2-135m"}], ids=["policy", "sft", "teacher"])
 def test_training_is_measured_in_each_stream(streams: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamarl.bench.train.shape_named", lambda name: replace(SHAPE, hidden_size=16, head_dim=4))

@@ -245,7 +245,7 @@ def train_terms(
     head = each * head_of(shape).size * answer_tokens
     attention = 6 * shape.num_layers * shape.q_size * squares * (1 + (recompute == "full") / 3)
     traffic = activation_traffic(shape, precision) * tokens + 3 * 4 * shape.vocab_size * answer_tokens
-    traffic += join_traffic(shape, precision) * joins
+    traffic += join_traffic(shape, precision) * joins + adapter_traffic(shape, precision, lora, recompute) * tokens
     return {
         "products": (blocks + head) / ranks / rate,
         "attention": attention / ranks / rate,
@@ -260,6 +260,16 @@ def activation_traffic(shape: ModelSpec, precision: str) -> float:
     """Bytes per token that norms, rotations, residuals and silu read and write, forward and backward."""
     each = (40 + 12 * shape.expert_copies) * shape.hidden_size + 8 * shape.inner_units
     return shape.num_layers * each * activation_width(precision)
+
+
+def adapter_traffic(shape: ModelSpec, precision: str, lora: LoraConfig, recompute: str) -> float:
+    """Bytes per token that products with adapters read and write beside those of the base; they are too thin for anything
+    else to limit them. Forward, each reads the input of its layer, and writes a result that is read again to be added.
+    Backward, its gradient is read twice and the input once; the input's gradient is written, and read to be added."""
+    if not lora:
+        return 0.0
+    inputs_and_outputs = active_adapter_parameters(shape, lora) / lora.rank
+    return inputs_and_outputs * (5.5 if recompute == "full" else 4) * activation_width(precision)
 
 
 def join_traffic(shape: ModelSpec, precision: str) -> float:

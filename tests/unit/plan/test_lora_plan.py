@@ -58,6 +58,9 @@ def test_an_update_takes_about_two_thirds_and_a_decode_step_little_more() -> Non
         for lora in (LORA, NO_LORA)
     )
     assert frozen["products"] / whole["products"] == pytest.approx(0.68, abs=0.02)
+    assert frozen["traffic"] / whole["traffic"] == pytest.approx(2.07, abs=0.05), (
+        "thin products read all that others do"
+    )
     assert frozen["optimizer"] < 0.02 * whole["optimizer"]
     beside, plain = (decode_terms(SHAPE, gpu, "bf16", 256, 1e5, lora=lora)["products"] for lora in (LORA, NO_LORA))
     assert 1.0 < beside / plain < 1.05
