@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 
 from llamarl.model_spec import shape_named
-from llamarl.plan.fallback import async_plan, sync_plan
+from llamarl.plan.fallback import async_plans, sync_plan
 from llamarl.plan.gpus import GIB, GPUS
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.workload import Question, Workload
 from llamarl.rehearse.memory import RoleMemory
 from llamarl.rehearse.plans import misfits, rehearse_plan
+from llamarl.simulate.rehearse import rehearse_best
 
 CASES = (("llama-3.1-8b", 256), ("llama-3.1-70b", 256), ("llama-3.1-405b", 1024), ("qwen3-32b", 8))
 GPU = GPUS["h100"]
@@ -34,8 +35,8 @@ def main() -> None:
     lines, problems = list[str](), list[str]()
     for model, gpus in CASES:
         question = Question(shape=shape_named(model), gpu=GPU, gpus=gpus, work=WORK, fallbacks=("fp8",))
-        split = async_plan(question)
-        plan = split or sync_plan(question)
+        split = rehearse_best(async_plans(question), question)
+        plan = split.plan if split else sync_plan(question)
         assert plan is not None, model
         start_s, start_cpu_s = time.perf_counter(), cpu_s()
         roles = rehearse_plan(plan, question)

@@ -22,13 +22,13 @@ from arms import Figures, Options, keep, read_options
 from plot import lines
 
 from llamarl.model_spec import shape_named
-from llamarl.plan.fallback import async_plan, sync_plan
+from llamarl.plan.fallback import async_plans, sync_plan
 from llamarl.plan.gpus import GIB, GPUS
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.report import Rehearsed, layout
 from llamarl.plan.search import Plan, Space
 from llamarl.plan.workload import Question, Workload
-from llamarl.simulate.rehearse import rehearse
+from llamarl.simulate.rehearse import rehearse_best
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -98,10 +98,11 @@ def _exchange_share(plan: Plan, asked: Question) -> float:
     return 1 - msgspec.structs.replace(ranks, gpu=free).computing_s(batch) / whole_s
 
 
-def measured(plan: Plan | None, asked: Question) -> dict[str, Any] | None:
-    if plan is None or not plan.can_be_built:
+def measured(plans: Sequence[Plan | None], asked: Question) -> dict[str, Any] | None:
+    found = rehearse_best([plan for plan in plans if plan and plan.can_be_built], asked)
+    if found is None:
         return None
-    found = rehearse(plan, asked)
+    plan = found.plan
     return {
         "step_s": found.step_s,
         "gpu_s_per_answer": found.step_s * asked.gpus / asked.work.answers_per_update,
@@ -122,8 +123,8 @@ def row(model: str, gpus: int, options: Options) -> dict[str, Any]:
         options.begin(file.stem)
         asked = question(model, gpus)
         found = {
-            "async": measured(async_plan(asked), asked),
-            "sync": measured(sync_plan(asked), asked),
+            "async": measured(async_plans(asked), asked),
+            "sync": measured([sync_plan(asked)], asked),
         }
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found))
@@ -143,9 +144,9 @@ def built(model: str, gpus: int, options: Options) -> list[dict[str, Any]]:
 
         options.begin(file.stem)
         asked = question(model, gpus)
-        plan = async_plan(asked)
-        assert plan is not None
-        file.write_text(json.dumps([built_figures(role) for role in rehearse_plan(plan, asked)]))
+        chosen = rehearse_best(async_plans(asked), asked)
+        assert chosen is not None
+        file.write_text(json.dumps([built_figures(role) for role in rehearse_plan(chosen.plan, asked)]))
     found: list[dict[str, Any]] = json.loads(file.read_text())
     return found
 

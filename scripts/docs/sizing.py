@@ -13,7 +13,7 @@ from pathlib import Path
 from llamarl.config import LoraConfig
 from llamarl.model_spec import shape_named
 from llamarl.plan.advice import why_nothing_fits
-from llamarl.plan.fallback import async_plan, offloaded, sync_plan, widened
+from llamarl.plan.fallback import async_plans, offloaded, sync_plan, widened
 from llamarl.plan.gpus import GPUS
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.report import Rehearsed
@@ -38,7 +38,7 @@ def question(model: str, gpus: int, rank: int) -> Question:
 
 def fastest(asked: Question) -> Rehearsed | None:
     """The faster of the asynchronous and the co-located plan, among those that can be built."""
-    plans = [plan for plan in (async_plan(asked), sync_plan(asked)) if plan is not None and plan.can_be_built]
+    plans = [plan for plan in (*async_plans(asked), sync_plan(asked)) if plan is not None and plan.can_be_built]
     return min((rehearse(plan, asked) for plan in plans), key=lambda found: found.step_s, default=None)
 
 

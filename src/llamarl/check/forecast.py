@@ -14,7 +14,7 @@ from llamarl.config import Config, EvaluateConfig
 from llamarl.engine.prompts import Prompts
 from llamarl.errors import LlamaRLError
 from llamarl.observe.display import format_seconds
-from llamarl.plan.fallback import async_plan, sync_plan
+from llamarl.plan.fallback import async_plans, sync_plan
 from llamarl.plan.gpus import GIB, GPUS, Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.narrow import narrow_advice
@@ -121,7 +121,7 @@ def _better(config: Config, gpu: Gpu, scene: SimulationSetup, update_s: float) -
         base=narrow or "bf16",
         precisions=(narrow,) if narrow else ("bf16",),
     )
-    plans = [plan for plan in (sync_plan(question), async_plan(question)) if plan and plan.can_be_built]
+    plans = [plan for plan in (sync_plan(question), *async_plans(question)) if plan and plan.can_be_built]
     if not plans:
         return Finding("better", "ok", "the planner finds no other layout that fits these GPUs")
     best = min((rehearse(plan, question) for plan in plans), key=lambda one: one.step_s)

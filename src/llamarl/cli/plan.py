@@ -88,14 +88,14 @@ def plan_command(
     from llamarl.config import LoraConfig
     from llamarl.model.hf_config import find_shape
     from llamarl.plan.advice import why_nothing_fits
-    from llamarl.plan.fallback import async_plan, offloaded, sync_plan, widened
+    from llamarl.plan.fallback import async_plans, offloaded, sync_plan, widened
     from llamarl.plan.gpus import gpu_named
     from llamarl.plan.lengths import Lengths
     from llamarl.plan.narrow import narrow_advice
     from llamarl.plan.report import figures, table
     from llamarl.plan.workload import Question, Workload
     from llamarl.rehearse.memory import built_figures
-    from llamarl.simulate.rehearse import rehearse
+    from llamarl.simulate.rehearse import rehearse, rehearse_best
 
     settled = gpu_named(gpu)
     if unknown := [name for name in precision or [] if name not in settled.precisions]:
@@ -121,10 +121,10 @@ def plan_command(
         base=lora_base or ("fp32" if settled.is_cpu else "bf16"),
         fallbacks=() if precision or lora_base or "fp8" not in settled.precisions else ("fp8",),
     )
-    plans = sync_plan(question), async_plan(question)
-    if not any(plan and plan.can_be_built for plan in plans):
+    co_located, splits = sync_plan(question), async_plans(question)
+    if not any(plan and plan.can_be_built for plan in (co_located, *splits)):
         raise InputError(why_nothing_fits(offloaded(widened(question))))
-    sync, split = (rehearse(plan, question) if plan else None for plan in plans)
+    sync, split = rehearse(co_located, question) if co_located else None, rehearse_best(splits, question)
     gain = sync.step_s / split.step_s if sync and split else None
     text = job_text(model, base, split or sync, question)
     if out is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 
 Box = tuple[tuple[int, int], ...]
@@ -16,6 +17,7 @@ def shape_of(box: Box) -> tuple[int, ...]:
     return tuple(max(0, end - first) for first, end in box)
 
 
+@lru_cache(maxsize=1 << 16)  # plans of many ranks ask for the same few boxes a million times
 def volume(box: Box) -> int:
     return prod(shape_of(box))
 

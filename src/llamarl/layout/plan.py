@@ -7,7 +7,7 @@ that the plan of a large model on many ranks stays small.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import gcd
@@ -76,32 +76,31 @@ class TransferPlan:
                     yield NamedMove(move.source, move.target, source_name, target_name, move.box)
 
     @cached_property
-    def _bytes(self) -> tuple[Counter[int], Counter[int], Counter[tuple[int, int]]]:
-        sent, received, between = Counter[int](), Counter[int](), Counter[tuple[int, int]]()
-        for resharding, moves in zip(self.reshardings, self.moves, strict=True):
-            for move in moves:
-                num_bytes = resharding.num_bytes(move.box)
-                sent[move.source] += num_bytes
-                received[move.target] += num_bytes
-                between[move.source, move.target] += num_bytes
-        return sent, received, between
-
-    @property
-    def sent_bytes(self) -> list[int]:
-        return [self._bytes[0][rank] for rank in range(self.num_sources)]
-
-    @property
-    def received_bytes(self) -> list[int]:
-        return [self._bytes[1][rank] for rank in range(self.num_targets)]
-
-    @property
     def bytes_between(self) -> Mapping[tuple[int, int], int]:
         """Maps (source, target) to the bytes that go between them."""
-        return self._bytes[2]
+        found = defaultdict[tuple[int, int], int](int)
+        for resharding, moves in zip(self.reshardings, self.moves, strict=True):
+            for move in moves:
+                found[move.source, move.target] += resharding.num_bytes(move.box)
+        return found
+
+    @cached_property
+    def sent_bytes(self) -> list[int]:
+        return self._bytes_of(self.num_sources, 0)
+
+    @cached_property
+    def received_bytes(self) -> list[int]:
+        return self._bytes_of(self.num_targets, 1)
+
+    def _bytes_of(self, ranks: int, end: int) -> list[int]:
+        found = [0] * ranks
+        for ends, num_bytes in self.bytes_between.items():
+            found[ends[end]] += num_bytes
+        return found
 
     @property
     def total_bytes(self) -> int:
-        return sum(self._bytes[0].values())
+        return sum(self.sent_bytes)
 
     @property
     def minimum_bytes(self) -> int:
@@ -158,11 +157,12 @@ def _moves_of(resharding: Resharding, load: list[int]) -> list[Move]:
     holders = _ranks_by_box(resharding.sources)
     moves = []
     for target_box, targets in _ranks_by_box(resharding.targets).items():
-        cover = list(_cover(resharding, target_box, holders, len(targets)))
+        pieces = _cover(resharding, target_box, holders, len(targets))
+        cover = [(box, sources, resharding.num_bytes(box)) for box, sources in pieces]
         for target in targets:
-            for box, sources in cover:
+            for box, sources, num_bytes in cover:
                 source = min(sources, key=load.__getitem__)
-                load[source] += resharding.num_bytes(box)
+                load[source] += num_bytes
                 moves.append(Move(source, target, box))
     return moves
 

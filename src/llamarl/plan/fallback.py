@@ -6,7 +6,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from llamarl.plan.gpus import GIB
-from llamarl.plan.search import Plan, Space, best_async, best_sync
+from llamarl.plan.search import Plan, Space, best_sync, near_async
 from llamarl.plan.terms import weight_bytes
 from llamarl.plan.workload import Question
 
@@ -33,26 +33,30 @@ def sync_plan(question: Question) -> Plan | None:
 
 def async_plan(question: Question) -> Plan | None:
     """The best asynchronous plan: as asked, else widened."""
-    if plan := best_async(question):
-        return plan
+    return next(iter(async_plans(question)), None)
+
+
+def async_plans(question: Question) -> list[Plan]:
+    """The best asynchronous plan, and those that are nearly as good (see `near_async`): as asked, else widened."""
+    if plans := near_async(question):
+        return plans
     if question.gpus == 1 and question.lora:
-        return _narrow_base_plan(question)
+        return _narrow_base_plans(question)
     least_bytes, wider = Space(question).least_async_bytes(), widened(question)
     if least_bytes <= question.memory_bytes:
-        return None
-    plan = best_async(wider) or best_async(offloaded(wider))
-    return replace(plan, note=_why(plan, question, least_bytes)) if plan else None
+        return []
+    plans = near_async(wider) or near_async(offloaded(wider))
+    return [replace(plan, note=_why(plan, question, least_bytes)) for plan in plans]
 
 
-def _narrow_base_plan(question: Question) -> Plan | None:
+def _narrow_base_plans(question: Question) -> list[Plan]:
     """The plan of one GPU with adapters on a base in fp8, where a wide base does not fit."""
     possible = question.can_hold("fp8", 1) and not question.shape.experts
     if question.has_narrow_base or "fp8" not in question.fallbacks or not possible:
-        return None
-    plan = best_async(narrow_base(question))
+        return []
     wide, room = weight_bytes(question.shape, "bf16") / GIB, question.memory_bytes / GIB
     why = f"a base in fp8: in bf16 it takes {wide:.0f} GiB of {room:.0f}"
-    return replace(plan, note=why) if plan else None
+    return [replace(plan, note=why) for plan in near_async(narrow_base(question))]
 
 
 def offloaded(question: Question) -> Question:

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from llamarl.plan.gpus import GIB
-from llamarl.plan.search import Plan
+from llamarl.plan.search import Plan, priced
 from llamarl.plan.workload import Question
 
 
@@ -20,6 +20,11 @@ class Rehearsed(Struct, frozen=True):
     idle_share: dict[str, float]
     one_more_s: float  # seconds by which one more GPU would shorten a step
     weights_s: float  # seconds of a weight transfer
+
+    @property
+    def price(self) -> float:
+        """As `Plan.price`, with the time of the simulation."""
+        return priced(self.step_s, self.plan.max_staleness)
 
 
 def figures(found: Rehearsed | None) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """Searches for the best co-located synchronous and the best asynchronous plan for a model on a number of GPUs.
 
 Trainer and generators are priced separately and then combined; options that cannot win are pruned. The result is that of
-trying everything (a test compares both). Times are closed forms; a simulation of the chosen plan with the real controller
-shows how well they hold.
+trying everything (a test compares both). Times are closed forms; a simulation with the real controller shows how well they
+hold, and decides among splits of the GPUs that are nearly as good.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from llamarl.plan.workload import Question
 RECOMPUTE = ("none", "selective", "full")
 PACKS = (4096, 8192, 16_384, 32_768, 65_536)
 STALENESS_PRICE = 0.01  # share by which one more version of staleness must shorten a step
+_NEAR = 1.05  # times the best price, up to which a plan may turn out to be the best in a simulation
+_NEAR_PLANS = 3  # that are simulated at most
 _ROUNDS = 4  # fixed-point iterations; with fewer, a slower trainer could seem to shorten a step
 _MIDDLES = (np.arange(24) + 0.5) / 24
 
@@ -71,7 +73,7 @@ class Plan(Struct, frozen=True):
     @property
     def price(self) -> float:
         """Step time with a surcharge for staleness; the best plan has the lowest price."""
-        return self.step_s * (1 + STALENESS_PRICE * self.max_staleness)
+        return priced(self.step_s, self.max_staleness)
 
     @property
     def memory_bytes(self) -> float:
@@ -82,6 +84,11 @@ class Plan(Struct, frozen=True):
         if self.shares_gpu:
             return together
         return max(self.trainers.memory_bytes, self.generators.memory_bytes)
+
+
+def priced(step_s: float, max_staleness: int) -> float:
+    """The price of a step: its time, with a surcharge for staleness."""
+    return step_s * (1 + STALENESS_PRICE * max_staleness)
 
 
 def both_bytes(trainers: Trainers, generators: Generators) -> float:
@@ -336,21 +343,39 @@ def best_sync(question: Question) -> Plan | None:
 
 def best_async(question: Question) -> Plan | None:
     """The best asynchronous plan over all splits of the GPUs; of one GPU, which cannot be split, both roles take a part."""
-    space, found = Space(question), None
+    return next(iter(near_async(question)), None)
+
+
+def near_async(question: Question) -> list[Plan]:
+    """The best asynchronous plan, and the best ones of some other splits if they are nearly as good, for a simulation to
+    choose from: closed forms know how long roles wait for each other on average, if at all."""
+    space = Space(question)
     if question.gpus == 1:
-        return _best_shared(space)
+        return [plan] if (plan := _best_shared(space)) else []
+    found, least = list[Plan](), inf
     for trainer_gpus in space.splits:
-        fitting = [one for one in space.trainers(trainer_gpus) if space.fits(one.memory_bytes)]
-        trainers = min(fitting, key=lambda one: (one.update_s, one.memory_bytes), default=None)
-        if trainers is None:
-            continue
-        for max_staleness in range(1, question.max_staleness + 1):
-            for generators in space.generators(question.gpus - trainer_gpus, max_staleness):
-                if not space.fits(generators.memory_bytes) or _hopeless(
-                    space, found, trainers, generators, max_staleness
-                ):
-                    continue
-                found = best([*([found] if found else []), space.async_plan(trainers, generators, max_staleness)])
+        if plan := _best_of_split(space, trainer_gpus, _NEAR * least):
+            found.append(plan)
+            least = min(least, plan.price)
+    chosen = best(found)
+    others = [one for one in found if one.price <= _NEAR * least and one is not chosen]
+    every = -(-len(others) // (_NEAR_PLANS - 1)) or 1
+    return [chosen, *others[::every]] if chosen else []
+
+
+def _best_of_split(space: Space, trainer_gpus: int, most: float) -> Plan | None:
+    """The best plan with so many GPUs for training; None: there is none, or none whose price is at most `most`."""
+    fitting = [one for one in space.trainers(trainer_gpus) if space.fits(one.memory_bytes)]
+    trainers = min(fitting, key=lambda one: (one.update_s, one.memory_bytes), default=None)
+    found: Plan | None = None
+    if trainers is None:
+        return None
+    for max_staleness in range(1, space.question.max_staleness + 1):
+        for generators in space.generators(space.question.gpus - trainer_gpus, max_staleness):
+            bound = min(most, found.price) if found else most
+            if not space.fits(generators.memory_bytes) or _hopeless(space, bound, trainers, generators, max_staleness):
+                continue
+            found = best([*([found] if found else []), space.async_plan(trainers, generators, max_staleness)])
     return found
 
 
@@ -380,9 +405,7 @@ def with_one_more(question: Question, plan: Plan) -> float:
     return max(0.0, plan.step_s - min(space.async_plan(*one, plan.max_staleness).step_s for one in either))
 
 
-def _hopeless(space: Space, found: Plan | None, trainers: Trainers, generators: Generators, max_staleness: int) -> bool:
-    """Whether two of the three terms alone already cost more than the best plan so far."""
-    if found is None:
-        return False
+def _hopeless(space: Space, bound: float, trainers: Trainers, generators: Generators, max_staleness: int) -> bool:
+    """Whether two of the three terms alone already cost more than this price."""
     least_s = max(trainers.update_s, space.full_s(generators, max_staleness))
-    return least_s * (1 + STALENESS_PRICE * max_staleness) > found.price
+    return priced(least_s, max_staleness) > bound

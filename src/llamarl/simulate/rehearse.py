@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from llamarl.config import Config, EvaluateConfig, ScheduleConfig, SnapshotsConfig
@@ -20,6 +22,11 @@ def rehearse(plan: Plan, question: Question) -> Rehearsed:
     scene = scene_of(plan, question)
     found = make_simulation(scene).run()
     return Rehearsed(plan, found.update_s, found.idle_share, with_one_more(question, plan), scene.load_s)
+
+
+def rehearse_best(plans: Sequence[Plan], question: Question) -> Rehearsed | None:
+    """Tries every plan; returns the one with the lowest price in the simulation."""
+    return min((rehearse(plan, question) for plan in plans), key=lambda found: found.price, default=None)
 
 
 def scene_of(plan: Plan, question: Question) -> SimulationSetup:
