@@ -11,7 +11,7 @@ FORKING := $(wildcard tests/dist/test_transfer_*.py)
 LONG := $(addprefix tests/e2e/test_,failpoints.py learning.py precisions.py deterministic.py claims.py check.py) \
 	$(addprefix tests/unit/,train/test_compile.py plan/test_paper.py plan/test_fallback.py plan/test_search.py rehearse)
 
-.PHONY: train demo test test-long test-dist test-kernels test-view test-monarch test-monarch-long test-cluster test-loggers test-serve test-environments test-wheel test-tutorials docs reference soak venv format bench clean
+.PHONY: train demo test test-long test-dist test-kernels test-view test-monarch test-monarch-long test-cluster test-loggers test-serve test-environments test-oldest test-wheel test-tutorials docs reference soak venv format bench clean
 
 train: .venv/installed
 	$(BIN)/llamarl train
@@ -83,6 +83,11 @@ ENVIRONMENTS := .venv-environments/bin
 test-environments: .venv-environments/dev .venv-verifiers/dev
 	$(ENVIRONMENTS)/pytest tests/environments
 
+# What trains and generates, with the oldest torch that is allowed: it compiles in other ways. A large download on some machines.
+OLDEST := .venv-oldest/bin
+test-oldest: .venv-oldest/dev
+	$(OLDEST)/pytest tests/unit/train tests/unit/model tests/unit/generate
+
 # The wheel in an environment with nothing but pip: names on a hub on loopback and an own reward train without a checkout.
 test-wheel: .venv/dev
 	LLAMARL_TEST_WHEEL=1 $(BIN)/pytest tests/wheel
@@ -153,6 +158,11 @@ venv: .venv/dev
 	$(ENVIRONMENTS)/llamarl env install 'verifiers[openenv,ta]' --at .venv-verifiers
 	touch $@
 
+.venv-oldest/dev: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	$(OLDEST)/pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]' 'torch==2.11.*'
+	touch $@
+
 # Docstrings are read, not imported, and llamarl.config needs no torch, so the packages of the extra are enough.
 .venv-docs/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
@@ -165,4 +175,4 @@ format: .venv/dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-monarch .venv-loggers .venv-serve .venv-environments .venv-verifiers .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-monarch .venv-loggers .venv-serve .venv-environments .venv-verifiers .venv-oldest .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

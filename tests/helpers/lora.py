@@ -10,17 +10,19 @@ from torch import Tensor
 
 from helpers.layouts import part
 from helpers.models import SHAPE, lively_model
-from helpers.training import naive_gradients
+from helpers.training import CPU, naive_gradients
 from llamarl.algo.batch import Document
 from llamarl.config import LoraConfig
 from llamarl.families.adapters import adapted_layers, adapter_names, adapter_parameters
 from llamarl.families.family import ParameterSpec
 from llamarl.layout.boxes import Box
 from llamarl.model.adapter_folder import load_merged, save_adapter
-from llamarl.model.checkpoint import save_model
+from llamarl.model.base import Base, BaseLayout, BasePrecision, read_base
+from llamarl.model.checkpoint import open_checkpoint, save_model
 from llamarl.model.lora import matrices
 from llamarl.model.transformer import Transformer
 from llamarl.model_spec import ModelSpec
+from llamarl.weights.shared_memory import private_memory
 
 LORA = LoraConfig(rank=3, alpha=6.0)  # a rank that data-parallel ranks cannot share evenly
 
@@ -37,6 +39,13 @@ def save_both(folder: Path, lora: LoraConfig = LORA, shape: ModelSpec = SHAPE, s
     save_model(lively_model(shape=shape), folder / "model")
     save_adapter(random_adapters(lora, shape, seed), lora, shape, folder / "adapter", folder / "model")
     return folder / "adapter"
+
+
+def base_of(folder: Path, precision: BasePrecision = "wide", dtype: torch.dtype = torch.float32) -> Base:
+    """The frozen base of a folder, in memory of this process."""
+    checkpoint = open_checkpoint(folder)
+    layout = BaseLayout(checkpoint.shape, dtype, precision)
+    return Base(layout, private_memory(CPU, layout.num_bytes, lambda memory: read_base(checkpoint, layout, memory)))
 
 
 def merged_gradients(

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
-from helpers.lora import LORA, random_adapters, save_both
+from helpers.lora import LORA, base_of, random_adapters, save_both
 from helpers.models import SHAPE, lively_model
 from helpers.training import CPU, make_test_documents
 from msgspec.structs import replace
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.model.base import Base, BaseLayout, BasePrecision, read_base
-from llamarl.model.checkpoint import load_model, open_checkpoint, save_model
+from llamarl.model.checkpoint import load_model, save_model
 from llamarl.model.quantize import FP8, quantize, quantize_rows
 from llamarl.model.transformer import Transformer, causal_attention, fuse
 from llamarl.model_spec import ModelSpec
 from llamarl.train import narrow_base
 from llamarl.train.learner import Learner
 from llamarl.train.policy import ComputeSettings, Policy, load_policy
-from llamarl.weights.shared_memory import private_memory
 
 SHAPES = {
     "tied": replace(SHAPE, tied_head=True),
@@ -36,12 +31,6 @@ SHAPES = {
     "head norms": replace(SHAPE, qk_norm=True),
 }
 DOCUMENTS = make_test_documents(9)
-
-
-def base_of(folder: Path, precision: BasePrecision = "wide", dtype: torch.dtype = torch.float32) -> Base:
-    checkpoint = open_checkpoint(folder)
-    layout = BaseLayout(checkpoint.shape, dtype, precision)
-    return Base(layout, private_memory(CPU, layout.num_bytes, lambda memory: read_base(checkpoint, layout, memory)))
 
 
 @torch.inference_mode()
@@ -83,8 +72,8 @@ def test_in_fp8_it_is_what_a_generator_makes_of_the_wide_model(shape: ModelSpec,
     assert all(first <= one.data_ptr() < end for one in model.parameters())
 
 
-def narrow_policy(folder: Path, **settings: Any) -> Policy:
-    how = ComputeSettings(CPU, torch.float32, lora=LORA, **settings)
+def narrow_policy(folder: Path) -> Policy:
+    how = ComputeSettings(CPU, torch.float32, lora=LORA)
     return load_policy(folder / "model", how, adapter=folder / "adapter", base=base_of(folder / "model", "fp8"))
 
 
@@ -123,29 +112,3 @@ def test_no_wide_copy_of_a_narrow_base_is_held(tmp_path: Path) -> None:
     policy = narrow_policy(tmp_path)
     layers = [one for one in policy.model.modules() if isinstance(one, narrow_base.NarrowLinear)]
     assert len(layers) == 7 * SHAPE.num_layers and all(one.weight.dtype == FP8 for one in layers)
-
-
-def kept_numbers(folder: Path, recompute: str) -> int:
-    """How many numbers that are no weights compiled passes keep for the backward pass."""
-    policy = narrow_policy(folder, recompute=recompute, compiled=True)
-    memory = {one.untyped_storage().data_ptr() for one in (*policy.model.parameters(), *policy.model.buffers())}
-    kept: dict[int, int] = {}
-
-    def keep(saved: Tensor) -> Tensor:
-        if (place := saved.untyped_storage().data_ptr()) not in memory and saved.dtype == torch.float32:
-            kept[place] = saved.untyped_storage().nbytes() // 4
-        return saved
-
-    torch._dynamo.reset()
-    with saved_tensors_hooks(keep, lambda saved: saved):
-        gradients(policy)
-    torch._dynamo.reset()
-    return sum(kept.values())
-
-
-def test_compiled_passes_beside_fp8_keep_only_what_they_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch 2.11 they kept the result of every product, whatever `recompute` said: 36 GiB of a model of 70 billion."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    save_both(tmp_path)
-    everything, blocks = (kept_numbers(tmp_path, recompute) for recompute in ("none", "full"))
-    assert 0 < blocks < everything / 4

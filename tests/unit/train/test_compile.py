@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
 from helpers.experts import expert_model, with_routes
+from helpers.lora import LORA, base_of, save_both
 from helpers.models import SHAPE, lively_model
 from helpers.odd_models import EXPERTS, ODD, odd_model
-from helpers.training import assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
+from helpers.training import CPU, assert_same_gradients, cpu_learner, make_test_documents, naive_gradients
 from msgspec.structs import replace
 from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
 
+from llamarl.algo.losses import aipo_loss
+from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train import lm_head
+from llamarl.train.learner import Learner
+from llamarl.train.policy import ComputeSettings, load_policy
 
 DOCUMENTS = make_test_documents(6)
 
@@ -112,3 +119,29 @@ def test_layers_with_experts_share_a_graph() -> None:
         assert not counters["graph_break"]
         found.append(counters["stats"]["unique_graphs"])
     assert found[0] == found[1]
+
+
+def kept_numbers(folder: Path, recompute: str) -> int:
+    """How many numbers that are no weights passes beside a base in fp8 keep for the backward pass."""
+    how = ComputeSettings(CPU, torch.float32, lora=LORA, recompute=recompute, compiled=True)
+    policy = load_policy(folder / "model", how, adapter=folder / "adapter", base=base_of(folder / "model", "fp8"))
+    learner = Learner(policy, aipo_loss, settings=TrainerConfig(), algo=AlgoConfig(), updates=10)
+    memory = {one.untyped_storage().data_ptr() for one in (*policy.model.parameters(), *policy.model.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        if (place := saved.untyped_storage().data_ptr()) not in memory and saved.dtype == torch.float32:
+            kept[place] = saved.untyped_storage().nbytes() // 4
+        return saved
+
+    torch._dynamo.reset()
+    with saved_tensors_hooks(keep, lambda saved: saved):
+        learner.accumulate(DOCUMENTS)
+    return sum(kept.values())
+
+
+def test_blocks_beside_a_base_in_fp8_keep_only_what_they_must(tmp_path: Path) -> None:
+    """With torch 2.11 they kept the result of every product, whatever `recompute` said: 36 GiB of a model of 70 billion."""
+    save_both(tmp_path)
+    everything, blocks = (kept_numbers(tmp_path, recompute) for recompute in ("none", "full"))
+    assert 0 < blocks < everything / 4
