@@ -5,8 +5,8 @@ larger difference is a fault: adapters that are not applied, or not all of them,
 of another version. There are two measures. One is how far the sides are apart, against what arithmetic explains. The other is
 the share of the trainer's effect that is served: the slope of one effect over the other, in which rounding averages out over
 the tokens, so that it notices a fault that changes less than rounding does. The trainer's effect is rounded too; in a deep
-model with small adapters it may be nothing else. So the slope is taken along a second effect of the same adapters, of four
-times minus twice their size: where that goes another way, the slope has a large error, and proves nothing.
+model with small adapters it may be nothing else. Where it could be, the slope is taken along a second effect of the same
+adapters, of four times minus twice their size: if that goes another way, the slope has a large error, and proves nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from llamarl.types import (
 _OF_FLOOR = 4.0  # times the difference of the base's log-probs; on CPUs it was 0.5 to 3.8, in fp32 and bf16
 _OF_SHARE = 0.1  # by which the share that is served may be off, besides its standard errors
 _STANDARD_ERRORS = 6.0
+_ROUNDED = 0.01  # share of the squared effect that rounding may be, for the effect to be its own measure
 
 
 class AdaptersDiffer(JobFailed):
@@ -67,9 +68,10 @@ class EffectGap(Struct, frozen=True):
     @classmethod
     def of(cls, trained: Tensor, served: Tensor, base: Tensor, second: Tensor | None = None) -> EffectGap:
         """From the trainer's and the generator's effect on the same tokens, and the difference of the base's log-probs.
-        `second` is another effect on the trainer, rounded by itself; None: nothing is rounded there."""
+        `second` is another effect on the trainer, rounded by itself, for an effect that may be rounding for the most part."""
         trained, served = trained.double(), served.double()
-        along = trained if second is None else second.double()
+        may_be_rounding = base.double().square().sum() > _ROUNDED * trained.square().sum()
+        along = trained if second is None or not may_be_rounding else second.double()
         found = cls(_mean(trained), _mean(trained - served), _mean(base))
         common = (trained * along).sum().item()
         if common == 0:
