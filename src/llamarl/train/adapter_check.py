@@ -110,7 +110,10 @@ def check_effect(policy: Policy, groups: Sequence[Group], version: int, toleranc
     on = _logprobs(policy, found, version)
     with policy.model.adapters.off():
         off = _logprobs(policy, found, version)
-    twice, fourfold = (_logprobs(policy, found, version, size) for size in (2.0, 4.0))
+    with _enlarged(policy, 2.0):
+        twice = _logprobs(policy, found, version)
+    with _enlarged(policy, 4.0):
+        fourfold = _logprobs(policy, found, version)
     effect = torch.cat([_column(one.adapter_effect) for _, one in found])
     base = torch.cat([_column(one.base_logprobs) for _, one in found])
     new = first_seen(found)
@@ -133,25 +136,22 @@ def _measured(groups: Sequence[Group], version: int) -> Iterator[tuple[Completio
 
 
 def _logprobs(
-    policy: Policy, found: Sequence[tuple[CompletionGroup | RolloutGroup, Completion]], version: int, size: float = 1.0
+    policy: Policy, found: Sequence[tuple[CompletionGroup | RolloutGroup, Completion]], version: int
 ) -> Tensor:
-    """Log-probs of all sampled tokens, in the order of the completions, with adapters of so many times their size."""
+    """Log-probs of all sampled tokens, in the order of the completions."""
     documents = [document_of(group.prompt, one, version=version) for group, one in found]
     column = TokenColumn(documents, policy)
-    with _enlarged(policy, size):
-        for pack in policy.packs(documents, same_everywhere=True):
-            logprobs_N = policy.logprobs(pack)
-            if pack.counts:
-                column.fill(pack.places, logprobs_N)
+    for pack in policy.packs(documents, same_everywhere=True):
+        logprobs_N = policy.logprobs(pack)
+        if pack.counts:
+            column.fill(pack.places, logprobs_N)
     return torch.cat([_column(one) for one in column.complete(same_everywhere=True)])
 
 
 @contextmanager
 def _enlarged(policy: Policy, size: float) -> Iterator[None]:
-    """The weights themselves, since compiled passes know the factor. A power of two: afterwards they are what they were."""
-    if size == 1.0:
-        yield
-        return
+    """Computes with adapters of so many times their size, until the end of the block. Weights themselves are changed, since
+    compiled passes know the factor; by a power of two, so that afterwards they are what they were."""
     weights = [one.detach() for name, one in policy.model.named_parameters() if f"{LORA_B}." in name]
     for one in weights:
         one.mul_(size)
