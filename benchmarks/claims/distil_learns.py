@@ -1,7 +1,7 @@
 """Claim 19: on-policy distillation takes a third of RL's updates. Qwen2.5-Coder-1.5B-Instruct on GSM8K: the policy that
-claim 1 trained teaches its own start; accuracy on all 1,319 test problems, over updates and minutes, beside that of RL.
+claim 1 trained teaches its own start; accuracy on all 1,319 test problems, over updates, beside that of RL.
 
-    python benchmarks/claims/distil_learns.py [--teacher async|lora] [--lr 1e-5] [--runs FOLDER] [KEY=VALUE ...]
+    python benchmarks/claims/distil_learns.py [--teacher async|lora] [--lr 5e-6] [--runs FOLDER] [KEY=VALUE ...]
 
 The teacher is the last policy of the run of claim 1 (`async`, examples/gsm8k_qwen.yaml as it stands) or of claim 15 (`lora`,
 its adapters merged). The student begins where that run began, and learns all its weights from the teacher's whole
@@ -24,7 +24,7 @@ TEACHERS = {arm.name: arm for arm in (ASYNC, LORA)}
 def main() -> None:
     parser = claim_parser(__doc__)
     parser.add_argument("--teacher", choices=TEACHERS, default=ASYNC.name, help="whose policy teaches")
-    parser.add_argument("--lr", default="1e-5", help="learning rate of the student")
+    parser.add_argument("--lr", default="5e-6", help="learning rate of the student")
     args = parser.parse_intermixed_args()
     options, arm = options_of(args), TEACHERS[args.teacher]
     name = f"distil-{arm.name}"
@@ -90,9 +90,12 @@ def _student(name: str, teacher: Path, updates: int, lr: str) -> Arm:
 
 
 def picture(figures: Figures) -> str:
-    series = {"distilled from the policy of RL": figures["accuracy"], "RL with rewards": figures["rl_accuracy"]}
+    series = {
+        "distilled from the policy of RL": figures["over_updates"],
+        "RL with rewards": figures["rl_over_updates"],
+    }
     title = "Qwen2.5-Coder-1.5B on GSM8K, test accuracy"
-    return lines(title, "minutes of training", "share right", series, tuple(series))
+    return lines(title, "updates", "share right", series, tuple(series))
 
 
 if __name__ == "__main__":

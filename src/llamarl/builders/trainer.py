@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from llamarl.train.passes import UpdatePasses
 from llamarl.train.policy import Policy, load_policy
 from llamarl.train.reference import BaseReference, HostedReference
 from llamarl.train.restore import load_masters, restore
-from llamarl.train.routing import RouteTolerance
+from llamarl.train.routing import NARROW_ROUTES, QUANTIZED_ROUTES, RouteTolerance
 from llamarl.train.warm_up import WarmUp
 
 _MERGED_NARROW = 0.1  # share of the effect; a small model in bf16 lost 0.026 in its first update
@@ -37,9 +36,6 @@ _ROUNDING = {
     torch.bfloat16: 0.03,
     torch.float16: 0.01,
 }  # log-probs; twice what was seen: benchmarks/results/logprob_gap.md
-
-_NARROW_ROUTES = RouteTolerance(mean=0.02, largest=1.0)
-_QUANTIZED_ROUTES = RouteTolerance(mean=0.2, largest=math.inf)
 
 
 def build_trainer(context: BuildContext) -> Executor:
@@ -117,9 +113,9 @@ def _route_tolerance(config: Config, dtype: torch.dtype) -> RouteTolerance:
     """Narrow numbers swap experts that are about equal; quantized ones also single ones that are not."""
     settings = config.generator
     if config.generator_quantize != "none" or settings.kv_cache == "fp8":
-        return _QUANTIZED_ROUTES
+        return QUANTIZED_ROUTES
     narrow = dtype != torch.float32 or settings.dtype in ("bfloat16", "float16")
-    return _NARROW_ROUTES if narrow else RouteTolerance()
+    return NARROW_ROUTES if narrow else RouteTolerance()
 
 
 def _start_of(context: BuildContext) -> tuple[Path, Path | None]:

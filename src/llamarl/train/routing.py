@@ -9,6 +9,7 @@ A wrong id makes a large one, a shifted row many of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,12 @@ class RouteTolerance(Struct, frozen=True):
 
     mean: float = 1e-3
     largest: float = 0.05
+
+
+NARROW_ROUTES = RouteTolerance(
+    2e-3, 0.3
+)  # in bf16, 48 layers of 128 experts: 1e-4 and 0.03 (benchmarks/results/logprob_gap.md)
+QUANTIZED_ROUTES = RouteTolerance(0.2, math.inf)
 
 
 class RouteReport(NamedTuple):

@@ -18,6 +18,8 @@ from helpers.trees import make_branching_documents
 from msgspec.structs import replace
 
 from llamarl.algo.batch import IMITATION, Document, document_of
+from llamarl.algo.losses import aipo_loss
+from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.generate.decoder import ContinuousDecoder, Limits
 from llamarl.model.transformer import causal_attention
 from llamarl.routes import RoutesDiffer
@@ -26,6 +28,7 @@ from llamarl.train.learner import Learner
 from llamarl.train.mesh import LONE_RANK
 from llamarl.train.packing import OWN_CHOICE, PADDING, Sharing, make_packs
 from llamarl.train.reference import add_reference_column
+from llamarl.train.routing import NARROW_ROUTES, RouteTolerance
 from llamarl.train.trees import grow_trees
 from llamarl.types import CompletionGroup, Rollout, RolloutGroup
 
@@ -214,11 +217,21 @@ def halved(rows: bytes) -> bytes:
     return b"".join(rows[start : start + half] for start in range(0, len(rows), FORMAT.row_bytes))
 
 
+@pytest.mark.parametrize("tolerance", [RouteTolerance(), NARROW_ROUTES], ids=["fp32", "narrow"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_stops_the_job_with_the_probe(fault: str) -> None:
+def test_a_planted_fault_stops_the_job_with_the_probe(fault: str, tolerance: RouteTolerance) -> None:
     plant, told = FAULTS[fault]
+    policy = learner_of().policy
+    learner = Learner(
+        policy,
+        aipo_loss,
+        settings=TrainerConfig(lr=1e-3),
+        algo=AlgoConfig(),
+        updates=10,
+        route_tolerance=tolerance,
+    )
     with pytest.raises(RoutesDiffer, match=told):
-        learner_of().update(0, [scored(GROUP)], plant(GROUP))
+        learner.update(0, [scored(GROUP)], plant(GROUP))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
