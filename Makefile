@@ -15,6 +15,7 @@ LONG := $(addprefix tests/e2e/test_,failpoints.py learning.py precisions.py dete
 
 train: .venv/installed
 	$(BIN)/llamarl train
+	@echo "next: source .venv/bin/activate, then llamarl view runs"
 
 # A minute of training, then its page.
 demo: .venv/installed
@@ -121,13 +122,25 @@ soak: .venv/dev
 venv: .venv/dev
 
 # The stamps are newer than pyproject.toml once an install has succeeded, so a changed dependency is installed again.
-.venv/installed: pyproject.toml
+# PyPI's torch for x86_64 brings gigabytes of CUDA. A machine without a GPU takes the CPU build, if its index can be reached.
+CPU_TORCH := https://download.pytorch.org/whl/cpu
+define new_venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or later is needed; name one: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv .venv
+	@[ "$$(uname -m)" != x86_64 ] || command -v nvidia-smi > /dev/null || $(BIN)/python -c 'import torch' 2> /dev/null \
+		|| $(BIN)/pip install --quiet --disable-pip-version-check --retries 0 --timeout 10 --index-url $(CPU_TORCH) \
+			'torch>=2.11,<2.14' 2> /dev/null \
+		|| echo "no GPU here, and $(CPU_TORCH) cannot be reached: taking the torch that pip finds"
+endef
+
+.venv/installed: pyproject.toml
+	$(new_venv)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
 .venv/dev: pyproject.toml
-	$(PYTHON) -m venv .venv
+	$(new_venv)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]'
 	touch $@ .venv/installed
 

@@ -40,7 +40,8 @@ def load_function(key: str, reference: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: '{reference}' is neither a known name nor FILE.py:FUNCTION")
     path, name = found
     if not path.is_file():
-        raise ConfigError(f"{key}: no file {path}")
+        beside = "" if path.is_absolute() else "; paths begin in the folder where the command runs"
+        raise ConfigError(f"{key}: no file {path}{beside}")
     function = getattr(_import(key, path), name, None)
     if not callable(function):
         raise ConfigError(f"{key}: {path} has no function '{name}'")

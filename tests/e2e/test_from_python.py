@@ -52,6 +52,13 @@ def test_any_callable_is_a_scorer_in_this_process(tmp_path: Path) -> None:
     assert "scorer: python:test_any" in (tmp_path / "run" / "config.yaml").read_text()
 
 
+def test_a_job_shows_itself_in_the_terminal_if_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Job(brief()).run(tmp_path / "silent")
+    assert not capsys.readouterr().out
+    Job(brief()).run(tmp_path / "shown", display="terminal")
+    assert "update    2 of 2" in capsys.readouterr().out
+
+
 def test_coroutines_and_batches_are_scorers_too(tmp_path: Path) -> None:
     sizes: list[int] = []
 

@@ -6,6 +6,8 @@ import importlib.util
 import io
 import json
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
@@ -220,3 +222,16 @@ def test_tensorboard_without_its_package_is_refused_before_anything_starts(monke
     assert str(refusal.value) == (
         "observe.loggers: the package of tensorboard is missing; pip install 'llamarl[tensorboard]'"
     )
+
+
+def test_a_reader_of_the_output_that_leaves_does_not_end_the_job(tmp_path: Path) -> None:
+    """As `llamarl train | head -1`."""
+    settings = ["schedule.updates=3", *OVERRIDES[1:-2], "evaluate.prompts=0"]
+    command = [sys.executable, "-m", "llamarl.cli", "train", *settings, "--run", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("run folder:")
+        process.stdout.close()
+        assert process.wait(120) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["outcome"], summary["updates"]) == ("finished", 3)

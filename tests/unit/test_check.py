@@ -139,17 +139,28 @@ def test_a_job_is_held_against_memory_disk_and_open_files(tmp_path: Path) -> Non
     assert states(hosts)["fits"] == "warning"
 
 
+def test_text_that_the_model_cannot_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "words.jsonl").write_text('{"prompt": "sort 31", "answer": "13"}\n' * 4)
+    settings = ["task.kind=dataset", f"task.path={tmp_path}/words.jsonl", "evaluate.prompts=0", "schedule.updates=2"]
+    config = load_config(None, [*CPU, *settings])
+    job, refusal = prepared(config)
+    assert job is not None
+    found = [one for one in check_job(config, FINE, None, refusal, job.notes) if one.what == "note"]
+    assert [one.state for one in found] == ["warning"] * len(found)
+    assert any("has no token for, such as 's'" in one.told for one in found)
+
+
 def test_times_are_predicted_by_a_description_of_the_machine() -> None:
     config = load_config(None, ["generator.tensor=1"])
-    prompts, _ = prepared(load_config(None, CPU))
-    assert prompts is not None
-    time, better = forecast(config, FINE, prompts, None, "")
+    job, _ = prepared(load_config(None, CPU))
+    assert job is not None
+    time, better = forecast(config, FINE, job.prompts, None, "")
     assert time.state == "ok" and "s an update" in time.told and "datasheet of h200" in time.told
     assert "bench --calibrate" in time.advice and better.what == "better"
     measured = replace(GPUS["h200"], source="measured")
-    exact, _ = forecast(config, FINE, prompts, measured, "fixed:8")
+    exact, _ = forecast(config, FINE, job.prompts, measured, "fixed:8")
     assert "by the calibration of h200" in exact.told and not exact.advice and " to " not in exact.told
-    (wrong,) = forecast(config, FINE, prompts, measured, "fixed:4000")
+    (wrong,) = forecast(config, FINE, job.prompts, measured, "fixed:4000")
     assert wrong.state == "warning" and wrong.told.startswith("not predicted: --answer")
 
 
@@ -159,17 +170,17 @@ def test_times_are_predicted_by_a_description_of_the_machine() -> None:
     ids=["evaluations", "LoRA", "fp8"],
 )
 def test_times_of_other_jobs_are_predicted_too(settings: list[str]) -> None:
-    prompts, _ = prepared(load_config(None, CPU))
-    assert prompts is not None
-    time, better = forecast(load_config(None, settings), FINE, prompts, GPUS["h200"], "fixed:8")
+    job, _ = prepared(load_config(None, CPU))
+    assert job is not None
+    time, better = forecast(load_config(None, settings), FINE, job.prompts, GPUS["h200"], "fixed:8")
     assert (time.state, better.what) == ("ok", "better"), (time, better)
 
 
 def test_narrow_weights_that_do_not_pay_are_told() -> None:
-    prompts, _ = prepared(load_config(None, CPU))
-    assert prompts is not None
+    job, _ = prepared(load_config(None, CPU))
+    assert job is not None
     narrow = load_config(None, ["generator.quantize=fp8"])
-    found = {one.what: one for one in forecast(narrow, FINE, prompts, GPUS["h200"], "fixed:8")}
+    found = {one.what: one for one in forecast(narrow, FINE, job.prompts, GPUS["h200"], "fixed:8")}
     assert found["precision"].state == "warning" and "do not pay below 8B" in found["precision"].told
     assert "generator.quantize=none" in found["precision"].advice
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llamarl.config import Config, ModelConfig, RewardConfig, ScheduleConfig, Section, TrainerConfig, renamed
 from llamarl.config.file import config_to_yaml, describe, load_config, parse_config
-from llamarl.config.other_names import OTHER_NAMES
+from llamarl.config.other_names import NO_SETTINGS, OTHER_NAMES
 from llamarl.errors import ConfigError
 
 
@@ -88,7 +88,7 @@ def test_what_is_no_mapping_of_distinct_names_is_refused(job: Path, text: str, m
     [
         ("trainer: {lrr: 0.1}", "trainer.lr"),
         ("schedule: {update: 3}", "schedule.updates"),
-        ("shedule: {updates: 3}", "schedule"),
+        ("shedule: {updates: 3}", "schedule.updates"),
         ("wholly_different: 3", ""),
         ("updates: 3", "schedule.updates"),
         ("max_staleness: 0", "schedule.max_staleness"),
@@ -116,10 +116,44 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(job: Path, text: str
         ("temperature", "'generator.temperature'"),
         ("generator.max_new_token", "'generator.max_new_tokens'"),
         ("trainer.warmup", "'trainer.warmup_updates'"),
+        ("trainer.learningrate", "'trainer.lr'"),
+        ("actor_rollout_ref.rollout.n", "'schedule.samples_per_group'"),
+        ("actor.optim.lr", "'trainer.lr'"),
+        ("trainer.optim.lr", "'trainer.lr'"),
+        ("critic.optim.lr", "'critic.lr'"),
+        ("trainer.model.lora.rank", "'model.lora.rank'"),
+        ("algorithm.gamma", "'algo.gamma'"),
     ],
 )
 def test_a_name_from_elsewhere_leads_to_the_setting_that_is_meant(key: str, meant: str) -> None:
     assert f"command line: {key}: unknown key; did you mean {meant}?" in override_refusal(f"{key}=1")
+
+
+def test_a_name_that_no_setting_stands_for_is_answered_with_what_to_do() -> None:
+    known = {key.rpartition(".")[2] for key, _, _ in describe()}
+    for name, told in NO_SETTINGS.items():
+        assert name not in known and name not in OTHER_NAMES
+        assert override_refusal(f"{name}=1").endswith(f"{name}: unknown key; {told}")
+
+
+@pytest.mark.parametrize(
+    ("loss", "setting", "told"),
+    [
+        ("gspo", "clip_low=0.1", "it reads algo.gspo_low and algo.gspo_high"),
+        ("aipo", "clip_high=0.28", "it reads algo.rho"),
+        ("grpo", "rho=2", "it reads algo.clip_low and algo.clip_high"),
+        ("reinforce", "cispo_high=1", "it clips nothing"),
+    ],
+)
+def test_the_clip_of_another_loss_is_refused(loss: str, setting: str, told: str) -> None:
+    name = setting.partition("=")[0]
+    refused = override_refusal(f"algo.loss={loss}", f"algo.{setting}")
+    assert refused.endswith(f"algo.{name}: cannot take effect with algo.loss={loss}; {told}")
+    load_config(None, ["algo.loss=mine.py:loss", f"algo.{setting}"])
+
+
+def test_a_word_that_is_none_of_the_choices_is_answered_with_them() -> None:
+    assert "algo.overlong: expected keep | mask | penalize (given: True)" in override_refusal("algo.overlong=true")
 
 
 def test_every_other_name_leads_to_a_setting_and_is_none_itself() -> None:
@@ -138,7 +172,7 @@ def test_a_mistake_is_blamed_on_the_place_where_it_was_made(job: Path) -> None:
     assert refusal(job, "trainer: {lr: abc}", "trainer.betas=[0.9, x]").startswith(f"{job}: trainer.lr: ")
     assert refusal(job, "seed: 1", "trainer={lr: abc}").startswith("command line: trainer.lr: ")
     assert refusal(job, "seed: 1", "trainer.betas=[0.9, x]").startswith("command line: trainer.betas[1]: ")
-    assert refusal(job, "seed: 1", "tariner.lr=1").startswith("command line: tariner: unknown key")
+    assert refusal(job, "seed: 1", "tariner.lr=1").startswith("command line: tariner.lr: unknown key")
     assert refusal(job, "seed: 1", "trainer.lr=[").startswith("command line: 'trainer.lr=['")
     assert refusal(job, "seed: 1", "trainer.lr").startswith("command line: 'trainer.lr'")
 

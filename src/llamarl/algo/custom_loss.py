@@ -32,7 +32,9 @@ class _AnyColumn(dict[str, Tensor]):
 def try_loss(loss: Loss, algo: AlgoConfig) -> None:
     """Raises ConfigError for a loss that cannot work on a small batch like any other."""
     try:
-        guarded(loss)(_made_up_batch(), algo)
+        value, _ = guarded(loss)(_made_up_batch(), algo)
+        if not torch.isfinite(value):
+            raise OwnCodeFailed(f"algo.loss: {algo.loss} returned {value.item()} for a small batch like any other")
     except OwnCodeFailed as error:
         raise ConfigError(str(error)) from error.__cause__
 

@@ -90,7 +90,7 @@ def _how_sure(gpu: Gpu) -> str:
 
 
 def _scene(config: Config, gpu: Gpu, gpus: int, prompt: int, answers: str) -> SimulationSetup:
-    schedule = replace(config.schedule, updates=min(config.schedule.updates, _REHEARSED))
+    schedule = replace(config.schedule, updates=_REHEARSED)  # of fewer, none is in the middle of the line
     short = replace(config, schedule=schedule, evaluate=EvaluateConfig(prompts=0))
     return SimulationSetup(
         config=short,

@@ -11,11 +11,10 @@ from llamarl.check.machine import MachineFacts
 from llamarl.config import Config
 from llamarl.controller.default_line import default_line
 from llamarl.controller.line import executor_names
-from llamarl.engine.prompts import Prompts
 from llamarl.errors import LlamaRLError
 from llamarl.families.parameters import num_parameters
 from llamarl.jobs.memory_check import HOST, PROCESSES, MemoryItem, describe_largest, job_parts
-from llamarl.jobs.prepare import prepare_job
+from llamarl.jobs.prepare import PreparedJob, prepare_job
 from llamarl.machine import FreeMemory
 from llamarl.model.hf_config import read_shape
 
@@ -23,24 +22,28 @@ _BASE_BYTES = {"local": 400 << 20, "inline": 250 << 20, "monarch": 400 << 20}
 """Host memory of the main process and its fork server, beside what the executors take; by engine."""
 _CONTEXT_BYTES = 512 << 20  # of CUDA itself, in every process on a GPU
 _STATE_BYTES, _POLICY_BYTES = 12, 4  # on disk, per parameter: a whole snapshot, and one of the policy alone
+_NOTE = "NOTE: "
 _FILES, _FILES_PER_RANK = 40, 8  # open files of the main process
 
 
-def prepared(config: Config) -> tuple[Prompts | None, str]:
-    """The job's prompts, by the checks of `llamarl train` itself; or None and the line with which it would refuse the job."""
+def prepared(config: Config) -> tuple[PreparedJob | None, str]:
+    """The job, by the checks of `llamarl train` itself; or None and the line with which it would refuse it."""
     try:
-        return prepare_job(config, default_line(config), BUILDERS, {}, None).prompts, ""
+        return prepare_job(config, default_line(config), BUILDERS, {}, None), ""
     except LlamaRLError as error:
         return None, str(error)
 
 
-def check_job(config: Config, facts: MachineFacts, run: Path | None, refusal: str) -> Iterator[Finding]:
-    """Yield what would keep `llamarl train` from running this job here, and what may."""
+def check_job(
+    config: Config, facts: MachineFacts, run: Path | None, refusal: str, notes: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """Yield what would keep `llamarl train` from running this job here, and what may. `notes`: what it would say itself."""
     yield from _check_folder(run)
     if not refusal:
         yield Finding("settings", "ok", "llamarl train would start this job")
     elif not refusal.startswith("memory:"):  # which has lines of its own
         yield Finding("settings", "problem", refusal)
+    yield from (Finding("note", "warning", one.removeprefix(_NOTE)) for one in notes if one.startswith(_NOTE))
     if config.engine.hosts:
         yield Finding("fits", "warning", "not checked: the job runs on the hosts of engine.hosts; run check there")
         return

@@ -55,9 +55,9 @@ def check_command(
         from llamarl.hub.resolve import with_hub_files
 
         settled = with_hub_files(settled)
-        prompts, refusal = prepared(settled)
-        found = list(check_job(settled, facts, run, refusal))
-        found += forecast(settled, facts, prompts, named, answer) if prompts and not has_problem(found) else []
+        job, refusal = prepared(settled)
+        found = list(check_job(settled, facts, run, refusal, job.notes if job else ()))
+        found += forecast(settled, facts, job.prompts, named, answer) if job and not has_problem(found) else []
     fine = not has_problem([*machine, *found])
     if as_json:
         print(msgspec.json.encode({"fine": fine, "machine": machine, "job": found}).decode())

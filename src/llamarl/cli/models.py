@@ -85,6 +85,8 @@ def generate_command(
     except ArgumentError as error:
         raise InputError(f"{_option_of(error.argument)}: {error.reason}") from None
     say_device(llm.device, llm.precision)
+    if piece := llm.tokenizer.unreadable(prompt):
+        print(f"NOTE: the model's tokenizer has no token for {piece!a}", file=sys.stderr)
     for number, completion in enumerate(llm.generate(asked, sampling, seed=seed)[0], start=1):
         if samples > 1:
             print(f"--- {number} of {samples}")

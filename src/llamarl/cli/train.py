@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from llamarl.cli.help_format import CONFIG_FILE, OVERRIDES
 from llamarl.config import Config
@@ -81,12 +80,15 @@ def _begin(settled: Config, run: Path | None, *, resume: bool, quiet: bool) -> N
 
 def _train(config: Config, folder: Path, *, resume: bool, quiet: bool) -> None:
     from llamarl.jobs.job import Job
-    from llamarl.observe.display import make_display
+    from llamarl.observe.display import LastingConsole, make_display
     from llamarl.observe.final_report import print_report
+    from llamarl.observe.run_folder import refuse_used
     from llamarl.observe.summary import INTERRUPTED
 
-    console = Console()
+    console = LastingConsole()
     job = None if resume else Job(config)
+    if job is not None:
+        refuse_used(folder)
     if not quiet:
         console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
     display = make_display(console, quiet=quiet)

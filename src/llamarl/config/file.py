@@ -17,12 +17,13 @@ import yaml
 from msgspec import Meta
 
 from llamarl.config import Config, Section
-from llamarl.config.other_names import OTHER_NAMES
+from llamarl.config.other_names import NO_SETTINGS, OTHER_NAMES
 from llamarl.config.renamed import new_name, with_new_names
 from llamarl.errors import ConfigError
 
 # A section given as a plain word sets its kind: `engine: inline` means `engine: {kind: inline}`.
 _SHORTHAND_KEY = "kind"
+_DEEPEST = 8  # sections inside sections, of any library
 
 
 class _Loader(yaml.SafeLoader):
@@ -190,7 +191,7 @@ def _check(raw: dict[str, Any], section: type[Section], prefix: str) -> dict[str
     for name, value in raw.items():
         key, hint = prefix + name, hints.get(name)
         if hint is None:
-            raise ConfigError(f"{key}: unknown key{_nearest(key)}")
+            raise ConfigError(_unknown(key, value))
         if _is_section(hint):
             checked[name] = _check(_as_section(key, value, hint), hint, prefix=f"{key}.")
             continue
@@ -224,19 +225,40 @@ def setting_named(name: str) -> str:
     ending = [key for key in _known_keys() if name in (key, key.rpartition(".")[2])]
     if {key.partition(".")[0] for key in ending} == {"critic", "trainer"}:
         return f"trainer.{name}"
-    return ending[0] if len(ending) == 1 else OTHER_NAMES.get(name.rpartition(".")[2].lower(), "")
+    return ending[0] if len(ending) == 1 else OTHER_NAMES.get(_spelled(name.rpartition(".")[2]), "")
+
+
+def _spelled(name: str) -> str:
+    """A name of another library as `OTHER_NAMES` has it, with or without lines between its words."""
+    plain = name.lower().replace("-", "_")
+    joined = plain.replace("_", "")
+    return next((known for known in (*OTHER_NAMES, *NO_SETTINGS) if known.replace("_", "") == joined), plain)
+
+
+def _unknown(key: str, value: Any) -> str:
+    """The error of an unknown key. Of a whole section of another library, its first setting is told."""
+    for _ in range(_DEEPEST):  # YAML can make a section that holds itself
+        if not isinstance(value, dict) or not value:
+            break
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return f"{key}: unknown key{_nearest(key)}"
 
 
 def _nearest(key: str) -> str:
     """A hint at the intended key: the same name in another section or library, or else a similar spelling."""
     section, _, name = key.rpartition(".")
+    if (told := NO_SETTINGS.get(_spelled(name))) and not setting_named(name):
+        return f"; {told}"
+    if f"{section.partition('.')[0]}.{name}" in _known_keys():
+        return f"; did you mean '{section.partition('.')[0]}.{name}'?"
     siblings = {full.rpartition(".")[2]: full for full in _known_keys() if full.rpartition(".")[0] == section}
     found = [
         setting_named(name),
         *(siblings[near] for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)),
     ]
     if not any(found):
-        found = difflib.get_close_matches(key, [*_known_keys(), *_hints(Config)], n=1)
+        found = difflib.get_close_matches(key, [*_known_keys(), *_hints(Config)], n=1, cutoff=0.7)
     named = " or ".join(f"'{near}'" for near in dict.fromkeys(filter(None, found)))
     return f"; did you mean {named}?" if named else "; `llamarl config` lists all keys"
 
@@ -250,6 +272,8 @@ def _explain(message: str, raw: Mapping[str, Any]) -> str:
     reason = reason.replace("`", "")
     if reason.startswith("Invalid enum value"):
         reason = f"expected {' | '.join(_choices(key))}"
+    elif reason.startswith("Expected str, got") and "[" not in key and (known := _choices(key)):
+        reason = f"expected {' | '.join(known)}"
     elif "matching regex" in reason:
         reason = f"expected {_meanings().get(key.partition('[')[0], reason)}"
     if reason == "Expected str, got object":

@@ -88,6 +88,7 @@ class Config(Section, frozen=True):
             _check_sft(self)
         _check_teacher(self)
         _check_critic(self)
+        _check_clips(self.algo)
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
 
@@ -322,6 +323,27 @@ def _check_single_answers(config: Config) -> None:
         )
     if config.schedule.dynamic_sampling:
         raise ConfigError("schedule.dynamic_sampling: cannot take effect with single answers (samples_per_group=1)")
+
+
+_CLIPS = {
+    "rho": ("aipo",),
+    "clip_low": ("ppo", "grpo"),
+    "clip_high": ("ppo", "grpo"),
+    "cispo_high": ("cispo",),
+    "gspo_low": ("gspo",),
+    "gspo_high": ("gspo",),
+}  # by the losses that read them
+
+
+def _check_clips(algo: AlgoConfig) -> None:
+    """Refuses the clip of another loss. One of the user's own may read any."""
+    if ":" in algo.loss:
+        return
+    for name in changed_settings(algo):
+        if algo.loss not in _CLIPS.get(name, (algo.loss,)):
+            own = [f"algo.{other}" for other, losses in _CLIPS.items() if algo.loss in losses]
+            advice = f"it reads {' and '.join(own)}" if own else "it clips nothing"
+            raise ConfigError(f"algo.{name}: cannot take effect with algo.loss={algo.loss}; {advice}")
 
 
 def _check_critic(config: Config) -> None:

@@ -120,7 +120,14 @@ _OURS: dict[str, tuple[str, ...]] = {
     "agent.environment": ("environment_factory", "env_class", "rollout_func"),
     "agent.arguments": ("env_args", "env_kwargs", "environment_kwargs"),
     "agent.max_turns": ("max_tool_calling_iterations", "max_steps_per_episode"),
-    "algo.loss": ("policy_loss_type", "loss_type", "algorithm", "policy_loss", "loss_mode"),
+    "algo.loss": (
+        "importance_sampling_level",
+        "policy_loss_type",
+        "loss_type",
+        "algorithm",
+        "policy_loss",
+        "loss_mode",
+    ),
     "algo.advantage": ("adv_estimator", "advantage_estimator", "scale_rewards", "norm_adv_by_std_in_grpo"),
     "algo.clip_low": (
         "eps_clip_low_high",
@@ -136,7 +143,7 @@ _OURS: dict[str, tuple[str, ...]] = {
     "algo.gamma": ("discount", "discount_factor", "gae_gamma"),
     "algo.gae_lambda": ("lam", "lambd", "gae_lam", "lambda_"),
     "algo.epochs": ("ppo_epochs", "num_ppo_epochs", "num_iterations", "update_epochs"),
-    "algo.minibatches": ("num_mini_batches", "num_minibatches", "ppo_mini_batch_size"),
+    "algo.minibatches": ("steps_per_generation", "num_mini_batches", "num_minibatches", "ppo_mini_batch_size"),
     "critic.path": ("critic_pretrain", "value_model", "critic_model", "reward_model_for_critic"),
     "critic.lr": ("critic_learning_rate", "critic_lr", "value_lr"),
     "critic.clip": ("value_clip", "cliprange_value", "clip_range_vf", "vf_clip"),
@@ -216,6 +223,7 @@ _OURS: dict[str, tuple[str, ...]] = {
     "model.lora.rank": (
         "lora_rank",
         "lora_r",
+        "use_peft",
     ),
     "model.lora.alpha": ("lora_alpha",),
     "model.lora.targets": (
@@ -244,6 +252,25 @@ _OURS: dict[str, tuple[str, ...]] = {
         "chat_template_kwargs",
         "apply_chat_template_kwargs",
     ),
+}
+
+# Names that no setting of ours stands for, and what to do instead.
+NO_SETTINGS: dict[str, str] = {
+    "output_dir": "the folder of a run is an option: --run FOLDER",
+    "default_local_dir": "the folder of a run is an option: --run FOLDER",
+    "resume_from_checkpoint": "an option goes on with a run: --run FOLDER --resume",
+    "resume_mode": "an option goes on with a run: --run FOLDER --resume",
+    "logging_steps": "every update is recorded; leave it out",
+    "log_completions": "all rollouts are kept, see llamarl rollouts; leave it out",
+    "use_vllm": "the generator is our own; leave it out",
+    "vllm_server_base_url": "the generator is our own; leave it out",
+    "optim": "the optimizer is AdamW; leave it out",
+    "load_in_4bit": "bases of 4 bits are not there; model.base: fp8 halves the memory of a frozen one",
+    "load_in_8bit": "model.base: fp8 is a frozen base of 8 bits, with model.lora.rank above 0",
+    "sync_ref_model": "a reference never moves here; leave it out",
+    "repetition_penalty": "penalties for repetition are not there; samples keep the log-probs of the policy",
+    "top_entropy_quantile": "masks by entropy are not there; a loss of your own can have one (algo.loss: FILE.py:FUNCTION)",
+    "delta": "ppo and grpo have no second clip; a loss of your own can have one (algo.loss: FILE.py:FUNCTION)",
 }
 
 OTHER_NAMES: dict[str, str] = {theirs: ours for ours, names in _OURS.items() for theirs in names}

@@ -13,7 +13,14 @@ from llamarl.errors import ConfigError
 class ScheduleConfig(Section, frozen=True):
     """Length of the run, size of a batch, staleness, and when to give up; see docs/flow.md."""
 
-    updates: Annotated[int, Meta(ge=1, description="optimizer steps; each makes the next policy version")] = 180
+    updates: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="updates, each of which makes the next policy version: one optimizer step, unless algo.minibatches "
+            "or algo.epochs say more",
+        ),
+    ] = 180
     groups_per_update: Annotated[int, Meta(ge=1, description="P: prompts per update")] = 96
     samples_per_group: Annotated[
         int, Meta(ge=1, description="n: completions per prompt; 1 is for a critic or a teacher alone")

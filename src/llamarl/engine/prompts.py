@@ -85,6 +85,11 @@ class Prompts:
         answers = [len(self._tokenizer.encode(group.problem.answer)) for group in groups]
         return sum(len(group.prompt_tokens) // 4 for group in groups) / count, sum(answers) / count
 
+    def unreadable(self, problem: Problem) -> str:
+        """The first piece of a problem that the model has no token for; empty if there is none."""
+        texts = [turn.content for turn in problem.turns] if problem.turns else [problem.prompt]
+        return next(filter(None, map(self._tokenizer.unreadable, texts)), "")
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of an answer's tokens."""
         return self._tokenizer.decode(tokens)
@@ -112,6 +117,7 @@ def check_lengths(prompts: Prompts, config: Config) -> list[str]:
     for what, fate, kind, ordinals in asked:
         groups = [prompts.group(ordinal, kind) for ordinal in ordinals]
         lengths = [len(group.prompt_tokens) // 4 for group in groups if group.written is None]
+        notes += _unreadable(prompts, [group.problem for group in groups if group.written is None], what)
         wrong = sum(not 1 <= length <= limit for length in lengths)
         if not wrong:
             continue
@@ -123,3 +129,15 @@ def check_lengths(prompts: Prompts, config: Config) -> list[str]:
             raise InputError(f"task: {told}")
         notes.append(f"NOTE: {told}; these {fate}")
     return notes
+
+
+def _unreadable(prompts: Prompts, problems: Sequence[Problem], what: str) -> list[str]:
+    """A note about text that the model cannot read."""
+    found = [piece for piece in map(prompts.unreadable, problems) if piece]
+    if not found:
+        return []
+    pieces = ", ".join(ascii(piece[:20]) for piece in list(dict.fromkeys(found))[:3])
+    return [
+        f"NOTE: {len(found)} of the first {len(problems)} {what} hold text that the model's tokenizer has no token for, such "
+        f"as {pieces}; the model reads one and the same token for all of it"
+    ]

@@ -133,7 +133,8 @@ def _explained(error: Exception, setting: str, name: HubName, what: str, done: s
     if "Consistency check failed" in told or any(type(cause).__name__ in _CUT_SHORT for cause in causes):
         return InputError(f"{setting}: the download of {name} broke off; try it again, whole files are kept")
     if any(type(cause).__module__.partition(".")[0] in _NETWORK for cause in causes):
-        return Unreachable(f"{setting}: {name} cannot be {done}: {endpoint()} cannot be reached ({told})")
+        here = f"no file or folder {name} here, and it" if done == "fetched" else str(name)
+        return Unreachable(f"{setting}: {here} cannot be {done}: {endpoint()} cannot be reached ({told})")
     return InputError(f"{setting}: {name} cannot be {done}: {told}")
 
 

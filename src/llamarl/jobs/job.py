@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llamarl.builders.context import Builder
 from llamarl.builders.registry import BUILDERS
@@ -19,7 +20,7 @@ from llamarl.jobs.prepare import prepare_job
 from llamarl.jobs.resume import resume_job
 from llamarl.jobs.run import run_job
 from llamarl.observe.callbacks import AnyCallback, checked_callbacks
-from llamarl.observe.display import Display, Quiet
+from llamarl.observe.display import Display, LastingConsole, Quiet, make_display
 from llamarl.observe.metric_logger import MetricLogger
 from llamarl.observe.run_folder import CONFIG, dated_run_folder
 from llamarl.observe.summary import Summary
@@ -77,10 +78,12 @@ class Job:
         config = load_config(Path(path) if path else None, overrides)
         return cls(config, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
 
-    def run(self, folder: Path | str | None = None, *, display: Display | None = None) -> Summary:
-        """Train to the end. The run folder records everything the job did, also when it fails."""
+    def run(self, folder: Path | str | None = None, *, display: Display | Literal["terminal"] | None = None) -> Summary:
+        """Train to the end. The run folder records everything the job did, also when it fails. With `display="terminal"`, the
+        terminal shows what `llamarl train` shows; by default nothing."""
         opened = open_new_run(self._prepared, Path(folder) if folder else dated_run_folder())
-        return run_job(self._prepared, opened, display or Quiet(), self.callbacks)
+        with _shown(display) as shown:
+            return run_job(self._prepared, opened, shown, self.callbacks)
 
     @classmethod
     def resume(
@@ -95,7 +98,7 @@ class Job:
         task: Prompter | None = None,
         loggers: Sequence[MetricLogger] = (),
         callbacks: Sequence[AnyCallback] = (),
-        display: Display | None = None,
+        display: Display | Literal["terminal"] | None = None,
     ) -> Summary:
         """Continue a run from its newest whole snapshot, with the settings it had, or equivalent ones. A finished run is left
         as it is, unless `schedule.updates` asks for more."""
@@ -104,4 +107,18 @@ class Job:
             raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
         asked = with_commits_of(load_config(path / CONFIG), config or load_config(path / CONFIG, overrides))
         job = cls(asked, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
-        return resume_job(job._prepared, path, display or Quiet(), job.callbacks)
+        with _shown(display) as shown:
+            return resume_job(job._prepared, path, shown, job.callbacks)
+
+
+@contextmanager
+def _shown(display: Display | Literal["terminal"] | None) -> Iterator[Display]:
+    """The display that is asked for. One that is made here is closed here."""
+    if display != "terminal":
+        yield display or Quiet()
+        return
+    made = make_display(LastingConsole(), quiet=False)
+    try:
+        yield made
+    finally:
+        made.close()

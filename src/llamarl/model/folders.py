@@ -31,8 +31,6 @@ def no_folder(path: Path) -> str:
         if path.suffix == ".gguf":
             return f"{path}: a GGUF file; make a model folder of it first: llamarl import-gguf {path} DIR"
         return f"{path}: is a file; give the folder that holds it"
-    if _HUB_ID.fullmatch(str(path)):
-        return f"no folder {path}; if it is a name on the Hugging Face Hub, llamarl.hub.models.fetch_model fetches it"
     return f"no folder {path}; {EXPECTED}"
 
 

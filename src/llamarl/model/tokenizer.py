@@ -47,6 +47,17 @@ class Tokenizer:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def unreadable(self, text: str) -> str:
+        """The first piece of text that the vocabulary has no token for; empty if there is none."""
+        model = self.backend.model
+        unknown = getattr(model, "unk_token", None)
+        if not unknown or getattr(model, "byte_fallback", False) or unknown in text:
+            return ""
+        found = self.backend.encode(text, add_special_tokens=False)
+        known = self.backend.token_to_id(unknown)
+        places = (place for place, token in zip(found.offsets, found.ids, strict=True) if token == known)
+        return next((text[start:end] for start, end in places), "")
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the tokens. Ids beyond the vocabulary (models may have padded rows) give no text."""
         text: str = self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)

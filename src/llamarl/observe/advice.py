@@ -35,13 +35,14 @@ def _no_variance(config: Config, means: Means) -> str:
         return ""
     own = is_reference(config.reward.scorer)
     told = (
-        "your reward function gave the same for all of them" if own else "if the format is missed: reward.answer_from"
+        "see whether your function gives parts of an answer a part of the reward" if own else "set reward.answer_from"
     )
     return (
         f"{share:.0%} of the groups have the same reward for all their answers (mean {means.get('reward', 0.0):.3f}), so "
-        f"there is next to nothing to learn from; {told}, task.template, task.few_shot; if the task is too hard or too easy: "
-        f"other data, a larger schedule.samples_per_group (now {config.schedule.samples_per_group}) or "
-        f"generator.temperature (now {config.generator.temperature:g})"
+        "there is next to nothing to learn from; read some (llamarl rollouts RUN --worst 5); if the format is missed: "
+        f"{told}, task.template, task.few_shot; if the task is too hard or too easy: other data, a larger "
+        f"schedule.samples_per_group (now {config.schedule.samples_per_group}) or generator.temperature "
+        f"(now {config.generator.temperature:g})"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Mapping
 from typing import Protocol
@@ -124,6 +126,14 @@ class LiveView:
 
     def close(self) -> None:
         self._live.stop()
+
+
+class LastingConsole(Console):
+    """A console whose reader may leave, as `head` does: nothing more is shown then, and the job goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_display(console: Console, *, quiet: bool) -> Display:

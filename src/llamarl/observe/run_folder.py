@@ -20,7 +20,7 @@ from llamarl.observe.event_log import EventLog, event_file, event_files
 from llamarl.observe.metrics_file import MetricsFile
 from llamarl.observe.rollout_log import ROLLOUTS, RolloutLog
 from llamarl.observe.rows import Row, cut_rows, read_rows
-from llamarl.observe.run_lock import RunLock
+from llamarl.observe.run_lock import RunLock, is_locked
 
 LEDGER = "ledger"
 CURRICULUM = "curriculum"
@@ -42,6 +42,17 @@ _DEFAULT = ObserveConfig()
 def log_file(run: Path, executor: str) -> Path:
     """Path of an executor's log: its output, and tracebacks of user code that failed in it."""
     return run / LOGS / f"{executor.replace('/', '-')}.log"
+
+
+def refuse_used(path: Path) -> None:
+    """Raises InputError for a path that cannot be made a new run folder, since something is there."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"--run {path}: is a file; name a new folder")
+    if path.is_dir() and any(path.iterdir()):
+        if is_locked(path):
+            raise InputError(f"--run {path}: a job is at work there; name a new folder")
+        hint = "; to go on with that run, add --resume" if (path / LEDGER).exists() else ""
+        raise InputError(f"--run {path}: is not empty; name a new folder{hint}")
 
 
 class RunFolder:
@@ -81,10 +92,8 @@ class RunFolder:
         """Make a new run folder. A folder that is not empty is refused, so that records never mix. `roles` are the training
         roles, in the order of the line; `updates` is the number of updates that the job will make."""
         try:
+            refuse_used(path)
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                hint = "; to go on with that run, add --resume" if (path / LEDGER).exists() else ""
-                raise InputError(f"--run {path}: is not empty; name a new folder{hint}")
             return cls(path, RunLock(path), roles, settings, updates)
         except OSError as error:
             raise InputError(f"--run {path}: cannot be made: {error.strerror}") from None

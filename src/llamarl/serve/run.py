@@ -199,7 +199,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        raise InputError(f"{host}:{port}: cannot be listened on: {error.strerror or error}") from None
+        raise InputError(
+            f"{host}:{port}: cannot be listened on: {error.strerror or error}; port 0 takes a free one"
+        ) from None
     listening.setblocking(False)
     return listening
 

@@ -113,6 +113,8 @@ def rewards_in(returned: Any, signature: Signature, count: int) -> tuple[float, 
 
 def _number(value: Any) -> float:
     try:
+        if isinstance(value, str | bytes | bytearray):  # which float() would read
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise BadReward(f"scorer gave {_shown(value)}; it must give a number") from None

@@ -130,31 +130,39 @@ class Learner:
 
     def learn(self, number: int, documents: Sequence[Document]) -> Learned:
         """Makes the optimizer steps of an update from its documents, of which there is at least one. Metrics are those of the
-        last pass over them, `seen` is the first one."""
+        last pass over them, but for the distance from the generator, which only the first step sees; `seen` is the first
+        pass."""
         start_s, held_s = time.perf_counter(), 0.0
         first: Seen | None = None
+        metrics: dict[str, float] = {}
         steps: list[dict[str, float]] = []
         work: list[UpdateWork] = []
         for parts in self._passes.parts(number, len(documents)):
             seen = Seen(self.policy, StreamCounts.of(documents))
             for chosen in parts:
-                self.accumulate(documents, seen, chosen)
+                self.accumulate(documents, seen, chosen, moved=bool(steps))
                 steps.append(self.step(number, seen.total_loss()))
                 held_s += self._held_s
             totals = seen.totals(documents, self._algo.rho)
             work.append(totals.work)
+            metrics |= totals.metrics()
             first = first or seen
         assert first is not None
         timings = self._speed(documents, work, start_s)
         if self.hold is not None:
             timings["sync_trainer_s"] = held_s
-        return Learned(first, totals.metrics(), merge_steps(steps), timings)
+        return Learned(first, metrics, merge_steps(steps), timings)
 
     def accumulate(
-        self, documents: Sequence[Document], seen: Seen | None = None, chosen: Sequence[int] | None = None
+        self,
+        documents: Sequence[Document],
+        seen: Seen | None = None,
+        chosen: Sequence[int] | None = None,
+        *,
+        moved: bool = False,
     ) -> Seen:
         """Computes the gradients of one optimizer step, which the optimizer keeps for it: that of all documents, or of those
-        with the `chosen` numbers."""
+        with the `chosen` numbers. `moved`: the weights are not those of the version that is trained any more."""
         self.optimizer.zero_grad()
         counts = StreamCounts.of(documents if chosen is None else [documents[number] for number in chosen])
         seen = seen or Seen(self.policy, counts)
@@ -167,6 +175,8 @@ class Learner:
             for number, pack in enumerate(packs):
                 sum_over_replicas(self.policy.model, self.policy.computing.mesh, pack is packs[-1])
                 here = pack.to(self.policy.computing.device)
+                if moved:
+                    here = replace(here, fresh_N=torch.zeros_like(here.fresh_N))
                 loss = self._forward(here, seen, counts, lesson.states(number, here))
                 if balance is not None and seen.routing is not None:
                     loss = balance.add(loss, seen.routing.take_balance())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import sqrt
 from typing import Any
 
@@ -136,6 +137,14 @@ def _learning(run: RunReader) -> PageAnswer:
     return PageAnswer(question, "no change yet", "fair", facts)
 
 
+def _distance(means: Mapping[str, float]) -> str:
+    """How far samples are from the policy, as far as an update has told it."""
+    if "effective_sample_size" not in means:
+        return "nothing trained, so nothing to compare samples with"
+    clipped = f", clipped {means['clipped_share']:.1%}" if "clipped_share" in means else ""
+    return f"effective samples {means['effective_sample_size']:.0%}{clipped}"
+
+
 def _healthy(run: RunReader, advice: list[Advised]) -> PageAnswer:
     question, means = "Is it healthy?", recent_means(run)
     if not means:
@@ -143,7 +152,7 @@ def _healthy(run: RunReader, advice: list[Advised]) -> PageAnswer:
     deaths = sum(mark.kind == "death" for mark in run.marks)
     facts = [
         f"staleness {means.get('staleness_mean', 0.0):.2f}, at most {run.config.schedule.max_staleness} allowed in order",
-        f"effective samples {means.get('effective_sample_size', 1.0):.0%}, clipped {means.get('clipped_share', 0.0):.1%}",
+        _distance(means),
         f"cut off {means.get('truncated_share', 0.0):.0%}, no variance {means.get('zero_variance_share', 0.0):.0%}",
     ]
     if deaths:

@@ -43,7 +43,9 @@ class ViewServer(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), partial(_Handler))
         except OSError as error:
-            raise InputError(f"--port {port}: cannot be listened on: {error.strerror}") from None
+            raise InputError(
+                f"--port {port}: cannot be listened on: {error.strerror}; --port 0 takes a free one"
+            ) from None
 
     @property
     def port(self) -> int:

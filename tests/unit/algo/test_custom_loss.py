@@ -23,6 +23,7 @@ BODIES = {
     "return tokens.policy_logprobs_N, {}": "returned a loss of shape (9,); it must be one number",
     "return tokens.sequence_N.sum(), {}": "returned a loss of torch.int64",
     "return tokens.policy_logprobs_N.detach().sum(), {}": "returned a loss without a gradient",
+    "return tokens.policy_logprobs_N.sum() / 0 * 0, {}": "returned nan for a small batch",
     "return tokens.policy_logprobs_N.sum(), None": "returned None for the metrics",
     "return tokens.policy_logprobs_N.sum(), {'x': tokens.advantages_N}": "returned the metric 'x' as a tensor of shape",
     "return tokens.policy_logprobs_N.sum(), {'x': 'much'}": "returned the metric 'x' as a str",

@@ -69,7 +69,7 @@ async def moody(completion, answer):
 
 def wrong(completions, answer):
     return {"short": [1.0], "none": None, "nones": [None] * len(completions), "nan": [float("nan")] * len(completions),
-            "number": 1.0, "text": "12", "words": ["x"] * len(completions)}[answer[0]]
+            "number": 1.0, "text": "12", "words": ["x"] * len(completions), "digits": ["1.0"] * len(completions)}[answer[0]]
 
 def pid(completion, answer):
     return float(os.getpid())
@@ -144,6 +144,7 @@ def test_a_function_is_called_with_what_its_parameters_name(judge_for: Any, name
         ("number", "scorer gave 1.0; for completions it must give a list with one number for each"),
         ("text", "scorer gave '12'; for completions it must give a list with one number for each"),
         ("words", "scorer gave 'x'; it must give a number"),
+        ("digits", "scorer gave '1.0'; it must give a number"),
     ],
 )
 def test_a_batch_that_is_judged_wrongly_is_a_failure_of_all_its_answers(judge_for: Any, kind: str, reason: str) -> None:

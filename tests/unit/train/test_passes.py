@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from helpers.training import cpu_learner, make_test_documents
@@ -53,6 +56,18 @@ def test_later_passes_are_further_from_the_policy_that_sampled() -> None:
     once, often = learner_with(None).learn(0, documents), learner_with(UpdatePasses(8, 1)).learn(0, documents)
     assert often.metrics["kl_behavior"] != once.metrics["kl_behavior"], "metrics are those of the last pass"
     assert "optimizer_steps" not in once.steps, "a job with one step has the metrics that it always had"
+
+
+@pytest.mark.parametrize("passes", [UpdatePasses(1, 3), UpdatePasses(3, 1), UpdatePasses(2, 3)], ids=str)
+def test_the_distance_from_the_generator_is_that_before_the_first_step(passes: UpdatePasses) -> None:
+    """Later steps see weights that nobody has sampled with."""
+    learner = learner_with(passes)
+    documents = []
+    for one in make_test_documents(9):
+        fresh = replace(one, staleness=np.zeros_like(one.staleness))
+        (pack,) = learner.policy.packs([fresh])
+        documents.append(replace(fresh, behavior_logprobs=learner.policy.logprobs(pack).numpy()))
+    assert learner.learn(0, documents).metrics["logprob_gap"] < 1e-5
 
 
 def test_a_skipped_step_is_told() -> None:
