@@ -31,7 +31,8 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
         f"updates            {_updates(summary)} in {format_seconds(summary.train_s)}"
         f" (whole run {format_seconds(summary.wall_s)})",
         f"groups             {summary.groups_trained} trained, {summary.groups_dropped} dropped"
-        + (f", {summary.groups_replaced} replaced" if summary.groups_replaced else ""),
+        + (f", {summary.groups_replaced} replaced" if summary.groups_replaced else "")
+        + ("; none had anything to learn from" if summary.groups_trained and not summary.tokens_trained else ""),
         *(
             [f"skipped            {summary.skipped} updates: loss or gradient was not a number"]
             if summary.skipped
@@ -51,7 +52,11 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
             else []
         ),
         *_agents(summary),
-        f"staleness          mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
+        *(
+            [f"staleness          mean {summary.staleness_mean:.2f}, max {summary.staleness_max}"]
+            if summary.tokens_trained
+            else []
+        ),
         f"tokens             {summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
         f"time spent waiting {waiting}",
     ]
