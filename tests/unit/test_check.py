@@ -139,6 +139,19 @@ def test_a_job_is_held_against_memory_disk_and_open_files(tmp_path: Path) -> Non
     assert states(hosts)["fits"] == "warning"
 
 
+def test_states_of_teachers_are_held_against_the_disk() -> None:
+    taught = [
+        "teacher.path=tiny",
+        "teacher.place=own",
+        "algo.reward_weight=0",
+        "snapshots.every=0",
+        "snapshots.at_end=none",
+    ]
+    assert states(taught)["fits states"] == "ok"
+    assert states(taught, disk_free_bytes=1 << 20)["fits states"] == "warning"
+    assert "fits states" not in states([*taught, "teacher.kl=sampled"], disk_free_bytes=1 << 20)
+
+
 def test_text_that_the_model_cannot_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "words.jsonl").write_text('{"prompt": "sort 31", "answer": "13"}\n' * 4)
     settings = ["task.kind=dataset", f"task.path={tmp_path}/words.jsonl", "evaluate.prompts=0", "schedule.updates=2"]

@@ -49,11 +49,11 @@ def check_job(
         return
     try:
         parts = list(job_parts(config))
-        disk = _check_disk(config, facts)
+        disk = [_check_disk(config, facts), *_check_states(config, facts)]
     except LlamaRLError:
         return  # no model to count; the refusal says so
     yield from check_places(config, parts, facts)
-    yield disk
+    yield from disk
     yield _check_files(config, facts)
 
 
@@ -113,6 +113,21 @@ def _check_disk(config: Config, facts: MachineFacts) -> Finding:
     if most > facts.disk_free_bytes:
         return Finding("fits disk", "warning", f"may not fit: {told}", "lower snapshots.keep")
     return Finding("fits disk", "ok", told)
+
+
+def _check_states(config: Config, facts: MachineFacts) -> Iterator[Finding]:
+    """Whether the states of teachers fit, at most: of the update that is trained, and of the next."""
+    if not config.teacher.sends_states:
+        return
+    tokens = config.schedule.groups_per_update * config.schedule.samples_per_group * config.generator.max_new_tokens
+    widest = max(read_shape(folder).hidden_size for folder in config.teacher_folders.values())
+    most = 2 * tokens * widest * (4 if config.teacher.dtype == "float32" else 2)
+    told = f"states of teachers take {gib(most)} at most, of {gib(facts.disk_free_bytes)} free"
+    if most > facts.disk_free_bytes:
+        advice = "name a folder on a larger disk with --run DIR, or lower generator.max_new_tokens"
+        yield Finding("fits states", "warning", f"may not fit: {told}", advice)
+    else:
+        yield Finding("fits states", "ok", told)
 
 
 def _check_files(config: Config, facts: MachineFacts) -> Finding:
