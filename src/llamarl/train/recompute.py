@@ -6,6 +6,7 @@ part of a block's input only, and gathers the rest from the others when it is ne
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -23,6 +24,7 @@ from llamarl.train.mesh import TrainerMesh
 
 def recompute_inside(model: Transformer, what: str) -> None:
     """Recomputes MLPs ("selective"), which have most of the activations and are cheap to compute again, or whole blocks."""
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # warns of `_keeping_nothing`
     for block in model.model.layers:
         module: Any = block.mlp if what == "selective" else block
         module.forward = MethodType(_forward_again, module)
