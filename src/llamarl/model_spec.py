@@ -217,6 +217,10 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         experts: rows of others' experts are not computed, but they are there, since who is chosen must not change a shape."""
         return self._mean_over_layers(self.intermediate_size, expert * self.experts_per_token * self.expert_size)
 
+    def expert_rows(self, expert: int = 1) -> float:
+        """The part of `inner_rows` that experts have; mean over the layers. 0 without experts."""
+        return self._mean_over_layers(0, expert * self.experts_per_token * self.expert_size)
+
     @property
     def expert_copies(self) -> float:
         """Number of experts that each token is copied to in a layer; mean over the layers. 0 without experts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from helpers import expert_kernels
@@ -17,9 +19,10 @@ from torch.nn import functional as F
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
-from llamarl.model.experts import expert_mlp
+from llamarl.model.expert_products import AdapterPair, ExpertAdapters, expert_mlp
 from llamarl.model.quantize import Quantization
 from llamarl.model.transformer import causal_attention
+from llamarl.model_spec import Activation
 from llamarl.routes import route_format
 from llamarl.train.learner import Learner
 from llamarl.train.policy import ComputeSettings, Policy, parallelize_for
@@ -27,65 +30,93 @@ from llamarl.types import bytes_to_floats, bytes_to_tokens
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
+EXPERTS_HERE, CHOSEN, INNER, HIDDEN, FACTOR = 16, 4, 64, 128, 0.7
 PROMPT = [5, 6, 7, 2, 9, 1, 4]
 # Sizes that a GPU multiplies in groups are multiples of 8.
 SHAPES = {name: replace(spec, intermediate_size=16, expert_size=16) for name, spec in EXPERTS.items()}
 
 
-def exact(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Every expert for every token, in fp32."""
+def exact(leaves: Sequence[Tensor], ids: Tensor, activation: Activation = "silu") -> Tensor:
+    """Every expert for every token, in fp32. Leaves are x, matrices and weights, and with adapters A and B of both."""
+    x, gate_up, down, weights, *pairs = leaves
+    if pairs:
+        a_in, b_in, a_out, b_out = pairs
+        gate_up = gate_up + FACTOR * torch.einsum("ejir,erc->ejic", b_in, a_in)
+        down = down + FACTOR * torch.einsum("ecr,eri->eci", b_out, a_out)
     gate, up = torch.einsum("tc,ejic->jtei", x, gate_up)
-    every = torch.einsum("tei,eci->tec", F.silu(gate) * up, down)
+    act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    every = torch.einsum("tei,eci->tec", act * up, down)
     return (every.gather(1, ids[..., None].expand(-1, -1, every.shape[-1])) * weights[..., None]).sum(1)
 
 
+def make_leaves(tokens: int, rank: int) -> list[Tensor]:
+    """Numbers that bf16 represents, in fp32."""
+    torch.manual_seed(0)
+    sizes: list[tuple[int, ...]] = [(tokens, HIDDEN), (EXPERTS_HERE, 2, INNER, HIDDEN), (EXPERTS_HERE, HIDDEN, INNER)]
+    sizes += [(tokens, CHOSEN)]
+    if rank:
+        sizes += [(EXPERTS_HERE, rank, HIDDEN), (EXPERTS_HERE, 2, INNER, rank)]
+        sizes += [(EXPERTS_HERE, rank, INNER), (EXPERTS_HERE, HIDDEN, rank)]
+    return [torch.randn(size, device=GPU).mul_(0.3).bfloat16().float().requires_grad_() for size in sizes]
+
+
+def ours(leaves: Sequence[Tensor], ids: Tensor, held: slice = slice(None), activation: Activation = "silu") -> Tensor:
+    """`expert_mlp` in bf16 of the experts that a rank holds."""
+    x, gate_up, down, weights, *pairs = (one if number == 3 else one.bfloat16() for number, one in enumerate(leaves))
+    adapters = None
+    if pairs:
+        a_in, b_in, a_out, b_out = (one[held] for one in pairs)
+        adapters = ExpertAdapters(AdapterPair(a_in, b_in), AdapterPair(a_out, b_out), FACTOR)
+    return expert_mlp(x, gate_up[held], down[held], ids, weights, activation, adapters=adapters)
+
+
+def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for number, (mine, other) in enumerate(zip(found, expected, strict=True)):
+        assert mine.isfinite().all(), number
+        assert (mine - other).norm() <= 0.03 * other.norm(), number
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("rank", [0, 8])
 @pytest.mark.parametrize("tokens", [1, 7, 256, 5000])
-def test_products_by_expert_and_their_gradients(tokens: int) -> None:
-    """Groups of any size, and an expert without tokens."""
-    torch.manual_seed(0)
-    experts, k, inner, hidden = 16, 4, 64, 128
-    sizes = [(tokens, hidden), (experts, 2, inner, hidden), (experts, hidden, inner), (tokens, k)]
-    wide = [torch.randn(size, device=GPU).mul_(0.3).bfloat16().float().requires_grad_() for size in sizes]
-    ids = torch.rand(tokens, experts - 1, device=GPU).argsort(-1)[:, :k]  # the last expert has no tokens
-    x, gate_up, down, weights = wide
-    found = expert_mlp(x.bfloat16(), gate_up.bfloat16(), down.bfloat16(), ids, weights)
-    wanted = exact(x, gate_up, down, ids, weights)
-    ours = torch.autograd.grad(found.sin().sum(), wide)
-    theirs = torch.autograd.grad(wanted.sin().sum(), wide)
+def test_products_by_expert_and_their_gradients(tokens: int, rank: int, activation: Activation) -> None:
+    """Groups of any size, and an expert without tokens; with adapters and without."""
+    leaves = make_leaves(tokens, rank)
+    ids = torch.rand(tokens, EXPERTS_HERE - 1, device=GPU).argsort(-1)[:, :CHOSEN]  # the last expert has no tokens
+    found, wanted = ours(leaves, ids, activation=activation), exact(leaves, ids, activation)
+    upstream = wanted.detach().cos()
+    mine, theirs = (torch.autograd.grad(one, leaves, upstream) for one in (found, wanted))
     assert (found - wanted).norm() / wanted.norm() < 0.01
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.isfinite().all()
-        assert (mine - other).norm() / other.norm() < 0.03
-    assert not ours[1][-1].any()
-    assert not ours[2][-1].any()
+    assert_near(mine, theirs)
+    assert not any(one[-1].any() for number, one in enumerate(mine) if number not in (0, 3))
 
 
+@pytest.mark.parametrize("rank", [0, 8])
 @pytest.mark.parametrize("tokens", [1, 256, 5000])
-def test_parts_of_the_experts_add_up_to_all_of_them(tokens: int) -> None:
+def test_parts_of_the_experts_add_up_to_all_of_them(tokens: int, rank: int) -> None:
     """As ranks that hold whole experts compute them; rows that nobody computes are full of NaN."""
-    torch.manual_seed(0)
-    experts, k, inner, hidden = 16, 4, 64, 128
-    sizes = [(tokens, hidden), (experts, 2, inner, hidden), (experts, hidden, inner), (tokens, k)]
-    leaves = [torch.randn(size, device=GPU).mul_(0.3).bfloat16().requires_grad_() for size in sizes]
-    ids = torch.rand(tokens, experts, device=GPU).argsort(-1)[:, :k]
-    x, gate_up, down, weights = leaves
-    whole = expert_mlp(x, gate_up, down, ids, weights.float())
-    expected = torch.autograd.grad(whole.sum(), leaves, retain_graph=True)
+    leaves = make_leaves(tokens, rank)
+    ids = torch.rand(tokens, EXPERTS_HERE, device=GPU).argsort(-1)[:, :CHOSEN]
+    wanted = exact(leaves, ids)
+    upstream = wanted.detach().cos()
+    expected = torch.autograd.grad(wanted, leaves, upstream)
     torch.use_deterministic_algorithms(True)
     try:
         parts = []
-        for first, end in ((0, 4), (4, 16)):
+        for first, end in ((0, 4), (4, EXPERTS_HERE)):
             local = torch.where((ids >= first) & (ids < end), ids - first, end - first)
-            held = gate_up[first:end], down[first:end]
-            parts.append(expert_mlp(x, *held, local, weights.float(), some_foreign=True))
+            parts.append(ours(leaves, local, slice(first, end)))
         total = torch.stack(parts).sum(0)
-        found = torch.autograd.grad(total.sum(), leaves)
+        found = torch.autograd.grad(total, leaves, upstream)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert (total - whole).norm() / whole.norm() < 0.01
-    for mine, other in zip(found, expected, strict=True):
-        assert mine.isfinite().all()
-        assert (mine - other).float().norm() <= 0.03 * other.float().norm()
+    assert (total - wanted).norm() / wanted.norm() < 0.01
+    assert_near(found, expected)
+
+
+@pytest.mark.parametrize("sizes", [(1, 64, 8, 64, 128), (256, 64, 8, 96, 200), (900, 20, 3, 1100, 2056)])
+def test_kernels_of_training_compute_what_plain_pytorch_computes(sizes: tuple[int, int, int, int, int]) -> None:
+    expert_kernels.check_training(*sizes, device="cuda")
 
 
 @pytest.mark.parametrize("skewed", [False, True])

@@ -1,4 +1,4 @@
-"""Triton versions of the operations of `experts.py`, for inference. Imported only on a GPU.
+"""Triton versions of the operations of `experts.py` and `expert_products.py`, for inference. Imported only on a GPU.
 
 Five launches for each layer, two more with adapters, and no shape depends on who was chosen. A tile of a product belongs to
 one expert; each program finds its expert from the numbers of rows, so nothing is padded in memory. Every expert's weights are
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from llamarl.model.experts import AdapterPair, ExpertAdapters
+    from llamarl.model.expert_products import AdapterPair, ExpertAdapters
 
 _SORT_BLOCK = 1024
 _COMBINE_BLOCK = 1024
@@ -218,8 +218,8 @@ def add_experts(
     scales: tuple[Tensor, Tensor] | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> None:
-    """Adds `experts.expert_mlp` to the fp32 total, in place; the activation is silu. Ids may be the number of experts, for
-    those of other ranks."""
+    """Adds `expert_products.expert_mlp` to the fp32 total, in place; the activation is silu. Ids may be the number of
+    experts, for those of other ranks."""
     of_gate_up, of_down = scales or (None, None)
     to_gate_up, to_down, factor = adapters or (None, None, 1.0)
     (tokens, k), (experts, _, inner, hidden) = ids_TK.shape, gate_up_E2IC.shape

@@ -1,7 +1,8 @@
 """MLPs that are mixtures of experts: a router chooses a few experts for each token, whose results are added by weight.
 
-Products are grouped: the tokens of each expert lie one behind another, and one product takes all experts. No shape depends on
-who was chosen, so that decode steps can be captured and passes compiled. The order of sums is fixed, too.
+Products are grouped (`expert_products.py`): the tokens of each expert lie one behind another, and one product takes all
+experts. No shape depends on who was chosen, so that decode steps can be captured and passes compiled. The order of sums is
+fixed, too.
 
 Precision is that of `ops.py`: the router and the sum over experts are fp32, products take narrow operands.
 """
@@ -9,20 +10,15 @@ Precision is that of `ops.py`: the router and the sum over experts are fp32, pro
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
-from llamarl.errors import ModelError
-from llamarl.model.gpu_paths import on_gpu
-from llamarl.model.ops import ACTIVATIONS, Stream, fused, scores, settled
-from llamarl.model_spec import Activation, ModelSpec
-
-_ALIGNED_BYTES = 16  # rows of matrices that torch multiplies in groups are multiples of it
+from llamarl.model.expert_products import ExpertAdapters, Scales, expert_mlp
+from llamarl.model.ops import Stream, fused, scores, settled
+from llamarl.model_spec import ModelSpec
 
 
 def choose(logits_TE: Tensor, k: int) -> Tensor:
@@ -54,180 +50,6 @@ class OwnChoice(NamedTuple):
     """Sum of the router's probabilities over the tokens that count, with gradients; None: nobody asked."""
 
 
-class Sorted(NamedTuple):
-    """The pairs of a token and one of its experts, sorted by expert. Pair p is token p // k."""
-
-    order: Tensor
-    """The pair at each place."""
-    places: Tensor
-    """The place of each pair."""
-    ends: Tensor
-    """Number of pairs of experts up to each one."""
-
-
-def sort_by_expert(ids_TK: Tensor, experts: int) -> Sorted:
-    sorted_ids, order = torch.sort(ids_TK.flatten(), stable=True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    ends = torch.searchsorted(sorted_ids, torch.arange(experts, device=order.device), right=True)
-    return Sorted(order, places, ends.to(torch.int32))
-
-
-def expert_mlp(
-    x_TC: Tensor,
-    gate_up_E2IC: Tensor,
-    down_ECI: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    activation: Activation = "silu",
-    scales: Scales | None = None,
-    some_foreign: bool = False,
-    adapters: ExpertAdapters | None = None,
-) -> Tensor:
-    """The weighted sum of what each token's experts make of it, in fp32 [T, C]. With `scales`, matrices are quantized; with
-    `adapters`, each expert has some beside its matrices. With `some_foreign`, ids may be the number of experts, which stands
-    for one that another rank holds: nothing is computed for it, and it adds nothing."""
-    (tokens, k), experts = ids_TK.shape, len(gate_up_E2IC)
-    pairs = sort_by_expert(ids_TK, experts)
-    x_PC = _Spread.apply(x_TC, pairs.order, pairs.places, k)  # type: ignore[no-untyped-call]
-    if some_foreign:
-        x_PC = _held_rows(x_PC, pairs.ends)
-    gate_up, down_out = grouped_product, grouped_product
-    if scales is not None:
-        of_P = ids_TK.flatten().index_select(0, pairs.order).clamp(max=experts - 1)
-        gate_up, down_out = (partial(_scaled_product, scales_EN=one.flatten(1), of_P=of_P) for one in scales)
-    outer_PN = gate_up(x_PC, gate_up_E2IC.flatten(1, 2), pairs.ends)
-    if adapters is not None:
-        outer_PN = outer_PN + _low_rank(x_PC, adapters.gate_up, adapters.scale, pairs.ends)
-    inner_PI = ACTIVATIONS[activation][1](outer_PN)
-    sorted_PC = down_out(inner_PI, down_ECI, pairs.ends)
-    if adapters is not None:
-        sorted_PC = sorted_PC + _low_rank(inner_PI, adapters.down, adapters.scale, pairs.ends)
-    if some_foreign:
-        sorted_PC = _held_rows(sorted_PC, pairs.ends)
-    out_PC = _Reordered.apply(sorted_PC, pairs.places, pairs.order)  # type: ignore[no-untyped-call]
-    out: Tensor = (out_PC.view(tokens, k, -1).float() * weights_TK[..., None]).sum(1)
-    return out
-
-
-def _held_rows(x_PC: Tensor, ends_E: Tensor) -> Tensor:
-    """Rows of experts that are here; those behind them are zero, and so are their gradients: no product has written them."""
-    is_held_P = torch.arange(len(x_PC), device=x_PC.device) < ends_E[-1]
-    return torch.where(is_held_P[:, None], x_PC, 0.0)
-
-
-def grouped_product(x_PC: Tensor, weight_ENC: Tensor, ends_E: Tensor) -> Tensor:
-    """Rows x of each expert times its own matrix; expert e has the rows up to ends[e], and rows behind the last one's are not
-    computed: they may hold anything. Differentiable."""
-    out: Tensor = _GroupedProduct.apply(x_PC, weight_ENC, ends_E)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _scaled_product(x_PC: Tensor, values_ENC: Tensor, ends_E: Tensor, *, scales_EN: Tensor, of_P: Tensor) -> Tensor:
-    """The same with quantized matrices, whose outputs have scales; row p belongs to expert of_P[p]."""
-    product_PN = grouped_product(x_PC, values_ENC.to(x_PC.dtype), ends_E)
-    return (product_PN.float() * scales_EN.index_select(0, of_P)).to(x_PC.dtype)
-
-
-def _low_rank(x_PC: Tensor, pair: AdapterPair, scale: float, ends_E: Tensor) -> Tensor:
-    """scale * B (A x) of each expert, as `lora.low_rank`."""
-    inner_PR = grouped_product(x_PC, pair.a_ERC, ends_E) * scale
-    return grouped_product(inner_PR, pair.b_ENR.flatten(1, -2), ends_E)
-
-
-class _Spread(torch.autograd.Function):
-    """A row for each pair of a token and an expert, sorted by expert."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TC: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.k = k
-        return x_TC.index_select(0, order // k)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Sums over a token's experts in their order: adding by index would be slow, and in any order."""
-        (places,) = ctx.saved_tensors
-        of_pairs = grads[0].index_select(0, places).view(-1, ctx.k, grads[0].shape[-1])
-        return of_pairs.float().sum(1).to(grads[0].dtype), None, None, None
-
-
-class _Reordered(torch.autograd.Function):
-    """Rows in another order; `back` is the inverse of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return grads[0].index_select(0, back), None, None
-
-
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_PC: Tensor, weight_ENC: Tensor, ends_E: Tensor) -> Tensor:
-        ctx.save_for_backward(x_PC, weight_ENC, ends_E)
-        out: Tensor = _grouped(x_PC.contiguous(), weight_ENC, ends_E, True)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x_PC, weight_ENC, ends_E = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        of_weight = _outer(grad, x_PC, ends_E) if ctx.needs_input_grad[1] else None
-        return _grouped(grad, weight_ENC, ends_E, False), of_weight, None
-
-
-@torch.library.custom_op("llamarl::grouped_product", mutates_args=())
-def _grouped(x_PC: Tensor, weights: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
-    """x of each expert times its matrix [C, N], or that of [N, C] if `transposed`. One operation for compiled code, whatever
-    it does: torch's own says that it takes bf16 only."""
-    weight_ECN = weights.transpose(1, 2) if transposed else weights
-    if _is_aligned(x_PC, x_PC.shape[1], weight_ECN.shape[2]):
-        return torch._grouped_mm(x_PC, weight_ECN, offs=ends_E)
-    out = torch.cat([part @ weight for part, weight in zip(_parts(x_PC, ends_E), weight_ECN, strict=True)])
-    return F.pad(out, (0, 0, 0, len(x_PC) - len(out)))
-
-
-@_grouped.register_fake
-def _(x_PC: Tensor, weights: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
-    return x_PC.new_empty(x_PC.shape[0], weights.shape[1 if transposed else 2])
-
-
-@torch.library.custom_op("llamarl::grouped_outer", mutates_args=())
-def _outer(grad_PN: Tensor, x_PC: Tensor, ends_E: Tensor) -> Tensor:
-    """grad^T x of each expert [E, N, C]; zero for an expert without rows."""
-    if _is_aligned(x_PC, x_PC.shape[1], grad_PN.shape[1]):
-        out = torch._grouped_mm(grad_PN.t(), x_PC, offs=ends_E)
-        # torch writes nothing for an empty group, on some GPUs (pytorch #172439)
-        has_rows = ends_E > F.pad(ends_E[:-1], (1, 0))
-        return out.masked_fill_(~has_rows[:, None, None], 0.0)
-    return torch.stack([a.t() @ b for a, b in zip(_parts(grad_PN, ends_E), _parts(x_PC, ends_E), strict=True)])
-
-
-@_outer.register_fake
-def _(grad_PN: Tensor, x_PC: Tensor, ends_E: Tensor) -> Tensor:
-    return x_PC.new_empty(ends_E.shape[0], grad_PN.shape[1], x_PC.shape[1])
-
-
-def _is_aligned(x: Tensor, *sizes: int) -> bool:
-    """Whether torch's grouped product takes matrices of these sizes. A GPU has nothing else without asking the host."""
-    wrong = [size for size in sizes if size * x.element_size() % _ALIGNED_BYTES]
-    if wrong and on_gpu(x):
-        raise ModelError(
-            f"experts on a GPU need sizes that are multiples of {_ALIGNED_BYTES // x.element_size()}; "
-            f"this model has one of {wrong[0]}"
-        )
-    return not wrong
-
-
-def _parts(x: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
-    """The rows of each expert that is here."""
-    return torch.tensor_split(x, ends_E.cpu().long())[:-1]
-
-
 class Router(nn.Module):
     """Scores of all experts for each token, in fp32."""
 
@@ -237,28 +59,6 @@ class Router(nn.Module):
 
     def forward(self, x_TC: Tensor) -> Tensor:
         return scores(x_TC, self.weight)
-
-
-class Scales(NamedTuple):
-    """Scales of quantized matrices, one for each of their outputs."""
-
-    gate_up_E2I: Tensor
-    down_EC: Tensor
-
-
-class AdapterPair(NamedTuple):
-    """A and B beside a matrix of every expert; B has the outputs of the matrix, in one dimension or two."""
-
-    a_ERC: Tensor
-    b_ENR: Tensor
-
-
-class ExpertAdapters(NamedTuple):
-    """The adapters of a layer's experts, and the factor of their products."""
-
-    gate_up: AdapterPair
-    down: AdapterPair
-    scale: float
 
 
 class NarrowExperts(NamedTuple):
@@ -287,8 +87,8 @@ class Experts(nn.Module):
     def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         gate_up, down, scales = self.taken()
         local_TK = self.local_ids(ids_TK, len(gate_up))
-        some_foreign, adapters = len(gate_up) < self.count, self.adapters_for(x_TC)
-        return expert_mlp(x_TC, gate_up, down, local_TK, weights_TK, self.activation, scales, some_foreign, adapters)
+        adapters = self.adapters_for(x_TC)
+        return expert_mlp(x_TC, gate_up, down, local_TK, weights_TK, self.activation, scales, adapters)
 
     def adapters_for(self, x_TC: Tensor) -> ExpertAdapters | None:
         """The adapters that are applied to such inputs, if there are any and they are switched on."""

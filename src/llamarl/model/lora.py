@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from llamarl.config.lora import LoraConfig
 from llamarl.families.adapters import LORA_A, LORA_B, adapted_layers, adapter_names, adapter_parameters
 from llamarl.families.family import ParameterSpec
-from llamarl.model.experts import AdapterPair, ExpertAdapters, Experts, local_part
+from llamarl.model.expert_products import AdapterPair, ExpertAdapters
+from llamarl.model.experts import Experts, local_part
 from llamarl.model.ops import Stream
 from llamarl.model.transformer import Transformer
 

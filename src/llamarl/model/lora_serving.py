@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from llamarl.config.lora import LoraConfig
 from llamarl.families.adapters import LORA_A, LORA_B, adapted_layers, adapter_names, adapter_parameters
 from llamarl.families.family import ParameterSpec
-from llamarl.model.experts import ExpertAdapters, Experts
+from llamarl.model.expert_products import ExpertAdapters
+from llamarl.model.experts import Experts
 from llamarl.model.linear import JoinedLinear, Product, ReplacedLinear
 from llamarl.model.lora import (
     EXPERT_MATRICES,

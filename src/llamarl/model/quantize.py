@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from llamarl.errors import ConfigError
 from llamarl.families.family import FP8_TILE
-from llamarl.model.experts import ExpertMLP, Experts, NarrowExperts, Scales
+from llamarl.model.expert_products import Scales
+from llamarl.model.experts import ExpertMLP, Experts, NarrowExperts
 from llamarl.model.linear import JoinedLinear, ReplacedLinear, joined
 from llamarl.model.ops import Residual, Stream, fused, silu_times
 from llamarl.model.transformer import (

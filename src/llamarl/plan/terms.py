@@ -257,8 +257,11 @@ def train_terms(
 
 
 def activation_traffic(shape: ModelSpec, precision: str) -> float:
-    """Bytes per token that norms, rotations, residuals and silu read and write, forward and backward."""
-    each = (40 + 12 * shape.expert_copies) * shape.hidden_size + 8 * shape.inner_units
+    """Bytes per token that norms, rotations, residuals and silu read and write, forward and backward. For each expert of a
+    token, its state, its gradient and its state again are gathered (read and written), and the experts' results and the
+    gradients of their inputs are read to be summed. silu reads 2 and writes 1 number for each inner unit; backward it reads 3
+    and writes 2, with experts 3."""
+    each = (40 + 8 * shape.expert_copies) * shape.hidden_size + 8 * shape.inner_units + shape.expert_rows()
     return shape.num_layers * each * activation_width(precision)
 
 
@@ -539,9 +542,13 @@ def _frozen_head_bytes(shape: ModelSpec, tokens: float, tp: int) -> float:
 
 
 def _layer_bytes(shape: ModelSpec, tokens: float, recompute: str, tp: int, width: int, expert: int) -> float:
-    """A layer's backward pass: what was not kept of it, or gradients of its MLP."""
+    """A layer's backward pass: what was not kept of it, or gradients of its MLP. For each pair of a token and an expert there
+    are also the gradient of its result, and of each inner unit four numbers (gradients before and behind the activation, and
+    what it made); or two numbers of the input's size (adapters add to its gradient) beside the first of these gradients."""
     whole, attention = (_kept_bytes(shape, how, tp, width, expert) for how in ("none", "selective"))
-    return tokens * (whole if recompute == "full" else whole - attention + 4 * shape.hidden_size)
+    state, inner = shape.expert_copies * shape.hidden_size, shape.expert_rows(expert) / tp
+    passing = width * max(state + 4 * inner, 2 * state + 2 * inner)
+    return tokens * ((whole if recompute == "full" else whole - attention + 4 * shape.hidden_size) + passing)
 
 
 def _context_bytes(shape: ModelSpec, tokens: float, tp: int, context: int, width: int) -> float:
@@ -552,11 +559,13 @@ def _context_bytes(shape: ModelSpec, tokens: float, tp: int, context: int, width
 
 def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int, expert: int = 1) -> float:
     """Bytes per token that a layer keeps: the stream before it and between its halves, which is fp32, and inputs and results
-    of its products. With tensor parallelism one of the two norms is computed again, and a block that is computed
-    again keeps its part of the stream. Ranks with different experts have rows for those of others, too."""
-    norms = 2 if tp == 1 else 1
+    of its products, of which experts keep the result of the first one only. With tensor parallelism one of the two norms is
+    computed again, but not where experts read it, and a block that is computed again keeps its part of the stream. Routers
+    keep their input in fp32. Ranks with different experts have rows for those of others, too."""
+    norms, mixed = 2 if tp == 1 else 1, len(shape.expert_layers) / shape.num_layers
     attention = (2 * 4 + norms * width) * shape.hidden_size + width * (2 * shape.q_size + 2 * shape.kv_size) / tp
-    mlp = width * (3 * shape.inner_rows(expert) / tp + 2 * shape.expert_copies * shape.hidden_size)
+    mlp = width * (3 * shape.inner_rows(expert) - shape.expert_rows(expert)) / tp
+    mlp += mixed * (4 + (2 - norms) * width) * shape.hidden_size
     some = {"none": attention + mlp, "selective": attention, "offload": attention, "full": 4 * shape.hidden_size / tp}
     return some[recompute]
 
@@ -579,8 +588,10 @@ def held_bytes(shape: ModelSpec, precision: str, lora: LoraConfig = NO_LORA, *, 
 
 def passing_bytes(shape: ModelSpec, tp: int, slots: int, prompt_tokens: int, expert: int = 1) -> float:
     """Bytes per rank that a generator takes for a moment: reading as many prompts as it reads at once, or the scores of all
-    slots (with tensor parallelism: those of every rank, joined)."""
+    slots (with tensor parallelism: those of every rank, joined). Experts have their results, what the activation made and
+    what it read, which kernels do not store."""
     reading = CPU_PREFILL_ROWS * padded_tokens(prompt_tokens - 1)
-    states = reading * ((14 + 8 * shape.expert_copies) * shape.hidden_size + 2 * shape.inner_rows(expert) / tp)
+    inner = (2 * shape.inner_rows(expert) + 4 * shape.expert_rows(expert)) / tp
+    states = reading * ((14 + 2 * shape.expert_copies) * shape.hidden_size + inner)
     scores = 4 * slots * shape.vocab_size * (1 if tp == 1 else 2 + 1 / tp)
     return max(states, scores)

@@ -26,6 +26,7 @@ from llamarl.model.quantize import Quantization
 from llamarl.model.transformer import Transformer
 from llamarl.plan.generator import Replica
 from llamarl.plan.terms import wire
+from llamarl.rehearse.experts import EXPERT_OPERATIONS, EXPERT_TWINS
 from llamarl.rehearse.memory import RankMemory
 from llamarl.rehearse.tracking import MemoryTracker
 from llamarl.rehearse.world import DEVICE, fake_memory, fake_ranks
@@ -51,6 +52,7 @@ TWINS = (
     DecodeAttention.__call__,
     sample_tokens,
     SlotState.advance,
+    *EXPERT_TWINS,
 )
 
 
@@ -59,7 +61,7 @@ def rehearse_generator(replica: Replica, rank: int, *, cached_tokens: float, sam
     part = TensorRank(rank, replica.tp, replica.expert)
     part.check(replica.shape)
     owners: dict[Callable[..., Any], str] = {PagedCache.__init__: "KV cache", SlotState.__init__: "activations"}
-    tracker = MemoryTracker("activations", twins=TWINS, owners=owners)
+    tracker = MemoryTracker("activations", twins=TWINS, owners=owners, opened=EXPERT_OPERATIONS)
     with fake_ranks(rank, replica.tp), fake_memory(tracker):
         with tracker.kind("weights"):
             decoder = _build(replica, part, cached_tokens)

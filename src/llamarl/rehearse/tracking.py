@@ -28,6 +28,7 @@ _FSDP = "torch.distributed.fsdp."
 _SHAPES_ONLY = (
     "torch.distributed.tensor._sharding_prop"  # asks operations for the shapes of results, of all ranks together
 )
+_ASKED_BY_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "var_mean", "prod", "any", "all"}
 _FUSED_TOO = {"full", "full_like", "iota", "arange", "scalar_tensor", "empty", "zeros", "ones"}
 _FUSED_TOO |= {"convert_element_type", "copy", "copy_", "clone", "cat", "gather", "select_scatter"}
@@ -62,15 +63,18 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         twins: Iterable[Callable[..., Any]] = (),
         owners: Mapping[Callable[..., Any], str] = MappingProxyType({}),
+        opened: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
         """`kind`: of everything that nobody says otherwise about. `twins`: plain functions that stand for one kernel each on
-        a GPU. `owners`: functions, and the kind of all memory that they make."""
+        a GPU. `owners`: functions, and the kind of all memory that they make. `opened`: operations that take memory inside,
+        and the functions that they run."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._twins: dict[CodeType, str] = {twin.__code__: twin.__qualname__ for twin in twins}
         self._blocks: dict[int, _Block] = {}
         self._kind, self._calls = kind, 0
         self._owners = {owner.__code__: kind for owner, kind in owners.items()}
         self._graph: GraphRun | None = None
+        self._opened, self._is_inside = opened, False
         self.now: Counter[str] = Counter()  # bytes by kind
         self.at_peak: Counter[str] = Counter()
         self.total = self.peak = 0
@@ -145,8 +149,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # asked so often that the way through the fake mode would take minutes
         if getattr(func, "is_view", False):  # takes no memory
             return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func in _ASKED_BY_HOST and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].dtype.is_floating_point else 1  # numbers that the host asks for
+        if func in self._opened:
+            return self._run_inside(func, args, kwargs)
         call = self._fused_call(func)
         for one in tree_leaves((args, kwargs)):
             if isinstance(one, Tensor):
@@ -157,9 +163,23 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._made(one, call)
         return found
 
+    def _run_inside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs what an operation does, each step of it counted; the compiler fuses none of them."""
+        self._calls += 1
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, Tensor):
+                self._read(one, None)
+        before, self._is_inside = self._is_inside, True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            return self._opened[func](*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_inside = before
+
     def _fused_call(self, func: Any) -> object | None:
         """The call of fused code that this operation is part of; None: it is a kernel of its own."""
-        if self._graph:
+        if self._graph and not self._is_inside:
             return self._calls if _is_fusible(func) else None
         frame: FrameType | None = sys._getframe(2)
         found: tuple[int, str] | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from llamarl.model.base import Base, BaseLayout
 from llamarl.model.quantize import fp8_product, quantize_rows
 from llamarl.model.transformer import Transformer
 from llamarl.plan.trainer import TrainerRanks
+from llamarl.rehearse.experts import EXPERT_OPERATIONS, EXPERT_TWINS
 from llamarl.rehearse.memory import RankMemory
 from llamarl.rehearse.tracking import MemoryTracker
 from llamarl.rehearse.world import DEVICE, fake_memory, fake_ranks
@@ -34,8 +38,9 @@ def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int
     gradients; like all later passes, the second one runs beside them."""
     check_shared(ranks.shape, ranks.tp, ranks.expert, "trainer")
     narrow = bool(ranks.lora) and ranks.base == "fp8"
-    twins = (fp8_product, quantize_rows) if narrow else ()
-    tracker = MemoryTracker("activations", twins=twins, owners={AdamW._collect: "gradients", HostArena._make: _HOST})
+    twins = *EXPERT_TWINS, *((fp8_product, quantize_rows) if narrow else ())
+    owners: dict[Callable[..., Any], str] = {AdamW._collect: "gradients", HostArena._make: _HOST}
+    tracker = MemoryTracker("activations", twins=twins, owners=owners, opened=EXPERT_OPERATIONS)
     with fake_ranks(rank, ranks.ranks):
         mesh = make_mesh(ranks.data, ranks.tp, rank, DEVICE, ranks.replicate, ranks.context, ranks.expert)
         computing = ComputeSettings(

@@ -16,6 +16,7 @@ from llamarl.plan.gpus import GPUS
 from llamarl.plan.jobfile import job_settings
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import (
+    _kept_bytes,
     busiest_share,
     decode_terms,
     fullest_share,
@@ -47,6 +48,14 @@ def test_memory_counts_all_experts_and_operations_a_few() -> None:
     assert recomputed_parameters(OLMOE, "full") == active_block_parameters(OLMOE)
     terms = train_terms(OLMOE, H200, "bf16", tokens=16_384, answer_tokens=16_384, squares=0, passes=1)
     assert terms["products"] == pytest.approx(6 * 16_384 * matrix_parameters(OLMOE) / H200.flops("bf16"))
+
+
+def test_layers_with_experts_keep_one_result_for_each_expert_of_a_token() -> None:
+    """That of the first product, and the router's input; dense layers keep two results, and what the activation made."""
+    mixed, dense = replace(OLMOE, num_layers=2), replace(OLMOE, num_layers=2, dense_layers=(0, 1))
+    for shape, expected in ((mixed, 2 * 8 * 2 * 1024 + 4 * 2048), (dense, 2 * 3 * OLMOE.intermediate_size)):
+        whole, attention = (_kept_bytes(shape, how, 1, 2) for how in ("none", "selective"))
+        assert whole - attention == expected
 
 
 def test_a_decode_step_reads_the_experts_that_its_tokens_use() -> None:

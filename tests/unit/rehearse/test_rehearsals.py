@@ -82,7 +82,9 @@ def test_a_generator_rank_takes_what_the_formula_says(precision: str, tp: int) -
 MIXTURE = replace(shape_named("olmoe-1b-7b"), num_layers=2)
 
 
-@pytest.mark.parametrize(("data", "tp", "recompute", "expert"), [(4, 2, "selective", 2), (1, 4, "full", 4)])
+@pytest.mark.parametrize(
+    ("data", "tp", "recompute", "expert"), [(4, 2, "selective", 2), (1, 4, "full", 4), (1, 1, "none", 1)]
+)
 def test_a_trainer_rank_with_experts_takes_what_the_formula_says(
     data: int, tp: int, recompute: str, expert: int
 ) -> None:

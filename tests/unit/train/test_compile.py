@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
+from llamarl.algo.batch import Document
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.train import lm_head
@@ -121,12 +122,10 @@ def test_layers_with_experts_share_a_graph() -> None:
     assert found[0] == found[1]
 
 
-def kept_numbers(folder: Path, recompute: str) -> int:
-    """How many numbers that are no weights passes beside a base in fp8 keep for the backward pass."""
-    how = ComputeSettings(CPU, torch.float32, lora=LORA, recompute=recompute, compiled=True)
-    policy = load_policy(folder / "model", how, adapter=folder / "adapter", base=base_of(folder / "model", "fp8"))
-    learner = Learner(policy, aipo_loss, settings=TrainerConfig(), algo=AlgoConfig(), updates=10)
-    memory = {one.untyped_storage().data_ptr() for one in (*policy.model.parameters(), *policy.model.buffers())}
+def kept_numbers(learner: Learner, documents: Sequence[Document] = DOCUMENTS) -> int:
+    """How many numbers that are no weights passes keep for the backward pass."""
+    model = learner.policy.model
+    memory = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
 
     def keep(saved: torch.Tensor) -> torch.Tensor:
@@ -136,12 +135,37 @@ def kept_numbers(folder: Path, recompute: str) -> int:
 
     torch._dynamo.reset()
     with saved_tensors_hooks(keep, lambda saved: saved):
-        learner.accumulate(DOCUMENTS)
+        learner.accumulate(documents)
     return sum(kept.values())
+
+
+def beside_fp8(folder: Path, recompute: str) -> Learner:
+    how = ComputeSettings(CPU, torch.float32, lora=LORA, recompute=recompute, compiled=True)
+    policy = load_policy(folder / "model", how, adapter=folder / "adapter", base=base_of(folder / "model", "fp8"))
+    return Learner(policy, aipo_loss, settings=TrainerConfig(), algo=AlgoConfig(), updates=10)
 
 
 def test_blocks_beside_a_base_in_fp8_keep_only_what_they_must(tmp_path: Path) -> None:
     """With torch 2.11 they kept the result of every product, whatever `recompute` said: 36 GiB of a model of 70 billion."""
     save_both(tmp_path)
-    everything, blocks = (kept_numbers(tmp_path, recompute) for recompute in ("none", "full"))
+    everything, blocks = (kept_numbers(beside_fp8(tmp_path, recompute)) for recompute in ("none", "full"))
     assert 0 < blocks < everything / 4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_with_experts_keep_one_result_for_each_expert_of_a_token(compiled: bool) -> None:
+    """That of the first product, and a few numbers: no state, nothing that the activation made, no result of the second
+    product. With blocks or MLPs that are computed again, nothing at all."""
+    documents, layers, inner = DOCUMENTS[:1], 3, 24
+    spec = replace(EXPERTS["olmoe"], num_layers=layers, experts=8, expert_size=inner)
+    tokens, few = len(documents[0].tokens) - 1, 6
+    for recompute in ("none", "selective", "full"):
+        found = []
+        for k in (2, 6):
+            model = odd_model(replace(spec, experts_per_token=k))
+            learner = cpu_learner(model, compiled=compiled, recompute=recompute)
+            found.append(kept_numbers(learner, documents) / tokens / layers)
+        each = (found[1] - found[0]) / 4
+        least = 2 * inner if recompute == "none" else 0
+        assert least <= each < least + few, recompute
+        assert few < min(inner, spec.hidden_size)
