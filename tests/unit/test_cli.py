@@ -123,12 +123,14 @@ def test_a_run_folder_that_holds_something_is_refused_and_left_alone(tmp_path: P
     assert (tmp_path / "ledger").read_text() == "of another run"
 
 
-@pytest.mark.parametrize("below", ["file", "file/run"])
-def test_a_run_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path, below: str) -> None:
+@pytest.mark.parametrize(
+    ("below", "told"), [("file", "is a file; name a new folder"), ("file/run", "cannot be made: ")]
+)
+def test_a_run_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path, below: str, told: str) -> None:
     (tmp_path / "file").write_text("")
     code, _, err = llamarl("train", *SHORT, "--quiet", "--run", tmp_path / below)
     assert code == 2
-    assert err.startswith(f"llamarl: --run {tmp_path / below}: cannot be made: ")
+    assert err.startswith(f"llamarl: --run {tmp_path / below}: {told}")
     assert err.count("\n") == 1
 
 

@@ -21,6 +21,9 @@ class SnapshotSchedule:
         self._saving: set[str] = set()
         self._parts: dict[str, int] = {}  # role -> version of its written part, until the snapshot is committed
         self._committing = False
+        self._given_up: set[int] = (
+            set()
+        )  # versions whose commit was under way when a role died; its answer is still to come
         self._unseen: set[int] = set()  # whole snapshots of versions that are not visible yet
 
     def resume(self, version: int) -> None:
@@ -65,7 +68,10 @@ class SnapshotSchedule:
         return version
 
     def committed(self, version: int) -> bool:
-        """False: this attempt was given up before."""
+        """False: this attempt was given up before, even if the same version is being saved again."""
+        if version in self._given_up:
+            self._given_up.remove(version)
+            return False
         if version != self.version:
             return False
         self._stop()
@@ -74,6 +80,7 @@ class SnapshotSchedule:
 
     def failed(self, version: int) -> bool:
         """The attempt is void, with every part of it. False: it was given up before."""
+        self._given_up.discard(version)
         if version != self.version:
             return False
         self._stop()
@@ -82,6 +89,8 @@ class SnapshotSchedule:
 
     def rewind(self, role: str) -> None:
         """The role died and comes back from `saved`. What is being saved is given up; the parts of other roles stay."""
+        if self._committing and self.version is not None:
+            self._given_up.add(self.version)
         self._stop()
         self._parts.pop(role, None)
 

@@ -8,10 +8,12 @@ from helpers.world import World, standard_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import ScheduleConfig
+from llamarl.config import ScheduleConfig, SnapshotsConfig
 from llamarl.controller import events as ev
 from llamarl.controller import ledger
 from llamarl.controller.line import Role
+from llamarl.controller.snapshot_schedule import SnapshotSchedule
+from llamarl.controller.version_policy import NewestVersion
 
 
 def world_of(updates: int = 5) -> World:
@@ -78,6 +80,31 @@ def test_none_at_the_end_means_none_unless_the_job_is_stopped_before() -> None:
     stopped.run(lambda count: 0)
     assert saved_by(ended) == []
     assert len(saved_by(stopped)) == 1, "who is stopped will go on, and needs a snapshot"
+
+
+def test_the_answer_to_a_commit_that_was_given_up_is_not_taken_for_that_of_the_next() -> None:
+    """A role died meanwhile, so it needs groups that the older snapshot would say nobody needs."""
+    snapshots = SnapshotSchedule(SnapshotsConfig(every=2), NewestVersion())
+
+    def save(role: str, reached: dict[str, int]) -> None:
+        snapshots.made(role, reached)
+        assert snapshots.next_part(role) == 2
+        snapshots.part_saved(role, 2)
+
+    save("critic", {"critic": 2, "trainer": 1})
+    save("trainer", {"critic": 3, "trainer": 2})
+    assert snapshots.next_commit({"critic": 2, "trainer": 2}, assembled=6) == 2
+    snapshots.rewind("trainer")
+    snapshots.rewind("critic")
+    snapshots.made("trainer", {"critic": 0, "trainer": 2})
+    assert snapshots.version == 2, "it is saved again"
+    assert not snapshots.committed(2)
+    assert snapshots.count(newest=2) == range(0) and snapshots.saved == 0
+    assert snapshots.next_part("trainer") == 2
+    snapshots.part_saved("trainer", 2)
+    save("critic", {"critic": 2, "trainer": 2})
+    assert snapshots.next_commit({"critic": 2, "trainer": 2}, assembled=6) == 2
+    assert snapshots.committed(2) and snapshots.count(newest=2) == range(2)
 
 
 @settings(max_examples=100, deadline=None)
