@@ -86,17 +86,35 @@ def expert_mlp(
     """The weighted sum of what each token's experts make of it, in fp32 [T, C]. With `scales`, matrices are quantized, and
     there are no gradients; with `adapters`, each expert has some beside its matrices. Ids may be the number of experts, which
     stands for one that another rank holds: nothing is computed for it, and it adds nothing."""
-    pairs = sort_by_expert(ids_TK, len(gate_up_E2IC))
     matrices, factor = [gate_up_E2IC.flatten(1, 2), down_ECI], 1.0
     if adapters is not None:
         matrices += [part.flatten(1, -2) for pair in adapters[:2] for part in pair]
         factor = adapters.scale
+    narrow = [one.flatten(1) for one in scales] if scales is not None else []
+    if torch.is_inference_mode_enabled() and not on_gpu(x_TC):
+        return _one_by_one(x_TC, ids_TK, weights_TK, _with_what_is_beside(matrices, factor, narrow), activation)
+    pairs = sort_by_expert(ids_TK, len(gate_up_E2IC))
     if scales is not None:
-        narrow = [one.flatten(1) for one in scales]
         out: Tensor = _experts(x_TC, weights_TK, *pairs, matrices, narrow, factor, activation)[0]
         return out
     out = _ExpertMlp.apply(x_TC, weights_TK, *pairs, factor, activation, *matrices)  # type: ignore[no-untyped-call]
     return out
+
+
+def _one_by_one(
+    x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, matrices: Sequence[Matrix], activation: str
+) -> Tensor:
+    """The same, from products of all tokens with each expert that one of them has. On a CPU the number of rows decides how a
+    product is rounded: so a token's result does not depend on what the others chose, as a generator's must not."""
+    tokens, experts = len(x_TC), len(matrices[0].weight_ENC)
+    end_1, y_TKC = torch.tensor([tokens], dtype=torch.int32), x_TC.new_zeros(*ids_TK.shape, x_TC.shape[1])
+    for expert in sorted(set(ids_TK.flatten().tolist())):
+        if expert < experts:
+            gate_up, down = (one.of(expert) for one in matrices)
+            y_TC = product(activated(product(x_TC, gate_up, end_1), activation), down, end_1)
+            token, place = (ids_TK == expert).nonzero(as_tuple=True)
+            y_TKC[token, place] = y_TC[token]
+    return (y_TKC.float() * weights_TK[..., None]).sum(1)
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -231,6 +249,13 @@ class Matrix(NamedTuple):
     pair: AdapterPair | None
     factor: float
     """Of the adapters' product."""
+
+    def of(self, expert: int) -> Matrix:
+        """Those of one expert alone."""
+        one = slice(expert, expert + 1)
+        scales = None if self.scales_EN is None else self.scales_EN[one]
+        pair = None if self.pair is None else AdapterPair(*(part[one] for part in self.pair))
+        return Matrix(self.weight_ENC[one], scales, pair, self.factor)
 
 
 def _with_what_is_beside(matrices: Sequence[Tensor], factor: float, scales: Sequence[Tensor] = ()) -> list[Matrix]:

@@ -263,6 +263,22 @@ def test_a_rank_that_holds_the_wrong_experts_computes_something_else() -> None:
     assert experts.local_ids(ids_TK, held).flatten().tolist() == [2, 2, 2, 0, 1]
 
 
+@pytest.mark.parametrize("inner", [16, 15], ids=["grouped", "one by one"])
+def test_in_inference_a_token_does_not_depend_on_what_others_chose(inner: int) -> None:
+    """To the last bit: a generator in a deterministic job has other answers beside one when it is asked again."""
+    generator = torch.Generator().manual_seed(3)
+    gate_up, down = torch.randn(4, 2, inner, 48, generator=generator), torch.randn(4, 48, inner, generator=generator)
+    x_TC, weights_TK = torch.randn(4, 48, generator=generator), torch.rand(4, 2, generator=generator)
+    ids_TK = torch.rand(4, 4, generator=generator).argsort(-1)[:, :2]
+    with torch.inference_mode():
+        expected = expert_mlp(x_TC, gate_up, down, ids_TK, weights_TK)
+        for _ in range(10):
+            others = torch.rand(4, 4, generator=generator).argsort(-1)[:, :2]
+            others[:2] = ids_TK[:2]
+            assert torch.equal(expert_mlp(x_TC, gate_up, down, others, weights_TK)[:2], expected[:2])
+    torch.testing.assert_close(expected, expert_mlp(x_TC, gate_up, down, ids_TK, weights_TK), rtol=1e-4, atol=1e-4)
+
+
 def test_equal_logits_choose_the_lower_id() -> None:
     logits_TE = torch.tensor([[1.0, 3.0, 3.0, 1.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     assert choose(logits_TE, 3).tolist() == [[1, 2, 4], [0, 1, 2]]
