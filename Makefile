@@ -121,19 +121,20 @@ soak: .venv/dev
 
 venv: .venv/dev
 
-# The stamps are newer than pyproject.toml once an install has succeeded, so a changed dependency is installed again.
 # PyPI's torch for x86_64 brings gigabytes of CUDA. A machine without a GPU takes the CPU build, if its index can be reached.
 CPU_TORCH := https://download.pytorch.org/whl/cpu
+TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)",*$$/\1/p' pyproject.toml)
 define new_venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or later is needed; name one: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv .venv
 	@[ "$$(uname -m)" != x86_64 ] || command -v nvidia-smi > /dev/null || $(BIN)/python -c 'import torch' 2> /dev/null \
 		|| $(BIN)/pip install --quiet --disable-pip-version-check --retries 0 --timeout 10 --index-url $(CPU_TORCH) \
-			'torch>=2.11,<2.14' 2> /dev/null \
+			'$(TORCH)' 2> /dev/null \
 		|| echo "no GPU here, and $(CPU_TORCH) cannot be reached: taking the torch that pip finds"
 endef
 
+# The stamps are newer than pyproject.toml once an install has succeeded, so a changed dependency is installed again.
 .venv/installed: pyproject.toml
 	$(new_venv)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e .

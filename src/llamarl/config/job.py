@@ -32,6 +32,7 @@ from llamarl.config.teacher import THE_TEACHER, TeacherConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.config.weights import WeightsConfig
 from llamarl.errors import ConfigError
+from llamarl.plugins import is_reference
 from llamarl.types import Sampling
 
 SHIPPED_MODELS = ("tiny", "tiny-moe")
@@ -337,7 +338,7 @@ _CLIPS = {
 
 def _check_clips(algo: AlgoConfig) -> None:
     """Refuses the clip of another loss. One of the user's own may read any."""
-    if ":" in algo.loss:
+    if is_reference(algo.loss):
         return
     for name in changed_settings(algo):
         if algo.loss not in _CLIPS.get(name, (algo.loss,)):

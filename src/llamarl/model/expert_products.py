@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from llamarl.errors import ModelError
 from llamarl.model.gpu_paths import on_gpu
-from llamarl.model.ops import ACTIVATIONS, LARGEST_HALF, narrowed
+from llamarl.model.ops import ACTIVATIONS, LARGEST_HALF, inferring, narrowed
 from llamarl.model_spec import Activation
 
 _ALIGNED_BYTES = 16  # rows of matrices that torch multiplies in groups are multiples of it
@@ -91,7 +91,7 @@ def expert_mlp(
         matrices += [part.flatten(1, -2) for pair in adapters[:2] for part in pair]
         factor = adapters.scale
     narrow = [one.flatten(1) for one in scales] if scales is not None else []
-    if torch.is_inference_mode_enabled() and not on_gpu(x_TC):
+    if inferring() and not on_gpu(x_TC):
         return _one_by_one(x_TC, ids_TK, weights_TK, _with_what_is_beside(matrices, factor, narrow), activation)
     pairs = sort_by_expert(ids_TK, len(gate_up_E2IC))
     if scales is not None:
@@ -221,19 +221,8 @@ def _(
 
 
 @_experts_backward.register_fake
-def _(
-    grad_TC: Tensor,
-    x_TC: Tensor,
-    weights_TK: Tensor,
-    outer_PN: Tensor,
-    order: Tensor,
-    places: Tensor,
-    ends_E: Tensor,
-    matrices: list[Tensor],
-    factor: float,
-    activation: str,
-    wanted: list[bool],
-) -> list[Tensor]:
+def _(grad_TC: Tensor, x_TC: Tensor, weights_TK: Tensor, *rest: Any) -> list[Tensor]:
+    *_, matrices, _factor, _activation, wanted = rest
     leaves = [x_TC, weights_TK, *matrices]
     return [one.new_empty(one.shape) for one, is_wanted in zip(leaves, wanted, strict=True) if is_wanted]
 

@@ -28,9 +28,14 @@ LARGEST_HALF = 65504.0
 Rope = tuple[Tensor, ...]  # cos and sin in fp32, [B, T, 1, D]; then those of layers that rotate apart (`rope.py`)
 
 
+def inferring() -> bool:
+    """Whether this is inference. Compiled code cannot query that mode, and never is."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
 def fused(x: Tensor) -> bool:
-    """Whether to run a kernel: in inference only, since kernels have no gradients. Compiled code cannot query that mode."""
-    return x.is_cuda and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    """Whether to run a kernel: in inference only, since kernels have no gradients."""
+    return x.is_cuda and inferring()
 
 
 @dataclass

@@ -46,9 +46,13 @@ def log_file(run: Path, executor: str) -> Path:
 
 def refuse_used(path: Path) -> None:
     """Raises InputError for a path that cannot be made a new run folder, since something is there."""
-    if path.exists() and not path.is_dir():
+    try:
+        is_file, is_used = path.exists() and not path.is_dir(), path.is_dir() and any(path.iterdir())
+    except OSError as error:
+        raise InputError(f"--run {path}: cannot be made: {error.strerror}") from None
+    if is_file:
         raise InputError(f"--run {path}: is a file; name a new folder")
-    if path.is_dir() and any(path.iterdir()):
+    if is_used:
         if is_locked(path):
             raise InputError(f"--run {path}: a job is at work there; name a new folder")
         hint = "; to go on with that run, add --resume" if (path / LEDGER).exists() else ""
@@ -91,8 +95,8 @@ class RunFolder:
     ) -> RunFolder:
         """Make a new run folder. A folder that is not empty is refused, so that records never mix. `roles` are the training
         roles, in the order of the line; `updates` is the number of updates that the job will make."""
+        refuse_used(path)
         try:
-            refuse_used(path)
             path.mkdir(parents=True, exist_ok=True)
             return cls(path, RunLock(path), roles, settings, updates)
         except OSError as error:
