@@ -188,9 +188,15 @@ def test_evaluation_takes_the_fixed_test_problems_where_there_are_any() -> None:
 
 
 def score(task: str, lines: bytes, *settings: str) -> list[dict[str, Any]]:
+    """The verdicts; the exit code says whether all answers got a reward."""
     command = [sys.executable, "-m", "llamarl.cli", "score", task, *settings]
-    done = subprocess.run(command, input=lines, capture_output=True, timeout=120, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    done = subprocess.run(command, input=lines, capture_output=True, timeout=120, check=False)
+    verdicts = [json.loads(line) for line in done.stdout.splitlines()]
+    failed = sum(verdict["reward"] is None for verdict in verdicts)
+    assert done.returncode == (1 if failed else 0), done.stderr
+    told = f"llamarl: {failed} of {len(verdicts)} answers got no reward"
+    assert (told in done.stderr.decode()) == bool(failed)
+    return verdicts
 
 
 def line(completion: str, answer: str = "42") -> bytes:

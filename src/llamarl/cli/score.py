@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from llamarl.cli.help_format import OVERRIDES
 from llamarl.cli.models import task_config
+from llamarl.errors import LlamaRLError
 
 
 def score_command(
@@ -18,7 +18,8 @@ def score_command(
     ],
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
 ) -> None:
-    """Judge {"completion", "answer"} lines from stdin as TASK would: one {"reward", "status", "seconds"} for each."""
+    """Judge {"completion", "answer"} lines from stdin as TASK would: one {"reward", "status", "seconds"} for each. The exit
+    code is 1 if one got no reward."""
     from llamarl.tasks.judge import Judge
     from llamarl.tasks.registry import own_scorers
     from llamarl.tasks.score_lines import score_lines
@@ -27,6 +28,11 @@ def score_command(
     scorers = own_scorers(config.task)
     judge = Judge.of(config, scorers)
     judge.prepare()
-    with suppress(BrokenPipeError):
-        score_lines(sys.stdin.buffer, sys.stdout, sys.stderr, judge, scorers[0])
-    judge.close()
+    try:
+        counts = score_lines(sys.stdin.buffer, sys.stdout, sys.stderr, judge, scorers[0])
+    except BrokenPipeError:  # whoever reads the verdicts has seen enough
+        return
+    finally:
+        judge.close()
+    if counts.failed:
+        raise LlamaRLError(f"{counts.failed} of {counts.lines} answers got no reward")

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import BinaryIO, TextIO, cast
+from typing import BinaryIO, NamedTuple, TextIO, cast
 
 from llamarl.errors import ConfigError
 from llamarl.tasks.custom_scorers import ScorerRequirements
@@ -24,9 +24,18 @@ _NOTHING = ScorerRequirements()
 LineResult = Judgment | str
 
 
-def score_lines(source: BinaryIO, target: TextIO, notes: TextIO, judge: Judge, scorer: str) -> None:
+class ScoredCounts(NamedTuple):
+    """Number of lines, and of those that got no reward."""
+
+    lines: int
+    failed: int
+
+
+def score_lines(source: BinaryIO, target: TextIO, notes: TextIO, judge: Judge, scorer: str) -> ScoredCounts:
     """Judge the lines of `source` and write the verdicts to `target`. Reasons for failures go to `notes`."""
-    _Session(target, notes, judge, scorer).run(source)
+    session = _Session(target, notes, judge, scorer)
+    session.run(source)
+    return ScoredCounts(session.num_written, session.num_failed)
 
 
 class _Session:
@@ -36,7 +45,7 @@ class _Session:
         self._target, self._notes, self._judge, self._scorer = target, notes, judge, scorer
         self._wanted = judge.wanted
         self._results: dict[int, LineResult] = {}  # verdicts that wait for those of earlier lines
-        self._num_read = self._num_written = 0
+        self._num_read = self.num_written = self.num_failed = 0
 
     def run(self, source: BinaryIO) -> None:
         lines: queue.Queue[bytes | None] = queue.Queue(_LINES_AHEAD)
@@ -49,7 +58,7 @@ class _Session:
 
     @property
     def _num_in_progress(self) -> int:
-        return self._num_read - self._num_written
+        return self._num_read - self.num_written
 
     def _submit_lines(self, lines: queue.Queue[bytes | None]) -> bool:
         """Submit the lines that have arrived, or wait for one if nothing is in progress. Returns False at the end."""
@@ -68,10 +77,11 @@ class _Session:
     def _write_finished(self) -> None:
         for key, outcome in self._judge.collect(0.0 if self._results else _PATIENCE_S):
             self._results[cast(int, key)] = outcome
-        while self._num_written in self._results:
-            result = self._results.pop(self._num_written)
-            self._num_written += 1
-            _write(self._target, self._notes, self._num_written, result)
+        while self.num_written in self._results:
+            result = self._results.pop(self.num_written)
+            self.num_written += 1
+            self.num_failed += isinstance(result, str) or result.status != "ok"
+            _write(self._target, self._notes, self.num_written, result)
 
 
 def _feed(source: BinaryIO, lines: queue.Queue[bytes | None]) -> None:
