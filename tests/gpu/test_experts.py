@@ -119,6 +119,10 @@ def test_kernels_of_training_compute_what_plain_pytorch_computes(sizes: tuple[in
     expert_kernels.check_training(*sizes, device="cuda")
 
 
+def test_gradients_of_experts_without_tokens_are_zero() -> None:
+    expert_kernels.check_unused(device="cuda")
+
+
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 64, 8, 64, 128), (256, 64, 8, 96, 200), (900, 20, 3, 32, 64)])
 def test_kernels_of_inference_compute_what_plain_pytorch_computes(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
+from functools import partial
+
 import pytest
 import torch
 from helpers.training import make_test_documents, naive_gradients
@@ -90,6 +93,37 @@ def test_fp32_on_a_gpu_equals_fp32_on_a_cpu(expected: tuple[float, dict[str, Ten
     assert learner.accumulate(DOCUMENTS).loss() == pytest.approx(expected[0], abs=1e-4)
     for name, grad in learner.optimizer.gradients().items():
         assert torch.allclose(grad.cpu(), expected[1][name], rtol=1e-3, atol=1e-3), name
+
+
+def test_the_host_launches_a_whole_update_without_waiting_for_the_device() -> None:
+    """Otherwise the device has nothing to do until the host has launched the rest. Only reading the metrics waits."""
+    learner = gpu_learner(compiled=False)
+    for number in range(2):
+        seen = learner.accumulate(DOCUMENTS)
+        learner.step(number, seen.total_loss())
+    waited = list[str]()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        seen = learner.accumulate(DOCUMENTS)
+        seen.totals(DOCUMENTS, 4.0)
+        loss = seen.total_loss()
+        learner.optimizer.step = partial(_launched, learner.optimizer, waited)  # type: ignore[method-assign]
+        with pytest.raises(StopIteration):
+            learner.step(2, loss)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waited == ["bool"], waited
+
+
+def _launched(optimizer: AdamW, waited: list[str], *arguments: object) -> bool:
+    """Takes the step, and notes that it waits to learn whether it was sound, once all was launched."""
+    try:
+        AdamW.step(optimizer, *arguments)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        assert "synchroniz" in str(error)
+        frames = traceback.extract_tb(error.__traceback__)
+        waited.append("bool" if "bool(go)" in (frames[-1].line or "") else str(frames[-1]))
+    raise StopIteration
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -116,6 +116,17 @@ def check_training(tokens: int, experts: int, k: int, inner: int, hidden: int, d
             assert_near(summed, sum_rows(y, places, by, k, ends, out), out)
 
 
+def check_unused(device: str = "cpu") -> None:
+    """Matrices of experts without tokens are zero, whatever was in them, and others keep every bit."""
+    for ends in ([0, 0, 3, 3, 7], [2, 2, 2, 2, 2], [1, 2, 3, 4, 5]):
+        given = torch.randn(5, 200, 130).to(device)
+        given[0, 0, 0] = torch.nan
+        found = expert_train_kernels.zero_unused(given.clone(), torch.tensor(ends, dtype=torch.int32, device=device))
+        for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            expected = given[expert] if end > begin else torch.zeros_like(given[expert])
+            assert torch.equal(found[expert].nan_to_num(9.0), expected.nan_to_num(9.0)), (ends, expert)
+
+
 def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     gap = (found.cpu().double() - expected.double()).norm()
     assert gap <= (1e-5 if dtype == torch.float32 else 0.02) * expected.double().norm(), gap
@@ -124,6 +135,7 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     for sizes in ((1, 4, 2, 8, 16), (7, 5, 3, 12, 24), (40, 6, 2, 1100, 1030)):
         check_training(*sizes)
+    check_unused()
     for skewed in (False, True):
         check(1, 4, 2, 8, 16, skewed=skewed)
         check(7, 5, 2, 12, 24, skewed=skewed)

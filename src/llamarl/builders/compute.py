@@ -12,6 +12,7 @@ from llamarl.layout.model import check_shared
 from llamarl.model.checkpoint import check_headers
 from llamarl.model.hf_config import read_shape
 from llamarl.model_spec import ModelSpec
+from llamarl.train.attention import not_by_cudnn
 from llamarl.train.mesh import TrainerMesh
 from llamarl.train.policy import ComputeSettings
 
@@ -29,6 +30,7 @@ def compute_settings(config: Config, device: torch.device, mesh: TrainerMesh) ->
         temperature=config.generator.temperature,
         lora=config.model.lora,
         share_prompts=settings.share_prompts,
+        cudnn_from=settings.cudnn_from,
     )
 
 
@@ -36,6 +38,11 @@ def check_training(config: Config) -> None:
     """Refuse what a user can get wrong about the ranks of trainer and reference, before anything starts."""
     shape = read_shape(config.model_folder)
     check_ranks("trainer", config.trainer, shape, config)
+    if config.trainer.cudnn_from:
+        if device_of("trainer.device", config.trainer.device).type != "cuda":
+            raise ConfigError("trainer.cudnn_from: cuDNN's attention needs a GPU; set it to 0")
+        if reason := not_by_cudnn(shape):
+            raise ConfigError(f"trainer.cudnn_from: cuDNN's attention has no {reason}; set it to 0")
     if config.algo.reference_kl > 0:
         try:
             reference = check_headers(config.reference_folder)

@@ -95,7 +95,8 @@ def build_trainer(context: BuildContext) -> Executor:
 def _warm_up(config: Config, learner: Learner) -> WarmUp:
     schedule, generator = config.schedule, config.generator
     probes = bool(schedule.probe_every and (schedule.max_staleness or config.agent))
-    return WarmUp(learner, generator.max_prompt_tokens, generator.max_new_tokens, probes)
+    samples = schedule.samples_per_group if config.samples else 1
+    return WarmUp(learner, generator.max_prompt_tokens, generator.max_new_tokens, probes, samples)
 
 
 def _tolerance(config: Config, dtype: torch.dtype) -> EffectTolerance:

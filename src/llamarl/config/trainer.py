@@ -67,9 +67,17 @@ class TrainerConfig(Section, frozen=True):
         Literal["auto", "on", "off"],
         Meta(
             description="compute once per pack what documents begin with, such as the prompt of a group; auto: where that "
-            "saves time; on: wherever documents begin alike; off by default until it has been measured on a GPU"
+            "saves time; on: wherever documents begin alike; off: never"
         ),
-    ] = "off"
+    ] = "auto"
+    cudnn_from: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="sequences of at least so many tokens that have a pass to themselves, or with others of their length "
+            "only, and share no prompt there, take cuDNN's attention, on a GPU in bf16: faster for long ones; 0: none",
+        ),
+    ] = 0
     recompute: Annotated[
         Literal["none", "selective", "offload", "full"],
         Meta(
@@ -106,6 +114,10 @@ class TrainerConfig(Section, frozen=True):
             raise ConfigError(f"trainer.betas: each must lie in [0, 1), got {list(self.betas)}")
         if self.dtype == "float16" and self.tensor > 1:
             raise ConfigError("trainer.dtype: float16 products are not shared over ranks; set trainer.tensor to 1")
+        if self.cudnn_from and self.context > 1:
+            raise ConfigError("trainer.cudnn_from: ranks that share a pass have an attention of their own; set it to 0")
+        if self.cudnn_from and self.dtype not in ("auto", "bfloat16"):
+            raise ConfigError(f"trainer.cudnn_from: cuDNN's attention is for bf16, not {self.dtype}; set it to 0")
 
         check_expert("trainer", self.expert, self.tensor)
 

@@ -64,11 +64,17 @@ def _check_experts(config: Config, shape: ModelSpec) -> None:
         )
 
 
+def _check_beside(config: Config) -> None:
+    if config.generator.prefill_beside and device_of("generator.device", config.generator.device).type != "cuda":
+        raise ConfigError("generator.prefill_beside: prompts are read beside answers on a GPU only; set it to 0")
+
+
 def _check(config: Config) -> tuple[Tokenizer, list[str]]:
     folder = config.model_folder
     shape = check_headers(folder)
     _check_adapters(config, shape)
     _check_experts(config, shape)
+    _check_beside(config)
     notes = [*filter(None, [describe_ignored_keys(folder)])]
     length = config.generator.max_prompt_tokens + config.generator.max_new_tokens
     if length > shape.max_positions:

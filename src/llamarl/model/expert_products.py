@@ -315,11 +315,19 @@ def grouped(x_PC: Tensor, weights: Tensor, ends_E: Tensor, *, transposed: bool) 
 def outer_products(grad_PN: Tensor, x_PC: Tensor, ends_E: Tensor) -> Tensor:
     """grad^T x of each expert [E, N, C]; zero for an expert without rows."""
     if _is_aligned(x_PC, x_PC.shape[1], grad_PN.shape[1]):
-        out = torch._grouped_mm(grad_PN.t(), x_PC, offs=ends_E)
         # torch writes nothing for an empty group, on some GPUs (pytorch #172439)
-        has_rows = ends_E > F.pad(ends_E[:-1], (1, 0))
-        return out.masked_fill_(~has_rows[:, None, None], 0.0)
+        return _zero_unused(torch._grouped_mm(grad_PN.t(), x_PC, offs=ends_E), ends_E)
     return torch.stack([a.t() @ b for a, b in zip(_parts(grad_PN, ends_E), _parts(x_PC, ends_E), strict=True)])
+
+
+def _zero_unused(out_ENC: Tensor, ends_E: Tensor) -> Tensor:
+    """Zero what belongs to experts without rows, in place."""
+    if out_ENC.is_cuda:
+        from llamarl.model import expert_train_kernels
+
+        return expert_train_kernels.zero_unused(out_ENC, ends_E)
+    has_rows_E = ends_E > F.pad(ends_E[:-1], (1, 0))
+    return out_ENC.masked_fill_(~has_rows_E[:, None, None], 0.0)
 
 
 def _is_aligned(x: Tensor, *sizes: int) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from llamarl.model.kernels import narrowed
 
 _MAX_BLOCK = 1024
+_LARGE_BLOCK = 16_384
 
 
 @triton.jit
@@ -122,3 +123,22 @@ def gated_backward(
         num_warps=4,
     )
     return outer_grad, inner, weights_grad
+
+
+@triton.jit
+def _zero_unused(out_ptr, ends_ptr, size, BLOCK: tl.constexpr):
+    """One program for a part of one expert's matrix; nothing is read or written where it has rows."""
+    expert = tl.program_id(0)
+    before = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    if tl.load(ends_ptr + expert) == before:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + expert.to(tl.int64) * size + column, zeros, mask=column < size)
+
+
+def zero_unused(out_ENC: Tensor, ends_E: Tensor) -> Tensor:
+    """The kernel of `expert_products._zero_unused`, in place: a mask would read and write all matrices."""
+    assert out_ENC.is_contiguous()
+    experts, size = len(out_ENC), out_ENC[0].numel()
+    _zero_unused[(experts, triton.cdiv(size, _LARGE_BLOCK))](out_ENC, ends_E, size, BLOCK=_LARGE_BLOCK, num_warps=8)
+    return out_ENC

@@ -13,12 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from llamarl.model.gpu_paths import on_gpu
 from llamarl.model.plain_attention import masked_attention
 from llamarl.model.transformer import Attend
-from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
+from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions, ModelSpec
 from llamarl.train.flash import causal_flash, longest_of, starts_of
 from llamarl.train.packing import NO_PARENT, Pack
 from llamarl.train.tree_attention import FlashTrees
 
 CUDNN = SDPBackend.CUDNN_ATTENTION
+_CUDNN_HEAD = 128  # largest size of a head
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -27,14 +28,23 @@ def uses_long_rows(device: torch.device, dtype: torch.dtype) -> bool:
     return on_gpu(device) and dtype in _FLASH_DTYPES
 
 
+def not_by_cudnn(shape: ModelSpec) -> str:
+    """What keeps a model from cuDNN's attention; empty if nothing does."""
+    if any(shape.windows):
+        return "windows"
+    if shape.attention_softcap:
+        return "bound of the scores"
+    return f"heads of {shape.head_dim}" if shape.head_dim > _CUDNN_HEAD else ""
+
+
 def document_attention(pack: Pack, *, long_rows: bool, cudnn_from: int = 0, window: int = 0) -> Attend:
     """The attention of a pack. `cudnn_from`: length from which documents that cuDNN can take are given to it; 0: none.
-    `window`: longest window of the model's layers, which cuDNN's attention here does not have; 0: none."""
+    `window`: longest window of the model's layers; 0: none."""
     if not long_rows:
         return MaskedDocuments(pack)
     if pack.is_shared:
         return FlashTrees(pack, window)
-    suits = cudnn_from and not window and CudnnDocuments.takes(pack) and max(pack.lengths) >= cudnn_from
+    suits = cudnn_from and CudnnDocuments.takes(pack) and max(pack.lengths) >= cudnn_from
     return CudnnDocuments(pack) if suits else FlashDocuments(pack)
 
 

@@ -308,6 +308,9 @@ class Learner:
         tokens = len(passes) * sum(len(document.tokens) for document in documents)
         work = UpdateWork(sum(one.tokens for one in passes), sum(one.squares for one in passes))
         found = speed_of(self.policy.model.shape, tokens, work, elapsed_s, how.device, how.dtype, how.mesh.size)
+        if how.cudnn_from:
+            found["cudnn_tokens"] = float(self.policy.cudnn_tokens)
+            self.policy.cudnn_tokens = 0
         return found if (moved := self._offloaded_gib()) is None else {**found, "offloaded_gib": moved}
 
     def _offloaded_gib(self) -> float | None:

@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 from torch.utils.hooks import RemovableHandle
 
 from llamarl.config import TrainerConfig
-from llamarl.model.gpu_paths import Backend, compile_backend, on_gpu
+from llamarl.model.gpu_paths import Backend, compile_backend, on_gpu, upload
 from llamarl.train.pinned import aligned, pin, unpin
 
 _EPSILON = 1e-8
@@ -146,9 +146,9 @@ class AdamW:
         for group in self._resident(split):
             for slot in group:
                 self._step_split(slot, grads[slot.name], numbers[slot.decay], factor, go)
-        if not go:
-            self.num_steps -= 1
-        return bool(go)
+        made = bool(go)
+        self.num_steps -= not made
+        return made
 
     def _resident(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
         """Groups of slots, each with its state on the device until the next group is asked for."""
@@ -211,7 +211,7 @@ class AdamW:
         """Numbers for `_split_step`: step size, factor of the second moment's root, and the share that decay leaves."""
         beta1, beta2 = self._betas
         values = [lr / (1 - beta1**self.num_steps), (1 - beta2**self.num_steps) ** -0.5, 1 - lr * decay]
-        return torch.tensor(values, dtype=torch.float32, device=self.slots[0].local.device)
+        return upload(torch.tensor(values, dtype=torch.float32), self.slots[0].local.device)
 
     # State
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llamarl.algo.batch import POLICY, Document, Streams, TokenBatch
+from llamarl.model.gpu_paths import upload
 from llamarl.routes import RouteFormat
 from llamarl.train.balance import balance
 from llamarl.train.trees import TreeBranch, cut, grow_trees, plain_trees
@@ -121,8 +122,8 @@ class Pack:
     def to(self, device: torch.device) -> Pack:
         if device.type == "cpu":
             return self
-        moved = {name: _move(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        columns = {name: _move(value, device) for name, value in self.columns.items()}
+        moved = {name: upload(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        columns = {name: upload(value, device) for name, value in self.columns.items()}
         return replace(self, **moved, columns=columns)  # type: ignore[arg-type]
 
     def tokens(
@@ -139,11 +140,6 @@ class Pack:
             num_sequences=num_sequences,
             columns={name: value[part] for name, value in self.columns.items()},
         )
-
-
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies from pinned memory, so that the next pack is copied while this one is computed."""
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

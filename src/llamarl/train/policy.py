@@ -24,7 +24,7 @@ from llamarl.model.transformer import Attend, Transformer
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.trainer import LEAST_SHARED
 from llamarl.routes import route_format
-from llamarl.train.attention import document_attention, uses_long_rows
+from llamarl.train.attention import CudnnDocuments, document_attention, not_by_cudnn, uses_long_rows
 from llamarl.train.balance_loss import balance_loss
 from llamarl.train.context import take_share
 from llamarl.train.context_attention import context_attention
@@ -97,6 +97,7 @@ class Policy:
         )
         self._sharing = sharing_of(model.shape, computing)
         self.route_format = route_format(model.shape) if computing.replay_routes else None
+        self.cudnn_tokens = 0  # that passes of this rank gave to cuDNN's attention so far
 
     def without_replay(self) -> Policy:
         """The same model, which chooses the experts of all tokens itself."""
@@ -179,9 +180,11 @@ class Policy:
         how = self.computing
         if pack.share is not None:
             return context_attention(pack, how.mesh, long_rows=self.long_rows)
-        cudnn_from = 0 if how.dtype == torch.float16 else how.cudnn_from  # its operands are fp32 here
-        window = max(self.model.shape.windows, default=0)
-        return document_attention(pack, long_rows=self.long_rows, cudnn_from=cudnn_from, window=window)
+        is_suited = how.dtype == torch.bfloat16 and not not_by_cudnn(self.model.shape)
+        cudnn_from, window = how.cudnn_from if is_suited else 0, max(self.model.shape.windows, default=0)
+        attend = document_attention(pack, long_rows=self.long_rows, cudnn_from=cudnn_from, window=window)
+        self.cudnn_tokens += sum(pack.lengths) if isinstance(attend, CudnnDocuments) else 0
+        return attend
 
     def logprobs(self, pack: Pack, routing: RouteSums | None = None) -> Tensor:
         """Log-probs of the pack's answer tokens. `routing` counts the pass, of tokens that this version has sampled."""

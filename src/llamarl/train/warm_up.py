@@ -8,12 +8,13 @@ import numpy as np
 from torch import Tensor
 
 from llamarl.algo.batch import Document
+from llamarl.plan.trainer import LEAST_SHARED
 from llamarl.routes import RouteFormat
 from llamarl.train.learner import Learner
 from llamarl.train.lm_head import fused_loss
 from llamarl.train.speed import measured_tflops
 
-_DOCUMENTS = 4
+_ANSWERS = 4  # to one prompt
 _TOKENS = 128  # of a prompt and of an answer, unless they are shorter: one compiled graph serves all lengths
 
 
@@ -26,6 +27,7 @@ class WarmUp:
     max_prompt_tokens: int
     max_new_tokens: int
     probes: bool = False
+    samples: int = 1  # answers to a prompt
 
     def __call__(self) -> None:
         policy, how = self.learner.policy, self.learner.policy.computing
@@ -45,15 +47,18 @@ class WarmUp:
                 policy.logprobs(pack, policy.route_sums())
                 if policy.route_format is not None:
                     policy.without_replay().logprobs(pack)
+        policy.cudnn_tokens = 0
         measured_tflops(how.device, how.dtype)
 
     def _documents(self, vocab_size: int, routes: RouteFormat | None = None) -> list[Document]:
-        """Documents of different lengths, enough for every rank."""
-        mesh = self.learner.policy.computing.mesh
+        """Documents of different lengths, some for every rank. They have prompts in common, and packs share these, where a
+        job's will: with several answers to a prompt, and a limit that is well above the shortest prompts that are shared."""
+        ranks = self.learner.policy.computing.mesh.batch_ranks
+        alike = _ANSWERS if self.samples > 1 and self.max_prompt_tokens >= 2 * LEAST_SHARED else 1
         prompt, answer = min(_TOKENS, self.max_prompt_tokens), min(_TOKENS, self.max_new_tokens)
         return [
-            _document(prompt, max(1, answer - number), vocab_size, routes)
-            for number in range(max(_DOCUMENTS, 2 * mesh.batch_ranks))
+            _document(prompt, max(1, answer - number % _ANSWERS), (number // alike, number), vocab_size, routes)
+            for number in range(_ANSWERS * ranks)
         ]
 
 
@@ -62,8 +67,12 @@ def _nothing(part: slice, logprobs_n: Tensor, entropy_n: Tensor) -> Tensor:
     return (logprobs_n + entropy_n).sum() * 0.0
 
 
-def _document(prompt: int, answer: int, vocab_size: int, routes: RouteFormat | None) -> Document:
-    tokens = (np.arange(prompt + answer) % vocab_size).astype(np.int32)
+def _document(
+    prompt: int, answer: int, first: tuple[int, int], vocab_size: int, routes: RouteFormat | None
+) -> Document:
+    """`first`: the first token of prompt and answer."""
+    tokens = np.concatenate([np.arange(prompt) + first[0], np.arange(answer) + first[1]]) % vocab_size
+    tokens = tokens.astype(np.int32)
     nothing = np.zeros(answer, dtype=np.float32)
     rows = None if routes is None else np.tile(routes.first_experts, (prompt + answer - 1, 1))
     return Document(tokens, prompt, nothing, np.zeros(answer, dtype=np.int64), nothing, routes=rows)

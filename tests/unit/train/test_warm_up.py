@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch._dynamo.utils import counters
 
 from llamarl.train import lm_head, optimizer, parallel
 from llamarl.train.learner import Learner
+from llamarl.train.mesh import LONE_RANK
+from llamarl.train.packing import Sharing, make_packs
 from llamarl.train.warm_up import WarmUp
 
 DOCUMENTS = make_test_documents(6)
@@ -57,6 +60,22 @@ def test_the_first_update_finds_everything_compiled() -> None:
     # Rows of the same shape: with a CPU's masks, every other shape is compiled anew.
     learner.step(0, learner.accumulate(warm_up._documents(learner.policy.model.shape.vocab_size)).total_loss())
     assert counters["stats"]["unique_graphs"] == made
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(("samples", "max_prompt", "levels"), [(8, 512, {0, 1}), (1, 512, {0}), (8, 40, {0})])
+def test_what_it_compiles_is_what_packs_of_a_job_are(
+    num_ranks: int, samples: int, max_prompt: int, levels: set[int]
+) -> None:
+    """With shared prompts, trees of prompts and their answers on every rank: other levels would be another graph."""
+    learner = cpu_learner(lively_model())
+    sharing, mesh = Sharing("auto", least=32, join=0.01, square=1e-6), replace(LONE_RANK, data=num_ranks)
+    learner.policy.computing = replace(learner.policy.computing, mesh=mesh)
+    documents = WarmUp(learner, max_prompt, 512, samples=samples)._documents(1000)
+    for rank in range(num_ranks):
+        for how, expected in ((sharing, levels), (Sharing("off"), {0})):
+            packs = make_packs(documents, 16_384, rank=rank, num_ranks=num_ranks, long_rows=True, sharing=how)
+            assert packs and all(set(pack.levels) == expected for pack in packs)
 
 
 def test_the_step_of_bf16_weights_is_compiled_too() -> None:
