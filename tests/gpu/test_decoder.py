@@ -16,7 +16,7 @@ from torch import Tensor
 from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
 from llamarl.generate.drafts import DraftChoice
 from llamarl.generate.sampling import filter_threshold, sample_tokens, uniform_draws
-from llamarl.generate.scheduler import Sequence
+from llamarl.generate.scheduler import Running, Sequence
 from llamarl.model import ops
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer, causal_attention
@@ -180,6 +180,42 @@ def test_prompts_in_chunks_change_nothing(chunk: int, device: torch.device, monk
     assert agreement(found, expected) >= 0.98
 
 
+@pytest.mark.parametrize("rows", [5, 16, 24])
+def test_prompts_that_are_read_beside_answers_change_nothing(
+    rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llamarl.generate.scheduler._SHORT_PROMPT", 0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, groups = model_on(device), some_groups()
+    beside, plain = decoder_of(model, prefill_beside=rows, slots=12), decoder_of(model, prefill_beside=0, slots=12)
+    assert agreement(finish(beside, groups), finish(plain, groups)) >= 0.98
+    assert any(key[0] == "decode" and key[-1] for key in beside._device._graphs._captured)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
+def test_prompts_beside_answers_write_the_keys_and_values_of_whole_prompts(
+    kv_cache: Literal["auto", "fp8"], device: torch.device
+) -> None:
+    """In bf16: 1,500 tokens, 128 in every step of three running answers, and whole."""
+    shape = replace(SHAPE, max_positions=2048, head_dim=64)
+    model = random_model(shape, dtype=torch.bfloat16, device=device)
+    prompt, caches = [Random(3).randrange(shape.vocab_size) for _ in range(1501)], []
+    for rows in (0, 128):
+        limits = Limits(slots=4, max_prompt_tokens=1520, max_new_tokens=64, prefill_beside=rows)
+        decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=SEED, precision=Precision(kv_cache=kv_cache))
+        decoder.version = 0
+        decoder.add(prompt_group([1, 2], ordinal=0, samples=3, max_new_tokens=64))
+        decoder.step()
+        decoder.add(prompt_group(prompt, ordinal=1, samples=1, max_new_tokens=8))
+        while decoder.num_running < 4:
+            decoder.step()
+        captured = decoder._device._graphs._captured
+        assert any(key[0] == "decode" and key[-1] for key in captured) == bool(rows)  # type: ignore[index]
+        running = next(one for one in decoder._schedule.running.values() if one.sequence.group.prompt.ordinal == 1)
+        caches.append(cached(decoder, running, 1500))
+    assert_cached_alike(*caches)
+
+
 @pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
 def test_long_chunks_write_the_keys_and_values_of_whole_prompts(
     kv_cache: Literal["auto", "fp8"], device: torch.device
@@ -196,16 +232,24 @@ def test_long_chunks_write_the_keys_and_values_of_whole_prompts(
         for _ in range(4):
             decoder._admit()
         (running,) = decoder._schedule.running.values()
-        table = torch.tensor([running.pages], device=device)
-        cache = decoder._device.cache
-        read = [
-            side(layer).read(table, torch.bfloat16)[0, :, :700].float()
-            for layer in range(shape.num_layers)
-            for side in (cache.keys, cache.values)
-        ]
-        caches.append(torch.stack(read))
-    whole, chunked = caches
-    assert (whole - chunked).abs().mean() < 0.01 * whole.abs().mean()
+        caches.append(cached(decoder, running, 700))
+    assert_cached_alike(*caches)
+
+
+def cached(decoder: ContinuousDecoder, running: Running, count: int) -> Tensor:
+    """Keys and values of the first tokens of a sequence, of all layers."""
+    cache = decoder._device.cache
+    table = torch.tensor([running.pages], device=decoder.model.lm_head.weight.device)
+    read = [
+        side(layer).read(table, torch.bfloat16)[0, :, :count].float()
+        for layer in range(decoder.model.shape.num_layers)
+        for side in (cache.keys, cache.values)
+    ]
+    return torch.stack(read)
+
+
+def assert_cached_alike(whole: Tensor, other: Tensor) -> None:
+    assert (whole - other).abs().mean() < 0.01 * whole.abs().mean()
     assert whole.abs().min(dim=2).values.sum() > 0
 
 

@@ -7,6 +7,7 @@ import torch
 from helpers.paged_attention import attention_agrees, operations_agree, shape_of
 
 from llamarl.generate.kv_cache import PagedCache
+from llamarl.generate.kv_splits import SharedCut
 from llamarl.generate.sampling import filter_threshold, sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import Opening, SlotState
 from llamarl.model_spec import AttentionOptions
@@ -52,6 +53,18 @@ def test_only_long_sequences_are_cut_into_parts(
     rows: int, heads: int, kv_heads: int, size: int, parts: int, narrow: bool, device: torch.device
 ) -> None:
     attention_agrees(rows, (heads, kv_heads, size), (16, 130), torch.bfloat16, device, narrow, parts=parts)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("parts", [0, 4])
+@pytest.mark.parametrize("cut", [SharedCut(4), SharedCut(4, block=32), SharedCut(8, block=64), SharedCut(16, block=64)])
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "size"), [(32, 32, 8, 128), (300, 8, 2, 64), (9, 12, 2, 128)])
+def test_long_shared_pages_are_cut_into_parts(
+    rows: int, heads: int, kv_heads: int, size: int, cut: SharedCut, parts: int, narrow: bool, device: torch.device
+) -> None:
+    attention_agrees(
+        rows, (heads, kv_heads, size), (16, 130), torch.bfloat16, device, narrow, 100, parts=parts, cut=cut
+    )
 
 
 OPTIONS = {

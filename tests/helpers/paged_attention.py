@@ -8,11 +8,14 @@ from torch.testing import assert_close
 
 from llamarl.generate.attention import Readings, attend_pages, members_of_reading
 from llamarl.generate.kv_cache import PagedCache, Pages
+from llamarl.generate.kv_splits import SharedCut
 from llamarl.model import ops
 from llamarl.model.plain_attention import seen
 from llamarl.model.quantize import FP8
 from llamarl.model.rope import rope_up_to
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions, ModelSpec
+
+SHORT = SharedCut()
 
 
 def attention_agrees(
@@ -25,6 +28,7 @@ def attention_agrees(
     shared_pages: int = 0,
     *,
     parts: int = 0,
+    cut: SharedCut = SHORT,
     options: AttentionOptions = PLAIN_ATTENTION,
     rotated: int = 0,
 ) -> None:
@@ -58,7 +62,7 @@ def attention_agrees(
     if shared_pages:
         readings = share(
             slots_B, table_SP, positions_S, min(3, members_of_reading(heads // kv_heads)), shared_pages, page
-        )
+        )._replace(cut=cut)
     qkv = normal(rows, 1, (heads + 2 * kv_heads) * size)
     sizes = [heads * size, kv_heads * size, kv_heads * size]
     q, k, v = (part.view(rows, 1, -1, size) for part in torch.split(qkv, sizes, dim=-1))
@@ -131,6 +135,11 @@ def run_interpreted() -> None:
             attention_agrees(*some, cpu, narrow=False, parts=parts, options=AttentionOptions(window=window))
     attention_agrees(*some, cpu, narrow=False, options=AttentionOptions(softcap=1.5, scale=0.4))
     attention_agrees(*some, cpu, narrow=False, shared_pages=2, options=AttentionOptions(softcap=1.5))
+    for cut in (SharedCut(4), SharedCut(8, block=64)):
+        for parts in (0, 2):
+            attention_agrees(*some, cpu, narrow=False, shared_pages=2, parts=parts, cut=cut)
+    # 300 tokens that are a row's own, in parts too
+    attention_agrees(4, (4, 2, 16), (16, 40), torch.float32, cpu, narrow=False, shared_pages=20)
     attention_agrees(*some, cpu, narrow=False, options=AttentionOptions(window=20, softcap=1.5, scale=0.4))
     for rotated in (4, 12):
         attention_agrees(*some, cpu, narrow=False, rotated=rotated)

@@ -57,12 +57,16 @@ class DecodeResult(Struct, frozen=True):
 def profile_decode(shape: ModelSpec, case: DecodeCase) -> str:
     """Tables of the longest kernels in a few bursts and in a run with heavy-tailed lengths."""
     bench = DecodeBench(shape, case)
-    bench.run([case.new] * case.batch)
-    steady = kernel_times(lambda: bench.run([_PROFILED_STEPS] * case.batch))
-    lengths = bench.heavy_tailed_lengths()
-    bench.refilled(lengths)
-    bench.drain()
-    heavy = kernel_times(lambda: bench.refilled(lengths))
+    windows = DecodeWindows(bench)
+    if windows.fit:
+        steady, heavy = windows.profiles(kernel_times)
+    else:
+        bench.run([case.new] * case.batch)
+        steady = kernel_times(lambda: bench.run([_PROFILED_STEPS] * case.batch))
+        lengths = bench.heavy_tailed_lengths()
+        bench.refilled(lengths)
+        bench.drain()
+        heavy = kernel_times(lambda: bench.refilled(lengths))
     return f"{steady}\n\nheavy-tailed lengths:\n{heavy}"
 
 
@@ -74,6 +78,7 @@ def _decoder_of(shape: ModelSpec, case: DecodeCase, longest: int) -> JumpingDeco
         max_new_tokens=longest,
         burst=case.burst,
         page_tokens=case.page_tokens,
+        prefill_beside=case.beside,
     )
     decoder = JumpingDecoder(
         model,

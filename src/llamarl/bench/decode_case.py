@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from msgspec import Struct
 
+from llamarl.config import GeneratorConfig
 from llamarl.generate.decoder import Precision
 from llamarl.model.quantize import FP8, Quantization
 
@@ -37,6 +38,7 @@ class DecodeCase(Struct, frozen=True):
     burst: int = 0
     page_tokens: int = 16
     lora: int = 0  # rank of adapters beside all layers; 0: none
+    beside: int = GeneratorConfig().prefill_beside  # prompt tokens that a step reads beside its answers; 0: none
 
     @property
     def dtype(self) -> torch.dtype:

@@ -25,6 +25,7 @@ _LEAST_BURSTS = 4  # of a whole answer, to be measured by windows at all
 _PROMPTS = 16  # prompts that the decoder reads together
 _READING_S = 3.0
 _TAIL_S = 8.0  # of a window with heavy-tailed lengths
+_PROFILED_BURSTS, _PROFILED_S = 3, 1.0
 _POOL = 1000  # lengths to draw from for the sequences that a heavy-tailed window begins with
 
 
@@ -34,14 +35,14 @@ class DecodeWindows:
     def __init__(self, bench: DecodeBench) -> None:
         self._bench, self._decoder, self._case = bench, bench.decoder, bench.case
         bursts = self._case.new // self._decoder.burst_steps
-        self._fits = bursts >= _LEAST_BURSTS
+        self.fit = bursts >= _LEAST_BURSTS  # whether answers are long enough for windows
         self._points = max(1, min(_POINTS, bursts // 3))
         self._bursts = max(1, min(_BURSTS, bursts // self._points - 2))
 
     @property
     def needed(self) -> bool:
         """Whether runs to the very end would take too long."""
-        return self._fits and self._whole_run_s() * _WHOLE_RUNS > _QUICK_S
+        return self.fit and self._whole_run_s() * _WHOLE_RUNS > _QUICK_S
 
     def _whole_run_s(self) -> float:
         """About how long one steady run would take."""
@@ -66,6 +67,19 @@ class DecodeWindows:
             change_lost_s=lost_s,
             windows=len(middles),
         )
+
+    def profiles(self, profile: Callable[[Callable[[], object]], str]) -> tuple[str, str]:
+        """What `profile` says of a few bursts in the middle of the answers, and of a second of heavy-tailed lengths."""
+        self._decoder.fill_cache()
+        self._start()
+        self._warm_up(self._case.new // 2)
+        steady = profile(lambda: self._run(_PROFILED_BURSTS))
+        self._decoder.drop_all()
+        self._start_tail()
+        self._tail_rate()
+        heavy = profile(lambda: self._tail_rate(_PROFILED_S))
+        self._decoder.drop_all()
+        return steady, heavy
 
     # All slots busy, with answers of one length
 
@@ -162,11 +176,12 @@ class DecodeWindows:
 
         self._decoder.begin(age)
 
-    def _tail_rate(self) -> float:
+    def _tail_rate(self, seconds: float = 0.0) -> float:
+        seconds = seconds or _TAIL_S
         clock, decoder, case = self._bench.clock, self._decoder, self._case
         synchronize(self._bench.device)
         before, start_s = decoder.tokens_sampled, clock()
-        while clock() - start_s < _TAIL_S:
+        while clock() - start_s < seconds:
             while decoder.num_waiting < case.batch:
                 self._bench.add([case.heavy_tailed(self._bench.chance, self._bench.longest)] * case.samples)
             decoder.step()

@@ -34,9 +34,11 @@ class JumpingDecoder(ContinuousDecoder):
     @torch.inference_mode()
     def admit(self) -> None:
         """Read prompts and open slots, without a burst, as long as there is room."""
-        before = (-1, -1)
+        before, rows = (-1, -1), self._schedule.beside_rows
+        self._schedule.beside_rows = 0  # there is no burst that could read them
         while before != (before := (self._schedule.num_waiting, self._schedule.next_unread)):
             self._admit()
+        self._schedule.beside_rows = rows
 
     @torch.inference_mode()
     def jump(self, count_of: Callable[[Sequence], int]) -> None:

@@ -162,6 +162,10 @@ def bench_decode_command(
     lora: Annotated[
         int, typer.Option(metavar="RANK", min=0, help="adapters of this rank beside all layers; 0: none")
     ] = 0,
+    beside: Annotated[
+        int,
+        typer.Option(min=0, help="prompt tokens that a step reads beside its answers, with up to 128 slots; 0: none"),
+    ] = 0,
     whole: Annotated[
         bool, typer.Option("--whole", help="run everything to its end, however long; default: windows of long runs")
     ] = False,
@@ -181,7 +185,9 @@ def bench_decode_command(
     from llamarl.bench.decode_case import DecodeCase
 
     where = device_or_refuse(device)
-    case = DecodeCase(model, batch, prompt, new, samples, precision.value, where, kv_cache.value, burst, lora=lora)
+    case = DecodeCase(
+        model, batch, prompt, new, samples, precision.value, where, kv_cache.value, burst, lora=lora, beside=beside
+    )
     if profile:
         print(profile_decode(shape, case))
         return

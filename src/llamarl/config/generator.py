@@ -10,6 +10,7 @@ from llamarl.config.section import Device, Section, Threads, check_expert
 from llamarl.errors import ConfigError
 from llamarl.types import Sampling
 
+MOST_SLOTS_BESIDE = 128  # slots with which prompts may be read beside answers; with more, products are busy anyway
 _MOST_DRAFTED = 32
 
 
@@ -90,6 +91,14 @@ class GeneratorConfig(Section, frozen=True):
             "stall running answers; longer prompts are read in chunks; 0: all at once",
         ),
     ] = 4096
+    prefill_beside: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="prompt tokens that every decode step reads beside its answers where over half of the slots run, "
+            "on a GPU with at most 128 slots, so that answers do not wait for long prompts (128 is a good number); 0: none",
+        ),
+    ] = 0
     draft: Annotated[
         int | Literal["auto"],
         Meta(
@@ -108,6 +117,11 @@ class GeneratorConfig(Section, frozen=True):
         if self.draft == "auto" and self.tensor > 1:
             raise ConfigError(
                 "generator.draft: auto needs generator.tensor=1, since ranks would measure different times"
+            )
+        if self.prefill_beside and self.slots > MOST_SLOTS_BESIDE:
+            raise ConfigError(
+                f"generator.prefill_beside: pays only with at most {MOST_SLOTS_BESIDE} slots, and generator.slots is "
+                f"{self.slots}; lower it, or set generator.prefill_beside=0"
             )
         check_expert("generator", self.expert, self.tensor)
         if not all(self.stop):

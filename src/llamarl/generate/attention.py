@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from llamarl.generate.kv_cache import PagedCache, Pages
+from llamarl.generate.kv_splits import SharedCut
 from llamarl.model.ops import Rope, rotate
 from llamarl.model.plain_attention import attend_heads, causal_mask, masked_attention, seen
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
@@ -130,6 +131,9 @@ class Readings(NamedTuple):
     firsts_B: Tensor
     counts_B: Tensor
     skips_B: Tensor
+    cut: SharedCut = SharedCut()
+    members: int = 0
+    """Most rows of a reading; 0: as `members_of_reading` says."""
 
 
 def members_of_reading(group: int) -> int:

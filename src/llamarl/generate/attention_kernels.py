@@ -22,11 +22,10 @@ from torch import Tensor
 from llamarl.generate.attention import Readings, members_of_reading
 from llamarl.generate.attention_blocks import add_one, add_shared, attend_range, capped, operand, put, store, turned
 from llamarl.generate.kv_cache import Pages
-from llamarl.generate.kv_splits import PART_TOKENS, parts_of_all
+from llamarl.generate.kv_splits import OWN_TOKENS, PART_TOKENS, SharedCut, parts_of_all
 from llamarl.model.ops import Rope
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
 
-_SHARED_PARTS = 4
 _MIN_COLUMNS = 8  # least columns of a tensor core's product; here they are query heads
 _MIN_INNER = 16
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, where inline assembler cannot run
@@ -46,14 +45,19 @@ class Tiling(NamedTuple):
         return {"BLOCK": self.block, "num_warps": self.warps, "num_stages": self.stages}
 
 
-def tiling(head_dim: int, columns: int, *, narrow: bool = False, shared: bool = False, parts: int = 0) -> Tiling:
+def tiling(head_dim: int, columns: int, *, narrow: bool = False, parts: int = 0) -> Tiling:
     """The fastest tiling, as measured by benchmarks/attention_variants.py. `columns`: query heads side by side; many leave no
     registers for one warp. `parts`: most parts of a sequence far longer than others, which would be read alone in the end."""
-    if shared or columns > 16:
+    if columns > 16:
         return Tiling(16, 4, 4)
     if narrow:
         return _cutting(Tiling(32, 1, 2), parts)
     return _cutting(Tiling(16, 1, 3 if parts or head_dim <= 64 else 4), parts)
+
+
+def shared_tiling(cut: SharedCut) -> Tiling:
+    """Likewise, for pages that several sequences share."""
+    return Tiling(cut.block, 4, 4 if cut.block == 16 else 3, cut.parts)
 
 
 def _cutting(how: Tiling, parts: int) -> Tiling:
@@ -326,6 +330,7 @@ def _join_parts(
     out_ptr,
     slots_ptr,
     positions_ptr,
+    skips_ptr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -335,11 +340,13 @@ def _join_parts(
     PARTS: tl.constexpr,
     LEAST: tl.constexpr,
     WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """One program: the query heads that share one key-value head of one sequence, if it was split."""
     head, row = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_ptr + tl.load(slots_ptr + row)).to(tl.int32)
-    begin = 0 if WINDOW == 0 else _begin(position, BLOCK, WINDOW)
+    skip = tl.load(skips_ptr + row).to(tl.int32) if SHARED else 0
+    begin = skip if WINDOW == 0 else _begin(position, BLOCK, WINDOW)
     _, _, parts = _cut(position - begin, BLOCK, PARTS, LEAST)
     if parts == 1:
         return
@@ -396,19 +403,25 @@ def attend_pages(
         "CAP": cap * math.log2(math.e),
     }
     how = how or tiling(size, columns, narrow=keys.narrow, parts=parts)
-    num_parts = 1 if readings else how.parts or parts_of_all(rows * kv_heads)
+    if readings and how.least == 1:  # what is a row's own is often too short to be split
+        how = how._replace(least=OWN_TOKENS // how.block)
+    num_parts = how.parts or parts_of_all(rows * kv_heads)
     out = torch.empty(rows, 1, heads, size, dtype=qkv[0].dtype, device=table_SP.device)
     partial = (
         out if num_parts == 1 else torch.empty(rows, heads, num_parts, size, dtype=torch.float32, device=out.device)
     )
     sums = torch.empty(rows, heads, num_parts, dtype=torch.float32, device=out.device)
-    shared, shared_sums = partial, sums  # any tensors, if nothing is shared
+    skips_B = readings.skips_B if readings else slots_B  # any tensors, if nothing is shared
+    shared, shared_sums, shared_parts = partial, sums, 0
     if readings:
-        shared = torch.empty(rows, heads, _SHARED_PARTS, size, dtype=torch.float32, device=out.device)
-        shared_sums = torch.empty(rows, heads, _SHARED_PARTS, dtype=torch.float32, device=out.device)
-        members = members_of_reading(group)
+        members = readings.members or members_of_reading(group)
         together = max(_MIN_COLUMNS, triton.next_power_of_2(members * group))
-        _attend_shared[(kv_heads, rows, _SHARED_PARTS)](
+        shared_how = shared_how or shared_tiling(readings.cut)
+        shared_parts = shared_how.parts
+        shared = torch.empty(rows, heads, shared_parts, size, dtype=torch.float32, device=out.device)
+        shared_sums = torch.empty(rows, heads, shared_parts, dtype=torch.float32, device=out.device)
+        most = max(1, rows // 2)  # readings: each serves two rows at least
+        _attend_shared[(kv_heads, most, shared_parts)](
             qkv[0],
             *keys.pointers,
             *values.pointers,
@@ -418,16 +431,16 @@ def attend_pages(
             slots_B,
             positions_S,
             *rope,
-            *readings,
+            *readings[:3],
             scale,
             qkv[0].stride(0),
             head_tokens,
             table_SP.stride(0),
             MEMBERS=members,
             COLUMNS=together,
-            PARTS=_SHARED_PARTS,
+            PARTS=shared_parts,
             **sizes,
-            **(shared_how or tiling(size, together, narrow=keys.narrow, shared=True)).options,
+            **shared_how.options,
         )
     if drafted:
         _write_new[(kv_heads, rows)](
@@ -455,7 +468,7 @@ def attend_pages(
         slots_B,
         positions_S,
         *rope,
-        readings.skips_B if readings else slots_B,
+        skips_B,
         shared,
         shared_sums,
         scale,
@@ -465,7 +478,7 @@ def attend_pages(
         COLUMNS=columns,
         PARTS=num_parts,
         LEAST=how.least,
-        SHARED_PARTS=_SHARED_PARTS if readings else 0,
+        SHARED_PARTS=shared_parts,
         WINDOW=options.window,
         **sizes,
         **how.options,
@@ -477,6 +490,7 @@ def attend_pages(
             out,
             slots_B,
             positions_S,
+            skips_B,
             HEADS=heads,
             GROUP=group,
             COLUMNS=triton.next_power_of_2(group),
@@ -486,6 +500,7 @@ def attend_pages(
             PARTS=num_parts,
             LEAST=how.least,
             WINDOW=options.window,
+            SHARED=readings is not None,
             num_warps=4,
         )
     return out

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from llamarl.config import Config, GeneratorConfig
+from llamarl.config.generator import MOST_SLOTS_BESIDE
 from llamarl.errors import ConfigError
 from llamarl.generate.attention import members_of_reading
 from llamarl.generate.device_runner import Burst, DeviceRunner, opening_of
@@ -33,6 +34,7 @@ from llamarl.generate.scheduler import (
     AS_ALL_OTHERS,
     NOBODY,
     Admission,
+    Extension,
     GroupOptions,
     GroupUnderway,
     Key,
@@ -78,6 +80,7 @@ class Limits:
     parked: int = 0  # conversations that may wait for a reply and keep their pages, besides those in slots
     max_length: int = 0  # prompt and completion together; 0: both at their longest
     prefill_tokens: int = GeneratorConfig().prefill_tokens  # most tokens to read before a burst; 0: without limit
+    prefill_beside: int = GeneratorConfig().prefill_beside  # most to read beside every step (`beside.py`); 0: none
 
     @classmethod
     def of(cls, config: Config, *, sequences: int = sys.maxsize) -> Limits:
@@ -91,6 +94,7 @@ class Limits:
             num_pages=settings.kv_pages,
             burst=settings.burst,
             prefill_tokens=settings.prefill_tokens,
+            prefill_beside=settings.prefill_beside,
             parked=config.num_parked,
         )
 
@@ -201,13 +205,14 @@ class ContinuousDecoder:
         )
         steps = Steps(model, cache, state, table_SP, seed=seed, length=padded_tokens(limits.length))
         self.model, self.limits, self._recompute, self._version = model, limits, recompute, -1
-        self._device = DeviceRunner(steps, graphs=graphs)
-        self._routes = None if form is None else RouteRecorder(form, self._device.read_routes)
-        self._schedule = Scheduler(limits.slots, PagePool(num_pages), limits.page_tokens, limits.prefill_tokens)
-        self._members = members_of_reading(model.shape.num_heads // model.shape.num_kv_heads)
-        self._eos_ids = frozenset(eos_ids)
         on_gpu = weight.is_cuda
         self.burst_steps = limits.burst or (_GPU_BURST if on_gpu else 1)
+        beside = beside_rows(limits, weight.device)
+        self._device = DeviceRunner(steps, graphs=graphs, burst_steps=self.burst_steps, beside_rows=beside)
+        self._routes = None if form is None else RouteRecorder(form, self._device.read_routes)
+        self._schedule = Scheduler(limits.slots, PagePool(num_pages), limits.page_tokens, limits.prefill_tokens, beside)
+        self._members = members_of_reading(model.shape.num_heads // model.shape.num_kv_heads)
+        self._eos_ids = frozenset(eos_ids)
         self.lookahead = 1 if on_gpu else 0  # bursts that run while the host reads older ones
         self._in_flight: deque[Burst] = deque()
         self._preparations: deque[Body] | None = None  # captures that are left; None: not asked for yet
@@ -279,8 +284,9 @@ class ContinuousDecoder:
         """Capture one more of the graphs that most jobs need; False if there is none left. To be called while idle, so that
         captures do not come in the middle of the work."""
         if self._preparations is None:
-            steps, longest = self.burst_steps, self.limits.length
-            self._preparations = deque(self._device.preparations(steps, longest, filtered=filtered))
+            steps, limits = self.burst_steps, self.limits
+            lengths = limits.max_prompt_tokens, limits.length
+            self._preparations = deque(self._device.preparations(steps, *lengths, filtered=filtered))
         if self._preparations:
             self._preparations.popleft()()
         return bool(self._preparations)
@@ -328,7 +334,7 @@ class ContinuousDecoder:
             self._in_flight.append(burst)
         else:
             self._make_room()
-            self._launch()
+            self._launch(self._schedule.read_beside(self.burst_steps))
         while self._in_flight:
             self._collect()
         drafting.choice.end(drafted=burst is not None, tokens=self.tokens_sampled - before)
@@ -342,7 +348,7 @@ class ContinuousDecoder:
         """Admit what fits and launch one burst, without a look at its results; False if nothing can run."""
         self._admit()
         self._make_room()
-        return self._launch()
+        return self._launch(self._schedule.read_beside(self.burst_steps))
 
     def _admit(self) -> None:
         admission = self._schedule.admit(self._device.num_bursts, self.burst_steps)
@@ -386,13 +392,15 @@ class ContinuousDecoder:
         self._device.close(running.slot)
         self._device.set_pages(running.slot, ())
 
-    def _launch(self) -> bool:
+    def _launch(self, beside: list[Extension] | None = None) -> bool:
+        """Launch a burst that also reads what is `beside` it; False if nothing can run, and that is read alone."""
         runners = [running for running in self._schedule.running.values() if running.may_run]
         if not runners:
+            self._device.extend(beside or [])
             return False
         filtered = any(running.sequence.group.prompt.sampling.filtered for running in runners)
         batch = make_batch(runners, self._members, self.limits.page_tokens)
-        self._in_flight.append(self._device.launch(batch, self.burst_steps, filtered=filtered))
+        self._in_flight.append(self._device.launch(batch, self.burst_steps, filtered=filtered, beside=beside or ()))
         for running in runners:
             running.max_count += self.burst_steps
         return True
@@ -568,6 +576,16 @@ def _in_order(group: GroupUnderway) -> CompletionGroup:
         replace(group.prompt, routes=group.routes) if group.routes and group.prompt.kind != "call" else group.prompt
     )
     return CompletionGroup(prompt, tuple(group.completions[sample] for sample in sorted(group.completions)))
+
+
+def beside_rows(limits: Limits, device: torch.device) -> int:
+    """Prompt tokens that a step reads beside its answers; refused where products do not wait for memory."""
+    if limits.prefill_beside and (device.type != "cuda" or limits.slots > MOST_SLOTS_BESIDE):
+        raise ConfigError(
+            f"generator.prefill_beside: needs a GPU and at most {MOST_SLOTS_BESIDE} slots, not {limits.slots} on "
+            f"{device.type}; set it to 0"
+        )
+    return min(limits.prefill_beside, limits.max_prompt_tokens)
 
 
 def check_stops(eos_ids: tuple[int, ...], vocab_size: int) -> None:

@@ -18,20 +18,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llamarl.generate.attention import Readings
+from llamarl.generate.attention import Readings, members_of_reading
+from llamarl.generate.beside import BesideInputs
 from llamarl.generate.graphs import Body, Graphs
 from llamarl.generate.kv_cache import PagedCache
-from llamarl.generate.kv_splits import enough_programs, parts_up_to
+from llamarl.generate.kv_splits import SharedCut, enough_programs, parts_up_to, shared_cut
 from llamarl.generate.pages import NO_PAGE
 from llamarl.generate.route_pages import CachedSpan
 from llamarl.generate.scheduler import DecodeBatch, Extension, Fill, Running, Sampled
-from llamarl.generate.slots import Opening, upload
+from llamarl.generate.slots import Opening
 from llamarl.generate.step import Steps
+from llamarl.model.gpu_paths import upload
 from llamarl.shape_buckets import padded_rows, padded_tokens
 
-_SHARING_PROGRAMS = 512  # fewer programs cannot keep a GPU busy without splitting sequences
 _SHARING_BYTES = 256 << 20  # bytes saved in a layer; measured on an H200: 58 and 176 MB are a loss, 350 MB a gain
-BurstKey = tuple[str, int, int, bool, int, bool, bool]  # decode, rows, steps, filtered, parts, shared, drafted
+# decode, rows, steps, filtered, parts, how shared pages are read, drafted, with prompts beside
+BurstKey = tuple[str, int, int, bool, int, SharedCut | None, bool, bool]
 _CHUNK = 256  # tokens that follow cached ones from which they are computed alone
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 EMPTY_BATCH = DecodeBatch([], [], [], [])
@@ -56,7 +58,8 @@ class Burst:
 class DeviceRunner:
     """Runs the decoder's work on one device; see the module's docstring."""
 
-    def __init__(self, steps: Steps, *, graphs: bool) -> None:
+    def __init__(self, steps: Steps, *, graphs: bool, burst_steps: int, beside_rows: int = 0) -> None:
+        """`beside_rows`: prompt tokens that each step of a burst of `burst_steps` can read by the way."""
         self._steps, self._state, self._device = steps, steps.state, steps.state.device
         self._on_gpu = self._device.type == "cuda"
         self._graphs = Graphs(self._device, enabled=graphs)
@@ -66,6 +69,10 @@ class DeviceRunner:
         self._batch = torch.zeros(4, self._state.num_slots, dtype=torch.int64, device=self._device)  # rows: see `_rows`
         self._batch[0] = torch.arange(self._state.num_slots)
         self._prefill_inputs: dict[tuple[int, int], Tensor] = {}
+        self._beside = None
+        if beside_rows:
+            pages, page_tokens = steps.table_SP.shape[1], steps.cache.page_tokens
+            self._beside = BesideInputs(burst_steps, beside_rows, pages, page_tokens, self._group, self._device)
         self.num_bursts = 0
 
     @property
@@ -187,27 +194,43 @@ class DeviceRunner:
 
     # The burst
 
-    def launch(self, batch: DecodeBatch, steps: int, *, filtered: bool, drafted: bool = False) -> Burst:
-        """With `drafted`, rows may be copies of one sequence at different positions."""
+    def launch(
+        self,
+        batch: DecodeBatch,
+        steps: int,
+        *,
+        filtered: bool,
+        drafted: bool = False,
+        beside: Sequence[Extension] = (),
+    ) -> Burst:
+        """With `drafted`, rows may be copies of one sequence at different positions. What is `beside` the rows is read by
+        the way."""
         if self._table_changed:
             self._steps.table_SP.copy_(upload(torch.from_numpy(self._table.copy()), self._device), non_blocking=True)
             self._table_changed = False
-        self._decode_of(batch, steps, filtered, drafted)()
+        run = self._decode_of(batch, steps, filtered, drafted, bool(beside))
+        if beside:
+            assert self._beside is not None
+            self._beside.fill(beside)
+        run()
         self.num_bursts += 1
         return self.look()
 
-    def _decode_of(self, batch: DecodeBatch, steps: int, filtered: bool, drafted: bool = False) -> Body:
+    def _decode_of(
+        self, batch: DecodeBatch, steps: int, filtered: bool, drafted: bool = False, beside: bool = False
+    ) -> Body:
         """A function that runs the burst. On a CPU always over all slots: a row's rounding must not depend on their number.
         On a GPU over all slots until a graph of fewer rows is worth its capture."""
         if not self._on_gpu:
-            return lambda: self._decode(self._batch, steps, filtered)
+            return lambda: self._decode(self._batch, steps, filtered, beside=beside)
 
         def key_of(width: int) -> BurstKey:
-            shared = self._pays(batch, width)
-            return "decode", width, steps, filtered, self._parts(batch, width, shared), shared, drafted
+            shared = self._shared(batch, width)
+            parts = self._parts(batch, width, shared is not None)
+            return "decode", width, steps, filtered, parts, shared, drafted, beside
 
         key = key_of(padded_rows(len(batch.slots), self._state.num_slots))
-        if not self._graphs.worth(key):
+        if beside or not self._graphs.worth(key):
             key = key_of(self._state.num_slots)
         run = self._burst_of(key)
         width = key[1]
@@ -215,21 +238,29 @@ class DeviceRunner:
         return run
 
     def _burst_of(self, key: BurstKey) -> Body:
-        _, width, steps, filtered, parts, shared, drafted = key
+        _, width, steps, filtered, parts, shared, drafted, beside = key
         return self._graphs.of(
             key,
-            lambda: self._decode(self._batch[:, :width], steps, filtered, shared, parts, drafted),
-            lambda: self._batch.copy_(self._rows(EMPTY_BATCH, self._state.num_slots)),
+            lambda: self._decode(self._batch[:, :width], steps, filtered, shared, parts, drafted, beside),
+            self._blank,
         )
 
-    def preparations(self, steps: int, longest: int, *, filtered: bool) -> list[Body]:
-        """Captures of the bursts that most jobs need: of all slots, also with sequences that are split, then of ever fewer
-        rows. Each leaves everything as it is. Empty where nothing is captured."""
+    def _blank(self) -> None:
+        """Nothing to decode and nothing to read."""
+        self._batch.copy_(self._rows(EMPTY_BATCH, self._state.num_slots))
+        if self._beside is not None:
+            self._beside.clear()
+
+    def preparations(self, steps: int, prompt: int, longest: int, *, filtered: bool) -> list[Body]:
+        """Captures of the bursts that most jobs need: of all slots, also with sequences that are split, and with prompts of
+        this length beside and shared, then of ever fewer rows. Each leaves everything as it is. Empty where nothing is
+        captured."""
         if not self._graphs.enabled:
             return []
         widths = sorted({padded_rows(rows, self._state.num_slots) for rows in range(1, self._state.num_slots + 1)})
-        shapes = [(self._state.num_slots, parts) for parts in (0, *parts_up_to(longest))]
-        shapes += [(width, 0) for width in reversed(widths[:-1])]
+        shapes = [(self._state.num_slots, parts, False) for parts in (0, *parts_up_to(longest))]
+        shapes += [(self._state.num_slots, 0, True)] if self._beside else []
+        shapes += [(width, 0, False) for width in reversed(widths[:-1])]
         keys = [
             (
                 "decode",
@@ -237,18 +268,35 @@ class DeviceRunner:
                 steps,
                 filtered,
                 self._parts(DecodeBatch([], [], [], [], parts), width, False),
+                self._shared(self._full_batch(prompt), width) if beside else None,
                 False,
-                False,
+                beside,
             )
-            for width, parts in shapes
+            for width, parts, beside in shapes
         ]
         return [partial(self._burst_of, key) for key in dict.fromkeys(keys)]
 
-    def _pays(self, batch: DecodeBatch, width: int) -> bool:
-        """Whether reading shared pages once saves more than its extra kernel costs."""
+    @property
+    def _group(self) -> int:
+        """Query heads for a key-value head."""
+        return self._steps.model.shape.num_heads // self._steps.model.shape.num_kv_heads
+
+    def _full_batch(self, prompt: int) -> DecodeBatch:
+        """All slots, in readings of full size, whose prompts have this length."""
+        slots, members = self._state.num_slots, members_of_reading(self._group)
+        firsts = list(range(0, slots, members))
+        counts = [min(members, slots - first) for first in firsts]
+        shared = (prompt - 1) // self._steps.cache.page_tokens * self._steps.cache.page_tokens
+        return DecodeBatch(list(range(slots)), firsts, counts, [shared] * slots)
+
+    def _shared(self, batch: DecodeBatch, width: int) -> SharedCut | None:
+        """How shared pages are read once for all their rows; None where that saves less than its extra kernel costs. As if
+        all rows were in readings of full size, whatever runs just now: every other way would be a graph of its own."""
         cache = self._steps.cache
-        enough_rows = width * cache.num_kv_heads >= _SHARING_PROGRAMS
-        return enough_rows and batch.saved_tokens * cache.token_bytes >= _SHARING_BYTES
+        if batch.saved_tokens * cache.token_bytes < _SHARING_BYTES:
+            return None
+        readings = -(-width // members_of_reading(self._group))
+        return shared_cut(readings * cache.num_kv_heads, batch.longest_shared)
 
     def _parts(self, batch: DecodeBatch, width: int, shared: bool) -> int:
         """Parts of long sequences; 0 wherever attention does not split by length, so that equal work shares one graph."""
@@ -268,13 +316,18 @@ class DeviceRunner:
         batch_4B: Tensor,
         steps: int,
         filtered: bool,
-        shared: bool = False,
+        shared: SharedCut | None = None,
         parts: int = 0,
         drafted: bool = False,
+        beside: bool = False,
     ) -> None:
-        readings = Readings(*batch_4B[1:]) if shared else None
-        for _ in range(steps):
-            self._steps.decode(batch_4B[0], filtered=filtered, readings=readings, parts=parts, drafted=drafted)
+        slots_B, firsts_B, counts_B, skips_B = batch_4B
+        readings = None if shared is None else Readings(firsts_B, counts_B, skips_B, shared)
+        for step in range(steps):
+            prompts = self._beside.of(step) if beside and self._beside else None
+            self._steps.decode(
+                slots_B, filtered=filtered, readings=readings, parts=parts, drafted=drafted, beside=prompts
+            )
 
     def look(self) -> Burst:
         """The state of all slots after what was launched last."""

@@ -4,12 +4,32 @@ the constants were measured by benchmarks/attention_variants.py."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 PART_TOKENS = 512  # least length of a part where only long sequences are split
+OWN_TOKENS = 256  # likewise where a sequence shares what it begins with
 _UNEVEN = 2  # lengths are uneven if the longest is more than so many times the mean
 _MAX_PARTS_OF_LONG = 8
 _BUSY_PROGRAMS = 1024  # enough programs to keep a large GPU's memory busy
 _MAX_PARTS_OF_ALL = 16
+_SHARED_PROGRAMS = 256  # programs of four warps that keep a large GPU's memory busy
+_SHARED_PARTS = 4  # of pages that several sequences share, at least
+_MAX_SHARED_PARTS = 16
+_LONG_SHARED_PART = 256  # tokens from which a part is read in large blocks
+
+
+class SharedCut(NamedTuple):
+    """How pages that several sequences share are split, each part read by one program, in blocks of so many tokens."""
+
+    parts: int = _SHARED_PARTS
+    block: int = 16
+
+
+def shared_cut(programs: int, longest: int) -> SharedCut:
+    """`programs` is the count without splits, one for each reading and key-value head; `longest` the most shared tokens."""
+    wanted = 1 << (max(1, -(-_SHARED_PROGRAMS // programs)) - 1).bit_length()
+    parts = min(_MAX_SHARED_PARTS, max(_SHARED_PARTS, wanted))
+    return SharedCut(parts, block=64) if longest >= parts * _LONG_SHARED_PART else SharedCut()
 
 
 def parts_of_long(lengths: Collection[int]) -> int:

@@ -5,7 +5,8 @@ pages of their prompt: full pages by reference, the last one as a copy that each
 the youngest sequence is paused: it gives up slot and pages, waits in front of all others, and later goes on where it was.
 
 Sequences that run wait for what is read between two bursts. So a long prompt is read in chunks, one before each burst, also
-while no slot is free yet; its sequences start when all of it is read, and those behind it wait.
+while no slot is free yet; its sequences start when all of it is read, and those behind it wait. Where a burst can read
+prompts by the way (`beside.py`), and enough sequences run, nobody waits for a long one: the next ones are read ahead.
 
 A conversation whose turn has ended is parked: it gives up its slot and keeps its pages until a reply comes, which is read
 after them. If pages run out it loses them too, and is then read again from its first token.
@@ -25,6 +26,7 @@ from llamarl.generate.stop_strings import StopStrings
 from llamarl.types import Completion, Given, PromptGroup, bytes_to_tokens
 
 _SHORT_PROMPT = 512  # tokens; so many are read in about the time of a burst
+_AHEAD = 3  # groups that wait and are read beside running sequences
 _SPARE_PAGES = 2  # for each running sequence, left free by prompts that are read ahead
 NOBODY = -1  # version of tokens that no policy sampled
 Key = tuple[int, int]  # identifies a sequence: ordinal of its group, index of its sample
@@ -115,10 +117,15 @@ class Sequence:
         return self.group.tokens + self.sampled.tokens
 
     @property
+    def num_tokens(self) -> int:
+        """Number of all tokens so far."""
+        return len(self.group.tokens) + len(self.sampled.tokens)
+
+    @property
     def num_unread(self) -> int:
         """Tokens to read before it can start."""
         if self.sampled.tokens:
-            return len(self.group.tokens) + len(self.sampled.tokens) - 1 - self.num_kept
+            return self.num_tokens - 1 - self.num_kept
         return len(self.group.tokens) - 1 - self.group.num_read
 
     @property
@@ -196,6 +203,11 @@ class DecodeBatch:
     parts: int = 0
 
     @property
+    def longest_shared(self) -> int:
+        """Most tokens that a reading has."""
+        return max(self.skips, default=0)
+
+    @property
     def saved_tokens(self) -> int:
         """Cached tokens that need not be read because a reading is shared."""
         return sum((count - 1) * self.skips[first] for first, count in zip(self.firsts, self.counts, strict=True))
@@ -223,9 +235,12 @@ def make_batch(running: Collection[Running], members: int, page_tokens: int) -> 
 class Scheduler:
     """Decides which sequence has which slot and pages; see the module's docstring."""
 
-    def __init__(self, slots: int, pool: PagePool, page_tokens: int, prefill_tokens: int = 0) -> None:
-        """`prefill_tokens`: most tokens to read before a burst, 0: without limit. Prompts of up to 512 tokens never wait."""
-        self.pool, self._page_tokens = pool, page_tokens
+    def __init__(
+        self, slots: int, pool: PagePool, page_tokens: int, prefill_tokens: int = 0, beside_rows: int = 0
+    ) -> None:
+        """`prefill_tokens`: most tokens to read before a burst, 0: without limit. Prompts of up to 512 tokens never wait.
+        `beside_rows`: tokens that every step of a burst can read beside its own, 0: none."""
+        self.pool, self._page_tokens, self._num_slots, self.beside_rows = pool, page_tokens, slots, beside_rows
         self.prefill_tokens = prefill_tokens or sys.maxsize
         self._free_slots = list(range(slots - 1, -1, -1))
         self._waiting: deque[Sequence] = deque()
@@ -268,12 +283,14 @@ class Scheduler:
 
     def admit(self, burst: int, steps: int) -> Admission:
         """Start what fits, with pages for `steps` steps. `burst` is the number of their first burst."""
-        admission = Admission()
-        if self._waiting and self._waiting[0].num_unread > self.prefill_tokens:
+        admission, beside = Admission(), self._reads_beside
+        head = self._waiting[0] if self._waiting else None
+        left_to_bursts = head is not None and beside and self._is_read_beside(head)
+        if head is not None and not left_to_bursts and head.num_unread > self.prefill_tokens:
             self._read_chunk(self._waiting[0], admission)
             if self._waiting[0].num_unread:
                 return admission  # what is left comes next time: an admission reads a sequence once
-        while self._waiting and self._free_slots and self._may_read(self._waiting[0], admission):
+        while self._waiting and self._free_slots and self._may_read(self._waiting[0], admission, beside):
             if self._start(self._waiting[0], burst, steps, admission):
                 self._waiting.popleft()
             elif self.running or not self.give_up_pages(but=self._waiting[0]):
@@ -284,16 +301,57 @@ class Scheduler:
                 self._forget_prompt(running.sequence.group)
         return admission
 
-    def _may_read(self, sequence: Sequence, admission: Admission) -> bool:
+    @property
+    def _reads_beside(self) -> bool:
+        """Whether so many run that reading beside them is better than letting them wait: over a half, with which no answer is
+        drafted, since copies take as many slots."""
+        return self.beside_rows > 0 and 2 * len(self.running) > self._num_slots
+
+    def _is_read_beside(self, sequence: Sequence) -> bool:
+        """Whether a sequence is long enough for that, or was begun so."""
+        begun = not sequence.sampled.tokens and sequence.group.num_read > 0
+        least = 0 if begun else max(_SHORT_PROMPT, self.beside_rows)
+        return sequence.num_unread > least and sequence.num_tokens > self.beside_rows
+
+    def read_beside(self, steps: int) -> list[Extension]:
+        """What a burst of so many steps reads by the way: the next tokens of the long sequences that start next. To be asked
+        right before it is launched, since pages that are given up could go to a running sequence."""
+        found, left, ordinals = list[Extension](), steps * self.beside_rows, set[int]()
+        for sequence in self._waiting if self._reads_beside else ():
+            ordinal = sequence.group.prompt.ordinal
+            if ordinal in ordinals and not sequence.sampled.tokens:
+                continue
+            if not left or len(ordinals) == _AHEAD:
+                break
+            ordinals.add(ordinal)
+            if self._is_read_beside(sequence) and (chunk := self._next_chunk(sequence, left)):
+                # A step reads as many tokens as fit, the last ones again if fewer are left.
+                start = min(chunk.start, max(0, chunk.start + len(chunk.tokens) - self.beside_rows))
+                again = sequence.read[start : chunk.start]
+                found.append(Extension(again + chunk.tokens, start, chunk.pages))
+                left -= -(-len(found[-1].tokens) // self.beside_rows) * self.beside_rows
+        return found
+
+    def _may_read(self, sequence: Sequence, admission: Admission, beside: bool) -> bool:
         """Whether what is left to read of a sequence fits before this burst."""
         unread = sequence.num_unread
+        if beside and self._is_read_beside(sequence):
+            return False
         if unread <= _SHORT_PROMPT and unread <= self.prefill_tokens:
             return True
         already = admission.num_tokens if self.running else 0
         return already + unread <= self.prefill_tokens
 
     def _read_chunk(self, sequence: Sequence, admission: Admission) -> None:
-        """Read the next chunk of a long sequence that waits, if there are pages for all of it. It holds them from now on."""
+        """Read the next chunk of a long sequence that waits, if there are pages for all of it."""
+        chunk = self._next_chunk(sequence, self.prefill_tokens)
+        if chunk is not None and chunk.start:
+            admission.extensions.append(chunk)
+        elif chunk is not None:
+            admission.fills.append(Fill(chunk.tokens, chunk.pages))
+
+    def _next_chunk(self, sequence: Sequence, most: int) -> Extension | None:
+        """The next tokens of a sequence that waits, None without pages for all of it, which it holds from now on."""
         if sequence.sampled.tokens:
             pages, start, tokens = sequence.kept, sequence.num_kept, sequence.read[:-1]
         else:
@@ -301,18 +359,15 @@ class Scheduler:
             tokens = sequence.group.tokens[:-1]
         missing = self._pages(len(tokens)) - len(pages)
         if missing + _SPARE_PAGES * len(self.running) > self.pool.num_free and not self._frees(missing, sequence):
-            return
+            return None
         pages = pages + self.pool.take(missing)
-        end = min(start + self.prefill_tokens, len(tokens))
-        if start:
-            admission.extensions.append(Extension(tokens[start:end], start, pages))
-        else:
-            admission.fills.append(Fill(tokens[:end], pages))
-            sequence.group.num_readings += not sequence.sampled.tokens
+        end = min(start + most, len(tokens))
         if sequence.sampled.tokens:
             sequence.kept, sequence.num_kept = pages, end
         else:
             sequence.group.prompt_pages, sequence.group.num_read = pages, end
+            sequence.group.num_readings += not start
+        return Extension(tokens[start:end], start, pages)
 
     def _frees(self, missing: int, sequence: Sequence) -> bool:
         """Take pages from others that have no slot, where none runs that would release some; True if that was enough."""

@@ -13,6 +13,7 @@ from msgspec.structs import astuple
 from torch import Tensor
 
 from llamarl.generate.sampling import SAMPLING_DTYPES, SamplingColumns
+from llamarl.model.gpu_paths import upload
 from llamarl.types import Sampling
 
 
@@ -104,8 +105,3 @@ class SlotState:
         self.active[self.nobody] = False
         self.counts[self.nobody] = 0
         self.positions[self.nobody] = 0
-
-
-def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

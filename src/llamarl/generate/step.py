@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from llamarl.generate.attention import ChunkAttention, DecodeAttention, ExtendAttention, PrefillAttention, Readings
+from llamarl.generate.beside import BesideAttention, PromptRows
 from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import SlotState
@@ -53,17 +54,27 @@ class Steps:
         readings: Readings | None = None,
         parts: int = 0,
         drafted: bool = False,
+        beside: PromptRows | None = None,
     ) -> None:
         """Sample one more token for each of these slots; inactive slots stay as they are. With `drafted`, several may hold
-        the same sequence at different positions."""
-        state = self.state
-        tokens_B1, positions_B1 = state.tokens[slots_B][:, None], state.positions[slots_B][:, None]
-        attend = DecodeAttention(
+        the same sequence at different positions. Tokens `beside` them are read by the way."""
+        state, count = self.state, len(slots_B)
+        tokens_B, positions_B, table_BP = state.tokens[slots_B], state.positions[slots_B], None
+        if self.cache.routes is not None:
+            table_BP = self.table_SP[slots_B]
+        answers = DecodeAttention(
             self.cache, self.table_SP, slots_B, state.positions, self._rope, readings, parts=parts, drafted=drafted
         )
-        pages_B1 = None if self.cache.routes is None else self._pages_at(slots_B, positions_B1)
-        hidden_B1C = self._pass(tokens_B1, positions_B1, attend, pages_B1)
-        logits_BV = self.model.logits(hidden_B1C[:, 0])
+        attend: Attend = answers
+        if beside is not None:
+            tokens_B = torch.cat([tokens_B, beside.tokens_M])
+            positions_B = torch.cat([positions_B, beside.positions_M])
+            table_BP = None if table_BP is None else torch.cat([table_BP, beside.table_MP])
+            attend = BesideAttention(count, answers, self._beside_attention(beside))
+        positions_B1 = positions_B[:, None]
+        pages_B1 = None if table_BP is None else table_BP.long().gather(1, positions_B1 // self.cache.page_tokens)
+        hidden_B1C = self._pass(tokens_B[:, None], positions_B1, attend, pages_B1)
+        logits_BV = self.model.logits(hidden_B1C[:count, 0])
         if logits_BV.is_cuda:
             from llamarl.generate.sampling_kernels import sample_and_advance
 
@@ -85,9 +96,9 @@ class Steps:
         routes.put(pages.flatten(), (positions_RT % self.cache.page_tokens).flatten(), chosen_NLK)
         return hidden
 
-    def _pages_at(self, slots_B: Tensor, positions_B1: Tensor) -> Tensor:
-        """The page that each slot's next token goes to."""
-        return self.table_SP[slots_B].long().gather(1, positions_B1 // self.cache.page_tokens)
+    def _beside_attention(self, beside: PromptRows) -> DecodeAttention:
+        where = self.cache, beside.table_MP, beside.rows_M, beside.positions_M
+        return DecodeAttention(*where, self._rope, beside.readings, drafted=True)
 
     def _rope_at(self, positions_BT: Tensor) -> Rope:
         return tuple(part[positions_BT] for part in self._rope)

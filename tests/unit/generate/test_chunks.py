@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 
 import pytest
 import torch
-from helpers.decoding import decode_all
+from helpers.decoding import assert_same, decode_all, short_and_long_groups
 from helpers.groups import prompt_group
 from helpers.lora import put_adapters, random_adapters
 from helpers.models import EOS, SHAPE, copy_weights, lively_model
@@ -22,7 +21,7 @@ from llamarl.generate.scheduler import Extension, Fill
 from llamarl.layout.boxes import whole
 from llamarl.model.lora_serving import serve_adapters
 from llamarl.model.transformer import Transformer
-from llamarl.types import CompletionGroup, PromptGroup, bytes_to_floats
+from llamarl.types import CompletionGroup, PromptGroup
 
 MAX_PROMPT, MAX_NEW = 36, 16
 FULL = 14  # pages of 4 tokens for 36 + 16 - 1 tokens, and one more for the prompt that is shared
@@ -74,28 +73,7 @@ def with_adapters(model: Transformer):  # type: ignore[no-untyped-def]
 
 
 def groups_of(seed: int, count: int = 7) -> list[PromptGroup]:
-    random = Random(seed)
-    return [
-        prompt_group(
-            [random.randrange(1, 23) for _ in range(random.choice([1, 3, 12, MAX_PROMPT - 1, MAX_PROMPT]))],
-            ordinal=ordinal,
-            samples=random.randint(1, 5),
-            max_new_tokens=random.randint(1, MAX_NEW),
-            temperature=random.choice([0.0, 1.0]),
-        )
-        for ordinal in range(count)
-    ]
-
-
-def assert_same(found: dict[int, CompletionGroup], expected: dict[int, CompletionGroup]) -> None:
-    assert found.keys() == expected.keys()
-    for ordinal, group in expected.items():
-        for mine, theirs in zip(found[ordinal].completions, group.completions, strict=True):
-            assert mine.tokens == theirs.tokens
-            assert mine.given == theirs.given
-            assert bytes_to_floats(mine.behavior_logprobs) == pytest.approx(
-                bytes_to_floats(theirs.behavior_logprobs), abs=1e-5
-            )
+    return short_and_long_groups(seed, count, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 8, 35, 100])

@@ -23,9 +23,9 @@ def test_a_shape_that_occurs_now_and_then_is_not_worth_a_capture() -> None:
     assert not graphs.worth("another")
 
 
-def choosing_device(slots: int) -> Any:
+def choosing_device(slots: int, beside: int = 0) -> Any:
     """On a GPU, as far as the choice of graphs goes."""
-    limits = Limits(slots=slots, max_prompt_tokens=8, max_new_tokens=8)
+    limits = Limits(slots=slots, max_prompt_tokens=8, max_new_tokens=8, prefill_beside=beside)
     device: Any = ContinuousDecoder(lively_model(), limits, eos_ids=(), seed=0)._device
     device._on_gpu = device._graphs.enabled = True
     device._graphs._capture = lambda body: SimpleNamespace(replay=body)
@@ -57,15 +57,29 @@ def test_parts_make_a_graph_of_its_own_only_where_sequences_are_cut_by_their_len
 
 def test_graphs_that_most_jobs_need_are_captured_before_the_work() -> None:
     device = choosing_device(slots=256)
-    for capture in device.preparations(8, 2048, filtered=False):
+    for capture in device.preparations(8, 1024, 2048, filtered=False):
         capture()
     captured = [key[1:] for key in device._graphs._captured]
-    assert captured[0] == (256, 8, False, 0, False, False), "all slots first: every job needs that"
+    assert captured[0] == (256, 8, False, 0, None, False, False), "all slots first: every job needs that"
     assert [width for width, *_ in captured[-3:]] == [4, 2, 1]
     assert device._batch[0].tolist() == [256] * 256, "nobody's slot: a capture must not touch a sequence"
     device._decode_of(DecodeBatch(slots=[5, 9, 2], firsts=[], counts=[], skips=[0] * 3), 8, False)
     assert len(device._graphs._captured) == len(captured)
     assert device._batch[0, :4].tolist() == [5, 9, 2, 256], "a graph that is there is used at once"
+
+
+def test_bursts_that_read_prompts_are_captured_before_the_work_where_there_are_any() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llamarl.generate.decoder.beside_rows", lambda limits, device: limits.prefill_beside)
+        device, without = choosing_device(slots=32, beside=4), choosing_device(slots=32)
+    for capture in [
+        *device.preparations(1, 1024, 2048, filtered=False),
+        *without.preparations(1, 1024, 2048, filtered=False),
+    ]:
+        capture()
+    beside = [key[1] for key in device._graphs._captured if key[-1]]
+    assert beside == [32], "only full batches read beside their answers"
+    assert without._graphs._captured and not any(key[-1] for key in without._graphs._captured)
 
 
 def test_parts_are_prepared_up_to_what_the_longest_sequence_needs() -> None:

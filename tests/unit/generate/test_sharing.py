@@ -6,7 +6,7 @@ from random import Random
 
 from helpers.groups import prompt_group
 
-from llamarl.generate.kv_splits import parts_of_long
+from llamarl.generate.kv_splits import SharedCut, parts_of_long, shared_cut
 from llamarl.generate.pages import PagePool
 from llamarl.generate.scheduler import DecodeBatch, Running, Sampled, Scheduler, make_batch
 
@@ -42,6 +42,15 @@ def test_the_samples_of_a_group_share_the_full_pages_of_their_prompt() -> None:
     pages_read(batch, scheduler.running)
     assert sorted(batch.counts) == [2, 3, 8, 8]  # the group of one reads its prompt alone
     assert batch.saved_tokens == (7 + 2 + 7 + 1) * 12
+
+
+def test_few_readings_of_long_prompts_are_cut_into_more_parts() -> None:
+    """So that a GPU's memory is busy whatever the number of readings, without parts that hold next to nothing."""
+    assert shared_cut(32 * 8, longest=384) == SharedCut(4, block=16)
+    assert shared_cut(8 * 8, longest=8192 - 16) == SharedCut(4, block=64)
+    assert shared_cut(4 * 8, longest=4096 - 16) == SharedCut(8, block=64)
+    assert shared_cut(2, longest=65536) == SharedCut(16, block=64)
+    assert shared_cut(4 * 8, longest=2000) == SharedCut(4, block=16)
 
 
 def test_prompts_that_fill_no_page_share_nothing() -> None:

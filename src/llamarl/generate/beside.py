@@ -1,0 +1,102 @@
+"""Prompts that are read beside running answers: every step of a burst computes some of their tokens too.
+
+The products of a step with few rows wait for memory, since all weights are read for a few tokens, and more rows cost little
+there: a prompt that is read by the way takes a fraction of the time of a pass of its own, during which all answers wait.
+
+The tokens of a step follow one another in one sequence. What comes before them is in its pages and is read once for many of
+them, as the prompt of a group is for its answers (`Readings`); beyond that each attends for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.generate.attention import DecodeAttention, Readings
+from llamarl.generate.kv_splits import SharedCut
+from llamarl.generate.pages import NO_PAGE
+from llamarl.generate.scheduler import Extension
+from llamarl.model.gpu_paths import upload
+from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
+
+_MEMBERS = 16  # most tokens for which what comes before all of them is read once
+_COLUMNS = 128  # most query heads side by side, of all of them
+_CUT = SharedCut(4, block=32)  # as measured by benchmarks/attention_variants.py
+
+
+class PromptRows(NamedTuple):
+    """Tokens that one step reads, their positions, a row with the pages of their sequence for each, and how to read them."""
+
+    tokens_M: Tensor
+    positions_M: Tensor
+    table_MP: Tensor
+    rows_M: Tensor
+    readings: Readings
+
+
+class BesideAttention:
+    """Attention of a step's answers, whose rows come first, and of the prompt tokens beside them."""
+
+    rotates = True
+
+    def __init__(self, num_answers: int, answers: DecodeAttention, prompt: DecodeAttention) -> None:
+        self._num_answers, self._answers, self._prompt = num_answers, answers, prompt
+
+    def __call__(
+        self,
+        layer: int,
+        q_B1HD: Tensor,
+        k_B1KD: Tensor,
+        v_B1KD: Tensor,
+        options: AttentionOptions = PLAIN_ATTENTION,
+    ) -> Tensor:
+        count = self._num_answers
+        answers = self._answers(layer, q_B1HD[:count], k_B1KD[:count], v_B1KD[:count], options)
+        return torch.cat([answers, self._prompt(layer, q_B1HD[count:], k_B1KD[count:], v_B1KD[count:], options)])
+
+
+class BesideInputs:
+    """The tokens that a burst reads, where its graph expects them. A step without any writes to the page of nobody."""
+
+    def __init__(self, steps: int, rows: int, pages: int, page_tokens: int, group: int, device: torch.device) -> None:
+        """`group`: query heads for a key-value head."""
+        self.rows, self._page_tokens, self._device = rows, page_tokens, device
+        self._members = max(1, min(_MEMBERS, _COLUMNS // group))
+        # For each step: the position of its first token, its tokens, the pages of its sequence.
+        self._steps = torch.zeros(steps, 1 + rows + pages, dtype=torch.int64, device=device)
+        self._rows_M = torch.arange(rows, device=device)
+        self._firsts_M, self._counts_M = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        firsts = torch.arange(0, rows, self._members)
+        self._firsts_M[: len(firsts)] = firsts.to(device)
+        self._counts_M[: len(firsts)] = (rows - firsts).clamp(max=self._members).to(device)
+
+    def fill(self, extensions: Sequence[Extension]) -> None:
+        """Take what the next burst reads: `rows` tokens in every step. The last step of a sequence reads its last ones,
+        some of them again where fewer are left."""
+        inputs = np.full(self._steps.shape, NO_PAGE, dtype=np.int64)
+        step = 0
+        for one in extensions:
+            end = one.start + len(one.tokens)
+            for start in range(one.start, end, self.rows):
+                first = min(start, end - self.rows)
+                inputs[step, 0] = first
+                inputs[step, 1 : 1 + self.rows] = one.tokens[first - one.start : first - one.start + self.rows]
+                inputs[step, 1 + self.rows : 1 + self.rows + len(one.pages)] = one.pages
+                step += 1
+        self._steps.copy_(upload(torch.from_numpy(inputs), self._device), non_blocking=True)
+
+    def clear(self) -> None:
+        self._steps.zero_()
+
+    def of(self, step: int) -> PromptRows:
+        here = self._steps[step]
+        first, tokens_M, table_P = here[:1], here[1 : 1 + self.rows], here[1 + self.rows :]
+        # Blocks of tokens lie in one page each, so what is shared ends where a page does.
+        skips_M = (first // self._page_tokens * self._page_tokens).expand(self.rows).contiguous()
+        readings = Readings(self._firsts_M, self._counts_M, skips_M, _CUT, self._members)
+        table_MP = table_P.to(torch.int32).expand(self.rows, -1)
+        return PromptRows(tokens_M, first + self._rows_M, table_MP, self._rows_M, readings)
