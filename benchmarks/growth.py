@@ -26,7 +26,7 @@ SAMPLES, PROMPT, ANSWERS = 8, 512, "lognormal:median=800,sigma=1,max=8192"
 
 def measure(model: str, gpu: str, gpus: int, per_gpu: int) -> dict[str, float]:
     groups = gpus * per_gpu
-    work = Workload(groups=groups, samples=SAMPLES, prompt=PROMPT, answers=Lengths(ANSWERS))
+    work = Workload(groups=groups, samples=SAMPLES, prompt=PROMPT, answers=Lengths(ANSWERS), share_prompts=False)
     question = Question(shape=shape_named(model), gpu=gpu_named(gpu), gpus=gpus, work=work)
     plan = best_async(question)
     if plan is None:

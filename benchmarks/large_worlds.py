@@ -26,7 +26,9 @@ from llamarl.simulate.rehearse import rehearse_best
 
 CASES = (("llama-3.1-8b", 256), ("llama-3.1-70b", 256), ("llama-3.1-405b", 1024), ("qwen3-32b", 8))
 GPU = GPUS["h100"]
-WORK = Workload(groups=256, samples=8, prompt=512, answers=Lengths("lognormal:median=800,sigma=1,max=8192"))
+WORK = Workload(
+    groups=256, samples=8, prompt=512, answers=Lengths("lognormal:median=800,sigma=1,max=8192"), share_prompts=False
+)
 TARGET = Path(__file__).parent / "results" / "large_worlds.md"
 KINDS = ("weights", "optimizer state", "gradients", "gathered", "activations", "KV cache")
 

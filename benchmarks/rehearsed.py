@@ -110,6 +110,7 @@ def planned(scene: SimulationSetup) -> float | None:
         prompt=scene.prompt,
         answers=scene.answers,
         skipped=scene.skipped,
+        share_prompts=scene.config.trainer.share_prompts != "off",
     )
     gpus = scene.gpus or scene.trainer.ranks
     plan = best_sync(

@@ -137,10 +137,12 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     options = options_of(args)
     if reason := missing(args.trl, "trl, datasets, msgspec"):
-        sys.exit(f"--trl {args.trl}: {reason}; pip install trl, and llamarl beside it")
+        reason = f"--trl {args.trl}: {reason}; pip install trl, and llamarl beside it"
+        if args.trl != sys.executable:  # asked for
+            sys.exit(reason)
     job = job_of(load_config(GSM8K, [*BRIEF, *options.settings]), options, options.runs / "others" / "trl")
     found: dict[str, Any] = {name: ours(record) for name, record in made_all(OURS, options).items()}
-    found |= {name: theirs(name, args.trl, job, options) for name in TRL}
+    found |= {name: reason or theirs(name, args.trl, job, options) for name in TRL}
     had = {name: one for name, one in found.items() if isinstance(one, dict)}
     not_had = NOT_RUN | {name: one for name, one in found.items() if isinstance(one, str)}
     print(f"{'':30} s an update  answer tokens  tokens/s  reward, first updates")

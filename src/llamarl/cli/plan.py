@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +41,11 @@ SkippedOption = Annotated[
 PromptOption = Annotated[int, typer.Option(min=0, help="tokens of a prompt; 0: as many as it may have")]
 
 
+class SharePrompts(StrEnum):
+    auto = "auto"
+    off = "off"
+
+
 def plan_command(
     model: Annotated[str, typer.Option(metavar="NAME", help=MODEL_HELP)],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs in all")],
@@ -58,9 +64,12 @@ def plan_command(
         ),
     ] = None,
     share_prompts: Annotated[
-        bool,
-        typer.Option("--share-prompts", help="the trainer computes a prompt once for all its answers, where it pays"),
-    ] = False,
+        SharePrompts | None,
+        typer.Option(
+            help="whether the trainer computes a prompt once for all its answers, where it pays (trainer.share_prompts); "
+            "without it: as the job of --config says"
+        ),
+    ] = None,
     expert: Annotated[
         int, typer.Option(min=1, help="parts of the tensor ranks that hold different experts (trainer.expert)")
     ] = 1,
@@ -112,7 +121,7 @@ def plan_command(
             prompt=prompt,
             answers=Lengths(answer),
             skipped=skipped,
-            share_prompts=share_prompts or _shares_prompts(base),
+            share_prompts=_shares_prompts(base) if share_prompts is None else share_prompts is SharePrompts.auto,
         ),
         max_staleness=max_staleness,
         precisions=tuple(precision or [lora_base or ("fp32" if settled.is_cpu else "bf16")]),
@@ -150,10 +159,12 @@ def plan_command(
 
 
 def _shares_prompts(base: Path | None) -> bool:
-    """Whether the job whose settings are kept says so."""
+    """Whether the job whose settings are kept says so; without one, as any job."""
+    from llamarl.config import TrainerConfig
     from llamarl.config.file import load_config
 
-    return base is not None and load_config(base).trainer.share_prompts != "off"
+    settings = TrainerConfig() if base is None else load_config(base).trainer
+    return settings.share_prompts != "off"
 
 
 def _check_base(base: str, lora: int, known: Sequence[str]) -> None:

@@ -41,7 +41,7 @@ def job_settings(plan: Plan, question: Question) -> dict[str, Any]:
             "recompute": trainer.recompute,
             "tokens_per_pack": trainer.tokens_per_pack,
             **({"offload": True} if trainer.offload else {}),
-            **({"share_prompts": "auto"} if work.share_prompts else {}),
+            **({} if work.share_prompts else {"share_prompts": "off"}),
         },
         "schedule": {
             "groups_per_update": work.groups,
@@ -56,7 +56,10 @@ def merged(base: dict[str, Any], planned: dict[str, Any]) -> dict[str, Any]:
     sections = {
         name: {**base.get(name, {}), **value} if isinstance(value, dict) else value for name, value in planned.items()
     }
-    return {**base, **sections}
+    found = {**base, **sections}
+    if "share_prompts" not in planned["trainer"] and found["trainer"].get("share_prompts") in ("off", False):
+        found["trainer"]["share_prompts"] = "auto"  # the plan shares
+    return found
 
 
 def job_yaml(settings: dict[str, Any], head: str) -> str:

@@ -96,7 +96,7 @@ def _question(row: PaperRow, answers: Lengths, assumed: Assumed) -> Question:
     shape = replace(row.shape, max_positions=1 << 20)
     train = assumed.gpu.train
     slower: TrainFactors = replace(train, products=train.products * assumed.train_factor)
-    work = Workload(groups=groups, samples=assumed.samples, prompt=assumed.prompt, answers=answers)
+    work = Workload(groups=groups, samples=assumed.samples, prompt=assumed.prompt, answers=answers, share_prompts=False)
     return Question(shape=shape, gpu=replace(assumed.gpu, train=slower), gpus=row.gpus, work=work)
 
 

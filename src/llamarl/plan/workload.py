@@ -29,7 +29,7 @@ class Workload(Struct, frozen=True, kw_only=True):
     prompt: int  # tokens per prompt
     answers: Lengths
     skipped: float = 0.0  # share of groups that are not trained on, because their rewards are all equal
-    share_prompts: bool = False  # whether the trainer computes a prompt once for all its answers, where that pays
+    share_prompts: bool = True  # whether the trainer computes a prompt once for all its answers, where that pays
 
     @property
     def answers_per_update(self) -> int:

@@ -94,7 +94,8 @@ def test_the_choice_is_that_of_brute_force(first: int, monkeypatch: pytest.Monke
 
 def test_a_simulation_chooses_among_splits_that_are_nearly_as_good() -> None:
     """By closed form, 24 GPUs for training are best; with 32, whose trainer waits as long, an update takes a fifth less."""
-    work = Workload(groups=256, samples=8, prompt=512, answers=Lengths("lognormal:median=800,sigma=1,max=8192"))
+    answers = Lengths("lognormal:median=800,sigma=1,max=8192")
+    work = Workload(groups=256, samples=8, prompt=512, answers=answers, share_prompts=False)
     asked = Question(shape=SHAPES["llama-3.1-8b"], gpu=GPUS["h200"], gpus=64, work=work, max_staleness=4)
     plans = near_async(asked)
     assert plans[0] == best_async(asked) and 1 < len(plans) <= 3

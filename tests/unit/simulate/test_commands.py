@@ -204,15 +204,19 @@ def test_built_ranks_are_json_with_json_and_adapters_are_built_too(monkeypatch: 
         assert bool(found["problems"]) == bool(code) == ("llamarl: --build: trainer: takes" in done.err)
 
 
-def test_prompts_are_shared_if_asked_or_if_the_job_does(tmp_path: Path) -> None:
+def test_prompts_are_shared_unless_the_user_or_the_job_says_otherwise(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text("trainer:\n  share_prompts: auto\n")
-    asked = [*TINY_PLAN, "--prompt", "2048"]
-    apart, shared, kept = (llamarl(*asked, *more).out for more in ([], ["--share-prompts"], ["--config", job]))
-    assert "share_prompts: auto" in shared and "share_prompts" not in apart
-    times = [json.loads(llamarl(*asked, *more, "--json").out)["sync"]["step_s"] for more in ([], ["--share-prompts"])]
-    assert times[1] < 0.5 * times[0], "2048 of 2112 tokens are the prompt's"
-    assert kept.splitlines()[:12] == shared.splitlines()[:12]
+    job.write_text("trainer:\n  share_prompts: 'off'\n")
+    asked, without = [*TINY_PLAN, "--prompt", "2048"], ["--share-prompts", "off"]
+    shared, apart, kept = (llamarl(*asked, *more).out for more in ([], without, ["--config", job]))
+    assert "share_prompts: 'off'" in apart and "share_prompts" not in shared
+    times = [json.loads(llamarl(*asked, *more, "--json").out)["sync"]["step_s"] for more in ([], without)]
+    assert times[0] < 0.5 * times[1], "2048 of 2112 tokens are the prompt's"
+    assert kept.splitlines()[:12] == apart.splitlines()[:12] != shared.splitlines()[:12]
+    again = llamarl(*asked, "--config", job, "--share-prompts", "auto").out
+    assert again.splitlines()[:12] == shared.splitlines()[:12] and "share_prompts: auto" in again
+    job.write_text("trainer:\n  share_prompts: 'on'\n")
+    assert "share_prompts: 'on'" in llamarl(*asked, "--config", job).out
 
 
 def test_a_model_may_be_a_folder_or_a_config_json(tmp_path: Path) -> None:
