@@ -52,7 +52,6 @@ class Case:
     prompt: int = 0  # shared by groups of 8
     spread: float = 0.0  # of log-normal contexts about the mean; 0: all are equal
     longest_first: bool = True
-    follow: bool = False  # rows are tokens of one sequence that follow its first `context` ones
 
 
 CASES = (
@@ -71,9 +70,6 @@ CASES = (
     Case("1B shared", 256, 32, 8, 64, 250, prompt=128),
     Case("8B, 4k shared by 32", 32, 32, 8, 128, 4160, prompt=4096),
     Case("8B, 8k shared by 64", 64, 32, 8, 128, 8704, prompt=8192),
-    Case("8B, prompt after 2k", 128, 32, 8, 128, 2048, follow=True),
-    Case("8B, prompt after 6k", 128, 32, 8, 128, 6144, follow=True),
-    Case("Qwen 1.5B, prompt after 2k", 128, 12, 2, 128, 2048, follow=True),
 )
 Tile = tuple[int, ...]  # tokens of a page, then a `Tiling`
 CUTS = ((2, 32), (4, 16), (4, 32), (4, 64), (8, 16), (8, 32))  # parts at most, and blocks of one at least
@@ -114,34 +110,23 @@ LONG_SHARED_TILES = tuple(
     (*tile, parts) for tile in ((16, 4, 4), (32, 4, 3), (64, 4, 3), (64, 8, 3)) for parts in (4, 8, 16, 32)
 )
 
-FOLLOWING = tuple(
-    (members, (*tile, parts))
-    for members in (8, 16, 32)
-    for tile in ((64, 4, 3), (32, 4, 3), (64, 8, 3))
-    for parts in (4, 8, 16)
-)
-
 
 @dataclass(frozen=True)
 class Variant:
     case: str
     tile: Tile
     shared_tile: tuple[int, int, int, int] | None = None
-    members: int = 0  # rows of a reading; 0: as the decoder does
 
     @property
     def name(self) -> str:
         page, *tile = self.tile
         shared = f", prompts {'/'.join(map(str, self.shared_tile))}" if self.shared_tile else ""
-        together = f", {self.members} together" if self.members else ""
-        return f"page {page}, {'/'.join(map(str, tile))}{shared}{together}"
+        return f"page {page}, {'/'.join(map(str, tile))}{shared}"
 
 
 def variants(case: Case) -> list[Variant]:
     """Where prompts are shared: the second tiling, with several for the prompts."""
     tiles = TILES[case.size, case.narrow]
-    if case.follow:
-        return [Variant(case.name, tiles[1], shared, members) for members, shared in FOLLOWING]
     if not case.prompt:
         return [Variant(case.name, tile) for tile in tiles]
     shared_tiles = LONG_SHARED_TILES if case.prompt >= LONG_PROMPT else SHARED_TILES
@@ -175,10 +160,10 @@ def contexts_of(case: Case, rows: int) -> list[int]:
     return sorted(found, reverse=True) if case.longest_first else found
 
 
-def scene_of(case: Case, page: int, layers: int, rows: int, device: torch.device, members: int = 0) -> SimulationSetup:
+def scene_of(case: Case, page: int, layers: int, rows: int, device: torch.device) -> SimulationSetup:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # Triton's interpreter has no product of bf16
     generator = torch.Generator(device=device).manual_seed(0)
-    contexts = [case.context + row for row in range(rows)] if case.follow else contexts_of(case, rows)
+    contexts = contexts_of(case, rows)
     width = max(contexts) // page + 1
     shape = ModelSpec(
         vocab_size=16,
@@ -194,7 +179,7 @@ def scene_of(case: Case, page: int, layers: int, rows: int, device: torch.device
     fill(cache, layers, generator, dtype)
     order = torch.randperm(rows * width, device=device, generator=generator)
     table_SP = (order + 1).view(rows, width).to(torch.int32)
-    readings, saved = follow(case, table_SP, page, members) if case.follow else share(case, table_SP, page)
+    readings, saved = share(case, table_SP, page)
     qkv = torch.randn(rows, 1, (case.heads + 2 * case.kv_heads) * case.size, device=device, generator=generator)
     sizes = [heads * case.size for heads in (case.heads, case.kv_heads, case.kv_heads)]
     q, k, v = (part.view(rows, 1, -1, case.size) for part in torch.split(qkv.to(dtype), sizes, dim=-1))
@@ -237,19 +222,6 @@ def share(case: Case, table_SP: Tensor, page: int) -> tuple[Readings | None, int
     return Readings(firsts, counts, skips), saved
 
 
-def follow(case: Case, table_SP: Tensor, page: int, members: int) -> tuple[Readings, int]:
-    """All rows are of one sequence, and what comes before the first is read once for `members` of them."""
-    rows = len(table_SP)
-    table_SP[:] = table_SP[0].clone()
-    firsts, counts, skips = torch.zeros(3, rows, dtype=torch.int64, device=table_SP.device)
-    starts = torch.arange(0, rows, members)
-    firsts[: len(starts)], counts[: len(starts)] = starts.to(firsts), (rows - starts).clamp(max=members).to(counts)
-    skips += case.context // page * page
-    return Readings(firsts, counts, skips, members=members), sum(
-        case.context + row for row in range(rows)
-    ) - case.context
-
-
 Attend = Callable[[SimulationSetup, int], Tensor]
 
 
@@ -262,8 +234,7 @@ def attend_of(variant: Variant) -> Attend:
     def attend(scene: SimulationSetup, layer: int) -> Tensor:
         keys, values = scene.cache.keys(layer), scene.cache.values(layer)
         where = (scene.table_SP, scene.slots_B, scene.positions_S, scene.rope, scene.readings)
-        drafted = bool(variant.members)
-        return kernels.attend_pages(scene.qkv, keys, values, *where, how=how, shared_how=shared_how, drafted=drafted)
+        return kernels.attend_pages(scene.qkv, keys, values, *where, how=how, shared_how=shared_how)
 
     return attend
 
@@ -301,7 +272,7 @@ def written_error(scene: SimulationSetup, page: int) -> float:
 def check(case: Case, variant: Variant, device: torch.device, rows: int = CHECKED_ROWS) -> str:
     """Empty, or what is wrong with the variant."""
     try:
-        scene = scene_of(case, variant.tile[0], 1, rows, device, variant.members)
+        scene = scene_of(case, variant.tile[0], 1, rows, device)
         found = attend_of(variant)(scene, 0).float()
         wanted = expected(scene, variant.tile[0])
         gap = float(((found - wanted).abs() - 0.01 * wanted.abs()).max())
@@ -319,7 +290,7 @@ def layer_us(case: Case, variant: Variant, device: torch.device, rows: int) -> t
     """Microseconds of one layer, and TB/s."""
     on_gpu = device.type == "cuda"
     layers = LAYERS if on_gpu else 1
-    scene = scene_of(case, variant.tile[0], layers, rows, device, variant.members)
+    scene = scene_of(case, variant.tile[0], layers, rows, device)
     attend = attend_of(variant)
 
     def step() -> None:

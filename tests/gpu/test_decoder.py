@@ -199,7 +199,8 @@ def test_prompts_beside_answers_write_the_keys_and_values_of_whole_prompts(
     """In bf16: 1,500 tokens, 128 in every step of three running answers, and whole."""
     shape = replace(SHAPE, max_positions=2048, head_dim=64)
     model = random_model(shape, dtype=torch.bfloat16, device=device)
-    prompt, caches = [Random(3).randrange(shape.vocab_size) for _ in range(1501)], []
+    chance, caches = Random(3), list[Tensor]()
+    prompt = [chance.randrange(shape.vocab_size) for _ in range(1501)]
     for rows in (0, 128):
         limits = Limits(slots=4, max_prompt_tokens=1520, max_new_tokens=64, prefill_beside=rows)
         decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=SEED, precision=Precision(kv_cache=kv_cache))
@@ -223,7 +224,8 @@ def test_long_chunks_write_the_keys_and_values_of_whole_prompts(
     """In bf16, where a chunk takes FlashAttention over copied pages: 700 tokens in chunks of 300 and whole."""
     shape = replace(SHAPE, max_positions=1024, head_dim=64)
     model = random_model(shape, dtype=torch.bfloat16, device=device)
-    prompt, caches = [Random(3).randrange(shape.vocab_size) for _ in range(701)], []
+    chance, caches = Random(3), list[Tensor]()
+    prompt = [chance.randrange(shape.vocab_size) for _ in range(701)]
     for chunk in (0, 300):
         limits = Limits(slots=2, max_prompt_tokens=720, max_new_tokens=8, prefill_tokens=chunk)
         decoder = ContinuousDecoder(model, limits, eos_ids=(), seed=SEED, precision=Precision(kv_cache=kv_cache))

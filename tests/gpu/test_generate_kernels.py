@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.paged_attention import attention_agrees, operations_agree, shape_of
+from helpers.paged_attention import attention_agrees, operations_agree, prompt_attention_agrees, shape_of
 
 from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.kv_splits import SharedCut
@@ -101,6 +101,22 @@ def test_windows_softcaps_and_scales(
 def test_a_softcap_where_pages_are_shared(narrow: bool, device: torch.device) -> None:
     options = AttentionOptions(softcap=2.0, scale=0.2)
     attention_agrees(40, (8, 2, 64), (16, 21), torch.bfloat16, device, narrow, 9, options=options)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "before"), [(1, 0), (128, 0), (5, 900), (128, 2043)])
+@pytest.mark.parametrize("model", [(4, 2, 16), (8, 8, 64), (14, 2, 64), (32, 8, 128), (12, 2, 128), (8, 4, 256)])
+def test_prompts_beside_answers(
+    tokens: int, before: int, model: tuple[int, int, int], dtype: torch.dtype, narrow: bool, device: torch.device
+) -> None:
+    prompt_attention_agrees(tokens, before, model, dtype, device, narrow)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_prompts_beside_answers_in_all_families(options: AttentionOptions, narrow: bool, device: torch.device) -> None:
+    prompt_attention_agrees(100, 300, (8, 2, 64), torch.bfloat16, device, narrow, options=options, rotated=48)
 
 
 def test_operations_of_single_families(device: torch.device) -> None:

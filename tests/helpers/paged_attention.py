@@ -43,15 +43,7 @@ def attention_agrees(
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     num_pages = rows * width + 1
-    ours, twin = (
-        PagedCache(shape_of(heads, kv_heads, size), num_pages, page, dtype=FP8 if narrow else dtype, device=device)
-        for _ in range(2)
-    )
-    everywhere = torch.arange(num_pages * page, device=device)
-    filled = normal(len(everywhere), kv_heads, size)
-    for cache in (ours, twin):
-        cache.keys(0).put(everywhere // page, everywhere % page, filled)
-        cache.values(0).put(everywhere // page, everywhere % page, filled.flip(0))
+    ours, twin = two_caches(heads, kv_heads, size, num_pages, page, dtype, narrow, generator)
     slots_B = torch.randperm(rows, device=device, generator=generator)
     order = torch.randperm(rows * width, device=device, generator=generator) + 1
     table_SP = order.view(rows, width).to(torch.int32)
@@ -68,28 +60,110 @@ def attention_agrees(
     q, k, v = (part.view(rows, 1, -1, size) for part in torch.split(qkv, sizes, dim=-1))
     rope = rope_up_to(shape_of(heads, kv_heads, size, rotated), page * width, device)
 
-    positions_B, table_BP = positions_S[slots_B], table_SP[slots_B].long()
-    at = tuple(part[positions_B][:, None] for part in rope)
-    pages_B, within_B = table_BP.gather(1, positions_B[:, None] // page)[:, 0], positions_B % page
-    twin.keys(0).put(pages_B, within_B, ops.rotate(k, at)[:, 0])
-    twin.values(0).put(pages_B, within_B, v[:, 0])
-    mask = seen(positions_B[:, None, None, None], torch.arange(page * width, device=device), options.window)
-    turned = ops.rotate(q, at).float()
-    expected = attend_pages(turned, _wide(twin.keys(0)), _wide(twin.values(0)), table_BP, mask, options)
+    rows_at = positions_S[slots_B], table_SP[slots_B].long(), rope
+    write(twin, k, v, *rows_at)
+    expected = attended(twin, q, *rows_at, options)
     where = table_SP, slots_B, positions_S, rope, readings
     found = attention_kernels.attend_pages(
         (q, k, v), ours.keys(0), ours.values(0), *where, parts=parts, options=options
     )
 
+    assert_alike(ours, twin, found, expected)
+
+
+def prompt_attention_agrees(
+    tokens: int,
+    before: int,
+    model: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    narrow: bool,
+    *,
+    page: int = 16,
+    how: tuple[int, ...] | None = None,
+    options: AttentionOptions = PLAIN_ATTENTION,
+    rotated: int = 0,
+) -> None:
+    """Tokens of one sequence that follow `before` others: as if each were the new token of a row, all written first."""
+    from llamarl.generate import prompt_kernels
+
+    heads, kv_heads, size = model
+    generator = torch.Generator(device=device).manual_seed(0)
+    width = (before + tokens - 1) // page + 1
+    ours, twin = two_caches(heads, kv_heads, size, width + 2, page, dtype, narrow, generator)
+    table_P = torch.randperm(width, device=device, generator=generator).to(torch.int32) + 1
+    table_MP, rows_M = table_P.expand(tokens, -1), torch.arange(tokens, device=device)
+    qkv = torch.randn(tokens, 1, (heads + 2 * kv_heads) * size, generator=generator, device=device).to(dtype)
+    sizes = [heads * size, kv_heads * size, kv_heads * size]
+    q, k, v = (part.view(tokens, 1, -1, size) for part in torch.split(qkv, sizes, dim=-1))
+    rope = rope_up_to(shape_of(heads, kv_heads, size, rotated), page * width, device)
+    where = table_MP, rows_M, before + rows_M, rope
+    tiling = None if how is None else prompt_kernels.PromptTiling(*how)
+    found = prompt_kernels.attend_prompt((q, k, v), ours.keys(0), ours.values(0), *where, how=tiling, options=options)
+    write(twin, k, v, before + rows_M, table_MP.long(), rope)
+    if narrow and device.type == "cpu":  # Triton's interpreter rounds to fp8 carelessly
+        for mine, theirs in zip(ours.tensors, twin.tensors, strict=True):
+            theirs.copy_(mine)
+    expected = attended(twin, q, before + rows_M, table_MP.long(), rope, options)
+    assert_alike(ours, twin, found, expected)
+
+
+def two_caches(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    num_pages: int,
+    page: int,
+    dtype: torch.dtype,
+    narrow: bool,
+    generator: torch.Generator,
+) -> tuple[PagedCache, PagedCache]:
+    """Two caches with the same random contents."""
+    shape, device = shape_of(heads, kv_heads, size), generator.device
+    everywhere = torch.arange(num_pages * page, device=device)
+    filled = torch.randn(len(everywhere), kv_heads, size, generator=generator, device=device).to(dtype)
+    first, second = (
+        PagedCache(shape, num_pages, page, dtype=FP8 if narrow else dtype, device=device) for _ in range(2)
+    )
+    for cache in (first, second):
+        cache.keys(0).put(everywhere // page, everywhere % page, filled)
+        cache.values(0).put(everywhere // page, everywhere % page, filled.flip(0))
+    return first, second
+
+
+def write(
+    cache: PagedCache, k_B1KD: Tensor, v_B1KD: Tensor, positions_B: Tensor, table_BP: Tensor, rope: ops.Rope
+) -> None:
+    """Write the key, rotated, and the value of each row to its page."""
+    at = tuple(part[positions_B][:, None] for part in rope)
+    page = cache.page_tokens
+    pages_B, within_B = table_BP.gather(1, positions_B[:, None] // page)[:, 0], positions_B % page
+    cache.keys(0).put(pages_B, within_B, ops.rotate(k_B1KD, at)[:, 0])
+    cache.values(0).put(pages_B, within_B, v_B1KD[:, 0])
+
+
+def attended(
+    cache: PagedCache,
+    q_B1HD: Tensor,
+    positions_B: Tensor,
+    table_BP: Tensor,
+    rope: ops.Rope,
+    options: AttentionOptions,
+) -> Tensor:
+    """What plain PyTorch finds in the pages, in fp32."""
+    at = tuple(part[positions_B][:, None] for part in rope)
+    steps_T = torch.arange(cache.page_tokens * table_BP.shape[1], device=q_B1HD.device)
+    mask = seen(positions_B[:, None, None, None], steps_T, options.window)
+    turned = ops.rotate(q_B1HD, at).float()
+    return attend_pages(turned, _wide(cache.keys(0)), _wide(cache.values(0)), table_BP, mask, options)
+
+
+def assert_alike(ours: PagedCache, twin: PagedCache, found: Tensor, expected: Tensor) -> None:
+    everything = torch.arange(ours.keys(0).values_KPTD.shape[1], device=found.device)[None]
     for mine, theirs in ((ours.keys(0), twin.keys(0)), (ours.values(0), twin.values(0))):
-        everything = torch.arange(num_pages, device=device)[None]
-        torch.testing.assert_close(
-            mine.read(everything, torch.float32).float(),
-            theirs.read(everything, torch.float32).float(),
-            atol=1e-6,
-            rtol=2e-2,
-        )
-    torch.testing.assert_close(found.float(), expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+        read = (one.read(everything, torch.float32).float() for one in (mine, theirs))
+        assert_close(*read, atol=1e-6, rtol=2e-2)
+    assert_close(found.float(), expected, atol=2e-2 if found.dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
 
 
 def share(
@@ -143,6 +217,17 @@ def run_interpreted() -> None:
     attention_agrees(*some, cpu, narrow=False, options=AttentionOptions(window=20, softcap=1.5, scale=0.4))
     for rotated in (4, 12):
         attention_agrees(*some, cpu, narrow=False, rotated=rotated)
+    for tokens, before in ((1, 0), (7, 0), (5, 90), (40, 37)):
+        for parts in (0, 1, 4):
+            prompt_attention_agrees(
+                tokens, before, (4, 2, 16), torch.float32, cpu, narrow=False, how=(16, 32, 4, 2, parts)
+            )
+    prompt_attention_agrees(9, 70, (6, 2, 24), torch.float32, cpu, narrow=False, page=4, rotated=12)
+    for options in (AttentionOptions(window=1), AttentionOptions(window=20, softcap=1.5, scale=0.4)):
+        prompt_attention_agrees(
+            30, 50, (4, 2, 16), torch.float32, cpu, narrow=False, how=(16, 16, 4, 2), options=options
+        )
+    prompt_attention_agrees(20, 50, (4, 2, 16), torch.float32, cpu, narrow=True)
     operations_agree(cpu)
 
 

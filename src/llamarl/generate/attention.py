@@ -132,8 +132,6 @@ class Readings(NamedTuple):
     counts_B: Tensor
     skips_B: Tensor
     cut: SharedCut = SharedCut()
-    members: int = 0
-    """Most rows of a reading; 0: as `members_of_reading` says."""
 
 
 def members_of_reading(group: int) -> int:

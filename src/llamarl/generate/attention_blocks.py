@@ -7,10 +7,23 @@ order of the product; `low` and `high` hold those of even and of odd place. Othe
 
 from __future__ import annotations
 
+import math
+import os
+
 import triton
 import triton.language as tl
 
 from llamarl.model.kernels import narrowed
+from llamarl.model_spec import AttentionOptions
+
+MIN_INNER = 16  # least length of the vectors that a tensor core multiplies
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, where inline assembler cannot run
+
+
+def score_scale(head_dim: int, options: AttentionOptions) -> float:
+    """What a product of query and key is multiplied with before `capped`."""
+    factor = head_dim**-0.5 if options.scale is None else options.scale
+    return factor / options.softcap if options.softcap else factor * math.log2(math.e)
 
 
 @triton.jit
@@ -42,7 +55,7 @@ def operand(q, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _widened(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+def widened(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """The lower and the upper value of each pair of fp8 values."""
     if INTERPRETED:
         low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
@@ -117,7 +130,7 @@ def _attend_block(
     are taken relative to the largest of these products, so that they fit fp16."""
     k = tl.load(keys_at, mask=inside[:, None] & in_width[None, :], other=0)
     if NARROW:
-        k_low, k_high = _widened(k, q_low.dtype, INTERPRETED)
+        k_low, k_high = widened(k, q_low.dtype, INTERPRETED)
         score = tl.dot(k_low, q_low, input_precision="ieee")
         score = tl.dot(k_high, q_high, score, input_precision="ieee")
         score *= (tl.load(key_scales_at, mask=inside, other=0.0) * scale)[:, None]
@@ -133,7 +146,7 @@ def _attend_block(
     total = total * shrink + tl.sum(weight, axis=0)
     v = tl.load(values_at, mask=in_width[:, None] & inside[None, :], other=0)
     if NARROW:
-        v_low, v_high = _widened(v, q_low.dtype, INTERPRETED)
+        v_low, v_high = widened(v, q_low.dtype, INTERPRETED)
         weight = (weight * v_scale[:, None]).to(q_low.dtype)
         low = tl.dot(v_low, weight, low * shrink[None, :], input_precision="ieee")
         high = tl.dot(v_high, weight, high * shrink[None, :], input_precision="ieee")

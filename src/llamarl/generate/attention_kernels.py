@@ -11,7 +11,6 @@ without synchronizing. The new token comes last, so that reading the cache begin
 from __future__ import annotations
 
 import math
-import os
 from typing import NamedTuple
 
 import torch
@@ -20,15 +19,26 @@ import triton.language as tl
 from torch import Tensor
 
 from llamarl.generate.attention import Readings, members_of_reading
-from llamarl.generate.attention_blocks import add_one, add_shared, attend_range, capped, operand, put, store, turned
+from llamarl.generate.attention_blocks import (
+    INTERPRETED,
+    MIN_INNER,
+    add_one,
+    add_shared,
+    attend_range,
+    capped,
+    operand,
+    put,
+    score_scale,
+    store,
+    turned,
+)
 from llamarl.generate.kv_cache import Pages
 from llamarl.generate.kv_splits import OWN_TOKENS, PART_TOKENS, SharedCut, parts_of_all
+from llamarl.generate.page_kernels import write_new
 from llamarl.model.ops import Rope
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
 
 _MIN_COLUMNS = 8  # least columns of a tensor core's product; here they are query heads
-_MIN_INNER = 16
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, where inline assembler cannot run
 
 
 class Tiling(NamedTuple):
@@ -200,50 +210,6 @@ def _attend_pages(
 
 
 @triton.jit
-def _write_new(
-    k_ptr,
-    v_ptr,
-    keys_ptr,
-    key_scales_ptr,
-    values_ptr,
-    value_scales_ptr,
-    table_ptr,
-    slots_ptr,
-    positions_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_row,
-    v_row,
-    head_tokens,
-    table_row,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    NARROW: tl.constexpr,
-    ROTATED: tl.constexpr,
-):
-    """One program: the new key and value of one key-value head of one row, written as `_attend_pages` writes them. Rows that
-    hold the same sequence at later positions read them there."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots_ptr + row)
-    position = tl.load(positions_ptr + slot).to(tl.int32)
-    step: tl.constexpr = 2 if NARROW else 1
-    width: tl.constexpr = SIZE // step
-    column = tl.arange(0, PADDED // step)
-    in_width, new = column < width, step * column
-    cos_at, sin_at = cos_ptr + position * ROTATED, sin_ptr + position * ROTATED
-    k_at, v_at = k_ptr + row * k_row + head * SIZE, v_ptr + row * v_row + head * SIZE
-    k_low = turned(k_at, cos_at, sin_at, new, in_width, in_width, SIZE, ROTATED)
-    k_high = turned(k_at, cos_at, sin_at, new + 1, in_width, in_width, SIZE, ROTATED) if NARROW else k_low
-    v_low = tl.load(v_at + new, mask=in_width, other=0.0)
-    v_high = tl.load(v_at + new + 1, mask=in_width, other=0.0) if NARROW else v_low
-    page = tl.load(table_ptr + slot * table_row + position // PAGE).to(tl.int64)
-    where = head.to(tl.int64) * head_tokens + page * PAGE + position % PAGE
-    put(k_low, k_high, keys_ptr, key_scales_ptr, where, column, in_width, width, NARROW)
-    put(v_low, v_high, values_ptr, value_scales_ptr, where, column, in_width, width, NARROW)
-
-
-@triton.jit
 def _attend_shared(
     q_ptr,
     keys_ptr,
@@ -388,19 +354,18 @@ def attend_pages(
     kv_heads, num_pages, page_tokens, _ = keys.values_KPTD.shape
     assert not (readings and options.window), "each sequence sees another part of shared pages through a window"
     group, head_tokens = heads // kv_heads, num_pages * page_tokens
-    factor, cap = size**-0.5 if options.scale is None else options.scale, options.softcap
-    scale = factor / cap if cap else factor * math.log2(math.e)
+    scale = score_scale(size, options)
     columns = max(_MIN_COLUMNS, triton.next_power_of_2(group))
     sizes = {
         "HEADS": heads,
         "GROUP": group,
         "SIZE": size,
-        "PADDED": max((2 if keys.narrow else 1) * _MIN_INNER, triton.next_power_of_2(size)),
+        "PADDED": max((2 if keys.narrow else 1) * MIN_INNER, triton.next_power_of_2(size)),
         "PAGE": page_tokens,
         "NARROW": keys.narrow,
-        "INTERPRETED": _INTERPRETED,
+        "INTERPRETED": INTERPRETED,
         "ROTATED": rope[0].shape[-1],
-        "CAP": cap * math.log2(math.e),
+        "CAP": options.softcap * math.log2(math.e),
     }
     how = how or tiling(size, columns, narrow=keys.narrow, parts=parts)
     if readings and how.least == 1:  # what is a row's own is often too short to be split
@@ -414,7 +379,7 @@ def attend_pages(
     skips_B = readings.skips_B if readings else slots_B  # any tensors, if nothing is shared
     shared, shared_sums, shared_parts = partial, sums, 0
     if readings:
-        members = readings.members or members_of_reading(group)
+        members = members_of_reading(group)
         together = max(_MIN_COLUMNS, triton.next_power_of_2(members * group))
         shared_how = shared_how or shared_tiling(readings.cut)
         shared_parts = shared_how.parts
@@ -443,20 +408,7 @@ def attend_pages(
             **shared_how.options,
         )
     if drafted:
-        _write_new[(kv_heads, rows)](
-            *qkv[1:],
-            *keys.pointers,
-            *values.pointers,
-            table_SP,
-            slots_B,
-            positions_S,
-            *rope,
-            *(part.stride(0) for part in qkv[1:]),
-            head_tokens,
-            table_SP.stride(0),
-            **{name: sizes[name] for name in ("SIZE", "PADDED", "PAGE", "NARROW", "ROTATED")},
-            num_warps=1,
-        )
+        write_new(qkv[1], qkv[2], keys, values, table_SP, slots_B, positions_S, rope)
     _attend_pages[(kv_heads, rows, num_parts)](
         *qkv,
         *keys.pointers,

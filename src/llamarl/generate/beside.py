@@ -3,8 +3,8 @@
 The products of a step with few rows wait for memory, since all weights are read for a few tokens, and more rows cost little
 there: a prompt that is read by the way takes a fraction of the time of a pass of its own, during which all answers wait.
 
-The tokens of a step follow one another in one sequence. What comes before them is in its pages and is read once for many of
-them, as the prompt of a group is for its answers (`Readings`); beyond that each attends for itself.
+The tokens of a step follow one another in one sequence. What comes before them is in its pages, which are read once for many
+of them (`prompt_kernels.py`).
 """
 
 from __future__ import annotations
@@ -16,26 +16,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.generate.attention import DecodeAttention, Readings
-from llamarl.generate.kv_splits import SharedCut
+from llamarl.generate.attention import DecodeAttention
+from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.pages import NO_PAGE
 from llamarl.generate.scheduler import Extension
 from llamarl.model.gpu_paths import upload
+from llamarl.model.ops import Rope
+from llamarl.model.transformer import Attend
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
-
-_MEMBERS = 16  # most tokens for which what comes before all of them is read once
-_COLUMNS = 128  # most query heads side by side, of all of them
-_CUT = SharedCut(4, block=32)  # as measured by benchmarks/attention_variants.py
 
 
 class PromptRows(NamedTuple):
-    """Tokens that one step reads, their positions, a row with the pages of their sequence for each, and how to read them."""
+    """Tokens that one step reads, their positions, and a row with the pages of their sequence for each."""
 
     tokens_M: Tensor
     positions_M: Tensor
     table_MP: Tensor
     rows_M: Tensor
-    readings: Readings
+
+
+class PromptAttention:
+    """Attention of a step's prompt tokens: all keys and values are written to their pages, then each token attends to those
+    up to its own."""
+
+    rotates = True
+
+    def __init__(self, cache: PagedCache, rows: PromptRows, rope: Rope) -> None:
+        """`rope`: tables of all positions, [T, 1, D]."""
+        self._cache, self._rows, self._rope = cache, rows, rope
+        self._plain: Attend = DecodeAttention(cache, rows.table_MP, rows.rows_M, rows.positions_M, rope)
+
+    def __call__(
+        self,
+        layer: int,
+        q_M1HD: Tensor,
+        k_M1KD: Tensor,
+        v_M1KD: Tensor,
+        options: AttentionOptions = PLAIN_ATTENTION,
+    ) -> Tensor:
+        if not q_M1HD.is_cuda:
+            return self._plain(layer, q_M1HD, k_M1KD, v_M1KD, options)
+        from llamarl.generate.prompt_kernels import attend_prompt
+
+        keys, values, rows = self._cache.keys(layer), self._cache.values(layer), self._rows
+        where = rows.table_MP, rows.rows_M, rows.positions_M, self._rope[options.rope : options.rope + 2]
+        return attend_prompt((q_M1HD, k_M1KD, v_M1KD), keys, values, *where, options=options)
 
 
 class BesideAttention:
@@ -43,7 +68,7 @@ class BesideAttention:
 
     rotates = True
 
-    def __init__(self, num_answers: int, answers: DecodeAttention, prompt: DecodeAttention) -> None:
+    def __init__(self, num_answers: int, answers: DecodeAttention, prompt: PromptAttention) -> None:
         self._num_answers, self._answers, self._prompt = num_answers, answers, prompt
 
     def __call__(
@@ -62,17 +87,11 @@ class BesideAttention:
 class BesideInputs:
     """The tokens that a burst reads, where its graph expects them. A step without any writes to the page of nobody."""
 
-    def __init__(self, steps: int, rows: int, pages: int, page_tokens: int, group: int, device: torch.device) -> None:
-        """`group`: query heads for a key-value head."""
-        self.rows, self._page_tokens, self._device = rows, page_tokens, device
-        self._members = max(1, min(_MEMBERS, _COLUMNS // group))
+    def __init__(self, steps: int, rows: int, pages: int, device: torch.device) -> None:
+        self.rows, self._device = rows, device
         # For each step: the position of its first token, its tokens, the pages of its sequence.
         self._steps = torch.zeros(steps, 1 + rows + pages, dtype=torch.int64, device=device)
         self._rows_M = torch.arange(rows, device=device)
-        self._firsts_M, self._counts_M = torch.zeros(2, rows, dtype=torch.int64, device=device)
-        firsts = torch.arange(0, rows, self._members)
-        self._firsts_M[: len(firsts)] = firsts.to(device)
-        self._counts_M[: len(firsts)] = (rows - firsts).clamp(max=self._members).to(device)
 
     def fill(self, extensions: Sequence[Extension]) -> None:
         """Take what the next burst reads: `rows` tokens in every step. The last step of a sequence reads its last ones,
@@ -95,8 +114,5 @@ class BesideInputs:
     def of(self, step: int) -> PromptRows:
         here = self._steps[step]
         first, tokens_M, table_P = here[:1], here[1 : 1 + self.rows], here[1 + self.rows :]
-        # Blocks of tokens lie in one page each, so what is shared ends where a page does.
-        skips_M = (first // self._page_tokens * self._page_tokens).expand(self.rows).contiguous()
-        readings = Readings(self._firsts_M, self._counts_M, skips_M, _CUT, self._members)
         table_MP = table_P.to(torch.int32).expand(self.rows, -1)
-        return PromptRows(tokens_M, first + self._rows_M, table_MP, self._rows_M, readings)
+        return PromptRows(tokens_M, first + self._rows_M, table_MP, self._rows_M)

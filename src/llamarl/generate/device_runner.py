@@ -71,8 +71,7 @@ class DeviceRunner:
         self._prefill_inputs: dict[tuple[int, int], Tensor] = {}
         self._beside = None
         if beside_rows:
-            pages, page_tokens = steps.table_SP.shape[1], steps.cache.page_tokens
-            self._beside = BesideInputs(burst_steps, beside_rows, pages, page_tokens, self._group, self._device)
+            self._beside = BesideInputs(burst_steps, beside_rows, steps.table_SP.shape[1], self._device)
         self.num_bursts = 0
 
     @property

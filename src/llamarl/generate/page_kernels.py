@@ -1,4 +1,5 @@
-"""Triton kernel that writes keys and values of whole sequences to pages, for prefill. Imported only where a GPU decodes."""
+"""Triton kernels that write keys and values to pages: those of whole sequences, and new ones of rows. Imported only where a
+GPU decodes."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llamarl.generate.attention_blocks import MIN_INNER, put, turned
 from llamarl.generate.kv_cache import Pages
+from llamarl.model.ops import Rope
 
 
 @triton.jit
@@ -52,5 +55,84 @@ def write_pages(k_RTKD: Tensor, v_RTKD: Tensor, keys: Pages, values: Pages, page
         SIZE=size,
         PADDED=triton.next_power_of_2(size),
         PAGE=page_tokens,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _write_new(
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    key_scales_ptr,
+    values_ptr,
+    value_scales_ptr,
+    table_ptr,
+    slots_ptr,
+    positions_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_row,
+    v_row,
+    head_tokens,
+    table_row,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    NARROW: tl.constexpr,
+    ROTATED: tl.constexpr,
+):
+    """One program: the new key and value of one key-value head of one row, rotated, written as decode attention writes
+    them."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + row)
+    position = tl.load(positions_ptr + slot).to(tl.int32)
+    step: tl.constexpr = 2 if NARROW else 1
+    width: tl.constexpr = SIZE // step
+    column = tl.arange(0, PADDED // step)
+    in_width, new = column < width, step * column
+    cos_at, sin_at = cos_ptr + position * ROTATED, sin_ptr + position * ROTATED
+    k_at, v_at = k_ptr + row * k_row + head * SIZE, v_ptr + row * v_row + head * SIZE
+    k_low = turned(k_at, cos_at, sin_at, new, in_width, in_width, SIZE, ROTATED)
+    k_high = turned(k_at, cos_at, sin_at, new + 1, in_width, in_width, SIZE, ROTATED) if NARROW else k_low
+    v_low = tl.load(v_at + new, mask=in_width, other=0.0)
+    v_high = tl.load(v_at + new + 1, mask=in_width, other=0.0) if NARROW else v_low
+    page = tl.load(table_ptr + slot * table_row + position // PAGE).to(tl.int64)
+    where = head.to(tl.int64) * head_tokens + page * PAGE + position % PAGE
+    put(k_low, k_high, keys_ptr, key_scales_ptr, where, column, in_width, width, NARROW)
+    put(v_low, v_high, values_ptr, value_scales_ptr, where, column, in_width, width, NARROW)
+
+
+def write_new(
+    k_B1KD: Tensor,
+    v_B1KD: Tensor,
+    keys: Pages,
+    values: Pages,
+    table_SP: Tensor,
+    slots_B: Tensor,
+    positions_S: Tensor,
+    rope: Rope,
+) -> None:
+    """Write the new key and value of each row to its page, before any row reads them: for rows that hold one sequence at
+    different positions. `rope` holds cos and sin of every position, [T, 1, D] in fp32."""
+    kv_heads, num_pages, page_tokens, size = keys.values_KPTD.shape
+    _write_new[(kv_heads, len(slots_B))](
+        k_B1KD,
+        v_B1KD,
+        *keys.pointers,
+        *values.pointers,
+        table_SP,
+        slots_B,
+        positions_S,
+        *rope,
+        k_B1KD.stride(0),
+        v_B1KD.stride(0),
+        num_pages * page_tokens,
+        table_SP.stride(0),
+        SIZE=size,
+        PADDED=max((2 if keys.narrow else 1) * MIN_INNER, triton.next_power_of_2(size)),
+        PAGE=page_tokens,
+        NARROW=keys.narrow,
+        ROTATED=rope[0].shape[-1],
         num_warps=1,
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llamarl.generate.attention import ChunkAttention, DecodeAttention, ExtendAttention, PrefillAttention, Readings
-from llamarl.generate.beside import BesideAttention, PromptRows
+from llamarl.generate.beside import BesideAttention, PromptAttention, PromptRows
 from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.sampling import sample_tokens, seed_state, uniform_draws
 from llamarl.generate.slots import SlotState
@@ -70,7 +70,7 @@ class Steps:
             tokens_B = torch.cat([tokens_B, beside.tokens_M])
             positions_B = torch.cat([positions_B, beside.positions_M])
             table_BP = None if table_BP is None else torch.cat([table_BP, beside.table_MP])
-            attend = BesideAttention(count, answers, self._beside_attention(beside))
+            attend = BesideAttention(count, answers, PromptAttention(self.cache, beside, self._rope))
         positions_B1 = positions_B[:, None]
         pages_B1 = None if table_BP is None else table_BP.long().gather(1, positions_B1 // self.cache.page_tokens)
         hidden_B1C = self._pass(tokens_B[:, None], positions_B1, attend, pages_B1)
@@ -95,10 +95,6 @@ class Steps:
         hidden = self.model(tokens_RT, positions_RT, attend, rope, chosen=chosen_NLK)
         routes.put(pages.flatten(), (positions_RT % self.cache.page_tokens).flatten(), chosen_NLK)
         return hidden
-
-    def _beside_attention(self, beside: PromptRows) -> DecodeAttention:
-        where = self.cache, beside.table_MP, beside.rows_M, beside.positions_M
-        return DecodeAttention(*where, self._rope, beside.readings, drafted=True)
 
     def _rope_at(self, positions_BT: Tensor) -> Rope:
         return tuple(part[positions_BT] for part in self._rope)
