@@ -48,9 +48,9 @@ test-view: .venv/dev
 		|| echo "test-view: no Chromium here, and apt-get cannot install it: the tests of the page are SKIPPED"
 	$(BIN)/pytest tests/browser
 
-# Kernels in Triton's interpreter, on a CPU. Triton is a large download that nobody else needs here.
+# Kernels in Triton's interpreter, and compiled for a GPU, on a CPU. Triton is a large download that nobody else needs here.
 test-kernels: .venv/dev build/triton
-	PYTHONPATH=$(CURDIR)/build/triton $(BIN)/pytest tests/unit/generate/test_attention_interpreted.py tests/unit/model/test_experts_interpreted.py
+	PYTHONPATH=$(CURDIR)/build/triton $(BIN)/pytest tests/unit/generate/test_attention_interpreted.py tests/unit/model/test_experts_interpreted.py tests/unit/model/test_kernels_compile.py
 build/triton:
 	$(BIN)/pip install --quiet --no-deps --target $@ 'triton>=3.7,<4'
 

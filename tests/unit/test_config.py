@@ -41,7 +41,7 @@ def override_refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "model:\n", "trainer: {}\n"])
+@pytest.mark.parametrize("text", ["model:\n", "trainer: {}\n"])
 def test_what_is_not_given_has_its_default(job: Path, text: str) -> None:
     assert load_text(job, text) == Config()
 
@@ -75,6 +75,8 @@ def test_malformed_yaml_is_named_with_its_line(job: Path, text: str, line: int) 
         ("trainer:\n  lr: 0.1\n  lr: 0.2\n", "job.yaml:3: 'lr' is given twice"),
         ("1: 2\n", "job.yaml:1: key 1 is not text"),
         ("? [seed]\n: 2\n", "job.yaml:1: key ['seed'] is not text"),
+        ("", "holds no settings"),
+        ("# to be written\n", "holds no settings; without a file, `llamarl train` trains the default job"),
         ("- seed\n", "expected `key: value` lines, got a list"),
         ("seed\n", "expected `key: value` lines, got 'seed'"),
     ],
@@ -458,7 +460,7 @@ def test_old_spellings_are_read_for_one_release_and_said_once(
 ) -> None:
     renamed._tell.cache_clear()
     old, file = ["generator.quantise=fp8", "algo.overlong=penalise"], tmp_path / "job.yaml"
-    file.write_text("generator: {quantise: fp8}\nalgo: {overlong: penalise}\n" if "file" in where else "")
+    file.write_text("generator: {quantise: fp8}\nalgo: {overlong: penalise}\n" if "file" in where else "seed: 0\n")
     config = load_config(file, {"file": [], "override": old, "file and override": ["generator.quantize=int8"]}[where])
     load_config(file)
     assert config.generator.quantize == ("int8" if "and" in where else "fp8") and config.algo.overlong == "penalize"

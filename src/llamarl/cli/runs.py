@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -23,6 +25,7 @@ from llamarl.runs.to_json import rollout_row
 
 _SHOWN_GROUPS = 3
 _MAX_SHOWN = 60  # characters of a setting's value, or of an answer
+_LEAST_ROOM = 30  # columns for settings
 
 
 def runs_command(
@@ -40,15 +43,21 @@ def runs_command(
             for entry in entries:
                 print(json.dumps(msgspec.to_builtins(entry)))
         else:
-            print("\n".join(_table(entries)))
+            columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+            print("\n".join(_table(entries, columns)))
 
 
-def _table(entries: list[RunEntry]) -> Iterator[str]:
+def _table(entries: list[RunEntry], columns: int = sys.maxsize) -> Iterator[str]:
+    """Settings that do not fit into so many columns go on in the next line."""
     rows = [("run", "state", "update", "score", "wall time", "settings that differ"), *map(_cells, entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    indent = sum(widths) + 2 * len(widths)
+    room = max(columns - indent, _LEAST_ROOM)
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        yield "  ".join([*cells, row[5]]).rstrip()
+        start = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        settings = textwrap.wrap(row[5], room, break_long_words=False, break_on_hyphens=False) or [""]
+        yield f"{start}  {settings[0]}".rstrip()
+        yield from (" " * indent + more for more in settings[1:])
 
 
 def _cells(entry: RunEntry) -> tuple[str, ...]:
@@ -174,12 +183,13 @@ def _print_rollout(rollout: KeptRollout) -> None:
         f"reward {rollout.reward:g}" + (f" ({parts})" if parts else ""),
         f"advantage {rollout.advantage:+.3f}",
         *([] if rollout.given is None else [f"answer {printable(rollout.given)[:_MAX_SHOWN]}"]),
-        f"{int(rollout.sampled.sum())} tokens" + (" (cut off)" if rollout.truncated else ""),
+        f"{(count := int(rollout.sampled.sum()))} token{'s' * (count != 1)}"
+        + (" (cut off)" if rollout.truncated else ""),
         rollout.status + (f": {printable(rollout.reason)}" if rollout.reason else ""),
     ]
     print(f"\n  [{rollout.number}] {', '.join(facts)}")
     for turn in rollout.turns:
-        print(_indented(turn.text, "      " if turn.role == "model" else "      tool> "))
+        print(_indented(turn.text, "      " if turn.role == "model" else "      reply> "))
 
 
 def _indented(text: str, prefix: str) -> str:

@@ -147,7 +147,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from None
     raw = _parse_yaml(text, str(path))
     if raw is None:
-        return {}
+        raise ConfigError(f"{path}: holds no settings; without a file, `llamarl train` trains the default job")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, got {_name(raw)}")
     return raw

@@ -30,7 +30,9 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
     lines += [
         f"updates            {_updates(summary)} in {format_seconds(summary.train_s)}"
         f" (whole run {format_seconds(summary.wall_s)})",
-        f"groups             {summary.groups_trained} trained, {summary.groups_dropped} dropped"
+        f"groups             {summary.groups_trained} trained"
+        + (f" ({flat} without variance)" if (flat := summary.groups_without_variance) else "")
+        + f", {summary.groups_dropped} dropped"
         + (f", {summary.groups_replaced} replaced" if summary.groups_replaced else "")
         + ("; none had anything to learn from" if summary.groups_trained and not summary.tokens_trained else ""),
         *(

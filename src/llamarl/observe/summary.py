@@ -21,6 +21,7 @@ class Summary(Struct, kw_only=True):
     score_name: str = "accuracy"  # name of the evaluated score: "accuracy" or "mean reward"
     updates: int
     groups_trained: int
+    groups_without_variance: int = 0  # of these, groups whose rewards are all equal
     groups_dropped: int
     groups_replaced: int = 0  # groups without variance whose place in a batch another took (schedule.dynamic_sampling)
     skipped: int  # updates without effect, because the loss or gradient was not finite
@@ -50,6 +51,7 @@ class Counted(Struct, frozen=True):
     """The metrics of an update that go into the totals."""
 
     groups: float | None = None
+    zero_variance_share: float | None = None
     trained_tokens: float | None = None
     staleness_mean: float | None = None
     staleness_max: float | None = None
@@ -57,13 +59,13 @@ class Counted(Struct, frozen=True):
     skipped: float | None = None
 
 
-_WIDTH = 5  # numbers kept per update: groups, tokens, tokens times their mean staleness, skipped, reward
+_WIDTH = 6  # numbers kept per update: groups, those without variance, tokens, tokens times staleness, skipped, reward
 
 
 class Tally:
     """Running totals of the updates so far. An update that is repeated after a rewind replaces its first result.
 
-    Keeps five numbers per update: 40 MB for a million updates."""
+    Keeps six numbers per update: 48 MB for a million updates."""
 
     def __init__(self) -> None:
         self.groups_dropped = 0
@@ -79,11 +81,15 @@ class Tally:
         self.evaluations: dict[int, float] = {}  # held-out accuracy by version
         self.updates = 0
         self._made = array("d")  # NaN where an update or its reward is missing
-        self._groups = self._tokens = self._stale_tokens = self._skipped = 0.0
+        self._groups = self._flat = self._tokens = self._stale_tokens = self._skipped = 0.0
 
     @property
     def groups_trained(self) -> int:
         return int(self._groups)
+
+    @property
+    def groups_without_variance(self) -> int:
+        return round(self._flat)
 
     @property
     def tokens_trained(self) -> int:
@@ -106,9 +112,10 @@ class Tally:
         self.add(update, msgspec.convert(metrics, Counted))
 
     def add(self, update: int, counted: Counted) -> None:
-        tokens = counted.trained_tokens or 0.0
+        groups, tokens = counted.groups or 0.0, counted.trained_tokens or 0.0
         row = (
-            counted.groups or 0.0,
+            groups,
+            (counted.zero_variance_share or 0.0) * groups,
             tokens,
             (counted.staleness_mean or 0.0) * tokens,
             counted.skipped or 0.0,
@@ -122,9 +129,10 @@ class Tally:
             before = array("d", [0.0] * _WIDTH)
             self.updates += 1
         self._groups += row[0] - before[0]
-        self._tokens += row[1] - before[1]
-        self._stale_tokens += row[2] - before[2]
-        self._skipped += row[3] - before[3]
+        self._flat += row[1] - before[1]
+        self._tokens += row[2] - before[2]
+        self._stale_tokens += row[3] - before[3]
+        self._skipped += row[4] - before[4]
         self._made[at : at + _WIDTH] = array("d", row)
         if counted.staleness_max is not None and counted.staleness_max > self.staleness_max:
             self.staleness_max = int(counted.staleness_max)

@@ -249,6 +249,7 @@ class Watcher:
             updates=tally.updates,
             updates_before=self._before[0],
             groups_trained=tally.groups_trained,
+            groups_without_variance=tally.groups_without_variance,
             groups_dropped=tally.groups_dropped,
             groups_replaced=tally.groups_replaced,
             skipped=tally.skipped,

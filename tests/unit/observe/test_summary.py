@@ -48,8 +48,10 @@ def test_an_update_without_anything_to_learn_is_counted_as_one() -> None:
 def test_an_update_that_is_made_again_after_a_rewind_counts_once() -> None:
     tally = Tally()
     for update in (0, 1, 2, 1, 2, 3):
-        tally.add_update(update, metrics(4, 100, update / 10, update, update / 10))
+        found = metrics(4, 100, update / 10, update, update / 10)
+        tally.add_update(update, {**found, "zero_variance_share": 0.25 * update})
     assert (tally.updates, tally.groups_trained, tally.tokens_trained) == (4, 16, 400)
+    assert tally.groups_without_variance == 1 + 2 + 3
     assert tally.staleness_mean == pytest.approx((0.0 + 0.1 + 0.2 + 0.3) / 4)
     assert tally.rewards == [0.0, 0.1, 0.2, 0.3]
 
@@ -126,6 +128,8 @@ def test_the_report_shows_the_summary_and_takes_paths_literally(watcher: Watcher
     text = "\n".join(report_lines(summary, Path("runs/[bold]x")))
     assert "0.250 -> 0.750" in text
     assert "40 trained, 1 dropped" in text
+    flat = "\n".join(report_lines(msgspec.structs.replace(summary, groups_without_variance=7), Path("runs/x")))
+    assert "40 trained (7 without variance), 1 dropped" in flat
     console = Console(width=80, record=True, file=io.StringIO())
     print_report(console, summary, Path("runs/[bold]x"))
     assert "runs/[bold]x/snapshots/20/policy" in console.export_text()

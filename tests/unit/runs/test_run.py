@@ -12,9 +12,11 @@ from helpers.cli import llamarl
 from helpers.killing import KillAt, Killed
 
 from llamarl import Job, Run
+from llamarl.cli.runs import _table
 from llamarl.config.file import load_config
 from llamarl.errors import InputError, JobFailed
 from llamarl.observe.run_lock import RunLock, is_locked
+from llamarl.runs.listing import RunEntry
 
 SHORT = [
     "engine=inline",
@@ -118,6 +120,19 @@ def test_runs_are_listed_with_the_settings_that_differ(run: Path, tmp_path: Path
     rows = [json.loads(line) for line in llamarl("runs", tmp_path, "--json").out.splitlines()]
     assert {tuple(row["settings"]) for row in rows} == {("trainer.lr",)}
     assert {(row["state"], row["updates"], row["score_name"]) for row in rows} == {("finished", 3, "accuracy")}
+
+
+def test_settings_go_on_in_the_next_line_where_a_terminal_is_narrow() -> None:
+    settings = {f"trainer.setting_{number}": number for number in range(9)}
+    entry = RunEntry("one", "finished", 3, 3, None, "accuracy", 7.0, "", "", settings)
+    head, whole = _table([entry])
+    assert all(f"{key}={value}" in whole for key, value in settings.items())
+    for columns in (20, 100):
+        again, first, *others = _table([entry], columns)
+        assert again == head and others and first == whole[: len(first)]
+        indent = head.index("settings that")
+        assert all(line[:indent].isspace() and len(line) <= max(columns, indent + 30) for line in others)
+        assert " ".join([first, *(line.strip() for line in others)]) == whole
 
 
 def test_a_damaged_run_is_left_out_with_a_line(run: Path, tmp_path: Path) -> None:
