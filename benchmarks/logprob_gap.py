@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from llamarl.algo.batch import document_of
-from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import AS_THE_MODEL, Limits, Precision
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.train.policy import ComputeSettings, Policy, load_policy

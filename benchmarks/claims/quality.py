@@ -26,7 +26,7 @@ from logprob_gap import gaps, sample
 
 from llamarl.config import Config
 from llamarl.config.file import load_config
-from llamarl.generate.decoder import Precision
+from llamarl.generate.limits import Precision
 from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.registry import make_task

@@ -13,7 +13,7 @@ from helpers.trainer_rank import DOCUMENTS
 from helpers.training import assert_same_gradients, make_test_documents, naive_gradients
 from safetensors.torch import load_file
 
-from llamarl.generate.decoder import Precision
+from llamarl.generate.limits import Precision
 from llamarl.generate.parallel import TensorRank
 from llamarl.model.checkpoint import save_model
 

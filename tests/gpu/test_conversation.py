@@ -9,7 +9,8 @@ import torch
 from helpers.groups import prompt_group
 from helpers.models import EOS, VOCABULARY, lively_model
 
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits
 from llamarl.model.transformer import causal_attention
 from llamarl.types import CompletionGroup, bytes_to_floats, bytes_to_tokens, sampled_places
 

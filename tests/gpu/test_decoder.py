@@ -13,10 +13,11 @@ from helpers.models import copy_weights, lively_model
 from msgspec.structs import asdict, replace
 from torch import Tensor
 
-from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.drafts import DraftChoice
+from llamarl.generate.limits import Limits, Precision
 from llamarl.generate.sampling import filter_threshold, sample_tokens, uniform_draws
-from llamarl.generate.scheduler import Running, Sequence
+from llamarl.generate.sequences import Running, Sequence
 from llamarl.model import ops
 from llamarl.model.checkpoint import random_model
 from llamarl.model.transformer import Transformer, causal_attention

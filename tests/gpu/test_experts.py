@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits, Precision
 from llamarl.model.expert_products import AdapterPair, ExpertAdapters, expert_mlp
 from llamarl.model.quantize import Quantization
 from llamarl.model.transformer import causal_attention

@@ -29,7 +29,8 @@ from llamarl.bench.actors import Actor
 from llamarl.config import AlgoConfig, LoraConfig, TrainerConfig
 from llamarl.config.file import load_config
 from llamarl.errors import JobFailed
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits
 from llamarl.layout.boxes import whole
 from llamarl.model.adapter_digest import AdapterHash, HashedPart
 from llamarl.model.adapter_folder import load_merged

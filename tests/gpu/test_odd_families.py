@@ -13,7 +13,8 @@ from torch import Tensor
 
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits, Precision
 from llamarl.model.quantize import Quantization
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.model_spec import AttentionOptions

@@ -7,7 +7,8 @@ import torch
 from helpers.groups import prompt_group
 from torch import Tensor
 
-from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits, Precision
 from llamarl.model.checkpoint import random_model
 from llamarl.model.ops import rms_norm, silu_times
 from llamarl.model.quantize import FP8, fp8_product, int8_product, quantize_rows

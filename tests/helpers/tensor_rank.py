@@ -19,7 +19,8 @@ from helpers.models import SHAPE
 from helpers.ranks import DEVICE, join_in, leave_group, run_ranks
 from llamarl.builders.generator import add_adapters
 from llamarl.config.file import parse_config
-from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import AS_THE_MODEL, Limits, Precision
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.model.adapter_folder import load_merged
 from llamarl.model.checkpoint import load_model, save_model

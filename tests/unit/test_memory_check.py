@@ -15,7 +15,8 @@ from llamarl.config.file import load_config
 from llamarl.controller.default_line import default_line
 from llamarl.errors import ConfigError
 from llamarl.executors.trainer import Trainer
-from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits, Precision
 from llamarl.jobs.job import Job
 from llamarl.jobs.memory_check import HOST, MemoryItem, check_memory, job_parts
 from llamarl.machine import FreeMemory

@@ -23,7 +23,7 @@ from llamarl.bench.machine import (
     peak_memory_bytes,
     process_age_s,
 )
-from llamarl.generate.decoder import Limits
+from llamarl.generate.limits import Limits
 from llamarl.model.checkpoint import random_model
 from llamarl.model.lora import Adapters
 from llamarl.model.lora_serving import serve_adapters

@@ -10,7 +10,7 @@ import torch
 from msgspec import Struct
 
 from llamarl.config import GeneratorConfig
-from llamarl.generate.decoder import Precision
+from llamarl.generate.limits import Precision
 from llamarl.model.quantize import FP8, Quantization
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}  # dtypes of the weights

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llamarl.bench.decode_case import DecodeFigures
-from llamarl.generate.scheduler import Sequence
+from llamarl.generate.sequences import Sequence
 from llamarl.train.speed import synchronize
 
 if TYPE_CHECKING:

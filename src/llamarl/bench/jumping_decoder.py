@@ -9,7 +9,7 @@ import torch
 
 from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.kv_cache import PagedCache
-from llamarl.generate.scheduler import Admission, Sequence
+from llamarl.generate.sequences import Admission, Sequence
 
 
 class JumpingDecoder(ContinuousDecoder):

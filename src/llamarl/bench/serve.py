@@ -26,9 +26,9 @@ from msgspec import Struct
 from tokenizers import decoders, models, pre_tokenizers
 
 from llamarl.errors import JobFailed
-from llamarl.generate.decoder import Limits
+from llamarl.generate.limits import Limits
 from llamarl.generate.llm import LLM
-from llamarl.generate.scheduler import GroupOptions
+from llamarl.generate.sequences import GroupOptions
 from llamarl.model.checkpoint import random_model, save_model
 from llamarl.model_spec import ModelSpec
 from llamarl.types import Problem, PromptGroup, Sampling, tokens_to_bytes

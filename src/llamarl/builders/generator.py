@@ -19,8 +19,9 @@ from llamarl.executors.generator import Generator
 from llamarl.families.adapters import trained_parameters
 from llamarl.generate.adapter_check import AdapterCheck
 from llamarl.generate.conversation import make_conversations
-from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.drafts import DraftChoice
+from llamarl.generate.limits import Limits, Precision
 from llamarl.generate.loading import load_rank
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.stop_strings import StopStrings

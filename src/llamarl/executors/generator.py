@@ -9,7 +9,7 @@ from llamarl.executors.executor import UnexpectedMessage
 from llamarl.generate.adapter_check import AdapterCheck
 from llamarl.generate.conversation import Conversations
 from llamarl.generate.decoder import ContinuousDecoder
-from llamarl.generate.scheduler import AS_ALL_OTHERS, GroupOptions
+from llamarl.generate.sequences import AS_ALL_OTHERS, GroupOptions
 from llamarl.generate.stop_strings import StopStrings
 from llamarl.messages import (
     DraftsCounted,

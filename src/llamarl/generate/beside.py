@@ -19,7 +19,7 @@ from torch import Tensor
 from llamarl.generate.attention import DecodeAttention
 from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.pages import NO_PAGE
-from llamarl.generate.scheduler import Extension
+from llamarl.generate.sequences import Extension
 from llamarl.model.gpu_paths import upload
 from llamarl.model.ops import Rope
 from llamarl.model.transformer import Attend

@@ -16,8 +16,8 @@ from llamarl.config import Config, ConversationConfig
 from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.parallel import TensorRank
 from llamarl.generate.prompting import asked_turns, reply_tokens
-from llamarl.generate.scheduler import Key
-from llamarl.generate.scheduler import Sequence as Sample
+from llamarl.generate.sequences import Key
+from llamarl.generate.sequences import Sequence as Sample
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.process_groups import broadcast_bytes
 from llamarl.tasks.failures import Counts

@@ -25,7 +25,7 @@ from llamarl.generate.kv_cache import PagedCache
 from llamarl.generate.kv_splits import SharedCut, enough_programs, parts_up_to, shared_cut
 from llamarl.generate.pages import NO_PAGE
 from llamarl.generate.route_pages import CachedSpan
-from llamarl.generate.scheduler import DecodeBatch, Extension, Fill, Running, Sampled
+from llamarl.generate.sequences import DecodeBatch, Extension, Fill, Running, Sampled
 from llamarl.generate.slots import Opening
 from llamarl.generate.step import Steps
 from llamarl.model.gpu_paths import upload

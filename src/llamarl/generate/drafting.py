@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from llamarl.generate.device_runner import Burst, DeviceRunner, opening_at
 from llamarl.generate.drafts import MATCHED, DraftChoice, SuffixIndex
-from llamarl.generate.scheduler import DecodeBatch, GroupUnderway, Key, Running, Sampled, Scheduler, Sequence
+from llamarl.generate.scheduler import Scheduler
+from llamarl.generate.sequences import DecodeBatch, GroupUnderway, Key, Running, Sampled, Sequence
 from llamarl.generate.slots import Opening
 from llamarl.types import bytes_to_tokens
 

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from llamarl.config import Config
 from llamarl.errors import InputError
 from llamarl.generate.conversation import Conversations, make_conversations
-from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits, Precision
 from llamarl.generate.llm import LLM
 from llamarl.generate.prompting import check_chat_options, judged_text, prompt_tokens
 from llamarl.model.tokenizer import Tokenizer

@@ -16,8 +16,9 @@ from msgspec.structs import asdict
 from llamarl.config import model_folder
 from llamarl.errors import ArgumentError, InputError, ModelError
 from llamarl.families.parameters import num_parameters
-from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.kv_cache import page_bytes
+from llamarl.generate.limits import AS_THE_MODEL, Limits, Precision
 from llamarl.generate.stop_strings import StopStrings
 from llamarl.hub.models import fetch_model
 from llamarl.machine import host_memory

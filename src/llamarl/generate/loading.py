@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llamarl.families.parameters import parameters
-from llamarl.generate.decoder import Precision
+from llamarl.generate.limits import Precision
 from llamarl.generate.parallel import TensorRank, split_block, split_over_ranks
 from llamarl.model.checkpoint import give_memory, meta_model
 from llamarl.model.quantize import quantize_block

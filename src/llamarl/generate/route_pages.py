@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llamarl.generate.scheduler import Running
-from llamarl.generate.scheduler import Sequence as Sample
+from llamarl.generate.sequences import Running
+from llamarl.generate.sequences import Sequence as Sample
 from llamarl.routes import RouteFormat
 
 

@@ -22,7 +22,7 @@ from llamarl.controller.default_line import default_line
 from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.errors import ConfigError
 from llamarl.families.parameters import head_size, num_parameters
-from llamarl.generate.decoder import Limits
+from llamarl.generate.limits import Limits
 from llamarl.machine import FreeMemory, host_memory
 from llamarl.model.adapter_folder import base_or_same
 from llamarl.model.base import BaseLayout

@@ -8,7 +8,7 @@ from llamarl.builders.devices import device_of, dtype_of
 from llamarl.config import Config
 from llamarl.errors import ConfigError, InputError, ModelError
 from llamarl.families.adapters import adapter_parameters
-from llamarl.generate.decoder import Limits
+from llamarl.generate.limits import Limits
 from llamarl.generate.parallel import TensorRank
 from llamarl.model.adapter_folder import check_base_of, check_same, open_adapter
 from llamarl.model.checkpoint import check_headers

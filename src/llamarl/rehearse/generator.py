@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from llamarl.generate.attention import DecodeAttention, PrefillAttention
-from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.device_runner import PREFILL_ROWS
 from llamarl.generate.kv_cache import PagedCache
+from llamarl.generate.limits import Limits, Precision
 from llamarl.generate.loading import load_rank
 from llamarl.generate.pages import pages_for
 from llamarl.generate.parallel import TensorRank

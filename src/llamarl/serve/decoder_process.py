@@ -19,10 +19,11 @@ from contextlib import suppress
 import torch
 
 from llamarl.errors import InputError
-from llamarl.generate.decoder import ContinuousDecoder, Limits, StreamedTokens
+from llamarl.generate.decoder import ContinuousDecoder, StreamedTokens
+from llamarl.generate.limits import Limits
 from llamarl.generate.llm import LLM
-from llamarl.generate.scheduler import GroupOptions
 from llamarl.generate.scoring import score_tokens
+from llamarl.generate.sequences import GroupOptions
 from llamarl.generate.stop_strings import StopStrings
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.processes import die_with_parent

@@ -17,14 +17,16 @@ from llamarl.config import GeneratorConfig
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
 from llamarl.generate import beside, decoder, scheduler
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.drafts import DraftChoice
+from llamarl.generate.limits import Limits, beside_rows
+from llamarl.generate.sequences import Admission, Extension
 from llamarl.jobs.model_check import check_model
 from llamarl.model.transformer import Transformer
 from llamarl.types import CompletionGroup, PromptGroup
 
 MAX_PROMPT, MAX_NEW, ROWS = 36, 16, 5
-REALLY = decoder.beside_rows
+REALLY = beside_rows
 FULL = 14  # pages of 4 tokens for 36 + 16 - 1 tokens, and one more for the prompt that is shared
 
 
@@ -41,12 +43,12 @@ class Counting(ContinuousDecoder):
 
     num_beside = num_waited_for = 0
 
-    def _launch(self, extensions: list[scheduler.Extension] | None = None) -> bool:
+    def _launch(self, extensions: list[Extension] | None = None) -> bool:
         launched = super()._launch(extensions)
         self.num_beside += sum(len(one.tokens) for one in extensions or ()) if launched else 0
         return launched
 
-    def _read(self, admission: scheduler.Admission) -> None:
+    def _read(self, admission: Admission) -> None:
         self.num_waited_for += admission.num_tokens if self.num_running > len(admission.started) else 0
         super()._read(admission)
 
@@ -113,7 +115,7 @@ def test_a_prompt_that_is_not_read_correctly_is_noticed(monkeypatch: pytest.Monk
     expected = decode_all(decoder_with(0), groups)
     fill = beside.BesideInputs.fill
 
-    def shifted(inputs: beside.BesideInputs, extensions: list[scheduler.Extension]) -> None:
+    def shifted(inputs: beside.BesideInputs, extensions: list[Extension]) -> None:
         fill(inputs, extensions)
         inputs._steps[-1, 1] += 1
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from llamarl.config import GeneratorConfig, LoraConfig
 from llamarl.generate import scheduler
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.device_runner import DeviceRunner
-from llamarl.generate.scheduler import Extension, Fill
+from llamarl.generate.limits import Limits
+from llamarl.generate.sequences import Extension, Fill
 from llamarl.layout.boxes import whole
 from llamarl.model.lora_serving import serve_adapters
 from llamarl.model.transformer import Transformer

@@ -17,9 +17,10 @@ from torch import Tensor
 from llamarl.algo.batch import Document, document_of
 from llamarl.config import Config, ConversationConfig
 from llamarl.generate.conversation import Conversations
-from llamarl.generate.decoder import ContinuousDecoder, Limits
-from llamarl.generate.scheduler import Extension, Fill, Key
-from llamarl.generate.scheduler import Sequence as Sample
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits
+from llamarl.generate.sequences import Extension, Fill, Key
+from llamarl.generate.sequences import Sequence as Sample
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.transformer import Transformer, causal_attention

@@ -12,7 +12,8 @@ from helpers.models import EOS, SHAPE, VOCABULARY, copy_weights, lively_model
 from torch import Tensor
 
 from llamarl.config import Config
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits
 from llamarl.generate.sampling import uniform_draws
 from llamarl.model.checkpoint import load_model
 from llamarl.model.transformer import Attend, Transformer, causal_attention

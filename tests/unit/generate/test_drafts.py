@@ -16,10 +16,11 @@ from msgspec.structs import replace
 
 from llamarl.config import LoraConfig
 from llamarl.generate import drafting
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.drafting import Drafter, SiblingDrafts
 from llamarl.generate.drafts import _TRIAL, _UNTIL_NEXT_TRIAL, DraftChoice, SuffixIndex
-from llamarl.generate.scheduler import GroupOptions, Sequence
+from llamarl.generate.limits import Limits
+from llamarl.generate.sequences import GroupOptions, Sequence
 from llamarl.layout.boxes import whole
 from llamarl.model.lora import Adapters
 from llamarl.model.lora_serving import serve_adapters

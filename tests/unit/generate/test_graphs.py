@@ -9,10 +9,11 @@ import pytest
 import torch
 from helpers.models import lively_model
 
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.graphs import _WORTH, Graphs
 from llamarl.generate.kv_splits import parts_of_long, parts_up_to
-from llamarl.generate.scheduler import DecodeBatch
+from llamarl.generate.limits import Limits
+from llamarl.generate.sequences import DecodeBatch
 
 
 def test_a_shape_that_occurs_now_and_then_is_not_worth_a_capture() -> None:

@@ -11,7 +11,8 @@ import torch
 from helpers.models import SHAPE, lively_model
 from torch import Tensor
 
-from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits, Precision
 from llamarl.generate.loading import load_rank
 from llamarl.generate.parallel import TensorRank, split_over_ranks
 from llamarl.model.checkpoint import load_model, open_checkpoint, save_model

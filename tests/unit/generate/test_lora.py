@@ -17,7 +17,8 @@ from torch import Tensor
 from llamarl.config import LoraConfig
 from llamarl.config.file import parse_config
 from llamarl.errors import ConfigError
-from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import AS_THE_MODEL, Limits, Precision
 from llamarl.layout.boxes import whole
 from llamarl.model.adapter_folder import load_merged
 from llamarl.model.lora_serving import merge_adapters, serve_adapters

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from llamarl.config import LoraConfig
 from llamarl.generate.attention import ExtendAttention, PrefillAttention
-from llamarl.generate.decoder import AS_THE_MODEL, ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.kv_cache import PagedCache
+from llamarl.generate.limits import AS_THE_MODEL, Limits, Precision
 from llamarl.layout.boxes import whole
 from llamarl.model.adapter_folder import load_merged, save_adapter
 from llamarl.model.checkpoint import save_model

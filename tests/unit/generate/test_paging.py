@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.errors import ConfigError
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits
 from llamarl.generate.pages import PagePool
 from llamarl.model.transformer import causal_attention
 from llamarl.types import CompletionGroup, PromptGroup, bytes_to_floats

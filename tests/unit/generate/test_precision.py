@@ -16,8 +16,9 @@ from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
 from llamarl.generate import evaluate as evaluation
 from llamarl.generate import llm
-from llamarl.generate.decoder import ContinuousDecoder, Limits, Precision
+from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.kv_cache import PagedCache, page_bytes
+from llamarl.generate.limits import Limits, Precision
 from llamarl.model.quantize import FP8, fp8_product, int8_product, quantize_rows
 from llamarl.model.transformer import Transformer, causal_attention
 from llamarl.tasks.registry import make_task

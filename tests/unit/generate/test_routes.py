@@ -12,9 +12,10 @@ from helpers.groups import prompt_group
 from helpers.models import EOS, copy_weights, lively_model
 from msgspec.structs import replace
 
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.drafting import Drafter
 from llamarl.generate.drafts import DraftChoice
+from llamarl.generate.limits import Limits
 from llamarl.types import CompletionGroup, PromptGroup
 
 MAX_PROMPT, MAX_NEW = 20, 24

@@ -8,7 +8,8 @@ from helpers.groups import prompt_group
 
 from llamarl.generate.kv_splits import SharedCut, parts_of_long, shared_cut
 from llamarl.generate.pages import PagePool
-from llamarl.generate.scheduler import DecodeBatch, Running, Sampled, Scheduler, make_batch
+from llamarl.generate.scheduler import Scheduler
+from llamarl.generate.sequences import DecodeBatch, Running, Sampled, make_batch
 
 PAGE, STEPS = 4, 4
 

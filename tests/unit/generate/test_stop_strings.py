@@ -12,7 +12,8 @@ from llamarl import Job
 from llamarl.config import Config, ConversationConfig, GeneratorConfig
 from llamarl.config.file import load_config
 from llamarl.errors import ConfigError
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits
 from llamarl.generate.llm import LLM
 from llamarl.generate.stop_strings import StopStrings
 from llamarl.model.tokenizer import Tokenizer

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from helpers.groups import prompt_group
 
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits
 from llamarl.generate.llm import LLM
-from llamarl.generate.scheduler import AS_ALL_OTHERS, GroupOptions, Key
+from llamarl.generate.sequences import AS_ALL_OTHERS, GroupOptions, Key
 from llamarl.generate.stop_strings import StopStrings
 from llamarl.types import CompletionGroup, bytes_to_floats, bytes_to_tokens
 

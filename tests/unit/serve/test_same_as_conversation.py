@@ -12,7 +12,8 @@ from llamarl.config import ConversationConfig
 from llamarl.config.file import load_config
 from llamarl.engine.prompts import Prompts
 from llamarl.generate.conversation import make_conversations
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits
 from llamarl.generate.prompting import prompt_tokens, reply_tokens
 from llamarl.model.checkpoint import load_model
 from llamarl.model.tokenizer import Tokenizer

@@ -20,7 +20,8 @@ from msgspec.structs import replace
 from llamarl.algo.batch import IMITATION, Document, document_of
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.generate.decoder import ContinuousDecoder, Limits
+from llamarl.generate.decoder import ContinuousDecoder
+from llamarl.generate.limits import Limits
 from llamarl.model.transformer import causal_attention
 from llamarl.routes import RoutesDiffer
 from llamarl.train.context import take_share
