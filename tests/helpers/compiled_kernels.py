@@ -19,6 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import llamarl
+from helpers.paged_attention import shape_of
 from llamarl.generate import attention_kernels, page_kernels, prompt_kernels, sampling_kernels
 from llamarl.generate.attention import Readings
 from llamarl.generate.kv_cache import PagedCache
@@ -28,7 +29,7 @@ from llamarl.model import expert_kernels, expert_train_kernels, kernels, lora_ke
 from llamarl.model.expert_products import AdapterPair, ExpertAdapters
 from llamarl.model.quantize import FP8
 from llamarl.model.rope import rope_up_to
-from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions, ModelSpec
+from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
 from llamarl.weights import kernels as weight_kernels
 
 BF16 = torch.bfloat16
@@ -81,16 +82,7 @@ def _random(*size: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def _attention(size: int, narrow: bool, options: AttentionOptions = PLAIN_ATTENTION) -> None:
     rows, heads, kv_heads, page, pages = 16, 8, 2, 16, 40
-    shape = ModelSpec(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=size,
-        max_positions=1024,
-    )
+    shape = shape_of(heads, kv_heads, size)
     cache = PagedCache(shape, pages, page, dtype=FP8 if narrow else BF16, device="cpu")
     keys, values, rope = cache.keys(0), cache.values(0), rope_up_to(shape, 1024, torch.device("cpu"))
     q, k, v = (_random(rows, 1, count, size) for count in (heads, kv_heads, kv_heads))
