@@ -194,6 +194,11 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         """Numbers of the layers whose MLP is a mixture of experts."""
         return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
 
+    @property
+    def expert_share(self) -> float:
+        """Share of the layers whose MLP is a mixture of experts."""
+        return len(self.expert_layers) / self.num_layers if self.experts else 0.0
+
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of a layer is a mixture of experts."""
         return self.experts > 0 and layer not in self.dense_layers
@@ -227,9 +232,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         return self._mean_over_layers(0, self.experts_per_token)
 
     def _mean_over_layers(self, dense: float, mixed: float) -> float:
-        if not self.experts:
-            return dense
-        share = len(self.expert_layers) / self.num_layers
+        share = self.expert_share
         return share * mixed + (1 - share) * dense
 
     def used_experts(self, tokens: float) -> float:

@@ -227,7 +227,11 @@ def run_interpreted() -> None:
         prompt_attention_agrees(
             30, 50, (4, 2, 16), torch.float32, cpu, narrow=False, how=(16, 16, 4, 2), options=options
         )
-    prompt_attention_agrees(20, 50, (4, 2, 16), torch.float32, cpu, narrow=True)
+    # A token's heads in two tiles, which see different parts through the window.
+    for narrow in (False, True):
+        options, tiling = AttentionOptions(window=17, softcap=1.5), (16, 16, 4, 2, 4)
+        prompt_attention_agrees(33, 70, (7, 1, 16), torch.float32, cpu, narrow, how=tiling, options=options)
+        prompt_attention_agrees(20, 50, (4, 2, 16), torch.float32, cpu, narrow)
     operations_agree(cpu)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llamarl.algo.losses import kl_estimate
 from llamarl.algo.streams import StreamCounts
-from llamarl.types import Completion, RolloutGroup
+from llamarl.types import Completion, RolloutGroup, has_same_rewards
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,12 @@ def stream_metrics(sums: Mapping[str, float], counts: StreamCounts) -> dict[str,
     return metrics
 
 
-def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Figures of the groups that were sampled; rows of data are only counted."""
+def describe_groups(groups: Sequence[RolloutGroup], cut_off_penalty: float = 0.0) -> dict[str, float]:
+    """Figures of the groups that were sampled; rows of data are only counted. `cut_off_penalty` is what the update takes off
+    the reward of answers that were cut off."""
     rows = sum(group.prompt.written is not None for group in groups)
     if rows:
-        sampled = describe_groups([one for one in groups if one.prompt.written is None])
+        sampled = describe_groups([one for one in groups if one.prompt.written is None], cut_off_penalty)
         return {**sampled, "groups": float(len(groups)), "sft_rows": float(rows)}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -100,7 +101,7 @@ def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "groups": float(len(groups)),
         "completions": float(len(rewards)),
         "reward": sum(rewards) / len(rewards),
-        "zero_variance_share": sum(_is_flat(group.rewards) for group in groups) / len(groups),
+        "zero_variance_share": sum(_is_flat(group, cut_off_penalty) for group in groups) / len(groups),
         "answer_tokens": sum(lengths) / len(lengths),
         "truncated_share": sum(rollout.completion.truncated for rollout in rollouts) / len(rollouts),
         **_describe_turns([rollout.completion for rollout in rollouts]),
@@ -108,9 +109,9 @@ def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     }
 
 
-def _is_flat(rewards: Sequence[float]) -> bool:
+def _is_flat(group: RolloutGroup, cut_off_penalty: float) -> bool:
     """Whether several answers got the same reward; a single one has nothing to differ from."""
-    return len(rewards) > 1 and len(set(rewards)) == 1
+    return len(group.rewards) > 1 and has_same_rewards(group, cut_off_penalty)
 
 
 def _describe_turns(completions: Sequence[Completion]) -> dict[str, float]:

@@ -25,7 +25,8 @@ from llamarl.runs.to_json import rollout_row
 
 _SHOWN_GROUPS = 3
 _MAX_SHOWN = 60  # characters of a setting's value, or of an answer
-_LEAST_ROOM = 30  # columns for settings
+_LEAST_ROOM = 40  # columns for settings beside the others; else they get lines of their own
+_INDENT = 4
 
 
 def runs_command(
@@ -43,21 +44,26 @@ def runs_command(
             for entry in entries:
                 print(json.dumps(msgspec.to_builtins(entry)))
         else:
-            columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-            print("\n".join(_table(entries, columns)))
+            print("\n".join(_table(entries, _columns())))
+
+
+def _columns() -> int:
+    """Columns of the terminal; elsewhere lines may have any length."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
 def _table(entries: list[RunEntry], columns: int = sys.maxsize) -> Iterator[str]:
-    """Settings that do not fit into so many columns go on in the next line."""
+    """Settings that do not fit into so many columns go on in the next line, or in lines of their own."""
     rows = [("run", "state", "update", "score", "wall time", "settings that differ"), *map(_cells, entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    indent = sum(widths) + 2 * len(widths)
-    room = max(columns - indent, _LEAST_ROOM)
+    beside = sum(widths) + 2 * len(widths)
+    indent = beside if columns - beside >= _LEAST_ROOM else _INDENT
     for row in rows:
         start = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-        settings = textwrap.wrap(row[5], room, break_long_words=False, break_on_hyphens=False) or [""]
-        yield f"{start}  {settings[0]}".rstrip()
-        yield from (" " * indent + more for more in settings[1:])
+        settings = textwrap.wrap(row[5], max(1, columns - indent), break_on_hyphens=False)
+        first = settings.pop(0) if settings and indent == beside else ""
+        yield f"{start}  {first}".rstrip()
+        yield from (" " * indent + more for more in settings)
 
 
 def _cells(entry: RunEntry) -> tuple[str, ...]:

@@ -146,8 +146,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from None
     raw = _parse_yaml(text, str(path))
-    if raw is None:
-        raise ConfigError(f"{path}: holds no settings; without a file, `llamarl train` trains the default job")
+    if raw is None or raw == {}:
+        raise ConfigError(f"{path}: holds no settings; `llamarl config > job.yaml` writes all of them to start from")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, got {_name(raw)}")
     return raw

@@ -69,7 +69,8 @@ def replacement_metrics(replacements: Replacements, update: int, metrics: Mappin
     """What an update reports of dynamic sampling; nothing where it is off. `metrics` are those of the update."""
     if not replacements.budget:
         return {}
-    replaced, groups = replacements.in_update(update), metrics.get("groups", 0.0)
+    replaced = replacements.in_update(update)
+    groups = metrics.get("groups", 0.0) - metrics.get("sft_rows", 0.0)
     flat = replaced + metrics.get("zero_variance_share", 0.0) * groups
     return {
         "groups_replaced": float(replaced),

@@ -25,7 +25,7 @@ from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
 _MIN_ROWS = 16  # least rows of a tensor core's product
 _BUSY_PROGRAMS = 128  # one for each processor of a large GPU
 _MAX_PARTS = 8
-_WIDE_VECTOR = 256  # bytes of a head above which tiles are smaller, so that they fit a processor's memory
+_LARGEST_HEAD = 128  # above it, and in fp32, tiles are smaller, so that they fit a processor's memory
 
 
 class PromptTiling(NamedTuple):
@@ -42,9 +42,10 @@ class PromptTiling(NamedTuple):
         return self.parts or min(_MAX_PARTS, triton.next_power_of_2(wanted))
 
 
-def prompt_tiling(head_bytes: int, queries: int) -> PromptTiling:
+def prompt_tiling(size: int, dtype: torch.dtype, queries: int) -> PromptTiling:
     """`queries`: those of one key-value head."""
-    how = PromptTiling(64, 32, 4, 2) if head_bytes > _WIDE_VECTOR else PromptTiling(128, 64, 8, 3)
+    is_wide = size > _LARGEST_HEAD or dtype == torch.float32
+    how = PromptTiling(64, 32, 4, 2) if is_wide else PromptTiling(128, 64, 8, 3)
     return how._replace(rows=min(how.rows, max(_MIN_ROWS, triton.next_power_of_2(queries))))
 
 
@@ -220,7 +221,7 @@ def attend_prompt(
     tokens, _, heads, size = q_M1HD.shape
     kv_heads, num_pages, page_tokens, _ = keys.values_KPTD.shape
     group = heads // kv_heads
-    how = how or prompt_tiling(size * q_M1HD.element_size(), tokens * group)
+    how = how or prompt_tiling(size, q_M1HD.dtype, tokens * group)
     tiles = triton.cdiv(tokens * group, how.rows)
     parts = how.parts_of(tiles * kv_heads)
     write_new(k_M1KD, v_M1KD, keys, values, table_MP, rows_M, positions_M, rope)

@@ -51,7 +51,8 @@ class Counted(Struct, frozen=True):
     """The metrics of an update that go into the totals."""
 
     groups: float | None = None
-    zero_variance_share: float | None = None
+    sft_rows: float | None = None
+    zero_variance_share: float | None = None  # of the groups that are no rows of data
     trained_tokens: float | None = None
     staleness_mean: float | None = None
     staleness_max: float | None = None
@@ -115,7 +116,7 @@ class Tally:
         groups, tokens = counted.groups or 0.0, counted.trained_tokens or 0.0
         row = (
             groups,
-            (counted.zero_variance_share or 0.0) * groups,
+            (counted.zero_variance_share or 0.0) * (groups - (counted.sft_rows or 0.0)),
             tokens,
             (counted.staleness_mean or 0.0) * tokens,
             counted.skipped or 0.0,

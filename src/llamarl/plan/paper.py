@@ -150,7 +150,7 @@ def _precision(question: Question, tp: int, assumed: Assumed) -> str:
 def _train_s(question: Question, gpus: int) -> float:
     """Update time of the fastest layout that fits, with the states sharded over all ranks."""
     space = Space(question)
-    fitting = [one.update_s for one in space.trainers(gpus) if space.fits(one.memory_bytes)]
+    fitting = [one.update_s for one in space.trainers(gpus)]
     return min(fitting, default=float("inf"))
 
 

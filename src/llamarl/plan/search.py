@@ -114,10 +114,11 @@ class Space:
         return list(range(grain, question.gpus, grain))
 
     def trainers(self, gpus: int) -> Iterator[Trainers]:
-        """Yield every trainer layout on `gpus` GPUs, with its price."""
+        """Yield every trainer layout that fits `gpus` GPUs, with its price."""
         for sharded in self._trainer_ranks(gpus):
             for ranks in (sharded, *self._replicated(sharded)):
-                yield Trainers(ranks, ranks.update_s(self._batch), ranks.memory_bytes)
+                if self.fits(memory_bytes := ranks.memory_bytes):
+                    yield Trainers(ranks, ranks.update_s(self._batch), memory_bytes)
 
     def _replicated(self, ranks: TrainerRanks) -> Iterator[TrainerRanks]:
         """Yield the same ranks as replicas of whole hosts, where sharding over all of them takes longer than computing."""
@@ -365,8 +366,7 @@ def near_async(question: Question) -> list[Plan]:
 
 def _best_of_split(space: Space, trainer_gpus: int, most: float) -> Plan | None:
     """The best plan with so many GPUs for training; None: there is none, or none whose price is at most `most`."""
-    fitting = [one for one in space.trainers(trainer_gpus) if space.fits(one.memory_bytes)]
-    trainers = min(fitting, key=lambda one: (one.update_s, one.memory_bytes), default=None)
+    trainers = min(space.trainers(trainer_gpus), key=lambda one: (one.update_s, one.memory_bytes), default=None)
     found: Plan | None = None
     if trainers is None:
         return None

@@ -562,7 +562,7 @@ def _kept_bytes(shape: ModelSpec, recompute: str, tp: int, width: int, expert: i
     of its products, of which experts keep the result of the first one only. With tensor parallelism one of the two norms is
     computed again, but not where experts read it, and a block that is computed again keeps its part of the stream. Routers
     keep their input in fp32. Ranks with different experts have rows for those of others, too."""
-    norms, mixed = 2 if tp == 1 else 1, len(shape.expert_layers) / shape.num_layers
+    norms, mixed = 2 if tp == 1 else 1, shape.expert_share
     attention = (2 * 4 + norms * width) * shape.hidden_size + width * (2 * shape.q_size + 2 * shape.kv_size) / tp
     mlp = width * (3 * shape.inner_rows(expert) - shape.expert_rows(expert)) / tp
     mlp += mixed * (4 + (2 - norms) * width) * shape.hidden_size

@@ -108,7 +108,7 @@ class Learner:
         the `wanted` groups are those of version `number`, from the passes that trained it.
         AdaptersDiffer if a generator has sampled with other adapters, RoutesDiffer if it has recorded other experts,
         StatesDiffer if a teacher has sent the states of other tokens."""
-        metrics = describe_groups(groups)
+        metrics = describe_groups(groups, self._algo.cut_off_penalty)
         metrics |= check_effect(self.policy, groups if probe is None else [probe], number, self._tolerance)
         if probe is not None:
             metrics |= self._measure_probe(probe, number)

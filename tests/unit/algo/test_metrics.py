@@ -80,3 +80,14 @@ def test_conversations_are_described_by_their_turns_and_other_answers_are_not() 
     found = describe_groups([rollout_group([5], [(talk, 1.0), (plain, 0.0)])])
     assert (found["turns"], found["given_tokens"], found["answer_tokens"]) == (2.0, 1.5, 3.0)
     assert "turns" not in describe_groups([rollout_group([5], [(plain, 1.0), (plain, 0.0)])])
+
+
+def test_groups_without_variance_are_those_without_advantages() -> None:
+    """As the trainer sees them: after the penalty for answers that were cut off, and without rows of data."""
+    plain, cut = completion([1, 2, 3]), replace(completion([1, 2]), truncated=True)
+    group, alone = rollout_group([5], [(plain, 1.0), (cut, 1.0)]), rollout_group([5], [(plain, 1.0)])
+    row = replace(alone, prompt=replace(alone.prompt, written=b"x"))
+    assert describe_groups([group, alone])["zero_variance_share"] == 0.5
+    assert describe_groups([group, alone], cut_off_penalty=0.5)["zero_variance_share"] == 0.0
+    found = describe_groups([group, row, row])
+    assert (found["zero_variance_share"], found["groups"], found["sft_rows"]) == (1.0, 3.0, 2.0)

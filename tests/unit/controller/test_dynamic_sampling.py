@@ -17,7 +17,7 @@ from llamarl.controller import ledger
 from llamarl.controller.controller import Controller
 from llamarl.controller.ledger_state import LedgerState, audit
 from llamarl.controller.recovery import resumption
-from llamarl.controller.replacements import Replacements
+from llamarl.controller.replacements import Replacements, replacement_metrics
 from llamarl.errors import ConfigError
 
 EXECUTORS = ["generator/0", "generator/1", "reward/0", "trainer/0"]
@@ -237,3 +237,10 @@ def test_a_group_both_replaced_and_trained_is_counted_twice() -> None:
     records: list[ledger.Record] = [ledger.Opened(1, 1), ledger.Issued(0, "generator/0", 0), ledger.Replaced(0, 0)]
     assert audit([*records, ledger.Trained(0, (0,))]).counted_twice == (0,)
     assert audit(records).num_unfinished == 1, "the group that takes its place is still missing"
+
+
+def test_rows_of_data_do_not_count_as_groups_that_could_have_variance() -> None:
+    found = replacement_metrics(
+        Replacements(rules(1, 4, 2, 3)), 0, {"groups": 8.0, "sft_rows": 6.0, "zero_variance_share": 0.5}
+    )
+    assert found["no_variance_share"] == 0.5

@@ -39,6 +39,12 @@ def test_totals_by_hand() -> None:
     assert tally.rewards == [0.2, 0.4]
 
 
+def test_rows_of_data_are_no_groups_without_variance() -> None:
+    tally = Tally()
+    tally.add_update(0, {**metrics(8, 100, 0.0, 0, 0.5), "sft_rows": 6.0, "zero_variance_share": 0.5})
+    assert (tally.groups_trained, tally.groups_without_variance) == (8, 1)
+
+
 def test_an_update_without_anything_to_learn_is_counted_as_one() -> None:
     tally = Tally()
     tally.add_update(0, {"groups": 0.0, "completions": 0.0, "trained_tokens": 0.0})

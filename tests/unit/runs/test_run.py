@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from helpers.cli import llamarl
 from helpers.killing import KillAt, Killed
 
 from llamarl import Job, Run
-from llamarl.cli.runs import _table
+from llamarl.cli.runs import _columns, _table
 from llamarl.config.file import load_config
 from llamarl.errors import InputError, JobFailed
 from llamarl.observe.run_lock import RunLock, is_locked
@@ -122,17 +123,27 @@ def test_runs_are_listed_with_the_settings_that_differ(run: Path, tmp_path: Path
     assert {(row["state"], row["updates"], row["score_name"]) for row in rows} == {("finished", 3, "accuracy")}
 
 
-def test_settings_go_on_in_the_next_line_where_a_terminal_is_narrow() -> None:
-    settings = {f"trainer.setting_{number}": number for number in range(9)}
-    entry = RunEntry("one", "finished", 3, 3, None, "accuracy", 7.0, "", "", settings)
+@pytest.mark.parametrize("columns", [60, 80, 100, 160])
+def test_settings_go_on_in_the_next_line_where_a_terminal_is_narrow(columns: int) -> None:
+    settings = {f"trainer.setting_{number}": "x" * 60 if number == 4 else number for number in range(9)}
+    entry = RunEntry("runs/gsm8k-lora", "finished", 3, 3, None, "accuracy", 7.0, "", "", settings)
     head, whole = _table([entry])
     assert all(f"{key}={value}" in whole for key, value in settings.items())
-    for columns in (20, 100):
-        again, first, *others = _table([entry], columns)
-        assert again == head and others and first == whole[: len(first)]
-        indent = head.index("settings that")
-        assert all(line[:indent].isspace() and len(line) <= max(columns, indent + 30) for line in others)
-        assert " ".join([first, *(line.strip() for line in others)]) == whole
+    lines = list(_table([entry], columns))
+    assert max(map(len, lines)) <= columns
+    beside = head.index("settings that")
+    assert lines[0] == (head if columns >= 100 else head[:beside].rstrip())
+    first = next(number for number, line in enumerate(lines) if "gsm8k" in line)
+    assert "".join(lines[first:]).replace(" ", "") == whole.replace(" ", "")
+
+
+def test_a_list_keeps_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where its output is read on one."""
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert _columns() == 70
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert _columns() == sys.maxsize
 
 
 def test_a_damaged_run_is_left_out_with_a_line(run: Path, tmp_path: Path) -> None:
