@@ -12,13 +12,16 @@ from llamarl.tasks.workers.pool import WorkerPool
 from llamarl.tasks.workers.protocol import KILL_SHARE, AgentItem, ServedEnvironment, Setup, Verdict, WorkRequest
 from llamarl.types import Problem
 
+_LEAST_GRACE_S = 1.0  # for starting the process, and for writing its verdict
+
 
 class AgentRunner:
     """Starts agents and returns one verdict for each. A process that dies fails all agents in it."""
 
     def __init__(self, settings: AgentConfig, served: ServedEnvironment | None = None) -> None:
-        # The agents have the whole limit; a process that outlasts it by a little is killed.
-        setup = Setup((), "", settings.timeout_s / KILL_SHARE**2, settings.memory_mb, agent=settings, served=served)
+        # The agents have the whole limit; a process that outlasts it by a little is killed, with all agents in it.
+        patience_s = max(settings.timeout_s / KILL_SHARE, settings.timeout_s + _LEAST_GRACE_S) / KILL_SHARE
+        setup = Setup((), "", patience_s, settings.memory_mb, agent=settings, served=served)
         self._pool = WorkerPool(setup, settings.workers)
         self._running: dict[int, tuple[Hashable, ...]] = {}
         self._next_ticket = 0
