@@ -16,8 +16,18 @@ import triton.language as tl
 from llamarl.model.kernels import narrowed
 from llamarl.model_spec import AttentionOptions
 
-MIN_INNER = 16  # least length of the vectors that a tensor core multiplies
+_MIN_INNER = 16  # least length of the vectors that a tensor core multiplies
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, where inline assembler cannot run
+
+
+def padded_size(head_dim: int, *, narrow: bool) -> int:
+    """PADDED of a kernel: columns of a head, as a power of two. An fp8 cache gives them in pairs."""
+    return max((2 if narrow else 1) * _MIN_INNER, int(triton.next_power_of_2(head_dim)))
+
+
+def score_cap(options: AttentionOptions) -> float:
+    """CAP of a kernel, to the base 2; 0: none."""
+    return options.softcap * math.log2(math.e)
 
 
 def score_scale(head_dim: int, options: AttentionOptions) -> float:

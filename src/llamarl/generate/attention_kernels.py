@@ -10,7 +10,6 @@ without synchronizing. The new token comes last, so that reading the cache begin
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -21,13 +20,14 @@ from torch import Tensor
 from llamarl.generate.attention import Readings, members_of_reading
 from llamarl.generate.attention_blocks import (
     INTERPRETED,
-    MIN_INNER,
     add_one,
     add_shared,
     attend_range,
     capped,
     operand,
+    padded_size,
     put,
+    score_cap,
     score_scale,
     store,
     turned,
@@ -360,12 +360,12 @@ def attend_pages(
         "HEADS": heads,
         "GROUP": group,
         "SIZE": size,
-        "PADDED": max((2 if keys.narrow else 1) * MIN_INNER, triton.next_power_of_2(size)),
+        "PADDED": padded_size(size, narrow=keys.narrow),
         "PAGE": page_tokens,
         "NARROW": keys.narrow,
         "INTERPRETED": INTERPRETED,
         "ROTATED": rope[0].shape[-1],
-        "CAP": options.softcap * math.log2(math.e),
+        "CAP": score_cap(options),
     }
     how = how or tiling(size, columns, narrow=keys.narrow, parts=parts)
     if readings and how.least == 1:  # what is a row's own is often too short to be split

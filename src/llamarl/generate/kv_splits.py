@@ -16,6 +16,8 @@ _SHARED_PROGRAMS = 256  # programs of four warps that keep a large GPU's memory 
 _SHARED_PARTS = 4  # of pages that several sequences share, at least
 _MAX_SHARED_PARTS = 16
 _LONG_SHARED_PART = 256  # tokens from which a part is read in large blocks
+_PROMPT_PROGRAMS = 128  # of prompt tokens beside answers: one for each processor of a large GPU, not measured yet
+_MAX_PROMPT_PARTS = 8
 
 
 class SharedCut(NamedTuple):
@@ -27,9 +29,18 @@ class SharedCut(NamedTuple):
 
 def shared_cut(programs: int, longest: int) -> SharedCut:
     """`programs` is the count without splits, one for each reading and key-value head; `longest` the most shared tokens."""
-    wanted = 1 << (max(1, -(-_SHARED_PROGRAMS // programs)) - 1).bit_length()
-    parts = min(_MAX_SHARED_PARTS, max(_SHARED_PARTS, wanted))
+    parts = min(_MAX_SHARED_PARTS, max(_SHARED_PARTS, _parts_for(_SHARED_PROGRAMS, programs)))
     return SharedCut(parts, block=64) if longest >= parts * _LONG_SHARED_PART else SharedCut()
+
+
+def parts_of_prompt(programs: int) -> int:
+    """Parts of what prompt tokens attend to. `programs` is the count without splits, one for each tile of queries."""
+    return min(_MAX_PROMPT_PARTS, _parts_for(_PROMPT_PROGRAMS, programs))
+
+
+def _parts_for(busy: int, programs: int) -> int:
+    """Least power of two of parts that makes `busy` programs of so many."""
+    return 1 << (max(1, -(-busy // programs)) - 1).bit_length()
 
 
 def parts_of_long(lengths: Collection[int]) -> int:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llamarl.generate.attention_blocks import MIN_INNER, put, turned
+from llamarl.generate.attention_blocks import padded_size, put, turned
 from llamarl.generate.kv_cache import Pages
 from llamarl.model.ops import Rope
 
@@ -130,7 +130,7 @@ def write_new(
         num_pages * page_tokens,
         table_SP.stride(0),
         SIZE=size,
-        PADDED=max((2 if keys.narrow else 1) * MIN_INNER, triton.next_power_of_2(size)),
+        PADDED=padded_size(size, narrow=keys.narrow),
         PAGE=page_tokens,
         NARROW=keys.narrow,
         ROTATED=rope[0].shape[-1],

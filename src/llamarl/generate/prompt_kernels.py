@@ -8,7 +8,6 @@ into parts.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,15 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llamarl.generate.attention_blocks import INTERPRETED, MIN_INNER, capped, operand, score_scale, turned, widened
+from llamarl.generate.attention_blocks import (
+    INTERPRETED,
+    capped,
+    operand,
+    padded_size,
+    score_cap,
+    score_scale,
+    turned,
+    widened,
+)
 from llamarl.generate.kv_cache import Pages
+from llamarl.generate.kv_splits import parts_of_prompt
 from llamarl.generate.page_kernels import write_new
 from llamarl.model.ops import Rope
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
 
 _MIN_ROWS = 16  # least rows of a tensor core's product
-_BUSY_PROGRAMS = 128  # one for each processor of a large GPU
-_MAX_PARTS = 8
 _LARGEST_HEAD = 128  # above it, and in fp32, tiles are smaller, so that they fit a processor's memory
 
 
@@ -36,10 +43,6 @@ class PromptTiling(NamedTuple):
     warps: int
     stages: int
     parts: int = 0  # 0: as many as keep a GPU busy
-
-    def parts_of(self, tiles: int) -> int:
-        wanted = -(-_BUSY_PROGRAMS // tiles)
-        return self.parts or min(_MAX_PARTS, triton.next_power_of_2(wanted))
 
 
 def prompt_tiling(size: int, dtype: torch.dtype, queries: int) -> PromptTiling:
@@ -223,7 +226,7 @@ def attend_prompt(
     group = heads // kv_heads
     how = how or prompt_tiling(size, q_M1HD.dtype, tokens * group)
     tiles = triton.cdiv(tokens * group, how.rows)
-    parts = how.parts_of(tiles * kv_heads)
+    parts = how.parts or parts_of_prompt(tiles * kv_heads)
     write_new(k_M1KD, v_M1KD, keys, values, table_MP, rows_M, positions_M, rope)
     out = torch.empty(tokens, 1, heads, size, dtype=q_M1HD.dtype, device=q_M1HD.device)
     partial, sums = out, rope[0]  # any tensor, if nothing is cut
@@ -247,14 +250,14 @@ def attend_prompt(
         GROUP=group,
         ROWS=how.rows,
         SIZE=size,
-        PADDED=max((2 if keys.narrow else 1) * MIN_INNER, triton.next_power_of_2(size)),
+        PADDED=padded_size(size, narrow=keys.narrow),
         PAGE=page_tokens,
         BLOCK=how.block,
         PARTS=parts,
         NARROW=keys.narrow,
         INTERPRETED=INTERPRETED,
         ROTATED=rope[0].shape[-1],
-        CAP=options.softcap * math.log2(math.e),
+        CAP=score_cap(options),
         WINDOW=options.window,
         num_warps=how.warps,
         num_stages=how.stages,
