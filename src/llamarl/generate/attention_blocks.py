@@ -57,6 +57,19 @@ def turned(at, cos_at, sin_at, size, in_size, mask, SIZE: tl.constexpr, ROTATED:
 
 
 @triton.jit
+def new_token(
+    k_at, v_at, cos_at, sin_at, new, in_width, SIZE: tl.constexpr, ROTATED: tl.constexpr, NARROW: tl.constexpr
+):
+    """The key that begins at this place, rotated, and its value, for `put`: features `new`, with NARROW also those after
+    each."""
+    k_low = turned(k_at, cos_at, sin_at, new, in_width, in_width, SIZE, ROTATED)
+    k_high = turned(k_at, cos_at, sin_at, new + 1, in_width, in_width, SIZE, ROTATED) if NARROW else k_low
+    v_low = tl.load(v_at + new, mask=in_width, other=0.0)
+    v_high = tl.load(v_at + new + 1, mask=in_width, other=0.0) if NARROW else v_low
+    return k_low, k_high, v_low, v_high
+
+
+@triton.jit
 def operand(q, NARROW: tl.constexpr):
     """The query in the dtype of its product with the keys: fp8 keys are widened to fp16, in one instruction."""
     if NARROW and q.dtype != tl.float32:

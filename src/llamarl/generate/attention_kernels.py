@@ -24,6 +24,7 @@ from llamarl.generate.attention_blocks import (
     add_shared,
     attend_range,
     capped,
+    new_token,
     operand,
     padded_size,
     put,
@@ -173,12 +174,10 @@ def _attend_pages(
     heads = row * HEADS + head * GROUP + query
     if part == parts - 1:
         # The new token is not in the cache yet; it is written there from here.
-        new = step * column
         k_at, v_at = k_ptr + row * k_row + head * SIZE, v_ptr + row * v_row + head * SIZE
-        k_low = turned(k_at, cos_at, sin_at, new, in_width, in_width, SIZE, ROTATED)
-        k_high = turned(k_at, cos_at, sin_at, new + 1, in_width, in_width, SIZE, ROTATED) if NARROW else k_low
-        v_low = tl.load(v_at + new, mask=in_width, other=0.0)
-        v_high = tl.load(v_at + new + 1, mask=in_width, other=0.0) if NARROW else v_low
+        k_low, k_high, v_low, v_high = new_token(
+            k_at, v_at, cos_at, sin_at, step * column, in_width, SIZE, ROTATED, NARROW
+        )
         where = base + tl.load(table + position // PAGE).to(tl.int64) * PAGE + position % PAGE
         k_low, k_high = put(k_low, k_high, keys_ptr, key_scales_ptr, where, column, in_width, width, NARROW)
         v_low, v_high = put(v_low, v_high, values_ptr, value_scales_ptr, where, column, in_width, width, NARROW)

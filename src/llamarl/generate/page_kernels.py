@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llamarl.generate.attention_blocks import padded_size, put, turned
+from llamarl.generate.attention_blocks import new_token, padded_size, put
 from llamarl.generate.kv_cache import Pages
 from llamarl.model.ops import Rope
 
@@ -90,13 +90,10 @@ def _write_new(
     step: tl.constexpr = 2 if NARROW else 1
     width: tl.constexpr = SIZE // step
     column = tl.arange(0, PADDED // step)
-    in_width, new = column < width, step * column
+    in_width = column < width
     cos_at, sin_at = cos_ptr + position * ROTATED, sin_ptr + position * ROTATED
     k_at, v_at = k_ptr + row * k_row + head * SIZE, v_ptr + row * v_row + head * SIZE
-    k_low = turned(k_at, cos_at, sin_at, new, in_width, in_width, SIZE, ROTATED)
-    k_high = turned(k_at, cos_at, sin_at, new + 1, in_width, in_width, SIZE, ROTATED) if NARROW else k_low
-    v_low = tl.load(v_at + new, mask=in_width, other=0.0)
-    v_high = tl.load(v_at + new + 1, mask=in_width, other=0.0) if NARROW else v_low
+    k_low, k_high, v_low, v_high = new_token(k_at, v_at, cos_at, sin_at, step * column, in_width, SIZE, ROTATED, NARROW)
     page = tl.load(table_ptr + slot * table_row + position // PAGE).to(tl.int64)
     where = head.to(tl.int64) * head_tokens + page * PAGE + position % PAGE
     put(k_low, k_high, keys_ptr, key_scales_ptr, where, column, in_width, width, NARROW)
