@@ -160,36 +160,49 @@ def contexts_of(case: Case, rows: int) -> list[int]:
     return sorted(found, reverse=True) if case.longest_first else found
 
 
+def shape_of(heads: int, kv_heads: int, size: int, layers: int, positions: int) -> ModelSpec:
+    """Of a model of which only the attention counts."""
+    return ModelSpec(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        max_positions=positions,
+    )
+
+
+def random_qkv(
+    shape: ModelSpec, rows: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of one token a row, as one product makes them."""
+    heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
+    qkv = torch.randn(rows, 1, sum(heads) * shape.head_dim, device=generator.device, generator=generator).to(dtype)
+    parts = torch.split(qkv, [count * shape.head_dim for count in heads], dim=-1)
+    q, k, v = (part.view(rows, 1, -1, shape.head_dim) for part in parts)
+    return q, k, v
+
+
 def scene_of(case: Case, page: int, layers: int, rows: int, device: torch.device) -> SimulationSetup:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # Triton's interpreter has no product of bf16
     generator = torch.Generator(device=device).manual_seed(0)
     contexts = contexts_of(case, rows)
     width = max(contexts) // page + 1
-    shape = ModelSpec(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_layers=layers,
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.size,
-        max_positions=width * page,
-    )
+    shape = shape_of(case.heads, case.kv_heads, case.size, layers, width * page)
     cache = PagedCache(shape, rows * width, page, dtype=FP8 if case.narrow else dtype, device=device)
     fill(cache, layers, generator, dtype)
     order = torch.randperm(rows * width, device=device, generator=generator)
     table_SP = (order + 1).view(rows, width).to(torch.int32)
     readings, saved = share(case, table_SP, page)
-    qkv = torch.randn(rows, 1, (case.heads + 2 * case.kv_heads) * case.size, device=device, generator=generator)
-    sizes = [heads * case.size for heads in (case.heads, case.kv_heads, case.kv_heads)]
-    q, k, v = (part.view(rows, 1, -1, case.size) for part in torch.split(qkv.to(dtype), sizes, dim=-1))
     return SimulationSetup(
         cache=cache,
         table_SP=table_SP,
         slots_B=torch.arange(rows, device=device),
         positions_S=torch.tensor(contexts, device=device),
         rope=rope_up_to(shape, width * page, device),
-        qkv=(q, k, v),
+        qkv=random_qkv(shape, rows, dtype, generator),
         readings=readings,
         read_tokens=sum(contexts) - saved,
     )

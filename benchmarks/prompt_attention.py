@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from attention_variants import LAYERS, graph_s  # beside this script
+from attention_variants import LAYERS, graph_s, random_qkv, shape_of  # beside this script
 from torch import Tensor
 
 from llamarl.generate.attention import ChunkAttention
 from llamarl.generate.kv_cache import PagedCache
 from llamarl.model.ops import rotate
 from llamarl.model.rope import rope_up_to
-from llamarl.model_spec import ModelSpec
 
 PAGE = 16
 TOLERANCE = 2e-2
@@ -62,16 +61,7 @@ class Scene:
     def __init__(self, case: Case, tokens: int, device: torch.device) -> None:
         generator = torch.Generator(device=device).manual_seed(0)
         width = -(-(case.before + tokens) // PAGE)
-        shape = ModelSpec(
-            vocab_size=16,
-            hidden_size=16,
-            intermediate_size=16,
-            num_layers=LAYERS,
-            num_heads=case.heads,
-            num_kv_heads=case.kv_heads,
-            head_dim=case.size,
-            max_positions=width * PAGE,
-        )
+        shape = shape_of(case.heads, case.kv_heads, case.size, LAYERS, width * PAGE)
         self.cache = PagedCache(shape, width, PAGE, dtype=torch.bfloat16, device=device)
         for tensor in self.cache.tensors:
             tensor.normal_(generator=generator)
@@ -84,10 +74,7 @@ class Scene:
         self.where = table_P.to(torch.int32).expand(tokens, -1), rows_M, self.positions_M, self.rope
         pages_M = table_P[self.positions_M // PAGE]
         self.copies = ChunkAttention(self.cache, table_P, self.positions_M, pages_M, case.before + tokens)
-        heads = [case.heads, case.kv_heads, case.kv_heads]
-        qkv = torch.randn(tokens, 1, sum(heads) * case.size, device=device, generator=generator).to(torch.bfloat16)
-        q, k, v = torch.split(qkv, [count * case.size for count in heads], dim=-1)
-        self.q, self.k, self.v = (part.view(tokens, 1, -1, case.size) for part in (q, k, v))
+        self.q, self.k, self.v = random_qkv(shape, tokens, torch.bfloat16, generator)
 
     def attend(self, layer: int, tiling: tuple[int, ...]) -> Tensor:
         from llamarl.generate.prompt_kernels import PromptTiling, attend_prompt
