@@ -43,7 +43,7 @@ ASYNC = Arm(
     MATH,
 )
 AGAIN = replace(ASYNC, name="long_async_again")
-ARMS = {"sync": (SYNC,), "async": (ASYNC, AGAIN)}
+ARMS = {"async": (ASYNC, AGAIN), "sync": (SYNC,)}
 MUST, MUST_IDLE = 1.5, 0.08
 
 

@@ -15,6 +15,7 @@ from llamarl.bench.decode_case import DecodeCase
 from llamarl.bench.decode_floor import cached_tokens, floor_s
 from llamarl.bench.machine import Ceilings
 from llamarl.bench.train import TrainBench, prepare
+from llamarl.errors import InputError
 from llamarl.families.parameters import num_parameters
 from llamarl.model_spec import shape_named
 
@@ -106,7 +107,15 @@ def test_a_long_run_is_measured_by_windows_and_says_so(monkeypatch: pytest.Monke
     assert result.windows == 5
     assert 0 < result.share_of_floor < 1
     assert "windows at 5 lengths of answer" in describe_decode(result)
-    assert bench_decode(SHAPE, case, whole=True).windows == 0
+    assert bench_decode(SHAPE, case, by="whole").windows == 0
+
+
+def test_windows_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_windows, "_TAIL_S", 0.2)
+    case = DecodeCase("small", 8, 16, 32, 4, "fp32", "cpu", burst=2)
+    assert bench_decode(SHAPE, case, by="windows").windows == 5
+    with pytest.raises(InputError, match="32 tokens are too short for windows"):
+        bench_decode(SHAPE, replace(case, burst=16), by="windows")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from llamarl.bench.machine import (
     peak_memory_bytes,
     process_age_s,
 )
+from llamarl.errors import InputError
 from llamarl.generate.limits import Limits
 from llamarl.model.checkpoint import random_model
 from llamarl.model.lora import Adapters
@@ -102,14 +104,19 @@ def random_adapters(model: Transformer, rank: int) -> Adapters:
     return adapters
 
 
-def bench_decode(shape: ModelSpec, case: DecodeCase, *, whole: bool = False) -> DecodeResult:
-    """Measure how fast a model of this shape generates: with `whole`, or where that is quick, by running everything to its
-    end, and otherwise by windows."""
+def bench_decode(
+    shape: ModelSpec, case: DecodeCase, *, by: Literal["auto", "windows", "whole"] = "auto"
+) -> DecodeResult:
+    """Measure how fast a model of this shape generates: with `auto`, by running everything to its end where that is quick,
+    and otherwise by windows."""
     device, bench = torch.device(case.device), DecodeBench(shape, case)
     bench.run([1] * case.samples)
     first_token_s = process_age_s()
     windows = DecodeWindows(bench)
-    found = windows.measure() if not whole and windows.needed else bench.whole()
+    if by == "windows" and not windows.fit:
+        raise InputError(f"--by windows: answers of {case.new} tokens are too short for windows; measure whole runs")
+    by_windows = by == "windows" or (by == "auto" and windows.needed)
+    found = windows.measure() if by_windows else bench.whole()
     ceilings = measure_ceilings(device, OPERANDS[case.precision] if device.type == "cuda" else case.dtype)
     floor = case.batch / floor_s(shape, case, ceilings, used_experts(bench.decoder.model, case.batch))
     return DecodeResult(
@@ -252,7 +259,7 @@ def _changing(model: Transformer) -> list[torch.Tensor]:
 def _how(windows: int) -> str:
     if not windows:
         return "whole runs"
-    return f"windows at {windows} lengths of answer, from which the rest is computed; --whole runs everything"
+    return f"windows at {windows} lengths of answer, from which the rest is computed; --by whole runs everything"
 
 
 def describe_decode(result: DecodeResult) -> str:

@@ -49,6 +49,12 @@ class KVCache(StrEnum):
     fp8 = "fp8"
 
 
+class MeasuredBy(StrEnum):
+    auto = "auto"
+    windows = "windows"
+    whole = "whole"
+
+
 @bench.callback()
 def bench_itself(
     context: typer.Context,
@@ -166,9 +172,13 @@ def bench_decode_command(
         int,
         typer.Option(min=0, help="prompt tokens that a step reads beside its answers, with up to 128 slots; 0: none"),
     ] = 0,
-    whole: Annotated[
-        bool, typer.Option("--whole", help="run everything to its end, however long; default: windows of long runs")
-    ] = False,
+    by: Annotated[
+        MeasuredBy,
+        typer.Option(
+            help="whole: run everything to its end, however long; windows: parts of it, and heavy tails as they are long "
+            "after the start; auto: whole runs if they are quick"
+        ),
+    ] = MeasuredBy.auto,
     device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     profile: Annotated[
@@ -191,7 +201,7 @@ def bench_decode_command(
     if profile:
         print(profile_decode(shape, case))
         return
-    result = bench_decode(shape, case, whole=whole)
+    result = bench_decode(shape, case, by=by.value)
     print(msgspec.json.encode(result).decode() if as_json else describe_decode(result))
 
 

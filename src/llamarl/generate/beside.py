@@ -64,12 +64,15 @@ class PromptAttention:
 
 
 class BesideAttention:
-    """Attention of a step's answers, whose rows come first, and of the prompt tokens beside them."""
+    """Attention of a step's answers, whose rows come first, and of the prompt tokens beside them: on a GPU at the same time,
+    since one waits for memory and the other for tensor cores."""
 
     rotates = True
 
-    def __init__(self, num_answers: int, answers: DecodeAttention, prompt: PromptAttention) -> None:
-        self._num_answers, self._answers, self._prompt = num_answers, answers, prompt
+    def __init__(
+        self, num_answers: int, answers: DecodeAttention, prompt: PromptAttention, side: torch.cuda.Stream | None
+    ) -> None:
+        self._num_answers, self._answers, self._prompt, self._side = num_answers, answers, prompt, side
 
     def __call__(
         self,
@@ -79,9 +82,15 @@ class BesideAttention:
         v_B1KD: Tensor,
         options: AttentionOptions = PLAIN_ATTENTION,
     ) -> Tensor:
-        count = self._num_answers
+        count, main = self._num_answers, torch.cuda.current_stream() if self._side else None
+        if self._side and main:
+            self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):  # of None: where we are
+            prompt = self._prompt(layer, q_B1HD[count:], k_B1KD[count:], v_B1KD[count:], options)
         answers = self._answers(layer, q_B1HD[:count], k_B1KD[:count], v_B1KD[:count], options)
-        return torch.cat([answers, self._prompt(layer, q_B1HD[count:], k_B1KD[count:], v_B1KD[count:], options)])
+        if self._side and main:
+            main.wait_stream(self._side)
+        return torch.cat([answers, prompt])
 
 
 class BesideInputs:

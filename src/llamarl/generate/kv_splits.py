@@ -16,7 +16,7 @@ _SHARED_PROGRAMS = 256  # programs of four warps that keep a large GPU's memory 
 _SHARED_PARTS = 4  # of pages that several sequences share, at least
 _MAX_SHARED_PARTS = 16
 _LONG_SHARED_PART = 256  # tokens from which a part is read in large blocks
-_PROMPT_PROGRAMS = 128  # of prompt tokens beside answers: one for each processor of a large GPU, not measured yet
+_PROMPT_PROGRAMS = 128  # of prompt tokens beside answers: one for each processor of a large GPU
 _MAX_PROMPT_PARTS = 8
 
 

@@ -23,6 +23,7 @@ class Steps:
     ) -> None:
         self.model, self.cache, self.state, self.table_SP, self._seed = model, cache, state, table_SP, seed
         self._rope = rope_up_to(model.shape, length, state.device)
+        self._side = torch.cuda.Stream() if state.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def prefill(self, tokens_RT: Tensor, pages_RT: Tensor) -> None:
@@ -70,7 +71,7 @@ class Steps:
             tokens_B = torch.cat([tokens_B, beside.tokens_M])
             positions_B = torch.cat([positions_B, beside.positions_M])
             table_BP = None if table_BP is None else torch.cat([table_BP, beside.table_MP])
-            attend = BesideAttention(count, answers, PromptAttention(self.cache, beside, self._rope))
+            attend = BesideAttention(count, answers, PromptAttention(self.cache, beside, self._rope), self._side)
         positions_B1 = positions_B[:, None]
         pages_B1 = None if table_BP is None else table_BP.long().gather(1, positions_B1 // self.cache.page_tokens)
         hidden_B1C = self._pass(tokens_B[:, None], positions_B1, attend, pages_B1)
