@@ -151,6 +151,7 @@ class Sharing:
     least: int = 1  # tokens; a shorter run is not shared
     square: float = 0.0  # price of a unit of `squares`
     join: float = 0.0  # price of joining the attention of a token from two parts
+    part: float = 0.0  # price of each part of a pack's attention that trees of more than two levels add
 
 
 PLAIN = Sharing()
@@ -180,24 +181,31 @@ Layout = list[list[TreeBranch]]  # the trees of each pack; pack n belongs to ran
 
 
 def _layout(documents: Sequence[Document], budget: int, num_ranks: int, multiple: int, sharing: Sharing) -> Layout:
-    """The cheapest of some layouts: every document apart, or trees of several sizes, since small ones are easier to deal out
-    evenly and large ones save more."""
+    """The cheapest of some layouts: every document apart, or trees of several depths and sizes, since small ones are easier
+    to deal out evenly and large ones save more."""
     plain = _deal(plain_trees(documents), budget, num_ranks)
     if sharing.mode == "off":
         return plain
-    trees = grow_trees(documents, least=sharing.least, join=sharing.join)
-    if len(trees) == len(documents):
+    grown = [grow_trees(documents, least=sharing.least, join=sharing.join)]
+    if len(grown[0]) == len(documents):
         return plain
+    if sharing.part and max(tree.depth for tree in grown[0]) > 2:
+        grown.append(grow_trees(documents, least=sharing.least, join=sharing.join, levels=2))
+    shared = [layout for trees in grown for layout in _of_all_sizes(trees, documents, budget, num_ranks, multiple)]
+    candidates = shared if sharing.mode == "on" else [*shared, plain]
+    return min(candidates, key=lambda layout: _price(layout, num_ranks, multiple, sharing))
+
+
+def _of_all_sizes(
+    trees: Sequence[TreeBranch], documents: Sequence[Document], budget: int, num_ranks: int, multiple: int
+) -> Iterator[Layout]:
+    """Layouts of the same trees, cut into ever smaller ones."""
     each = -(-sum(tree.num_tokens for tree in trees) // num_ranks)
     largest = max(len(document.tokens) for document in documents)
     limits = {min(budget, max(largest, each // part)) for part in _PARTS}
     limits |= set() if multiple else {min(budget, part * largest) for part in _PARTS}
-    shared = [
-        _deal([part for tree in trees for part in cut(tree, limit)], budget, num_ranks)
-        for limit in sorted(limits, reverse=True)
-    ]
-    candidates = shared if sharing.mode == "on" else [*shared, plain]
-    return min(candidates, key=lambda layout: _price(layout, num_ranks, multiple, sharing))
+    for limit in sorted(limits, reverse=True):
+        yield _deal([part for tree in trees for part in cut(tree, limit)], budget, num_ranks)
 
 
 def _deal(trees: Sequence[TreeBranch], budget: int, num_ranks: int) -> Layout:
@@ -216,7 +224,9 @@ def _pack_price(trees: Sequence[TreeBranch], multiple: int, sharing: Sharing) ->
     if not multiple:  # masked attention computes whole squares
         return len(rows) * (width + sharing.square * 2 * width * width)
     joins, squares = sum(one.num_joins for one in trees), sum(one.squares for one in trees)
-    return width + sharing.join * joins + sharing.square * squares
+    depth = max(one.depth for one in trees)
+    more_parts = depth * (depth - 1) // 2 - 1 if depth > 2 else 0
+    return width + sharing.join * joins + sharing.square * squares + sharing.part * more_parts
 
 
 def _rows(trees: Sequence[TreeBranch], multiple: int) -> tuple[list[list[TreeBranch]], int]:

@@ -217,6 +217,9 @@ class Policy:
 
 
 _ATTENTION = 4.0  # times as long as a product takes for the same operations, on a GPU and on a CPU
+_PART_OPERATIONS = (
+    6e10  # operations per layer that products make while a small part of attention is launched and joined
+)
 _JOIN_OPERATIONS = 2000.0  # operations per layer and query feature that a product makes while attention is joined once
 
 
@@ -225,8 +228,14 @@ def sharing_of(shape: ModelSpec, computing: ComputeSettings) -> Sharing:
     if computing.share_prompts != "auto":
         return Sharing(computing.share_prompts)
     products, features = 6.0 * active_block_parameters(shape), shape.num_layers * shape.q_size
-    join = _JOIN_OPERATIONS if computing.long_rows and not shape.attention_softcap else 0.0
-    return Sharing("auto", LEAST_SHARED, 6.0 * _ATTENTION * features / products, join * features / products)
+    in_parts = computing.long_rows and not shape.attention_softcap
+    return Sharing(
+        "auto",
+        LEAST_SHARED,
+        square=6.0 * _ATTENTION * features / products,
+        join=_JOIN_OPERATIONS * features / products if in_parts else 0.0,
+        part=_PART_OPERATIONS * shape.num_layers / products if in_parts else 0.0,
+    )
 
 
 def _vocabulary_of(model: Transformer, mesh: TrainerMesh) -> Vocabulary:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llamarl.algo.batch import Document
 from llamarl.train.balance import balance
 
-LEVELS = 3  # most levels of a tree; each costs attention one part more
+LEVELS = 3  # most levels of a tree; attention has a part for each two of them
 
 Tokens = NDArray[np.int32]
 
@@ -73,10 +73,10 @@ def plain_trees(documents: Sequence[Document]) -> list[TreeBranch]:
     return [TreeBranch(number, 0, len(one.tokens), ending=(number,)) for number, one in enumerate(documents)]
 
 
-def grow_trees(documents: Sequence[Document], *, least: int, join: float) -> list[TreeBranch]:
-    """Trees in which documents share what they begin with, where that pays: a run of at least `least` tokens that saves more
-    than it costs. `join` is the price of one join of attention, in tokens."""
-    return _Grower(_compared(documents), max(1, least), join).fork(range(len(documents)), 0, 0, 0)
+def grow_trees(documents: Sequence[Document], *, least: int, join: float, levels: int = LEVELS) -> list[TreeBranch]:
+    """Trees of at most `levels` levels in which documents share what they begin with, where that pays: a run of at least
+    `least` tokens that saves more than it costs. `join` is the price of one join of attention, in tokens."""
+    return _Grower(_compared(documents), max(1, least), join, levels).fork(range(len(documents)), 0, 0, 0)
 
 
 def _compared(documents: Sequence[Document]) -> list[Tokens]:
@@ -101,8 +101,8 @@ def _with_experts(document: Document, width: int) -> NDArray[np.uint8]:
 
 
 class _Grower:
-    def __init__(self, tokens: Sequence[Tokens], least: int, join: float) -> None:
-        self._tokens, self._least, self._join = tokens, least, join
+    def __init__(self, tokens: Sequence[Tokens], least: int, join: float, levels: int) -> None:
+        self._tokens, self._least, self._join, self._levels = tokens, least, join, levels
 
     def fork(self, items: Iterable[int], start: int, shared: int, level: int) -> list[TreeBranch]:
         """Branches that begin at `start`, of documents that are equal up to `shared`, in the order of documents."""
@@ -118,7 +118,7 @@ class _Grower:
         """The cheaper of two: a branch that all of these documents share, or none up to where they part."""
         end = shared if ended else self._common(items, shared)
         apart = [self._leaf(item, start) for item in items]
-        if len(items) == 1 or level == LEVELS - 1:
+        if len(items) == 1 or level == self._levels - 1:
             return apart
         if not ended:
             apart = self.fork(items, start, end, level)

@@ -97,6 +97,21 @@ def test_a_long_opening_of_all_prompts_is_a_level_of_its_own() -> None:
     assert tree.depth == 3 and tree.length >= 30
 
 
+def test_a_third_level_must_save_more_than_its_parts_of_attention_cost() -> None:
+    """Two answers that happen to begin alike are not worth it, and a graph of their own neither; a long opening is."""
+    rng = np.random.default_rng(0)
+    opening = rng.integers(0, 99, 300).tolist()
+    prompts = [rng.integers(100, 200, 100).tolist() for _ in range(6)]
+    begun = rng.integers(200, 300, 40).tolist()
+    ends = [[*(begun if sample < 2 else []), *rng.integers(300, 400, 200).tolist()] for sample in range(8)]
+    alike = documents_of([[number, *prompt, *end] for number, prompt in enumerate(prompts) for end in ends])
+    opened = documents_of([[*opening, number, *prompt, *end] for number, prompt in enumerate(prompts) for end in ends])
+    for documents, part, levels in ((alike, 0.0, 2), (alike, 200.0, 1), (opened, 200.0, 2)):
+        sharing = Sharing("auto", least=32, join=0.01, square=1e-6, part=part)
+        packs = make_packs(documents, 16_384, long_rows=True, sharing=sharing)
+        assert {max(pack.levels) for pack in packs} == {levels}
+
+
 def read_back(pack: Pack) -> dict[int, tuple[list[int], list[int]]]:
     """By document: the tokens of its nodes, and what is predicted where, by following parents."""
     flat, positions = pack.tokens_RT.flatten(), pack.positions_RT.flatten()
