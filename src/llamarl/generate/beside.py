@@ -9,7 +9,8 @@ of them (`prompt_kernels.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -82,15 +83,22 @@ class BesideAttention:
         v_B1KD: Tensor,
         options: AttentionOptions = PLAIN_ATTENTION,
     ) -> Tensor:
-        count, main = self._num_answers, torch.cuda.current_stream() if self._side else None
-        if self._side and main:
-            self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):  # of None: where we are
+        count = self._num_answers
+        with _alongside(self._side):
             prompt = self._prompt(layer, q_B1HD[count:], k_B1KD[count:], v_B1KD[count:], options)
         answers = self._answers(layer, q_B1HD[:count], k_B1KD[:count], v_B1KD[:count], options)
-        if self._side and main:
-            main.wait_stream(self._side)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
         return torch.cat([answers, prompt])
+
+
+@contextmanager
+def _alongside(side: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is launched here goes to the side stream, behind all that was launched before; without one, it stays in line."""
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # of None: changes nothing
+        yield
 
 
 class BesideInputs:
