@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -155,6 +156,8 @@ def _compile(model: Transformer, *, any_length: bool) -> None:
     any length, or one for each length. Packs have a few dozen shapes at most; beyond its limit torch would silently stop
     compiling."""
     torch._dynamo.config.recompile_limit = max(_MAX_GRAPHS, torch._dynamo.config.recompile_limit)
+    # Graphs with autograd functions of our own are kept between starts too, which torch does only if asked.
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
     block: Any
     for block in model.model.layers:
         block.self_attn.layer = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,16 @@ import torch
 import torch._dynamo
 from helpers.models import lively_model
 from helpers.training import cpu_learner, make_test_documents
+from helpers.trees import flash_on_cpu, make_branching_documents
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
 from llamarl.train import lm_head, optimizer, parallel
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import LONE_RANK
 from llamarl.train.packing import Sharing, make_packs
+from llamarl.train.policy import ComputeSettings
 from llamarl.train.warm_up import WarmUp
 
 DOCUMENTS = make_test_documents(6)
@@ -60,6 +65,24 @@ def test_the_first_update_finds_everything_compiled() -> None:
     # Rows of the same shape: with a CPU's masks, every other shape is compiled anew.
     learner.step(0, learner.accumulate(warm_up._documents(learner.policy.model.shape.vocab_size)).total_loss())
     assert counters["stats"]["unique_graphs"] == made
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_is_compiled_for_trees_is_kept_between_starts(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps a graph with an autograd function of our own only if asked; otherwise every start computes it anew."""
+
+    def checked(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
+        check_cacheable(graph)
+        return graph.forward
+
+    monkeypatch.setattr(parallel, "compile_backend", lambda: checked)
+    monkeypatch.setattr(ComputeSettings, "long_rows", property(lambda _: True))
+    with functorch_config.patch(autograd_cache_allow_custom_autograd_functions=False):
+        learner = cpu_learner(lively_model(), compiled=True, share_prompts="on")
+        if not asked:
+            functorch_config.autograd_cache_allow_custom_autograd_functions = False
+        with flash_on_cpu(), nullcontext() if asked else pytest.raises(Exception, match="BypassAOTAutogradCache"):
+            learner.accumulate(make_branching_documents(3, 4))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
