@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FORKING := $(wildcard tests/dist/test_transfer_*.py)
 # Whole jobs that take a minute or more, plans of large clusters, and what compiles.
 LONG := $(addprefix tests/e2e/test_,failpoints.py learning.py precisions.py deterministic.py claims.py check.py) \
-	$(addprefix tests/unit/,plan/test_paper.py plan/test_fallback.py plan/test_search.py rehearse)
+	$(addprefix tests/unit/,plan/test_paper.py plan/test_fallback.py plan/test_search.py simulate/test_large_plans.py rehearse)
 
 .PHONY: train demo test test-long test-dist test-kernels test-view test-monarch test-monarch-long test-cluster test-loggers test-serve test-environments test-oldest test-wheel test-tutorials docs reference soak venv format bench clean
 
