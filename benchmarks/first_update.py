@@ -13,6 +13,7 @@ the last start, and it tells for each what it did longest: the last function of 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -25,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 STACKS = Path(__file__).parent / "stacks"
+PACKAGE = os.path.dirname(str(importlib.util.find_spec("llamarl").origin)) + os.sep  # type: ignore[union-attr]
+ROOT = os.path.dirname(PACKAGE.rstrip(os.sep)) + os.sep
 _PLACES, _LONGEST_GAP_S = 15, 0.5
 SHORT = ["schedule.updates=2", "evaluate.prompts=0", "evaluate.every=0", "observe.rollouts_mb=0"]
 
@@ -67,9 +70,9 @@ def longest(folder: Path, began_s: float, until_s: float) -> Iterator[str]:
 def _place(frames: list[str]) -> str:
     """Our last function on a stack, and the outermost one that it called. Frames of imports say nothing."""
     told = [frame for frame in frames if not frame.startswith("<frozen")]
-    ours = max((at for at, frame in enumerate(told) if f"{os.sep}llamarl{os.sep}" in frame), default=-1)
+    ours = max((at for at, frame in enumerate(told) if frame.startswith(PACKAGE)), default=-1)
     shown = told[max(0, ours) : ours + 3]
-    return " > ".join(frame.rpartition("site-packages/")[2].rpartition("/src/")[2] for frame in shown)
+    return " > ".join(frame.removeprefix(ROOT).rpartition("site-packages/")[2] for frame in shown)
 
 
 def measure(arguments: list[str], run: Path, environment: dict[str, str]) -> Start:

@@ -43,3 +43,21 @@ def test_phases_count_from_the_command_to_the_end_of_the_first_update(script: An
         "generator/0: works (samples, saves)": (8.0, 11.0),
         "trainer/0: the update": (11.0, 12.0),
     }
+
+
+def test_stacks_tell_where_each_process_was_longest(script: Any, tmp_path: Path) -> None:
+    ours = f"main.py:<module>;{script.PACKAGE}train/learner.py:update;/lib/site-packages/torch/a.py:one"
+    rows = [
+        (100.0, "main.py:<module>"),
+        (100.4, f"{ours};/lib/site-packages/torch/b.py:two;/lib/site-packages/torch/c.py:three"),
+        (100.8, f"{ours};/lib/site-packages/torch/b.py:two;/lib/site-packages/torch/d.py:four"),
+        (101.2, "main.py:<module>;<frozen importlib>:load"),
+        (150.0, "main.py:<module>;late.py:function"),
+    ]
+    (tmp_path / "7").write_text("".join(f"{at}\t{frames}\n" for at, frames in rows))
+    (tmp_path / "8").write_text("100.0\tshort.py:one\n")
+    assert list(script.longest(tmp_path, 99.0, 20.0)) == [
+        "process 7, 1.2 s",
+        "    0.80 s  llamarl/train/learner.py:update > torch/a.py:one > torch/b.py:two",
+        "    0.40 s  main.py:<module>",
+    ]
