@@ -16,7 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -45,7 +45,7 @@ class Row:
     answers: int
     draft: Draft
     tokens_per_s: float
-    tokens_per_step: float  # of one answer, in drafted steps; 1 without drafts
+    tokens_per_step: float  # of one answer; 1 without drafts
     accepted_share: float  # of the drafted tokens
     same_share: float  # of the tokens: as without drafts, up to the first that differs in each answer
 
@@ -97,12 +97,15 @@ class Asking:
 def measure(config: Config, answers: int, draft: Draft, device: torch.device) -> list[tuple[Row, list[bytes]]]:
     asking, task = Asking(config, answers, draft, device), open_task(config)
     groups, rows = max(1, answers // SAMPLES), list[tuple[Row, list[bytes]]]()
-    problems = task.evaluation(2 * answers + groups, config.evaluate.split)
-    asking.timed(problems[answers : 2 * answers], 1, 0.0)
+    problems = task.evaluation(2 * answers + 2 * groups, config.evaluate.split)
+    evaluated, grouped = problems[: 2 * answers], problems[2 * answers :]
+    samples, temperature = min(SAMPLES, answers), config.generator.temperature
+    asking.timed(evaluated[answers:], 1, 0.0)
+    asking.timed(grouped[groups:], samples, temperature)
     cases = {
-        "evaluation": (problems[:answers], 1, 0.0),
-        "the same again": (problems[:answers], 1, 0.0),
-        f"groups of {SAMPLES}": (problems[2 * answers :], min(SAMPLES, answers), config.generator.temperature),
+        "evaluation": (evaluated[:answers], 1, 0.0),
+        "the same again": (evaluated[:answers], 1, 0.0),
+        f"groups of {SAMPLES}": (grouped[:groups], samples, temperature),
     }
     for case, asked in cases.items():
         seconds, done = asking.timed(*asked)
@@ -117,9 +120,10 @@ def measure(config: Config, answers: int, draft: Draft, device: torch.device) ->
 
 def same_share(found: Sequence[bytes], expected: Sequence[bytes]) -> float:
     def equal(one: bytes, other: bytes) -> int:
-        return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one)) // 4
+        differ = (at for at, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs)
+        return next(differ, min(len(one), len(other))) // 4
 
-    return sum(map(equal, found, expected)) / max(1, sum(map(len, found)) // 4)
+    return sum(map(equal, found, expected)) / max(1, sum(map(max, map(len, found), map(len, expected))) // 4)
 
 
 def main() -> None:
@@ -142,7 +146,7 @@ def main() -> None:
             found = measure(config, answers, draft, device)
             plain = plain or found
             for (row, tokens), (without, expected) in zip(found, plain, strict=True):
-                rows.append(Row(**{**asdict(row), "same_share": same_share(tokens, expected)}))
+                rows.append(replace(row, same_share=same_share(tokens, expected)))
                 print(
                     f"| {row.case} | {row.answers} | {row.draft} | {row.tokens_per_s:,.0f} | "
                     f"{row.tokens_per_s / without.tokens_per_s:.2f} | {row.tokens_per_step:.2f} | "

@@ -28,7 +28,7 @@ from pathlib import Path
 STACKS = Path(__file__).parent / "stacks"
 PACKAGE = os.path.dirname(str(importlib.util.find_spec("llamarl").origin)) + os.sep  # type: ignore[union-attr]
 ROOT = os.path.dirname(PACKAGE.rstrip(os.sep)) + os.sep
-_PLACES, _LONGEST_GAP_S = 15, 0.5
+_PLACES = 15  # of each process
 SHORT = ["schedule.updates=2", "evaluate.prompts=0", "evaluate.every=0", "observe.rollouts_mb=0"]
 
 
@@ -59,7 +59,7 @@ def longest(folder: Path, began_s: float, until_s: float) -> Iterator[str]:
             at, _, frames = line.partition("\t")
             at_s = float(at) - began_s
             if at_s <= until_s:
-                seconds[_place(frames.split(";"))] += min(at_s - before_s, _LONGEST_GAP_S) if before_s else 0.0
+                seconds[_place(frames.split(";"))] += at_s - before_s if before_s else 0.0
             before_s = at_s
         if (whole_s := sum(seconds.values())) > 1:
             yield f"process {file.name}, {whole_s:.1f} s"

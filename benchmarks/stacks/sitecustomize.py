@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 FOLDER = os.environ.get("LLAMARL_STACKS", "")
@@ -35,7 +36,13 @@ def _start() -> None:
     threading.Thread(target=_sample, daemon=True).start()
 
 
-if FOLDER:
-    os.register_at_fork(after_in_child=_start)
-    if "fork_server" not in " ".join(sys.orig_argv):  # which may have no threads
+def _start_in_executor(server: int) -> None:
+    """What executors fork themselves, such as a sandbox, may have no threads."""
+    if os.getppid() == server:
         _start()
+
+
+if FOLDER and "fork_server" in " ".join(sys.orig_argv):  # which may have no threads
+    os.register_at_fork(after_in_child=partial(_start_in_executor, os.getpid()))
+elif FOLDER:
+    _start()

@@ -182,7 +182,7 @@ Layout = list[list[TreeBranch]]  # the trees of each pack; pack n belongs to ran
 
 def _layout(documents: Sequence[Document], budget: int, num_ranks: int, multiple: int, sharing: Sharing) -> Layout:
     """The cheapest of some layouts: every document apart, or trees of several depths and sizes, since small ones are easier
-    to deal out evenly and large ones save more."""
+    to deal out evenly and large ones save more. All trees of an update have the same limit of depth."""
     plain = _deal(plain_trees(documents), budget, num_ranks)
     if sharing.mode == "off":
         return plain

@@ -217,9 +217,7 @@ class Policy:
 
 
 _ATTENTION = 4.0  # times as long as a product takes for the same operations, on a GPU and on a CPU
-_PART_OPERATIONS = (
-    6e10  # operations per layer that products make while a small part of attention is launched and joined
-)
+_PART_OPERATIONS = 6e10  # operations per layer that products make while one more part is joined; estimated, 0.1 ms
 _JOIN_OPERATIONS = 2000.0  # operations per layer and query feature that a product makes while attention is joined once
 
 
