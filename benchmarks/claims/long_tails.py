@@ -43,7 +43,7 @@ ASYNC = Arm(
     MATH,
 )
 AGAIN = replace(ASYNC, name="long_async_again")
-ARMS = {"async": (ASYNC, AGAIN), "sync": (SYNC,)}
+ARMS = {"sync": (SYNC,), "async": (ASYNC, AGAIN)}
 MUST, MUST_IDLE = 1.5, 0.08
 
 
