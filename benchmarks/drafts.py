@@ -26,7 +26,7 @@ from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.drafting import DraftCounts
-from llamarl.generate.drafts import AUTO_DRAFT, DraftChoice
+from llamarl.generate.drafts import DraftChoice
 from llamarl.generate.limits import Limits
 from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.checkpoint import load_model
@@ -56,9 +56,9 @@ class Asking:
     def __init__(self, config: Config, answers: int, draft: Draft, device: torch.device) -> None:
         settings, self._tokenizer = config.generator, Tokenizer.load(config.model_folder)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        most = AUTO_DRAFT if draft == "auto" else draft
+        drafts = DraftChoice(draft)
         limits = Limits(
-            slots=answers * (1 + most),
+            slots=answers * (1 + drafts.most),
             max_prompt_tokens=settings.max_prompt_tokens,
             max_new_tokens=settings.max_new_tokens,
         )
@@ -67,7 +67,7 @@ class Asking:
             limits,
             eos_ids=self._tokenizer.eos_ids,
             seed=0,
-            drafts=DraftChoice(draft),
+            drafts=drafts,
         )
         self._decoder.version = 0
         self._device, self._ordinal, self._new = device, 0, settings.max_new_tokens
