@@ -79,6 +79,13 @@ class EngineConfig(Section, frozen=True):
         ),
     ] = ""
 
+    mps: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="local: kernels of a generator and a trainer on one GPU run side by side by NVIDIA's MPS instead of "
+            "in time slices: faster, but a kernel that faults may end both; auto: where nvidia-cuda-mps-control is installed"
+        ),
+    ] = "off"
     share_gpus: Annotated[
         bool,
         Meta(

@@ -19,6 +19,7 @@ from llamarl.builders.weights import weight_transport
 from llamarl.config import Config, ScheduleConfig
 from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.controller.line import Line
+from llamarl.engine.local.mps import describe_mps
 from llamarl.engine.monarch.install import check_engine
 from llamarl.engine.prompts import Prompts, check_lengths
 from llamarl.engine.rows import open_rows, with_epochs
@@ -86,6 +87,7 @@ def prepare_job(
     check_agent(config, tokenizer)
     notes = [
         *describe_devices(config, gpus),
+        *describe_mps(config, gpus),
         *describe_base(config, gpus),
         *model_notes,
         *memory_notes,

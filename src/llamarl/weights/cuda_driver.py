@@ -17,6 +17,7 @@ from torch import Tensor
 from llamarl.errors import LlamaRLError
 
 _PINNED, _POSIX_FD, _DEVICE, _READ, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 1, 3, 1
+_MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED, since CUDA 12.4
 _SLOTS = "two slots; weights.transport=memfd would take host memory"
 
 
@@ -144,3 +145,10 @@ class _Bytes:
             "strides": None,
             "version": 3,
         }
+
+
+def mps_enabled(device: int) -> bool | None:
+    """Whether contexts on the device are shared through NVIDIA's MPS; None if the driver is too old to tell."""
+    enabled = c_int()
+    code = _driver().cuDeviceGetAttribute(byref(enabled), _MPS_ENABLED, c_int(device))
+    return None if code else bool(enabled.value)

@@ -18,6 +18,7 @@ from llamarl.builders.registry import load_builder
 from llamarl.engine import rank_loop
 from llamarl.engine.compiled_code import compiled_code
 from llamarl.engine.envelope import Envelope, encode
+from llamarl.engine.local.mps import check_joined, join_mps
 from llamarl.engine.local.protocol import ForkRank
 from llamarl.engine.malloc import keep_freed_memory
 from llamarl.engine.rank_loop import ConnectionClosed
@@ -87,6 +88,8 @@ def run_child(order: ForkRank, fds: list[int]) -> None:
     try:
         keep_freed_memory()
         torch.set_num_threads(order.threads)
+        if order.mps:
+            join_mps(order.mps)
         if order.config.engine.share_gpus:
             let_ranks_share_gpus()
         ranks = Ranks.join(order.rank, order.num_ranks, lambda: store_in(rendezvous_fd, order.num_ranks), LOOPBACK)
@@ -114,4 +117,7 @@ def _build(order: ForkRank, slots: dict[str, SlotFile], connection: SocketConnec
         tell_engine=lambda report: rank_loop.tell(connection, report),
         first_gpus=order.first_gpus,
     )
-    return load_builder(order.builder)(context)
+    executor = load_builder(order.builder)(context)
+    if order.mps:
+        check_joined()
+    return executor

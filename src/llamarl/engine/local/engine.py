@@ -24,6 +24,7 @@ from llamarl.engine.engine import EngineEvent
 from llamarl.engine.envelope import decode_envelope, encode
 from llamarl.engine.forking import READY
 from llamarl.engine.local.fork_server import start_fork_server
+from llamarl.engine.local.mps import MpsDaemon, uses_mps
 from llamarl.engine.local.protocol import ForkRank, KillFork, RankExited, RankForked, decode_news
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
@@ -68,6 +69,8 @@ class LocalEngine(Supervision[LocalRank]):
         self._to_fork: list[tuple[float, ForkRank, list[int]]] = []  # earliest time, order, descriptors
         self._forking: dict[tuple[str, int, int], float] = {}  # ranks whose fork was ordered, and when
         self._failed_starts = 0  # of the fork server, in a row
+        self._first_gpus = first_gpus(line, config.placement)
+        self._mps = MpsDaemon(log_folder / "mps.log") if uses_mps(config, self._first_gpus) else None
         self._start_fork_server()
 
     # The interface of every engine
@@ -75,6 +78,8 @@ class LocalEngine(Supervision[LocalRank]):
     def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
         role = next(role for role in self._line.roles if role.name == role_of(executor))
         not_before_s = time.monotonic() + self._backoff.delay_s(executor)
+        if self._mps:
+            self._mps.revive()
         rendezvous = os.memfd_create("llamarl-rendezvous", os.MFD_CLOEXEC)
         log = os.open(
             self._log_folder / f"{executor.replace('/', '-')}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
@@ -93,9 +98,10 @@ class LocalEngine(Supervision[LocalRank]):
                 builder=self._builders[role.name],
                 config=self._config,
                 weights_source=dict(self._line.weights_source),
-                first_gpus=first_gpus(self._line, self._config.placement),
+                first_gpus=self._first_gpus,
                 slots=tuple(self._slots),
                 snapshot=str(snapshot) if snapshot else "",
+                mps=self._mps.folder if self._mps else "",
                 threads=role.threads or os.cpu_count() or 1,
             )
             slot_fds = [fd for file in self._slots.values() for fd in file.fds]
@@ -142,6 +148,8 @@ class LocalEngine(Supervision[LocalRank]):
             self._fork_server.kill()
             self._fork_server.wait()
         self._selector.close()
+        if self._mps:
+            self._mps.stop()
 
     def _ask_to_stop(self) -> None:
         for executor, rank in list(self._ranks):

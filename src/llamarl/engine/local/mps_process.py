@@ -1,0 +1,67 @@
+"""Keeps NVIDIA's MPS daemon running until its standard input ends, then removes everything of it. Standard library only.
+
+Run as a program: `python -m llamarl.engine.local.mps_process`. It prints the folder where clients find the daemon, or an
+empty line if there is none. Its standard input is a pipe from the job, which ends when the job does, also when it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from llamarl.processes import die_with_parent
+
+PROGRAM = "nvidia-cuda-mps-control"
+PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+_START_S, _END_S, _LOOK_S = 20.0, 5.0, 0.2
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder = Path(tempfile.mkdtemp(prefix="llamarl-mps-"))
+    try:
+        daemon = subprocess.Popen(
+            [PROGRAM, "-f"],
+            env={**os.environ, PIPES: str(folder), _LOGS: str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - no threads here; its server ends with it
+        )
+        try:
+            print(folder if _is_up(daemon, folder) else "", flush=True)
+            while daemon.poll() is None and not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+                pass
+        finally:
+            _end(daemon)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_up(daemon: subprocess.Popen[bytes], folder: Path) -> bool:
+    deadline_s = time.monotonic() + _START_S
+    while daemon.poll() is None and time.monotonic() < deadline_s:
+        if (folder / "control").exists():
+            return True
+        time.sleep(_LOOK_S / 10)
+    return False
+
+
+def _end(daemon: subprocess.Popen[bytes]) -> None:
+    daemon.terminate()
+    try:
+        daemon.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
+
+
+if __name__ == "__main__":
+    main()

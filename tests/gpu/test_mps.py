@@ -1,0 +1,77 @@
+"""A job whose generator and trainer share a GPU by MPS: it is applied, it is noticed where it is not, and nothing stays."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from llamarl.engine.local.mps import MpsDaemon
+from llamarl.engine.local.mps_process import PROGRAM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(shutil.which(PROGRAM) is None, reason=f"no {PROGRAM}"),
+]
+JOB = [sys.executable, "-m", "llamarl", "train", "engine.mps=on", "trainer.compile='off'", "evaluate.prompts=0"]
+JOIN = """
+import sys, torch
+from llamarl.engine.local.mps import check_joined, join_mps
+join_mps(sys.argv[1])
+torch.ones(1, device="cuda")
+check_joined()
+"""
+
+
+def left_behind() -> list[str]:
+    found = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    alive = [line for line in found if ("cuda-mps" in line or "mps_process" in line) and not line.startswith("Z")]
+    return alive + [str(folder) for folder in Path(tempfile.gettempdir()).glob("llamarl-mps-*")]
+
+
+def joined(folder: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", JOIN, folder], capture_output=True, text=True, check=False)
+
+
+def test_a_process_that_joins_uses_it_and_one_that_finds_no_daemon_fails(tmp_path: Path) -> None:
+    daemon = MpsDaemon(tmp_path / "mps.log")
+    try:
+        assert joined(daemon.folder).returncode == 0
+        assert "NEW CLIENT" in (tmp_path / "mps.log").read_text()
+    finally:
+        daemon.stop()
+    assert left_behind() == []
+    alone = joined(str(tmp_path))
+    assert alone.returncode == 1 and "engine.mps: CUDA started without it" in alone.stderr
+
+
+def test_a_job_trains_with_it_and_leaves_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*JOB, "schedule.updates=3", "--run", str(tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "side by side" in done.stdout
+    clients = (tmp_path / "run" / "logs" / "mps.log").read_text().count("NEW CLIENT")
+    assert clients >= 2, "generator and trainer"
+    assert left_behind() == []
+
+
+def test_a_job_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "run" / "logs" / "mps.log"
+    with subprocess.Popen([*JOB, "--run", str(tmp_path / "run")], stdout=subprocess.DEVNULL) as job:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not (log.exists() and "ACTIVE" in log.read_text()):
+            time.sleep(0.2)
+        assert left_behind()
+        job.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and left_behind():
+        time.sleep(0.2)
+    assert left_behind() == []

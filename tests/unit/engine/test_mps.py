@@ -1,0 +1,141 @@
+"""The MPS daemon of a job, played by a script: it starts, ends with the job however that ends, and what is wrong is told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from llamarl.config.file import load_config
+from llamarl.engine.local.mps import MpsDaemon, describe_mps, uses_mps
+from llamarl.engine.local.mps_process import PROGRAM
+from llamarl.errors import ConfigError, JobFailed
+
+DAEMON = 'echo "$$" > "$PID_FILE"; touch "$CUDA_MPS_PIPE_DIRECTORY/control"; exec sleep 100'
+
+
+@pytest.fixture
+def daemon_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A daemon on the PATH; the file that it writes its process number to."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "tmp").mkdir()
+    write_program(tmp_path, DAEMON)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
+    yield tmp_path / "pid"
+
+
+def write_program(folder: Path, body: str) -> None:
+    program = folder / "bin" / PROGRAM
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+
+
+def is_gone(pid: int) -> bool:
+    """Within five seconds. A zombie is gone too."""
+    for _ in range(50):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_it_ends_with_its_folder(daemon_pid: Path, tmp_path: Path) -> None:
+    daemon = MpsDaemon(tmp_path / "mps.log")
+    folder, pid = Path(daemon.folder), int(daemon_pid.read_text())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "control").exists()
+    daemon.stop()
+    assert is_gone(pid)
+    assert not any((tmp_path / "tmp").iterdir())
+
+
+def test_it_ends_when_the_job_is_killed(daemon_pid: Path, tmp_path: Path) -> None:
+    code = "import sys, time; from pathlib import Path; from llamarl.engine.local.mps import MpsDaemon\n"
+    code += "MpsDaemon(Path(sys.argv[1])); print('up', flush=True); time.sleep(100)"
+    command = [sys.executable, "-c", code, str(tmp_path / "mps.log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdout.readline() == "up\n"
+        job.send_signal(signal.SIGKILL)
+    assert is_gone(int(daemon_pid.read_text()))
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any((tmp_path / "tmp").iterdir()):
+        time.sleep(0.1)
+    assert not any((tmp_path / "tmp").iterdir())
+
+
+def test_one_that_died_is_started_again(daemon_pid: Path, tmp_path: Path) -> None:
+    daemon = MpsDaemon(tmp_path / "mps.log")
+    first, pid = daemon.folder, int(daemon_pid.read_text())
+    daemon.revive()
+    assert daemon.folder == first
+    os.kill(pid, signal.SIGKILL)
+    daemon._keeper.wait(5)
+    daemon.revive()
+    assert daemon.folder != first and int(daemon_pid.read_text()) != pid
+    daemon.stop()
+    assert not any((tmp_path / "tmp").iterdir())
+
+
+def test_one_that_does_not_start_is_told(daemon_pid: Path, tmp_path: Path) -> None:
+    write_program(tmp_path, "echo 'no GPU is here' >&2; exit 1")
+    with pytest.raises(JobFailed, match=r"engine.mps: nvidia-cuda-mps-control did not start; see .*mps.log"):
+        MpsDaemon(tmp_path / "mps.log")
+    assert "no GPU is here" in (tmp_path / "mps.log").read_text()
+    assert not any((tmp_path / "tmp").iterdir())
+
+
+GPU_OF_BOTH = {"generator": 0, "trainer": 0}
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+@pytest.mark.usefixtures("daemon_pid", "one_gpu")
+def test_where_it_is_used() -> None:
+    for settings, used in (
+        (["engine.mps=auto"], True),
+        (["engine.mps=on"], True),
+        ([], False),
+        (["engine.mps=auto", "generator.device=cpu"], False),
+        (["engine.mps=auto", "engine=inline"], False),
+        (["engine.mps=auto", "placement=colocated", "schedule.max_staleness=0"], False),
+    ):
+        config = load_config(None, settings)
+        assert uses_mps(config, GPU_OF_BOTH) == used, settings
+        assert bool(describe_mps(config, GPU_OF_BOTH)) == used, settings
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_machine_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    auto = load_config(None, ["engine.mps=auto"])
+    assert not uses_mps(auto, GPU_OF_BOTH)
+    assert "in time slices: nvidia-cuda-mps-control is not on the PATH" in describe_mps(auto, GPU_OF_BOTH)[0]
+    with pytest.raises(ConfigError, match="a part of NVIDIA's driver"):
+        describe_mps(load_config(None, ["engine.mps=on"]), GPU_OF_BOTH)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [(["engine=inline"], "cannot take effect with engine=inline"), (["generator.device=cpu"], "share no GPU here")],
+)
+@pytest.mark.usefixtures("daemon_pid", "one_gpu")
+def test_what_was_asked_for_in_vain_is_refused(settings: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        describe_mps(load_config(None, ["engine.mps=on", *settings]), GPU_OF_BOTH)
