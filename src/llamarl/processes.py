@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # `-P` keeps the working folder out of the module path, where a user's `numbers.py` would hide Python's own.
 PYTHON = (sys.executable, "-P")
@@ -18,6 +21,20 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before the kernel was asked
+
+
+@contextmanager
+def imports_undisturbed() -> Iterator[None]:
+    """For imports of many modules: what they make stays, so that looking for garbage among it only takes time, about an
+    eighth of theirs."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 def describe_signal(number: int) -> str:

@@ -21,6 +21,7 @@ from llamarl.executors.executor import Executor
 from llamarl.executors.trainer import Trainer
 from llamarl.model.training_state import POLICY, keeps_policy_only
 from llamarl.train.adapter_check import EffectTolerance
+from llamarl.train.compiler import import_beside
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import make_mesh
 from llamarl.train.passes import UpdatePasses
@@ -50,6 +51,8 @@ def build_trainer(context: BuildContext) -> Executor:
         replay_routes=settings.replay_routes,
         balance_loss=settings.balance_loss,
     )
+    if computing.compiled:
+        import_beside()
     folder, adapter = _start_of(context)
     base = load_base(context, folder, device, computing.weight_dtype) if trainer_has_base(config) else None
     policy = load_policy(folder, computing, adapter=adapter, seed=config.seed, base=base)

@@ -17,6 +17,7 @@ from llamarl.hub.client import without_progress
 from llamarl.observe.final_report import resume_command
 from llamarl.observe.loggers import check_loggers
 from llamarl.observe.run_folder import CONFIG, dated_run_folder
+from llamarl.processes import imports_undisturbed
 
 RunOption = Annotated[
     Path | None, typer.Option(metavar="DIR", help="where the record goes; default: a dated folder under runs/")
@@ -79,7 +80,8 @@ def _begin(settled: Config, run: Path | None, *, resume: bool, quiet: bool) -> N
 
 
 def _train(config: Config, folder: Path, *, resume: bool, quiet: bool) -> None:
-    from llamarl.jobs.job import Job
+    with imports_undisturbed():
+        from llamarl.jobs.job import Job
     from llamarl.observe.display import LastingConsole, make_display
     from llamarl.observe.final_report import print_report
     from llamarl.observe.run_folder import refuse_used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -31,9 +32,12 @@ class OwnRanks(Section, frozen=True):
         return self.data * self.tensor
 
 
+_fields = cache(fields)  # msgspec evaluates all annotations each time
+
+
 def changed_settings(section: Section) -> list[str]:
     """Names of the settings that differ from their defaults; those that are made anew, such as lists, differ if not empty."""
-    found = ((one.name, getattr(section, one.name), one) for one in fields(section))
+    found = ((one.name, getattr(section, one.name), one) for one in _fields(type(section)))
     return [name for name, value, one in found if (value if callable(one.default_factory) else value != one.default)]
 
 

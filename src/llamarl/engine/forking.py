@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from llamarl.engine.compiled_code import compiled_environment
-from llamarl.processes import PYTHON, die_with_parent
+from llamarl.processes import PYTHON, die_with_parent, imports_undisturbed
 
 READY = b"ready"
 MAX_MESSAGE = 1 << 20
@@ -171,11 +171,14 @@ def control_from_arguments() -> socket.socket:
 
 
 def import_for_children() -> None:
-    """Import torch, and its compiler where there may be a GPU to compile for."""
-    import torch
+    """Import torch and everything of ours that executors need. Where there may be a GPU to compile for, also as much of the
+    compiler as can be imported while the main process still checks the job; the rest is imported while weights are loaded
+    (`train/compiler.py`)."""
+    with imports_undisturbed():
+        import torch
 
-    import llamarl.builders.registry
-    import llamarl.engine.rank_loop  # noqa: F401
+        import llamarl.builders.registry
+        import llamarl.engine.rank_loop  # noqa: F401
 
-    if torch.version.cuda:
-        import torch._dynamo
+        if torch.version.cuda:
+            import torch._dynamo

@@ -151,6 +151,8 @@ class Trainer:
             self.preparing = "compile"
             yield Noted("compiling its passes, while the first answers are sampled")
         elif self._warm_up is not None:
+            if self._beside is not None:
+                self._beside.hold()  # compiling would hold up the thread that publishes, and generators wait for it
             self._warm_up()
             self._warm_up, self.preparing = None, ""
 

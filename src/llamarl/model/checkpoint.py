@@ -64,6 +64,10 @@ class Checkpoint(Struct, frozen=True):
     zeros: frozenset[str] = frozenset()
     """Parameters that the folder does not have, and that begin at zero: the head of a new critic."""
 
+    def holds_exactly(self, name: str, dtype: str) -> bool:
+        """Whether reading the parameter in this type (a name such as BF16) rounds nothing."""
+        return name in self.zeros or self.spans[name].dtypes == {dtype}
+
     def fill(self, memory: Mapping[str, Tensor], box_of: BoxOf = all_of) -> None:
         """Reads the shard of each named parameter into the given memory, whatever its dtype and device."""
         specs = parameters(self.shape)

@@ -29,6 +29,10 @@ class StackedSpan(Struct, frozen=True):
         """Type of the first matrix; that of the others may differ."""
         return self.parts[0].dtype
 
+    @property
+    def dtypes(self) -> set[str]:
+        return {part.dtype for part in self.parts}
+
     def read(self, out: Tensor, box: Box | None = None) -> None:
         """Reads a box of the parameter, or all of it."""
         box = whole(self.shape) if box is None else box

@@ -33,6 +33,11 @@ class TensorSpan(Struct, frozen=True):
     offset: int
     num_bytes: int
 
+    @property
+    def dtypes(self) -> set[str]:
+        """The types of its numbers; those of matrices that are kept apart may differ."""
+        return {self.dtype}
+
 
 def read_spans(path: Path) -> dict[str, TensorSpan]:
     """Maps each tensor name to its span, after checking the header against the file's length and layout."""

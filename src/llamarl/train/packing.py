@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -155,6 +155,9 @@ class Sharing:
 
 
 PLAIN = Sharing()
+_WORTH_COMPILING = (
+    0.95  # of the price of two levels: a third one is compiled when it first comes, in the middle of a run
+)
 _PARTS = (1, 2, 4)  # candidates: the largest tree is this part of a rank's tokens
 
 
@@ -182,18 +185,21 @@ Layout = list[list[TreeBranch]]  # the trees of each pack; pack n belongs to ran
 
 def _layout(documents: Sequence[Document], budget: int, num_ranks: int, multiple: int, sharing: Sharing) -> Layout:
     """The cheapest of some layouts: every document apart, or trees of several depths and sizes, since small ones are easier
-    to deal out evenly and large ones save more. All trees of an update have the same limit of depth."""
+    to deal out evenly and large ones save more. All trees of an update have the same limit of depth: a third level must save
+    so much that chance does not make one, where answers to a prompt begin alike."""
     plain = _deal(plain_trees(documents), budget, num_ranks)
     if sharing.mode == "off":
         return plain
-    grown = [grow_trees(documents, least=sharing.least, join=sharing.join)]
-    if len(grown[0]) == len(documents):
+    price = partial(_price, num_ranks=num_ranks, multiple=multiple, sharing=sharing)
+    trees = grow_trees(documents, least=sharing.least, join=sharing.join)
+    if len(trees) == len(documents):
         return plain
-    if sharing.part and max(tree.depth for tree in grown[0]) > 2:
-        grown.append(grow_trees(documents, least=sharing.least, join=sharing.join, levels=2))
-    shared = [layout for trees in grown for layout in _of_all_sizes(trees, documents, budget, num_ranks, multiple)]
-    candidates = shared if sharing.mode == "on" else [*shared, plain]
-    return min(candidates, key=lambda layout: _price(layout, num_ranks, multiple, sharing))
+    best = min(_of_all_sizes(trees, documents, budget, num_ranks, multiple), key=price)
+    if sharing.part and max(tree.depth for tree in trees) > 2:
+        trees = grow_trees(documents, least=sharing.least, join=sharing.join, levels=2)
+        usual = min(_of_all_sizes(trees, documents, budget, num_ranks, multiple), key=price)
+        best = best if price(best) < _WORTH_COMPILING * price(usual) else usual
+    return best if sharing.mode == "on" else min(best, plain, key=price)
 
 
 def _of_all_sizes(

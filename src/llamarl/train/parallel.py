@@ -30,9 +30,9 @@ from llamarl.families.adapters import trained_parameters
 from llamarl.families.family import ROWS, ParameterSpec
 from llamarl.families.parameters import family_of, layer_parameters
 from llamarl.model.experts import ExpertMLP
-from llamarl.model.gpu_paths import compile_backend
 from llamarl.model.ops import Rope
 from llamarl.model.transformer import AllHeadsNorm, Transformer
+from llamarl.train.compiler import compiled_when_called
 from llamarl.train.lora import add_trained_adapters
 from llamarl.train.mesh import TrainerMesh
 from llamarl.train.offload import offload_activations
@@ -163,7 +163,7 @@ def _compile(model: Transformer, *, any_length: bool) -> None:
         block.self_attn.layer = (
             0  # the trainer's attention ignores the layer; different numbers would make different graphs
         )
-        forward = torch.compile(block.forward, backend=compile_backend(), dynamic=None if any_length else False)
+        forward = compiled_when_called(block.forward, dynamic=None if any_length else False)
         block.forward = _for_any_length(forward) if any_length else _awaited(forward)
 
 

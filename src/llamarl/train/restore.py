@@ -72,13 +72,17 @@ def restore(model: Transformer, optimizer: AdamW, snapshot: Path, folders: State
 def load_masters(
     model: Transformer, optimizer: AdamW, folder: Path, open_folder: Callable[[Path], Checkpoint] = open_checkpoint
 ) -> None:
-    """Gives the optimizer the folder's weights as masters, since bf16 parameters are rounded. Adapters are fp32."""
+    """Gives the optimizer the folder's weights as masters, since bf16 parameters are rounded. Those that are bf16 in the
+    folder too are not read again. Adapters are fp32."""
     checkpoint = None
     for name, shard in trained_shards(model).items():
         if shard.tensor.dtype == torch.bfloat16:
             checkpoint = checkpoint or open_folder(folder)
-            master = torch.empty(shard.tensor.shape, dtype=torch.float32, device=shard.tensor.device)
-            checkpoint.fill({name: master}, lambda _, box=shard.box: box)  # type: ignore[misc]
+            if checkpoint.holds_exactly(name, "BF16"):
+                master = shard.tensor.float()
+            else:
+                master = torch.empty(shard.tensor.shape, dtype=torch.float32, device=shard.tensor.device)
+                checkpoint.fill({name: master}, lambda _, box=shard.box: box)  # type: ignore[misc]
             optimizer.set_master(name, master)
 
 

@@ -15,6 +15,7 @@ from llamarl.train.lm_head import fused_loss
 from llamarl.train.speed import measured_tflops
 
 _ANSWERS = 4  # to one prompt
+_PROMPTS = 2  # of every rank; a graph for one alone would not serve several
 _TOKENS = 128  # of a prompt and of an answer, unless they are shorter: one compiled graph serves all lengths
 
 
@@ -58,7 +59,7 @@ class WarmUp:
         prompt, answer = min(_TOKENS, self.max_prompt_tokens), min(_TOKENS, self.max_new_tokens)
         return [
             _document(prompt, max(1, answer - number % _ANSWERS), (number // alike, number), vocab_size, routes)
-            for number in range(_ANSWERS * ranks)
+            for number in range(_PROMPTS * _ANSWERS * ranks)
         ]
 
 

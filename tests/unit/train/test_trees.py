@@ -106,7 +106,7 @@ def test_a_third_level_must_save_more_than_its_parts_of_attention_cost() -> None
     ends = [[*(begun if sample < 2 else []), *rng.integers(300, 400, 200).tolist()] for sample in range(8)]
     alike = documents_of([[number, *prompt, *end] for number, prompt in enumerate(prompts) for end in ends])
     opened = documents_of([[*opening, number, *prompt, *end] for number, prompt in enumerate(prompts) for end in ends])
-    for documents, part, levels in ((alike, 0.0, 2), (alike, 200.0, 1), (opened, 200.0, 2)):
+    for documents, part, levels in ((alike, 0.0, 2), (alike, 200.0, 1), (alike, 20.0, 1), (opened, 200.0, 2)):
         sharing = Sharing("auto", least=32, join=0.01, square=1e-6, part=part)
         packs = make_packs(documents, 16_384, long_rows=True, sharing=sharing)
         assert {max(pack.levels) for pack in packs} == {levels}

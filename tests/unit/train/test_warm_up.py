@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo
-from helpers.models import lively_model
+from helpers.models import VOCABULARY, lively_model
 from helpers.training import cpu_learner, make_test_documents
 from helpers.trees import flash_on_cpu, make_branching_documents
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
-from llamarl.train import lm_head, optimizer, parallel
+from llamarl.train import compiler, lm_head, optimizer, warm_up
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import LONE_RANK
 from llamarl.train.packing import Sharing, make_packs
 from llamarl.train.policy import ComputeSettings
-from llamarl.train.warm_up import WarmUp
+from llamarl.train.warm_up import WarmUp, _document
 
 DOCUMENTS = make_test_documents(6)
 
@@ -29,7 +29,7 @@ DOCUMENTS = make_test_documents(6)
 @pytest.fixture(autouse=True)
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Traced and differentiated as for a GPU, but run by plain PyTorch."""
-    for module in (lm_head, optimizer, parallel):
+    for module in (lm_head, optimizer, compiler):
         monkeypatch.setattr(module, "compile_backend", lambda: "aot_eager")
     lm_head._compiled.cache_clear()
     optimizer._compiled.cache_clear()
@@ -58,13 +58,32 @@ def test_an_update_after_it_is_the_same_bit_for_bit() -> None:
 
 def test_the_first_update_finds_everything_compiled() -> None:
     learner = cpu_learner(lively_model(), compiled=True)
-    warm_up = WarmUp(learner, 8, 8)
-    warm_up()
+    warm = WarmUp(learner, 8, 8)
+    warm()
     made = counters["stats"]["unique_graphs"]
     assert made > 0
     # Rows of the same shape: with a CPU's masks, every other shape is compiled anew.
-    learner.step(0, learner.accumulate(warm_up._documents(learner.policy.model.shape.vocab_size)).total_loss())
+    learner.step(0, learner.accumulate(warm._documents(learner.policy.model.shape.vocab_size)).total_loss())
     assert counters["stats"]["unique_graphs"] == made
+
+
+@pytest.mark.parametrize(("prompts", "compiled_later"), [(warm_up._PROMPTS, 0), (1, 1)])
+def test_the_first_update_finds_what_trees_need(
+    prompts: int, compiled_later: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes a number that is 1 for a constant: a graph of one prompt alone would not serve several."""
+    monkeypatch.setattr(warm_up, "_PROMPTS", prompts)
+    monkeypatch.setattr(ComputeSettings, "long_rows", property(lambda _: True))
+    learner = cpu_learner(lively_model(), compiled=True, share_prompts="on")
+    documents = [
+        _document(100 + 10 * group, 20 + one, (group, one), VOCABULARY, None) for group in range(6) for one in range(8)
+    ]
+    with flash_on_cpu():
+        WarmUp(learner, 384, 512, probes=True, samples=8)()
+        made = counters["stats"]["unique_graphs"]
+        assert {level for pack in learner.policy.packs(documents) for level in pack.levels} == {0, 1}
+        learner.step(0, learner.accumulate(documents).total_loss())
+    assert counters["stats"]["unique_graphs"] - made == compiled_later
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -75,7 +94,7 @@ def test_what_is_compiled_for_trees_is_kept_between_starts(asked: bool, monkeypa
         check_cacheable(graph)
         return graph.forward
 
-    monkeypatch.setattr(parallel, "compile_backend", lambda: checked)
+    monkeypatch.setattr(compiler, "compile_backend", lambda: checked)
     monkeypatch.setattr(ComputeSettings, "long_rows", property(lambda _: True))
     with functorch_config.patch(autograd_cache_allow_custom_autograd_functions=False):
         learner = cpu_learner(lively_model(), compiled=True, share_prompts="on")
