@@ -162,6 +162,7 @@ def llamarl(name: str, command: Sequence[str], options: Options) -> int:
     whole = [sys.executable, "-m", "llamarl.cli", *command]
     if options.beside == 1:
         return subprocess.run(whole, check=False).returncode
+    whole += ["engine.mps=off"] if command[0] == "train" else []  # jobs beside each other would each start a daemon
     with subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

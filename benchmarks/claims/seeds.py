@@ -3,7 +3,7 @@
     python benchmarks/claims/seeds.py [--beside 2] [--at-most N] [KEY=VALUE ...]  # GSM8K with Qwen, on a GPU
     python benchmarks/claims/seeds.py --small [KEY=VALUE ...]                     # arithmetic with the tiny model, on a CPU
 
-Async is claim 1's job (S = 1), whose own run is the first seed; sync has S = 0 and both roles in turn, the same updates,
+Async is claim 1's job (S = 2), whose own run is the first seed; sync has S = 0 and both roles in turn, the same updates,
 prompts and answers. Learning is compared, not time. The interval of async - sync is that of Welch's t, over seeds: it
 includes what two runs of the same setting differ by.
 """
