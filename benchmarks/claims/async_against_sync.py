@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from arms import ASYNC, GSM8K, SYNC, Figures, Record, Window, as_figures, keep, made, read_options
+from arms import ASYNC, SYNC, Figures, Record, Window, as_figures, keep, made, read_options
 from plot import bars
 from windows import steady
 
 from llamarl.config.file import load_config
+from llamarl.observe.run_folder import CONFIG
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
         print(f"{name:8}  {row['update_s']:6.2f} s  {row['answer_tokens']:8,.0f}  {shares}")
     gain = arms["sync"]["update_s"] / arms["async"]["update_s"]
     print(f"async is {gain:.2f} times as fast")
-    staleness = load_config(GSM8K, options.settings).schedule.max_staleness
+    staleness = load_config(options.runs / ASYNC.name / CONFIG).schedule.max_staleness
     keep("async_against_sync", options, {**arms, "gain": gain, "max_staleness": staleness}, picture)
 
 

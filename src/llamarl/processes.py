@@ -25,14 +25,13 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 @contextmanager
 def imports_undisturbed() -> Iterator[None]:
-    """For imports of many modules: what they make stays, so that looking for garbage among it only takes time, about an
+    """For imports of many modules: what they make stays, so that looking for garbage meanwhile only takes time, about an
     eighth of theirs."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if enabled:
             gc.enable()
 

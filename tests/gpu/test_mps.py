@@ -22,11 +22,11 @@ pytestmark = [
 ]
 JOB = [sys.executable, "-m", "llamarl", "train", "engine.mps=on", "trainer.compile='off'", "evaluate.prompts=0"]
 JOIN = """
-import sys, torch
-from llamarl.engine.local.mps import check_joined, join_mps
-join_mps(sys.argv[1])
+import os, sys, torch
+from llamarl.engine.local.mps import not_joined
+os.environ["CUDA_MPS_PIPE_DIRECTORY"] = sys.argv[1]
 torch.ones(1, device="cuda")
-check_joined()
+sys.exit(not_joined())
 """
 
 
@@ -52,7 +52,10 @@ def test_a_process_that_joins_uses_it_and_one_that_finds_no_daemon_fails(tmp_pat
     assert alone.returncode == 1 and "engine.mps: CUDA started without it" in alone.stderr
 
 
-def test_a_job_trains_with_it_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("visible", ["", "0"])
+def test_a_job_trains_with_it_and_leaves_nothing(visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     done = subprocess.run(
         [*JOB, "schedule.updates=3", "--run", str(tmp_path / "run")], capture_output=True, text=True, check=False
     )
@@ -69,7 +72,7 @@ def test_a_job_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and not (log.exists() and "ACTIVE" in log.read_text()):
             time.sleep(0.2)
-        assert left_behind()
+        assert "ACTIVE" in log.read_text() and left_behind()
         job.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and left_behind():

@@ -31,7 +31,7 @@ from llamarl.config import AlgoConfig, TrainerConfig
 from llamarl.errors import JobFailed
 from llamarl.model.experts import ExpertMLP
 from llamarl.model.training_state import CRITIC, MANIFEST, OF_CRITIC, POLICY, SnapshotManifest
-from llamarl.train import parallel
+from llamarl.train import compiler
 from llamarl.train.exchange import Exchange
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import TrainerMesh, make_mesh
@@ -350,7 +350,7 @@ def shared_packs(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     with flash_on_cpu(), patch.object(ComputeSettings, "long_rows", property(lambda _: True)):
         add("flash", dtype=torch.float64)  # fp32 would mean fp16 products
         add("flash trees", dtype=torch.float64, share_prompts="on", recompute="full")
-    parallel.compile_backend = lambda: "aot_eager"  # type: ignore[attr-defined]
+    compiler.compile_backend = lambda: "aot_eager"  # type: ignore[attr-defined]
     add("compiled", compiled=True, recompute="full", tokens_per_pack=60)
     return found | {"logprobs": probe_logprobs(learner.policy, documents)}
 
@@ -395,7 +395,7 @@ def probe_logprobs(policy: Policy, documents: list[Document]) -> Tensor:
 def compiled(mesh: TrainerMesh, folder: Path) -> dict[str, Tensor]:
     """Gradients of compiled blocks, over passes of several lengths. Their kernels are torch's own, which saves a minute."""
     found = dict[str, Tensor]()
-    parallel.compile_backend = lambda: "aot_eager"  # type: ignore[attr-defined]
+    compiler.compile_backend = lambda: "aot_eager"  # type: ignore[attr-defined]
     for recompute in ("none", "full"):
         learner = make_learner(folder / "model", mesh, recompute=recompute, compiled=True, tokens_per_pack=48)
         learner.accumulate(make_test_documents(DOCUMENTS))

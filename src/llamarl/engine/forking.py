@@ -4,6 +4,7 @@ takes milliseconds, where a fresh interpreter takes seconds."""
 from __future__ import annotations
 
 import array
+import gc
 import os
 import select
 import signal
@@ -182,3 +183,4 @@ def import_for_children() -> None:
 
         if torch.version.cuda:
             import torch._dynamo
+    gc.freeze()  # looking through it later would copy pages that executors share

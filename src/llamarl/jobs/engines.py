@@ -12,6 +12,7 @@ from llamarl.controller.line import role_of
 from llamarl.engine.engine import Engine
 from llamarl.engine.inline import InlineEngine
 from llamarl.engine.local.engine import LocalEngine
+from llamarl.engine.local.mps import MpsDaemon
 from llamarl.executors.executor import Executor
 from llamarl.jobs.prepare import PreparedJob
 from llamarl.observe.run_folder import LOGS, RunFolder
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
     from llamarl.engine.monarch.engine import MonarchEngine
 
 
-def make_engine(job: PreparedJob, slots: Mapping[str, SlotFile], run_folder: RunFolder) -> Engine:
+def make_engine(
+    job: PreparedJob, slots: Mapping[str, SlotFile], run_folder: RunFolder, mps: MpsDaemon | None = None
+) -> Engine:
     if job.config.engine.kind == "inline":
         return InlineEngine(lambda executor, snapshot: _build(job, executor, snapshot, slots, run_folder))
-    engine = engine_class(job.config.engine.kind)
-    return engine(job.config, job.line, job.builder_references, slots, run_folder.path / LOGS)
+    given = (job.config, job.line, job.builder_references, slots, run_folder.path / LOGS)
+    if job.config.engine.kind == "local":
+        return LocalEngine(*given, mps)
+    return engine_class(job.config.engine.kind)(*given)
 
 
 def engine_class(kind: str) -> type[LocalEngine] | type[MonarchEngine]:

@@ -7,9 +7,11 @@ from contextlib import closing
 
 from llamarl.controller.controller import Controller
 from llamarl.controller.events import Resumed
+from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.controller.ledger import FINISHED
 from llamarl.engine.curriculum_log import CurriculumLog, NoCurriculum, OutcomeLog
 from llamarl.engine.driver import Driver
+from llamarl.engine.local.mps import MpsDaemon, mps_daemon
 from llamarl.engine.row_share import RowShareLog
 from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import InputError, JobFailed, LlamaRLError, OwnCodeFailed
@@ -21,7 +23,7 @@ from llamarl.model.training_state import POLICY
 from llamarl.observe.callbacks import Callback, CallbackRunner
 from llamarl.observe.display import Display
 from llamarl.observe.loggers import Loggers
-from llamarl.observe.run_folder import CURRICULUM, ROW_SHARE, SNAPSHOTS
+from llamarl.observe.run_folder import CURRICULUM, LOGS, ROW_SHARE, SNAPSHOTS
 from llamarl.observe.summary import INTERRUPTED, STOPPED, Summary
 from llamarl.observe.watcher import Watcher
 from llamarl.plugins import format_traceback
@@ -32,6 +34,14 @@ _UNWRITABLE = "the record of the run cannot be written"
 
 
 def run_job(job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequence[Callback] = ()) -> Summary:
+    gpus, log = first_gpus(job.line, job.config.placement), opened.folder.path / LOGS / "mps.log"
+    with mps_daemon(job.config, gpus, log, display.note) as mps:
+        return _run_job(job, opened, display, callbacks, mps)
+
+
+def _run_job(
+    job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequence[Callback], mps: MpsDaemon | None
+) -> Summary:
     run_folder, config = opened.folder, job.config
     for note in (*filter(None, [run_folder.lock.warning]), *job.notes):
         display.note(note)
@@ -45,7 +55,7 @@ def run_job(job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequ
         log=run_folder.log,
     )
     slots = {role: SlotFile() for role in job.line.publishers}
-    engine = make_engine(job, slots, run_folder)
+    engine = make_engine(job, slots, run_folder, mps)
     snapshots = SnapshotStore(run_folder.snapshots, config.snapshots.keep)
     outcomes = _open_outcomes(job, opened)
     driver = Driver(

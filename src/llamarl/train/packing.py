@@ -155,9 +155,8 @@ class Sharing:
 
 
 PLAIN = Sharing()
-_WORTH_COMPILING = (
-    0.95  # of the price of two levels: a third one is compiled when it first comes, in the middle of a run
-)
+# Of the price of two levels: a third one is compiled when it first comes, in the middle of a run.
+_WORTH_COMPILING = 0.95
 _PARTS = (1, 2, 4)  # candidates: the largest tree is this part of a rank's tokens
 
 

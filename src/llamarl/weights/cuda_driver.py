@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from functools import cache
+from uuid import UUID
 
 import torch
 from torch import Tensor
@@ -145,6 +146,18 @@ class _Bytes:
             "strides": None,
             "version": 3,
         }
+
+
+def device_uuids() -> list[str]:
+    """The names of all devices that this process sees, in order, by which any process finds them."""
+    _call("cuInit", 0)
+    count, found = c_int(), list[str]()
+    _call("cuDeviceGetCount", byref(count))
+    for device in range(count.value):
+        raw = (c_ubyte * 16)()
+        _call("cuDeviceGetUuid", byref(raw), c_int(device))
+        found.append(f"GPU-{UUID(bytes=bytes(raw))}")
+    return found
 
 
 def mps_enabled(device: int) -> bool | None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from llamarl.config.file import load_config
-from llamarl.engine.local.mps import MpsDaemon, describe_mps, uses_mps
+from llamarl.engine.local import mps
+from llamarl.engine.local.mps import MpsDaemon, describe_mps, mps_daemon, uses_mps
 from llamarl.engine.local.mps_process import PROGRAM
 from llamarl.errors import ConfigError, JobFailed
 
@@ -65,7 +66,7 @@ def test_it_ends_with_its_folder(daemon_pid: Path, tmp_path: Path) -> None:
 
 def test_it_ends_when_the_job_is_killed(daemon_pid: Path, tmp_path: Path) -> None:
     code = "import sys, time; from pathlib import Path; from llamarl.engine.local.mps import MpsDaemon\n"
-    code += "MpsDaemon(Path(sys.argv[1])); print('up', flush=True); time.sleep(100)"
+    code += "daemon = MpsDaemon(Path(sys.argv[1])); print('up', flush=True); time.sleep(100)"
     command = [sys.executable, "-c", code, str(tmp_path / "mps.log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None and job.stdout.readline() == "up\n"
@@ -98,6 +99,40 @@ def test_one_that_does_not_start_is_told(daemon_pid: Path, tmp_path: Path) -> No
     assert not any((tmp_path / "tmp").iterdir())
 
 
+def test_where_auto_starts_it_in_vain_a_note_says_so(daemon_pid: Path, tmp_path: Path, one_gpu: None) -> None:
+    write_program(tmp_path, "exit 1")
+    noted: list[str] = []
+    log = tmp_path / "logs" / "mps.log"
+    with mps_daemon(load_config(None, ["engine.mps=auto"]), GPU_OF_BOTH, log, noted.append) as daemon:
+        assert daemon is None
+    assert "did not start" in noted[0] and "in time slices" in noted[0]
+    with pytest.raises(JobFailed), mps_daemon(load_config(None, ["engine.mps=on"]), GPU_OF_BOTH, log, noted.append):
+        pass
+
+
+def test_devices_that_were_chosen_are_told_by_name(
+    daemon_pid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon counts its devices anew, so that numbers would mean others to its clients."""
+    write_program(tmp_path, f'echo "$CUDA_VISIBLE_DEVICES" > {tmp_path}/seen; {DAEMON}')
+    monkeypatch.setattr(mps, "device_uuids", lambda: ["GPU-a", "GPU-b"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    daemon = MpsDaemon(tmp_path / "mps.log")
+    assert daemon.environment == {"CUDA_MPS_PIPE_DIRECTORY": daemon.folder, "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+    assert (tmp_path / "seen").read_text() == "GPU-a,GPU-b\n"
+    daemon.stop()
+
+
+@pytest.mark.usefixtures("daemon_pid", "one_gpu")
+def test_one_that_the_user_has_started_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    config = load_config(None, ["engine.mps=auto"])
+    assert uses_mps(config, GPU_OF_BOTH)
+    (tmp_path / "control").touch()
+    assert not uses_mps(config, GPU_OF_BOTH)
+    assert f"the MPS daemon of {tmp_path}" in describe_mps(config, GPU_OF_BOTH)[0]
+
+
 GPU_OF_BOTH = {"generator": 0, "trainer": 0}
 
 
@@ -112,6 +147,7 @@ def test_where_it_is_used() -> None:
         (["engine.mps=auto"], True),
         (["engine.mps=on"], True),
         ([], False),
+        (["engine.mps=auto", "generator.device=cuda", "trainer.device=cuda:0"], True),
         (["engine.mps=auto", "generator.device=cpu"], False),
         (["engine.mps=auto", "engine=inline"], False),
         (["engine.mps=auto", "placement=colocated", "schedule.max_staleness=0"], False),
@@ -133,7 +169,11 @@ def test_a_machine_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [(["engine=inline"], "cannot take effect with engine=inline"), (["generator.device=cpu"], "share no GPU here")],
+    [
+        (["engine=inline"], "cannot take effect with engine=inline"),
+        (["generator.device=cpu"], "share no GPU here"),
+        (["placement=colocated", "schedule.max_staleness=0"], "roles take turns"),
+    ],
 )
 @pytest.mark.usefixtures("daemon_pid", "one_gpu")
 def test_what_was_asked_for_in_vain_is_refused(settings: list[str], reason: str) -> None:

@@ -18,14 +18,14 @@ from llamarl.builders.registry import load_builder
 from llamarl.engine import rank_loop
 from llamarl.engine.compiled_code import compiled_code
 from llamarl.engine.envelope import Envelope, encode
-from llamarl.engine.local.mps import check_joined, join_mps
+from llamarl.engine.local.mps import not_joined
 from llamarl.engine.local.protocol import ForkRank
 from llamarl.engine.malloc import keep_freed_memory
 from llamarl.engine.rank_loop import ConnectionClosed
 from llamarl.engine.ranks import Ranks
 from llamarl.executors.executor import Executor
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
-from llamarl.messages import Failed, Message, decode_message
+from llamarl.messages import Failed, Message, Noted, decode_message
 from llamarl.process_groups import LOOPBACK, let_ranks_share_gpus, store_in
 from llamarl.weights.slot_file import SlotFile
 
@@ -88,8 +88,7 @@ def run_child(order: ForkRank, fds: list[int]) -> None:
     try:
         keep_freed_memory()
         torch.set_num_threads(order.threads)
-        if order.mps:
-            join_mps(order.mps)
+        os.environ.update(order.mps)  # before CUDA starts
         if order.config.engine.share_gpus:
             let_ranks_share_gpus()
         ranks = Ranks.join(order.rank, order.num_ranks, lambda: store_in(rendezvous_fd, order.num_ranks), LOOPBACK)
@@ -118,6 +117,8 @@ def _build(order: ForkRank, slots: dict[str, SlotFile], connection: SocketConnec
         first_gpus=order.first_gpus,
     )
     executor = load_builder(order.builder)(context)
-    if order.mps:
-        check_joined()
+    if order.mps and (wrong := not_joined()):
+        if order.config.engine.mps == "on":
+            raise RuntimeError(wrong)
+        rank_loop.tell(connection, Noted(f"{wrong}; its kernels take turns with those of others"))
     return executor

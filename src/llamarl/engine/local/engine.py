@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from llamarl.config import Config
 from llamarl.controller.gpu_numbers import first_gpus
@@ -24,7 +25,7 @@ from llamarl.engine.engine import EngineEvent
 from llamarl.engine.envelope import decode_envelope, encode
 from llamarl.engine.forking import READY
 from llamarl.engine.local.fork_server import start_fork_server
-from llamarl.engine.local.mps import MpsDaemon, uses_mps
+from llamarl.engine.local.mps import MpsDaemon
 from llamarl.engine.local.protocol import ForkRank, KillFork, RankExited, RankForked, decode_news
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
@@ -60,6 +61,7 @@ class LocalEngine(Supervision[LocalRank]):
         builders: Mapping[str, str],
         slots: Mapping[str, SlotFile],
         log_folder: Path,
+        mps: MpsDaemon | None = None,
     ) -> None:
         super().__init__(config)
         self._line, self._builders, self._slots = line, builders, slots
@@ -70,7 +72,7 @@ class LocalEngine(Supervision[LocalRank]):
         self._forking: dict[tuple[str, int, int], float] = {}  # ranks whose fork was ordered, and when
         self._failed_starts = 0  # of the fork server, in a row
         self._first_gpus = first_gpus(line, config.placement)
-        self._mps = MpsDaemon(log_folder / "mps.log") if uses_mps(config, self._first_gpus) else None
+        self._mps = mps
         self._start_fork_server()
 
     # The interface of every engine
@@ -78,8 +80,6 @@ class LocalEngine(Supervision[LocalRank]):
     def spawn(self, executor: str, incarnation: int, snapshot: Path | None) -> None:
         role = next(role for role in self._line.roles if role.name == role_of(executor))
         not_before_s = time.monotonic() + self._backoff.delay_s(executor)
-        if self._mps:
-            self._mps.revive()
         rendezvous = os.memfd_create("llamarl-rendezvous", os.MFD_CLOEXEC)
         log = os.open(
             self._log_folder / f"{executor.replace('/', '-')}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
@@ -101,7 +101,7 @@ class LocalEngine(Supervision[LocalRank]):
                 first_gpus=self._first_gpus,
                 slots=tuple(self._slots),
                 snapshot=str(snapshot) if snapshot else "",
-                mps=self._mps.folder if self._mps else "",
+                mps={},
                 threads=role.threads or os.cpu_count() or 1,
             )
             slot_fds = [fd for file in self._slots.values() for fd in file.fds]
@@ -148,8 +148,6 @@ class LocalEngine(Supervision[LocalRank]):
             self._fork_server.kill()
             self._fork_server.wait()
         self._selector.close()
-        if self._mps:
-            self._mps.stop()
 
     def _ask_to_stop(self) -> None:
         for executor, rank in list(self._ranks):
@@ -171,9 +169,13 @@ class LocalEngine(Supervision[LocalRank]):
 
     def _send_fork_orders(self) -> None:
         due = [entry for entry in self._to_fork if entry[0] <= time.monotonic()] if self._fork_server_ready else []
+        if due and self._mps is not None:
+            self._mps.revive()
         for entry in due:
             self._to_fork.remove(entry)
             _, order, fds = entry
+            if self._mps is not None:
+                order = replace(order, mps=self._mps.environment)  # that of the daemon that runs now
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
             self._forking[order.identity] = time.monotonic()
             with suppress(OSError):  # dead or stuck: `_check_fork_server` will find out

@@ -21,12 +21,16 @@ from llamarl.processes import die_with_parent
 
 PROGRAM = "nvidia-cuda-mps-control"
 PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+CONTROL = "control"  # the socket in the daemon's folder by which clients find it
+_LONGEST = 80  # bytes of the temporary folder's path, since that of a socket has at most 107
 _START_S, _END_S, _LOOK_S = 20.0, 5.0, 0.2
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    folder = Path(tempfile.mkdtemp(prefix="llamarl-mps-"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST
+    folder = Path(tempfile.mkdtemp(prefix="llamarl-mps-", dir="/tmp" if long else None))
     try:
         daemon = subprocess.Popen(
             [PROGRAM, "-f"],
@@ -48,7 +52,7 @@ def main() -> None:
 def _is_up(daemon: subprocess.Popen[bytes], folder: Path) -> bool:
     deadline_s = time.monotonic() + _START_S
     while daemon.poll() is None and time.monotonic() < deadline_s:
-        if (folder / "control").exists():
+        if (folder / CONTROL).exists():
             return True
         time.sleep(_LOOK_S / 10)
     return False
