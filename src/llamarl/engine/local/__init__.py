@@ -4,6 +4,6 @@
          ▲                                  │ fork
          └────────── one socket pair ───────┴──▶  executor rank
 
-Nothing listens on any address; the daemon of `mps.py` has a Unix socket. A child dies with the fork server, and the fork server
-with the main process.
+Nothing listens on any address; the daemon of `mps.py` has a Unix socket. A child dies with the fork server, and the
+fork server with the main process.
 """
