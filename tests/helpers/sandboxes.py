@@ -21,7 +21,7 @@ from llamarl.tasks.sandbox.probe import features
 from llamarl.tasks.sandbox.run import Sandbox, SandboxError
 from llamarl.tasks.sandbox.walls import Walls
 
-BRIEF = SandboxConfig(wall_s=1.0, cpu_s=1.0, memory_mb=64, file_mb=4, output_kb=16, processes=8)
+BRIEF = SandboxConfig(wall_s=2.0, cpu_s=1.0, memory_mb=64, file_mb=4, output_kb=16, processes=8)
 SYSTEM_PYTHON = "/usr/bin/python3"  # an interpreter that an unprivileged user can read, wherever ours is installed
 _FOLDERS = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
 _ENV = {**os.environ, "PYTHONPATH": ":".join(_FOLDERS)}
