@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
+from llamarl.machine import GIB
 from llamarl.model_spec import shape_named
 from llamarl.plan.fallback import async_plans, sync_plan
-from llamarl.plan.gpus import GIB, GPUS
+from llamarl.plan.gpus import GPUS
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.workload import Question, Workload
 from llamarl.rehearse.memory import RoleMemory

@@ -21,9 +21,10 @@ import msgspec
 from arms import Figures, Options, keep, read_options
 from plot import lines
 
+from llamarl.machine import GIB
 from llamarl.model_spec import shape_named
 from llamarl.plan.fallback import async_plans, sync_plan
-from llamarl.plan.gpus import GIB, GPUS
+from llamarl.plan.gpus import GPUS
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.report import Rehearsed, layout
 from llamarl.plan.search import Plan, Space

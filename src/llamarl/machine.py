@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 _ROOT = Path("/")
+GIB = 1 << 30
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about this size for "no limit"
 
 
@@ -34,6 +36,19 @@ def host_memory(root: Path = _ROOT) -> FreeMemory:
     if limit != resource.RLIM_INFINITY:
         room = FreeMemory(min(room.total_bytes, limit), min(room.available_bytes, limit))
     return room
+
+
+class MemoryPeak(Struct, frozen=True, array_like=True):
+    """The most memory that a process has held, in bytes, and the most that was taken of its GPU by all who compute on it."""
+
+    host: int = 0  # resident, with what it shares with other processes
+    device: int = 0  # of the GPU, by PyTorch in this process; 0 without a GPU
+    gpu_used: int = 0  # of the GPU, by all processes, whenever this one looked
+    gpu_total: int = 0
+
+    def merged(self, other: MemoryPeak) -> MemoryPeak:
+        """The larger of both, each number by itself."""
+        return MemoryPeak(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
 class KilledForMemory:

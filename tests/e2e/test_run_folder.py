@@ -132,6 +132,13 @@ def test_what_weights_cost_each_side_is_on_record(record: Record) -> None:
             assert 0 < row[name] < 10
 
 
+def test_the_memory_of_every_role_is_on_record_and_never_shrinks(record: Record) -> None:
+    assert sorted(record.summary["memory"]["roles"]) == ["generator", "reward", "trainer"]
+    for role, last in record.summary["memory"]["roles"].items():
+        told = [row[f"{role}_memory_gib"] for row in record.timings if "update" in row]
+        assert told[0] > 0.05 and told == sorted(told) and told[-1] <= last < 24
+
+
 def test_every_update_has_one_row_of_metrics_and_one_of_timings(record: Record) -> None:
     rows = record.metrics
     assert [row["update"] for row in rows] == list(range(UPDATES))

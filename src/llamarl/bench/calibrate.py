@@ -22,10 +22,11 @@ from llamarl.bench.machine import Ceilings, Clock, measure_ceilings
 from llamarl.bench.train import TrainBench, prepare, time_update
 from llamarl.config import GeneratorConfig
 from llamarl.engine.malloc import keep_freed_memory
+from llamarl.machine import GIB
 from llamarl.model_spec import ModelSpec, shape_named
 from llamarl.plan.fit import Measured, fit_factors
 from llamarl.plan.generator import Replica, cached_on_cpu
-from llamarl.plan.gpus import GIB, GPUS, DecodeFactors, EngineFactors, Gpu, TrainFactors
+from llamarl.plan.gpus import GPUS, DecodeFactors, EngineFactors, Gpu, TrainFactors
 from llamarl.plan.terms import decode_terms, total_s, train_terms
 from llamarl.plan.trainer import packed
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from llamarl.plan.gpus import GIB
+from llamarl.machine import GIB
 
 State = Literal["ok", "warning", "problem"]
 

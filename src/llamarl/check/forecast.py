@@ -13,9 +13,10 @@ from llamarl.check.machine import MachineFacts
 from llamarl.config import Config, EvaluateConfig
 from llamarl.engine.prompts import Prompts
 from llamarl.errors import LlamaRLError
+from llamarl.machine import GIB
 from llamarl.observe.display import format_seconds
 from llamarl.plan.fallback import async_plans, sync_plan
-from llamarl.plan.gpus import GIB, GPUS, Gpu
+from llamarl.plan.gpus import GPUS, Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.narrow import narrow_advice
 from llamarl.plan.report import layout

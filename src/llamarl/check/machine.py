@@ -15,8 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from llamarl.check.finding import Finding, gib
-from llamarl.machine import FreeMemory, host_memory
-from llamarl.plan.gpus import GIB
+from llamarl.machine import GIB, FreeMemory, host_memory
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")

@@ -140,6 +140,8 @@ class Driver:
             self._watcher.died(arrival.executor, arrival.reason)
             return ev.Died(*who, arrival.reason)
         self._watcher.spent(arrival.executor, arrival.spans, arrival.rank)
+        if arrival.memory is not None:
+            self._watcher.held(arrival.executor, arrival.memory)
         report = arrival.report
         match report:
             case None | msg.ReaderStuck():

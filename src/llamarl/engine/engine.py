@@ -8,6 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from llamarl.machine import MemoryPeak
 from llamarl.messages import Message, Report
 from llamarl.observe.timeline import Span
 
@@ -17,9 +18,10 @@ class Arrival(Struct, frozen=True):
 
     executor: str
     incarnation: int
-    report: Report | None  # None: only spans
+    report: Report | None  # None: only what a rank has done and held
     spans: tuple[Span, ...] = ()
-    rank: int = 0  # whose spans they are; reports come from the first rank
+    rank: int = 0  # whose spans and memory they are; reports come from the first rank
+    memory: MemoryPeak | None = None
 
 
 class Death(Struct, frozen=True):

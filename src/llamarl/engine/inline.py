@@ -54,7 +54,8 @@ class InlineEngine:
     def _report(self, executor: str, reports: Sequence[Report]) -> None:
         incarnation, runner = self._runners[executor]
         for report in reports:
-            self._arrivals.append(Arrival(executor, incarnation, report, runner.take_spans()))
+            done = runner.envelope()
+            self._arrivals.append(Arrival(executor, incarnation, report, done.spans, memory=done.memory))
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def _serve(runner: Runner, connection: Connection, ranks: Ranks) -> None:
     while True:
         message = connection.next(wait=runner.idle and not held)
         if held and not (quick and isinstance(message, WorkOnGroup)):
-            connection.send(Envelope(tuple(held), runner.take_spans()))
+            connection.send(runner.envelope(held))
             held = []
             if message is None and runner.idle:
                 continue
@@ -80,13 +80,11 @@ def _serve(runner: Runner, connection: Connection, ranks: Ranks) -> None:
             held += runner.handle(message) if message is not None else runner.work()
         except (Exception, SystemExit):
             if held:
-                connection.send(
-                    Envelope(tuple(held), runner.take_spans())
-                )  # what was done before the failure still counts
+                connection.send(runner.envelope(held))  # what was done before the failure still counts
             raise
         quick = isinstance(message, WorkOnGroup) and time.monotonic() - began_s < _QUICK_S
         if not held and time.monotonic() - connection.last_sent_s > _SIGN_OF_LIFE_S:
-            connection.send(Envelope((), runner.take_spans()))
+            connection.send(runner.envelope())
 
 
 def _follow(runner: Runner, connection: Connection, ranks: Ranks) -> None:
@@ -98,4 +96,4 @@ def _follow(runner: Runner, connection: Connection, ranks: Ranks) -> None:
         else:
             runner.work()
         if time.monotonic() - connection.last_sent_s > _SIGN_OF_LIFE_S:
-            connection.send(Envelope((), runner.take_spans()))
+            connection.send(runner.envelope())

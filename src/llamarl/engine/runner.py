@@ -1,11 +1,14 @@
-"""Runs one executor, in any process, and notes how its time was spent."""
+"""Runs one executor, in any process, and notes how its time was spent and what memory it took."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from llamarl.engine.envelope import Envelope
+from llamarl.engine.memory_watch import MemoryWatch
 from llamarl.executors.executor import Executor
 from llamarl.failpoints import failpoint
 from llamarl.messages import (
@@ -29,6 +32,7 @@ class Runner:
         self._executor = executor
         self._spans: list[Span] = []
         self._slices: SpanKind = "work"  # kind of the slices between messages; "save" while a snapshot is being written
+        self._memory = MemoryWatch()
 
     @property
     def idle(self) -> bool:
@@ -59,9 +63,10 @@ class Runner:
         """Note that the executor was built since then: its model loaded, its memory laid out."""
         self._note("work", "start", start_s)
 
-    def take_spans(self) -> tuple[Span, ...]:
+    def envelope(self, reports: Iterable[Report] = ()) -> Envelope:
+        """These reports, with what was noted since the last envelope."""
         spans, self._spans = tuple(self._spans), []
-        return spans
+        return Envelope(tuple(reports), spans, self._memory.take())
 
     def _note(self, kind: SpanKind, name: str, start_s: float) -> None:
         end_s = time.monotonic()

@@ -98,8 +98,9 @@ class Supervision(ABC, Generic[AnyRank]):
 
     def _hear_envelope(self, state: AnyRank, envelope: Envelope) -> None:
         state.waiting_since_s = time.monotonic()
-        if envelope.spans:  # before the reports, which are explained by them
-            self._arrivals.append(Arrival(state.executor, state.incarnation, None, envelope.spans, state.rank))
+        if envelope.spans or envelope.memory:  # before the reports, which are explained by them
+            done = (envelope.spans, state.rank, envelope.memory)
+            self._arrivals.append(Arrival(state.executor, state.incarnation, None, *done))
         for report in envelope.reports:
             match report:
                 case Failed():

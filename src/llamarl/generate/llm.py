@@ -21,7 +21,7 @@ from llamarl.generate.kv_cache import page_bytes
 from llamarl.generate.limits import AS_THE_MODEL, Limits, Precision
 from llamarl.generate.stop_strings import StopStrings
 from llamarl.hub.models import fetch_model
-from llamarl.machine import host_memory
+from llamarl.machine import GIB, host_memory
 from llamarl.model.adapter_folder import base_or_same, load_merged, open_adapter
 from llamarl.model.chat_template import ChatOptions
 from llamarl.model.checkpoint import check_headers
@@ -45,7 +45,6 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEFAULT_SAMPLING = Sampling()
 _DEFAULT_SLOTS = 256
-_GIB = 1 << 30
 
 
 class TextCompletion(Struct, frozen=True):
@@ -216,8 +215,8 @@ class LLM:
         needed = num_parameters(self.shape) * self.dtype.itemsize + cache_bytes
         if needed > total:
             raise InputError(
-                f"memory: {'this machine' if on_host else self.device} has {total / _GIB:.1f} GiB, and {self.folder} takes "
-                f"at least {needed / _GIB:.1f} GiB in {self.precision}; {advice}"
+                f"memory: {'this machine' if on_host else self.device} has {total / GIB:.1f} GiB, and {self.folder} takes "
+                f"at least {needed / GIB:.1f} GiB in {self.precision}; {advice}"
             )
 
     def _described(self, completion: Completion) -> TextCompletion:

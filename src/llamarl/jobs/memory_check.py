@@ -23,13 +23,12 @@ from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.errors import ConfigError
 from llamarl.families.parameters import head_size, num_parameters
 from llamarl.generate.limits import Limits
-from llamarl.machine import FreeMemory, host_memory
+from llamarl.machine import GIB, FreeMemory, host_memory
 from llamarl.model.adapter_folder import base_or_same
 from llamarl.model.base import BaseLayout
 from llamarl.model.classifier import read_value_shape
 from llamarl.model.hf_config import read_classifier_shape, read_shape
 from llamarl.model_spec import ModelSpec
-from llamarl.plan.gpus import GIB
 from llamarl.plan.terms import (
     WIDTH,
     WORKSPACE_BYTES,

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from llamarl.observe.display import format_seconds
-from llamarl.observe.summary import Summary
+from llamarl.observe.summary import MemoryUsed, Summary
 
 
 def print_report(console: Console, summary: Summary, folder: Path) -> None:
@@ -62,6 +62,8 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
         f"tokens             {summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
         f"time spent waiting {waiting}",
     ]
+    if isinstance(summary.memory, MemoryUsed):
+        lines.append(f"memory             {summary.memory.described()}")
     if summary.policy:
         lines.append(f"policy             {folder / summary.policy}")
     lines += [f"NOTE: {advice}" for advice in summary.advice]

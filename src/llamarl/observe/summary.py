@@ -9,7 +9,35 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from llamarl.machine import GIB, MemoryPeak
+
 STOPPED, INTERRUPTED = "stopped on request", "interrupted"  # outcomes
+MEMORY = "_memory_gib"  # end of a name in `timings.jsonl`, behind that of a role
+
+
+class MemoryUsed(Struct, frozen=True):
+    """The most memory of one rank of each role, and of one GPU with all that compute on it, in GiB."""
+
+    roles: dict[str, float]  # of a GPU, by PyTorch; without a GPU, resident in host memory with what it shares
+    gpu: float = 0.0  # whenever a rank looked; 0 without a GPU
+    gpu_total: float = 0.0
+
+    @staticmethod
+    def of(peaks: Mapping[str, MemoryPeak]) -> MemoryUsed:
+        """From the largest peaks of a rank of each role."""
+        fullest = max(peaks.values(), key=lambda peak: peak.gpu_used, default=MemoryPeak())
+        roles = {role: (peak.device or peak.host) / GIB for role, peak in sorted(peaks.items())}
+        return MemoryUsed(roles, fullest.gpu_used / GIB, fullest.gpu_total / GIB)
+
+    def flat(self) -> dict[str, float]:
+        """For a row of `timings.jsonl`, where every value is a number."""
+        roles = {**self.roles, **({"gpu": self.gpu} if self.gpu else {})}
+        return {f"{role}{MEMORY}": gib for role, gib in roles.items()}
+
+    def described(self) -> str:
+        """`generator 37.2 GiB, trainer 61.0 GiB; the fullest GPU 104.3 of 139.8 GiB`."""
+        roles = ", ".join(f"{role} {gib:.1f} GiB" for role, gib in self.roles.items())
+        return roles + (f"; the fullest GPU {self.gpu:.1f} of {self.gpu_total:.1f} GiB" if self.gpu else "")
 
 
 class Summary(Struct, kw_only=True):
@@ -43,6 +71,7 @@ class Summary(Struct, kw_only=True):
     tool_failures: int = 0  # calls of a conversation's tool that crashed
     tool_timeouts: int = 0  # calls of a conversation's tool that took too long
     agents: dict[str, int] | UnsetType = UNSET  # what agents did: failures, sessions, calls, branches; only with agents
+    memory: MemoryUsed | UnsetType = UNSET
     policy: str  # folder of the trained model, relative to the run folder
     advice: list[str] = []  # obstacles to learning, each with the setting to change
 

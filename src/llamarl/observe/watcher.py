@@ -10,13 +10,14 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict
 
 from llamarl.config import Config
+from llamarl.machine import MemoryPeak
 from llamarl.messages import AgentsCounted
 from llamarl.observe.advice import Advisor
 from llamarl.observe.display import Display, Progress
 from llamarl.observe.loggers import Loggers
 from llamarl.observe.run_folder import TIMELINE, RunFolder
 from llamarl.observe.span_rows import SpanRows
-from llamarl.observe.summary import Summary, Tally
+from llamarl.observe.summary import MemoryUsed, Summary, Tally
 from llamarl.observe.timeline import Span, Timeline, lane_name
 from llamarl.types import GroupFacts, RolloutGroup
 
@@ -50,6 +51,7 @@ class Watcher:
         self._training_s: tuple[float, float] | None = None  # times of the first finished group and of the last update
         self._last_update_s = self._start_s
         self._before = (tally.updates, tally.tokens_generated, tally.tokens_trained)  # totals of earlier starts
+        self._memory: dict[str, MemoryPeak] = {}  # the most that a rank of each role has held
         self._num_answers = 0  # answers scored before the first update
         self._sft_loss: float | UnsetType = UNSET
         self._groups_of: Counter[str] = Counter()  # groups that each generator has finished since it joined
@@ -72,6 +74,11 @@ class Watcher:
     def spent(self, executor: str, spans: Sequence[Span], rank: int = 0) -> None:
         self.timeline.add(executor, spans, rank)
         self._span_rows.add(lane_name(executor, rank), spans)
+
+    def held(self, executor: str, peak: MemoryPeak) -> None:
+        """Hear the most memory that a rank has held so far. Executors that run inline are one process."""
+        name = "job" if self._config.engine.kind == "inline" else executor.partition("/")[0]
+        self._memory[name] = self._memory.get(name, MemoryPeak()).merged(peak)
 
     def group_done(self, executor: str, facts: GroupFacts) -> None:
         role = executor.partition("/")[0]
@@ -97,13 +104,14 @@ class Watcher:
         self._folder.metrics.add(update, role, metrics)
         if role != self._last_role:
             return
+        timings = {**(timings or {}), **MemoryUsed.of(self._memory).flat()}
         self._sft_loss = metrics.get("sft_loss", self._sft_loss)
         self._folder.timings.append_json(
             {
                 "update": update,
                 "at_s": now_s - self._start_s,
                 "update_s": now_s - self._last_update_s,
-                **(timings or {}),
+                **timings,
                 **self._take_failed(),
             }
         )
@@ -113,7 +121,7 @@ class Watcher:
         self.tally.add_update(update, metrics)
         self._display.update(self._snapshot(metrics, now_s))
         self._last_update_s = now_s
-        self._log_update(update, {**metrics, **(timings or {})})
+        self._log_update(update, {**metrics, **timings})
         for advice in self._advisor.hear(metrics):
             self._display.note(f"NOTE: {advice}")
 
@@ -270,6 +278,7 @@ class Watcher:
             tool_failures=tally.tool_failures,
             tool_timeouts=tally.tool_timeouts,
             agents=tally.agents or UNSET,
+            memory=MemoryUsed.of(self._memory) if self._memory else UNSET,
             policy=policy,
             advice=self._advisor.final(),
         )

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from llamarl.plan.gpus import GIB, GPUS
+from llamarl.machine import GIB
+from llamarl.plan.gpus import GPUS
 from llamarl.plan.search import Space
 from llamarl.plan.workload import Question
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from llamarl.plan.gpus import GIB
+from llamarl.machine import GIB
 from llamarl.plan.search import Plan, Space, best_sync, near_async
 from llamarl.plan.terms import weight_bytes
 from llamarl.plan.workload import Question

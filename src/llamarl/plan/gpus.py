@@ -15,8 +15,7 @@ from msgspec import Struct
 
 from llamarl.errors import InputError
 from llamarl.layout.cost import Links
-
-GIB = 1 << 30
+from llamarl.machine import GIB
 
 
 class Factors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from llamarl.plan.gpus import GIB
+from llamarl.machine import GIB
 from llamarl.plan.search import Plan, priced
 from llamarl.plan.workload import Question
 

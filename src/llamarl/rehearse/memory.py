@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec import Struct, to_builtins
 
-from llamarl.plan.gpus import GIB, Gpu
+from llamarl.machine import GIB
+from llamarl.plan.gpus import Gpu
 from llamarl.plan.terms import WORKSPACE_BYTES
 
 

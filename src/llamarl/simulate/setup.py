@@ -14,11 +14,12 @@ from llamarl.controller.ledger import Record
 from llamarl.controller.line import Line, executor_names
 from llamarl.errors import InputError
 from llamarl.families.parameters import head_size
+from llamarl.machine import GIB
 from llamarl.model.hf_config import find_shape, read_shape
 from llamarl.model_spec import SHAPES, ModelSpec
 from llamarl.observe.timeline import Timeline
 from llamarl.plan.generator import Replica
-from llamarl.plan.gpus import GIB, Gpu
+from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.shared_base import shared_base_bytes
 from llamarl.plan.terms import WIDTH, WORKSPACE_BYTES, copy_s, num_trained, published_bytes, wire

@@ -1,4 +1,4 @@
-"""Speed of training against the peak of the hardware: floating-point operations, MFU, memory."""
+"""Speed of training against the peak of the hardware: floating-point operations, MFU."""
 
 from __future__ import annotations
 
@@ -95,6 +95,4 @@ def speed_of(
     }
     if (peak := datasheet_tflops(device)) is not None:
         found["mfu_datasheet"] = tflops / peak
-    if device.type == "cuda":
-        found["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
     return found

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from llamarl.observe.summary import MEMORY
 from llamarl.view.page_advice import Advised, page_advice, recent_means
 from llamarl.view.run_reader import RunReader, fitted
 from llamarl.view.series import Floats, bin_updates, binned, smoothed
@@ -79,7 +80,23 @@ def _facts(run: RunReader) -> list[tuple[str, str]]:
         ("learning rate", f"{config.trainer.lr:g}"),
         ("new tokens", f"at most {config.generator.max_new_tokens}"),
         ("engine", config.engine.kind),
+        *([("memory", memory)] if (memory := _memory(run)) else []),
     ]
+
+
+def _memory(run: RunReader) -> str:
+    """The most that one rank of each role has held so far, and a whole GPU."""
+    latest = {name.removesuffix(MEMORY): run.timings.get(name) for name in _memory_names(run)}
+    known = {role: values[~np.isnan(values)] for role, values in latest.items()}
+    return ", ".join(
+        f"{'whole GPU' if role == 'gpu' else role} {values[-1]:.1f} GiB"
+        for role, values in known.items()
+        if len(values)
+    )
+
+
+def _memory_names(run: RunReader) -> list[str]:
+    return [name for name in run.timings.names if name.endswith(MEMORY)]
 
 
 def _notes(run: RunReader) -> list[str]:
@@ -197,7 +214,7 @@ def waiting_shares(run: RunReader) -> dict[str, float]:
 def derived_names(run: RunReader) -> list[str]:
     """Names of the series that are made from timings and spans."""
     names = ["generated_per_s", "trained_per_s", "update_s"] if run.timings.num_updates else []
-    return [*names, *(f"waiting.{role}" for role in run.span_roles)]
+    return [*names, *_memory_names(run), *(f"waiting.{role}" for role in run.span_roles)]
 
 
 def column(run: RunReader, name: str) -> Floats:

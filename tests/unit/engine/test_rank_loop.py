@@ -121,4 +121,4 @@ def test_the_phases_of_a_start_are_told() -> None:
     runner = Runner(Preparing())
     runner.note_start(time.monotonic() - 1)
     runner.work()
-    assert [(span.kind, span.name) for span in runner.take_spans()] == [("work", "start"), ("work", "compile")]
+    assert [(span.kind, span.name) for span in runner.envelope().spans] == [("work", "start"), ("work", "compile")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,14 @@ from llamarl.engine.engine import Arrival
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.io.append_file import AppendFile
+from llamarl.machine import MemoryPeak
 from llamarl.messages import BatchResult
 from llamarl.observe.display import Progress
+from llamarl.observe.final_report import report_lines
 from llamarl.observe.rows import read_rows
 from llamarl.observe.run_folder import SPANS, TIMINGS, RunFolder
 from llamarl.observe.span_rows import SpanRows
-from llamarl.observe.summary import Tally
+from llamarl.observe.summary import MEMORY, Tally
 from llamarl.observe.timeline import Span
 from llamarl.observe.watcher import Watcher
 from llamarl.types import GroupFacts
@@ -124,6 +127,39 @@ def test_how_the_time_of_an_update_was_spent_is_heard_before_the_update() -> Non
     ears._hear_envelope(Rank("trainer/0", 0, 0), Envelope((BatchResult(0, {}),), (span,)))
     told = [arrival for arrival in ears._take_arrivals() if isinstance(arrival, Arrival)]
     assert [bool(arrival.spans) for arrival in told] == [True, False]
+
+
+def test_memory_is_that_of_the_largest_rank_of_each_role(tmp_path: Path) -> None:
+    """A replica that restarted and held less, and one that looked at its GPU earlier, take nothing away."""
+    watcher = make_watcher(tmp_path, Shown(), Tally())
+    watcher.held("trainer/0", MemoryPeak(1 << 30, 8 << 30, 60 << 30, 80 << 30))
+    watcher.held("generator/0", MemoryPeak(1 << 30, 20 << 30, 50 << 30, 80 << 30))
+    watcher.held("generator/1", MemoryPeak(2 << 30, 4 << 30, 20 << 30, 80 << 30))
+    watcher.held("reward/0", MemoryPeak(3 << 29))
+    watcher.batch_done("trainer/0", 0, {})
+    told = {name: value for name, value in last_row(watcher).items() if name.endswith(MEMORY)}
+    assert told == {
+        "generator_memory_gib": 20.0,
+        "reward_memory_gib": 1.5,
+        "trainer_memory_gib": 8.0,
+        "gpu_memory_gib": 60.0,
+    }
+    summary = watcher.finish("finished", "")
+    line = next(line for line in report_lines(summary, tmp_path) if line.startswith("memory"))
+    assert line.split(maxsplit=1)[1] == (
+        "generator 20.0 GiB, reward 1.5 GiB, trainer 8.0 GiB; the fullest GPU 60.0 of 80.0 GiB"
+    )
+
+
+def test_memory_that_nobody_told_is_left_out(tmp_path: Path) -> None:
+    watcher = make_watcher(tmp_path, Shown(), Tally())
+    watcher.batch_done("trainer/0", 0, {})
+    assert not any(name.endswith(MEMORY) for name in last_row(watcher))
+    assert not any(line.startswith("memory") for line in report_lines(watcher.finish("finished", ""), tmp_path))
+
+
+def last_row(watcher: Watcher) -> dict[str, Any]:
+    return read_rows(watcher._folder.path / TIMINGS)[-1]
 
 
 def test_what_happens_is_written_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

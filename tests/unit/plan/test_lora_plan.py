@@ -16,8 +16,9 @@ from llamarl.families.parameters import num_parameters
 from llamarl.jobs.memory_check import job_parts
 from llamarl.layout.mesh import Mesh, Side
 from llamarl.layout.model import model_plan
+from llamarl.machine import GIB
 from llamarl.model_spec import SHAPES
-from llamarl.plan.gpus import GIB, gpu_named
+from llamarl.plan.gpus import gpu_named
 from llamarl.plan.terms import (
     decode_terms,
     held_bytes,

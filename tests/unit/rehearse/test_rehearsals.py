@@ -14,10 +14,11 @@ from torch import Tensor
 from llamarl.config import LoraConfig
 from llamarl.errors import ConfigError, InputError
 from llamarl.families.parameters import block_parameters
+from llamarl.machine import GIB
 from llamarl.model_spec import shape_named
 from llamarl.plan import trainer as planned
 from llamarl.plan.generator import Replica
-from llamarl.plan.gpus import GIB, GPUS
+from llamarl.plan.gpus import GPUS
 from llamarl.plan.terms import training_state
 from llamarl.plan.trainer import TrainerRanks
 from llamarl.rehearse import generator, trainer

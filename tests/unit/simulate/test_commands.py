@@ -9,9 +9,9 @@ import pytest
 from helpers.cli import llamarl
 
 from llamarl.config.file import load_config
+from llamarl.machine import GIB
 from llamarl.model.hf_config import write_config
 from llamarl.model_spec import SHAPES
-from llamarl.plan.gpus import GIB
 from llamarl.plan.search import Plan
 from llamarl.plan.workload import Question
 from llamarl.rehearse import plans

@@ -464,4 +464,4 @@ def _at_our_time(envelope: Envelope, ahead_s: float) -> Envelope:
     if not ahead_s or not envelope.spans:
         return envelope
     spans = (replace(span, start_s=span.start_s - ahead_s, end_s=span.end_s - ahead_s) for span in envelope.spans)
-    return Envelope(envelope.reports, tuple(spans))
+    return replace(envelope, spans=tuple(spans))
