@@ -6,7 +6,8 @@ of them goes on with the next.
 
 `options` come from the command line of a claim (`read_options`): where runs and results lie, and KEY=VALUE settings for
 every arm, such as the folders of model and data. Claims that read learning, not time, may make several runs at a time on
-one GPU (`side_by_side`, --beside N): while one starts, compiles or saves, another computes. `--tiny` makes every run a small
+one GPU (`side_by_side`, --beside N): while one starts, compiles or saves, another computes; with --mps, also while kernels
+of one leave room. `--tiny` makes every run a small
 one of arithmetic on a CPU, to see a script work to its end before a GPU is paid for.
 """
 
@@ -14,14 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
@@ -33,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from watch import GpuWatch, gpu_name
 
+from llamarl.engine.local.mps import MpsDaemon
+from llamarl.errors import JobFailed
 from llamarl.observe.display import format_seconds
 from llamarl.observe.run_lock import is_locked
 
@@ -105,6 +109,7 @@ class Options:
     at_most: int  # runs that may still be made
     math: Path  # folder of MATH, with MATH-500 as its test.jsonl
     beside: int = 1  # runs at a time
+    mps: bool = False  # whether one daemon of NVIDIA's MPS serves all runs that are made at a time
     updates: int = 0  # of runs that are made in stages; 0: as many as the claim says
     tiny: bool = False  # whether only the script is tried
     command: tuple[str, ...] = ()  # what the figures say that they were made with
@@ -142,11 +147,28 @@ class Options:
 def side_by_side(chains: Sequence[Callable[[], Made]], options: Options) -> list[Made]:
     """The results of all, in order, `--beside` of them under way at a time. One that fails leaves the others alone, and is
     told of when they have ended."""
-    with ThreadPoolExecutor(options.beside) as pool:
+    with _one_daemon(options) if options.mps else nullcontext(), ThreadPoolExecutor(options.beside) as pool:
         ended = [pool.submit(chain) for chain in chains]
     if failed := [str(one.exception()) for one in ended if one.exception() is not None]:
         sys.exit("\n".join(failed))
     return [one.result() for one in ended]
+
+
+@contextmanager
+def _one_daemon(options: Options) -> Iterator[None]:
+    """Every run finds the daemon by the variables that it inherits, and says so when it begins."""
+    options.runs.mkdir(parents=True, exist_ok=True)
+    try:
+        daemon = MpsDaemon(options.runs / "mps.log")
+    except JobFailed as error:
+        sys.exit(str(error))
+    os.environ.update(daemon.environment)
+    try:
+        yield
+    finally:
+        for name in daemon.environment:
+            os.environ.pop(name)
+        daemon.stop()
 
 
 def made_all(arms: Mapping[Key, Arm], options: Options) -> dict[Key, Record]:
@@ -162,7 +184,8 @@ def llamarl(name: str, command: Sequence[str], options: Options) -> int:
     whole = [sys.executable, "-m", "llamarl.cli", *command]
     if options.beside == 1:
         return subprocess.run(whole, check=False).returncode
-    whole += ["engine.mps=off"] if command[0] == "train" else []  # jobs beside each other would each start a daemon
+    if command[0] == "train" and not options.mps:
+        whole += ["engine.mps=off"]  # jobs beside each other would each start a daemon
     with subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -196,6 +219,11 @@ def claim_parser(description: str | None) -> argparse.ArgumentParser:
         "--beside", type=int, default=1, metavar="N", help="N at a time, where learning is read and not time"
     )
     parser.add_argument(
+        "--mps",
+        action="store_true",
+        help="with --beside: one daemon of NVIDIA's MPS serves all that are made at a time",
+    )
+    parser.add_argument(
         "--updates",
         type=int,
         default=0,
@@ -218,7 +246,9 @@ def options_of(args: argparse.Namespace) -> Options:
     results.mkdir(parents=True, exist_ok=True)
     settings = (*TINY, *args.settings) if args.tiny else tuple(args.settings)
     updates = args.updates or (2 if args.tiny else 0)
-    return Options(runs, results, settings, args.at_most, args.math, args.beside, updates, args.tiny, _as_asked())
+    return Options(
+        runs, results, settings, args.at_most, args.math, args.beside, args.mps, updates, args.tiny, _as_asked()
+    )
 
 
 def _as_asked() -> tuple[str, ...]:

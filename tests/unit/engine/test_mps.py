@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -179,3 +181,28 @@ def test_a_machine_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_asked_for_in_vain_is_refused(settings: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         describe_mps(load_config(None, ["engine.mps=on", *settings]), GPU_OF_BOTH)
+
+
+@pytest.fixture
+def arms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks" / "claims"))
+    return importlib.import_module("arms")
+
+
+def test_runs_of_claims_that_are_made_at_a_time_share_one_daemon(
+    arms: ModuleType, daemon_pid: Path, tmp_path: Path
+) -> None:
+    options = arms.Options(tmp_path / "runs", tmp_path, (), 9, tmp_path, beside=2, mps=True)
+    found = arms.side_by_side([mps.own_daemon, mps.own_daemon], options)
+    assert found[0] == found[1] != ""
+    assert is_gone(int(daemon_pid.read_text()))
+    assert mps.own_daemon() == ""
+
+
+def test_claims_without_the_daemon_that_they_ask_for_do_not_begin(
+    arms: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    options = arms.Options(tmp_path / "runs", tmp_path, (), 9, tmp_path, beside=2, mps=True)
+    with pytest.raises(SystemExit, match="did not start"):
+        arms.side_by_side([lambda: pytest.fail("begun")], options)
