@@ -108,3 +108,11 @@ def test_shells_complete_commands_options_and_settings() -> None:
     assert complete("train", "schedule.max_st") == ["schedule.max_staleness="]
     assert "trainer.lr=" in complete("train", "job.yaml", "trainer.l")
     assert "_LLAMARL_COMPLETE" in llamarl("--show-completion", "bash").out
+
+
+def test_a_command_does_not_wait_for_what_others_need() -> None:
+    program = "import sys; from llamarl.cli import run_command; run_command(); print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program, "runs", "--help"], capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "llamarl.cli.runs" in loaded
+    assert not {"torch", *(f"llamarl.cli.{name}" for name in ("train", "bench", "serve", "plan"))} & {*loaded}

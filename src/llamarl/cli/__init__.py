@@ -1,4 +1,5 @@
-"""The command line. Commands parse, call, print; torch is imported only by those that compute."""
+"""The command line. Commands parse, call, print; torch is imported only by those that compute, and what one command alone needs
+only by that one."""
 
 from __future__ import annotations
 
@@ -8,34 +9,46 @@ from typing import Annotated
 import typer
 
 from llamarl import __version__
-from llamarl.cli.bench import bench
-from llamarl.cli.check import check_command
-from llamarl.cli.cluster import certs_command, worker_command
-from llamarl.cli.env import env
-from llamarl.cli.help_format import EXIT_CODES, USAGE_ERROR, Commands, describe_usage_error
-from llamarl.cli.models import eval_command, generate_command, import_gguf_command, merge_command
-from llamarl.cli.plan import plan_command, simulate_command
-from llamarl.cli.push import push_command
-from llamarl.cli.records import audit_command, replay_command
-from llamarl.cli.runs import rollouts_command, runs_command
-from llamarl.cli.score import score_command
-from llamarl.cli.serve import serve_command
-from llamarl.cli.settings import config_command
-from llamarl.cli.train import sft_command, train_command
-from llamarl.cli.transfer import plan_transfer_command
-from llamarl.cli.view import view_command
+from llamarl.cli.help_format import EXIT_CODES, USAGE_ERROR, describe_usage_error
+from llamarl.cli.imported import ImportedCommands
 from llamarl.engine.out_of_memory import is_out_of_memory
 from llamarl.errors import InputError, Interrupted, JobFailed, LlamaRLError
 from llamarl.observe.loggers import leave_loggers_behind
 
-app = Commands(
+# Each command, and where it is: below this package, and imported when it is asked for.
+COMMANDS = {
+    "train": "train:train_command",
+    "sft": "train:sft_command",
+    "check": "check:check_command",
+    "generate": "models:generate_command",
+    "serve": "serve:serve_command",
+    "import-gguf": "models:import_gguf_command",
+    "merge": "models:merge_command",
+    "eval": "models:eval_command",
+    "score": "score:score_command",
+    "view": "view:view_command",
+    "runs": "runs:runs_command",
+    "rollouts": "runs:rollouts_command",
+    "audit": "records:audit_command",
+    "replay": "records:replay_command",
+    "push": "push:push_command",
+    "config": "settings:config_command",
+    "plan": "plan:plan_command",
+    "simulate": "plan:simulate_command",
+    "plan-transfer": "transfer:plan_transfer_command",
+    "worker": "cluster:worker_command",
+    "certs": "cluster:certs_command",
+    "bench": "bench:bench",
+    "env": "env:env",
+}
+
+app = ImportedCommands(
+    COMMANDS,
     name="llamarl",
     help="Asynchronous reinforcement learning for language models.",
     epilog=EXIT_CODES,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench, name="bench")
-app.add_typer(env, name="env")
 
 
 def _print_version(wanted: bool) -> None:
@@ -51,29 +64,6 @@ def llamarl(
     ] = False,
 ) -> None:
     """Asynchronous reinforcement learning for language models."""
-
-
-app.command("train")(train_command)
-app.command("sft")(sft_command)
-app.command("check")(check_command)
-app.command("generate")(generate_command)
-app.command("serve")(serve_command)
-app.command("import-gguf")(import_gguf_command)
-app.command("merge")(merge_command)
-app.command("eval")(eval_command)
-app.command("score")(score_command)
-app.command("view")(view_command)
-app.command("runs")(runs_command)
-app.command("rollouts")(rollouts_command)
-app.command("audit")(audit_command)
-app.command("replay")(replay_command)
-app.command("push")(push_command)
-app.command("config")(config_command)
-app.command("plan")(plan_command)
-app.command("simulate")(simulate_command)
-app.command("plan-transfer")(plan_transfer_command)
-app.command("worker")(worker_command)
-app.command("certs")(certs_command)
 
 
 def main() -> None:

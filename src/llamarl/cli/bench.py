@@ -15,7 +15,7 @@ from llamarl.cli.help_format import Commands
 from llamarl.cli.transfer import GeneratorOption, ModelOption, TrainerOption
 from llamarl.errors import InputError
 
-bench = Commands(help="Measure the parts on this machine.", invoke_without_command=True)
+bench = Commands(help="Measure the parts on this machine.", invoke_without_command=True, add_completion=False)
 
 
 class Recompute(StrEnum):

@@ -11,7 +11,7 @@ import typer
 
 from llamarl.cli.help_format import Commands
 
-env = Commands(help="Install environments of verifiers.")
+env = Commands(help="Install environments of verifiers.", add_completion=False)
 
 
 @env.callback()

@@ -58,8 +58,8 @@ def _worded(option: Any) -> Any:
 class Commands(typer.Typer):
     """A set of commands with the same style of help."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(cls=WholeSentenceHelp, context_settings=SETTINGS, rich_markup_mode=None, **settings)
+    def __init__(self, *, group: type[TyperGroup] | None = None, **settings: Any) -> None:
+        super().__init__(cls=group or WholeSentenceHelp, context_settings=SETTINGS, rich_markup_mode=None, **settings)
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
         return super().command(name, **{"cls": PlainCommand, **settings})
