@@ -1,5 +1,4 @@
-"""The command line. Commands parse, call, print; torch is imported only by those that compute, and what one command alone needs
-only by that one."""
+"""The command line. Commands parse, call, print; each is imported when it is called, and torch only by those that compute."""
 
 from __future__ import annotations
 

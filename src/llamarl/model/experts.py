@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from llamarl.model.expert_products import ExpertAdapters, Scales, expert_mlp
 from llamarl.model.ops import Stream, fused, scores, settled
+from llamarl.model.spread import local_part
 from llamarl.model_spec import ModelSpec
 
 
@@ -104,11 +104,6 @@ class Experts(nn.Module):
             return ids_TK
         local_TK = ids_TK - self.first
         return torch.where((local_TK >= 0) & (local_TK < held), local_TK, held)
-
-
-def local_part(weight: Tensor) -> Tensor:
-    """This rank's experts, and its part of their inner units."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class ExpertMLP(nn.Module):

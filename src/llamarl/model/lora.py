@@ -21,8 +21,9 @@ from llamarl.config.lora import LoraConfig
 from llamarl.families.adapters import LORA_A, LORA_B, adapted_layers, adapter_names, adapter_parameters
 from llamarl.families.family import ParameterSpec
 from llamarl.model.expert_products import AdapterPair, ExpertAdapters
-from llamarl.model.experts import Experts, local_part
+from llamarl.model.experts import Experts
 from llamarl.model.ops import Stream
+from llamarl.model.spread import local_part
 from llamarl.model.transformer import Transformer
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from llamarl.families.decoder import NORM_NAMES
 from llamarl.model.experts import ExpertMLP, OwnChoice
@@ -31,6 +30,7 @@ from llamarl.model.ops import (
 )
 from llamarl.model.plain_attention import causal_mask, masked_attention
 from llamarl.model.rope import rope_table
+from llamarl.model.spread import local_part
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions, ModelSpec
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class AllHeadsNorm(RMSNorm):
             return super().forward(x)
         wide = settled(x).float()
         mean = self.sum_over_ranks(wide.pow(2).sum(-1, keepdim=True)) / self.size
-        factors = self.factors()
-        factors = factors.to_local() if isinstance(factors, DTensor) else factors
+        factors = local_part(self.factors())
         return narrowed(factors * (wide * torch.rsqrt(mean + self.eps)), factors.dtype)
 
 

@@ -10,38 +10,20 @@ from __future__ import annotations
 import hashlib
 from math import sqrt
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from llamarl.config.lora import LoraConfig
 from llamarl.families.adapters import LORA_A, adapter_parameters
-from llamarl.families.family import COLUMNS, ParameterSpec
+from llamarl.families.family import ParameterSpec
 from llamarl.layout.boxes import relative, whole
 from llamarl.model.adapter_folder import check_same, open_adapter
-from llamarl.model.experts import local_part
-from llamarl.model.lora import WithAdapter, add_adapters, low_rank
+from llamarl.model.lora import add_adapters
 from llamarl.model.transformer import Transformer
 from llamarl.train.mesh import TrainerMesh
 from llamarl.train.narrow_base import adapters_see_rounded
 from llamarl.train.shards import trained_shards
-
-
-class SharedAdapter(WithAdapter):
-    """Adapters of a layer that tensor ranks share. Their product is split, or part of the same sum, as the layer's own is."""
-
-    def delta(self, x: Tensor) -> Tensor:
-        weight, input_ = cast(DTensor, self.weight), cast(DTensor, x)
-        out: Placement
-        if weight.placements[0] == Shard(COLUMNS):
-            x_local, out = input_.to_local(), Partial()
-        else:
-            x_local, out = input_.to_local(grad_placements=[Partial()]), Shard(x.dim() - 1)
-        a, b = (local_part(one.weight).to(self.adapters.dtype).to(x.dtype) for one in (self.lora_A, self.lora_B))
-        product = low_rank(x_local, a, b, self.adapters.lora.scale)
-        return DTensor.from_local(product, weight.device_mesh, [out], run_check=False)
 
 
 def add_trained_adapters(model: Transformer, lora: LoraConfig, mesh: TrainerMesh) -> None:
@@ -49,14 +31,14 @@ def add_trained_adapters(model: Transformer, lora: LoraConfig, mesh: TrainerMesh
     device = model.model.norm.weight.device
 
     def make(spec: ParameterSpec) -> nn.Parameter:
-        memory = torch.empty(spec.shape, dtype=torch.float32, device=device)
-        inner = Replicate() if spec.split is None else Shard(spec.split)
-        if mesh.expert > 1 and spec.by_expert:
-            return nn.Parameter(distribute_tensor(memory, mesh.expert_mesh, [Shard(0), inner]))
-        split = mesh.tensor > 1 and spec.split is not None
-        return nn.Parameter(distribute_tensor(memory, mesh.tensor_mesh, [inner]) if split else memory)
+        return nn.Parameter(torch.empty(spec.shape, dtype=torch.float32, device=device))
 
-    add_adapters(model, lora, make, SharedAdapter if mesh.tensor > 1 else WithAdapter)
+    if mesh.tensor > 1:
+        from llamarl.train.tensor_parallel import SharedAdapter, spread_adapter
+
+        add_adapters(model, lora, lambda spec: spread_adapter(make(spec), spec, mesh), SharedAdapter)
+    else:
+        add_adapters(model, lora, make)
     adapters_see_rounded(model)
 
 

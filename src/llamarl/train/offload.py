@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 
+from llamarl.model.spread import is_spread
 from llamarl.model.transformer import Transformer
 from llamarl.train.pinned import HostArena
 
@@ -106,7 +106,7 @@ class _BlockActivations:
         self.moved_bytes = 0
 
     def pack(self, tensor: Tensor) -> _Moved | Tensor:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if is_spread(tensor) else tensor
         if not self._can_move(local):
             return tensor.detach()
         key = (_memory_of(local), int(local.storage_offset()), tuple(local.shape), tuple(local.stride()))
@@ -145,9 +145,7 @@ class _Moved:
     def __init__(self, local: Tensor, tensor: Tensor, copies: _Copies) -> None:
         self._shape, self._stride = local.shape, local.stride()
         self._spread = (
-            (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-            if isinstance(tensor, DTensor)
-            else None
+            (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()) if is_spread(tensor) else None
         )
         self._source: Tensor | None = local.as_strided((local.numel(),), (1,))
         self._host, self._gone = copies.send(self._source)
@@ -173,6 +171,8 @@ class _Moved:
         local = self._device.as_strided(self._shape, self._stride)
         if self._spread is None:
             return local
+        from torch.distributed.tensor import DTensor
+
         mesh, placements, shape, stride = self._spread
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -216,7 +216,7 @@ class _Copies:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if is_spread(tensor) else tensor
     return int(local.untyped_storage()._cdata)
 
 

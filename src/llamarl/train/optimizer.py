@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.utils.hooks import RemovableHandle
 
 from llamarl.config import TrainerConfig
 from llamarl.model.gpu_paths import Backend, compile_backend, on_gpu, upload
+from llamarl.model.spread import is_spread
 from llamarl.train.pinned import aligned, pin, unpin
 
 _EPSILON = 1e-8
@@ -48,7 +48,7 @@ class Slot:
     def grad(self) -> Tensor | None:
         """Gradient of this rank's shard. If its layout differs from the parameter's, this is a collective."""
         grad, parameter = self.parameter.grad, self.parameter
-        if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+        if not is_spread(grad) or not is_spread(parameter):
             return grad
         if self.laid_out_anew:
             grad = parameter.grad = grad.redistribute(placements=parameter.placements)
@@ -58,7 +58,7 @@ class Slot:
     def laid_out_anew(self) -> bool:
         """Whether `grad` first changes the layout of the gradient to that of the parameter."""
         grad, parameter = self.parameter.grad, self.parameter
-        if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+        if not is_spread(grad) or not is_spread(parameter):
             return False
         return bool(grad.placements != parameter.placements)
 
@@ -241,7 +241,7 @@ class AdamW:
 
 def _make_slot(name: str, parameter: Tensor, settings: TrainerConfig) -> Slot:
     local = parameter.detach()
-    local = local.to_local() if isinstance(local, DTensor) else local
+    local = local.to_local() if is_spread(local) else local
     return Slot(name, parameter, local, settings.weight_decay if parameter.dim() > 1 else 0.0, {})
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from llamarl.algo.batch import Document
@@ -20,6 +18,7 @@ from llamarl.model.adapter_folder import check_base_of
 from llamarl.model.base import Base
 from llamarl.model.checkpoint import Checkpoint, empty_model, meta_model, open_checkpoint, random_model
 from llamarl.model.classifier import open_value_model
+from llamarl.model.spread import is_spread
 from llamarl.model.transformer import Attend, Transformer
 from llamarl.model_spec import ModelSpec
 from llamarl.plan.trainer import LEAST_SHARED
@@ -37,6 +36,9 @@ from llamarl.train.packing import PADDING, TILE, Pack, Sharing, make_packs
 from llamarl.train.parallel import parallelize, tie_head
 from llamarl.train.routing import RouteReport, RouteSums
 from llamarl.train.shards import owned_shards
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 _LENGTHS = (
     32  # most lengths of rows, where each is compiled apart; torch stops compiling at twice as many (`parallel.py`)
@@ -107,7 +109,7 @@ class Policy:
     def head_weight(self) -> Tensor:
         """Weight of the head; valid right after a pass, when FSDP has gathered it."""
         weight = self.model.lm_head.weight
-        return weight.to_local() if isinstance(weight, DTensor) else weight
+        return weight.to_local() if is_spread(weight) else weight
 
     @property
     def long_rows(self) -> bool:
@@ -196,7 +198,7 @@ class Policy:
         pack = pack.to(self.computing.device)
         hidden_NC = self.hidden(pack, routing, all_fresh=True)
         logprobs_N = chunked_logprobs(hidden_NC, self.head_weight, pack.targets_N, self.head)[0]
-        self._reshard()
+        self.reshard()
         return hidden_NC, logprobs_N
 
     def values_of(self, hidden_NC: Tensor) -> Tensor:
@@ -207,13 +209,13 @@ class Policy:
     def values(self, pack: Pack) -> Tensor:
         """The value of the state before each answer token, where the head has one row."""
         values_N = self.values_of(self.hidden(pack.to(self.computing.device)))
-        self._reshard()
+        self.reshard()
         return values_N
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """Frees what a forward pass has gathered; otherwise only a backward pass would, and snapshots need shards."""
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()
+        if self.computing.mesh.token_ranks > 1:
+            cast("FSDPModule", self.model).reshard()
 
 
 _ATTENTION = 4.0  # times as long as a product takes for the same operations, on a GPU and on a CPU

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llamarl.layout.boxes import whole
 from llamarl.model.shards import Shard
+from llamarl.model.spread import is_spread
 from llamarl.model.transformer import Transformer
 
 
@@ -29,8 +28,10 @@ def trained(model: Transformer) -> dict[str, Tensor]:
 
 def shard_of(tensor: Tensor) -> Shard:
     """Writing into the shard's tensor writes the parameter."""
-    if not isinstance(tensor, DTensor):
+    if not is_spread(tensor):
         return Shard(tensor.detach(), whole(tensor.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     local, offset = compute_local_shape_and_global_offset(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
     box = tuple((first, first + size) for first, size in zip(offset, local, strict=True))
     return Shard(tensor.to_local().detach(), box)

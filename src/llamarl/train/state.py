@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from llamarl.failpoints import failpoint
 from llamarl.families.adapters import adapter_parameters
 from llamarl.model.adapter_folder import save_adapter
 from llamarl.model.checkpoint import empty_model, save_model, widest_dtype
+from llamarl.model.spread import is_spread
 from llamarl.model.tensor_io import write_tensors
 from llamarl.model.training_state import OF_CRITIC, OF_POLICY, StateFolders, hash_files
 from llamarl.model.transformer import Transformer
@@ -131,8 +131,10 @@ def critic_state(critic: Policy, optimizer: AdamW, carry_from: Path) -> Training
 
 def gather(master: Tensor, parameter: Tensor) -> Tensor:
     """The whole parameter, from the shards of all ranks (a collective)."""
-    if not isinstance(parameter, DTensor):
+    if not is_spread(parameter):
         return master
+    from torch.distributed.tensor import DTensor
+
     spread = DTensor.from_local(
         master,
         parameter.device_mesh,

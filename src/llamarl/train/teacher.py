@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from llamarl.algo.batch import Document
 from llamarl.algo.streams import TEACHER_LOGPROBS
@@ -150,8 +149,7 @@ class Teachers:
                 for number in mine:
                     hidden[number] = policy.hidden(packs[number].to(device)).to("cpu")
                 head = policy.head_weight.detach().clone(), policy.head
-                if isinstance(policy.model, FSDPModule):
-                    policy.model.reshard()  # otherwise only a backward pass would
+                policy.reshard()  # otherwise only a backward pass would
             heads |= dict.fromkeys(mine, head)
         return Lesson(device, hidden.__getitem__, heads, token_weights(packs, self._weight / num_tokens), self._forward)
 
