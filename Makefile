@@ -25,8 +25,7 @@ demo: .venv/installed
 test: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/pytest tests/unit/weights # alone, see FORKING
+	$(BIN)/mypy & types=$$!; $(BIN)/pytest tests/unit/weights && wait $$types # alone, see FORKING
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit --ignore=tests/unit/weights --ignore=tests/unit/tasks $(addprefix --ignore=,$(LONG))
 	$(BIN)/pytest tests/unit/tasks # alone: they look for programs that are left on the whole machine
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/e2e $(addprefix --ignore=,$(LONG))
@@ -121,13 +120,19 @@ soak: .venv/dev
 
 venv: .venv/dev
 
+# The pip that comes with an older Python takes twice as long for the rest.
+define new_venv
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip install --quiet --disable-pip-version-check --upgrade pip
+endef
+
 # PyPI's torch for x86_64 brings gigabytes of CUDA. A machine without a GPU takes the CPU build, if its index can be reached.
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)",*$$/\1/p' pyproject.toml)
-define new_venv
+define main_venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or later is needed; name one: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
-	$(PYTHON) -m venv .venv
+	$(call new_venv,.venv)
 	@[ "$$(uname -m)" != x86_64 ] || command -v nvidia-smi > /dev/null || $(BIN)/python -c 'import torch' 2> /dev/null \
 		|| $(BIN)/pip install --quiet --disable-pip-version-check --retries 0 --timeout 10 --index-url $(CPU_TORCH) \
 			'$(TORCH)' 2> /dev/null \
@@ -136,34 +141,34 @@ endef
 
 # The stamps are newer than pyproject.toml once an install has succeeded, so a changed dependency is installed again.
 .venv/installed: pyproject.toml
-	$(new_venv)
+	$(main_venv)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
 .venv/dev: pyproject.toml
-	$(new_venv)
+	$(main_venv)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]'
 	touch $@ .venv/installed
 
 .venv-monarch/dev: pyproject.toml
-	$(PYTHON) -m venv .venv-monarch
+	$(call new_venv,.venv-monarch)
 	$(MONARCH)/pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,monarch]'
 	touch $@
 
 .venv-loggers/dev: pyproject.toml
-	$(PYTHON) -m venv .venv-loggers
+	$(call new_venv,.venv-loggers)
 	$(LOGGERS)/pip install --quiet --disable-pip-version-check --no-compile -e '.[tensorboard,wandb,trackio,mlflow]' \
 		pytest pytest-timeout hypothesis
 	touch $@
 
 .venv-serve/dev: pyproject.toml
-	$(PYTHON) -m venv .venv-serve
+	$(call new_venv,.venv-serve)
 	$(SERVE)/pip install --quiet --disable-pip-version-check --no-compile -e '.[serve]' \
 		pytest pytest-timeout hypothesis httpx openai anthropic 'lm_eval[api]' transformers
 	touch $@
 
 .venv-environments/dev: pyproject.toml
-	$(PYTHON) -m venv .venv-environments
+	$(call new_venv,.venv-environments)
 	$(ENVIRONMENTS)/pip install --quiet --disable-pip-version-check --no-compile -e '.[reasoning-gym,verifiers]' \
 		pytest pytest-timeout hypothesis
 	touch $@
@@ -173,13 +178,13 @@ endef
 	touch $@
 
 .venv-oldest/dev: pyproject.toml
-	$(PYTHON) -m venv .venv-oldest
+	$(call new_venv,.venv-oldest)
 	$(OLDEST)/pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]' 'torch==2.11.*'
 	touch $@
 
 # Docstrings are read, not imported, and llamarl.config needs no torch, so the packages of the extra are enough.
 .venv-docs/installed: pyproject.toml
-	$(PYTHON) -m venv .venv-docs
+	$(call new_venv,.venv-docs)
 	$(DOCS)/pip install --quiet --disable-pip-version-check --no-compile $$($(PYTHON) -c "import tomllib; \
 		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	touch $@

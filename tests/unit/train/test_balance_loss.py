@@ -101,9 +101,8 @@ def test_recomputed_activations_have_the_same_gradients(recompute: str) -> None:
     assert all(torch.equal(thrifty[name], grad) for name, grad in plain.items())
 
 
-@pytest.mark.timeout(900)  # compiling takes a minute, and longer beside others
+@pytest.mark.usefixtures("traced_only")
 def test_compiled_blocks_that_are_computed_again_have_the_same_gradients() -> None:
-    torch._dynamo.reset()
     plain, compiled = (
         gradients(learner_of(compiled=compiled, recompute="full"), DOCUMENTS) for compiled in (False, True)
     )

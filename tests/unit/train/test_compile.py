@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,14 +27,7 @@ from llamarl.train.policy import ComputeSettings, load_policy
 DOCUMENTS = make_test_documents(6)
 
 
-@pytest.fixture(autouse=True)
-def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Traced and differentiated as for a GPU, but run by plain PyTorch: no C++ compiler, and seconds instead of minutes."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    lm_head._compiled.cache_clear()
-    yield
-    lm_head._compiled.cache_clear()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("traced_only")
 
 
 def graphs(num_layers: int, recompute: str) -> int:

@@ -48,8 +48,14 @@ def logprobs(policy: Policy) -> Tensor:
     "how", [{}, {"tokens_per_pack": 24}, {"recompute": "selective"}, {"recompute": "full"}, {"compiled": True}], ids=str
 )
 def test_gradients_are_those_of_the_merged_model(
-    how: dict[str, object], targets: str | tuple[str, ...], shape: ModelSpec, tmp_path: Path
+    how: dict[str, object],
+    targets: str | tuple[str, ...],
+    shape: ModelSpec,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if "compiled" in how:
+        request.getfixturevalue("traced_only")
     if targets != "all" and how:
         pytest.skip("one way of computing is enough")
     lora = LoraConfig(rank=3, alpha=6.0, targets=targets)

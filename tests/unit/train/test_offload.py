@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llamarl.algo.losses import aipo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.train import compiler, offload
+from llamarl.train import offload
 from llamarl.train.learner import Learner
 from llamarl.train.offload import OffloadedBlock, moved_bytes
 from llamarl.train.pinned import HostArena
@@ -43,8 +43,8 @@ def test_gradients_are_those_of_activations_that_stay(how: dict[str, object]) ->
     assert (moved_bytes(learners[1].policy.model) or 0) > 100_000
 
 
-def test_compiled_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "compile_backend", lambda: "aot_eager")
+@pytest.mark.usefixtures("traced_only")
+def test_compiled_blocks_too() -> None:
     found = []
     for recompute in ("selective", "offload"):
         learner = cpu_learner(recompute=recompute, compiled=True, tokens_per_pack=60)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-import torch._dynamo
 from helpers.models import VOCABULARY, lively_model
 from helpers.training import cpu_learner, make_test_documents
 from helpers.trees import flash_on_cpu, make_branching_documents
@@ -16,9 +15,10 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
-from llamarl.train import compiler, lm_head, optimizer, warm_up
+from llamarl.train import compiler, warm_up
 from llamarl.train.learner import Learner
 from llamarl.train.mesh import LONE_RANK
+from llamarl.train.optimizer import AdamW
 from llamarl.train.packing import Sharing, make_packs
 from llamarl.train.policy import ComputeSettings
 from llamarl.train.warm_up import WarmUp, _document
@@ -26,19 +26,7 @@ from llamarl.train.warm_up import WarmUp, _document
 DOCUMENTS = make_test_documents(6)
 
 
-@pytest.fixture(autouse=True)
-def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Traced and differentiated as for a GPU, but run by plain PyTorch."""
-    for module in (lm_head, optimizer, compiler):
-        monkeypatch.setattr(module, "compile_backend", lambda: "aot_eager")
-    lm_head._compiled.cache_clear()
-    optimizer._compiled.cache_clear()
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    lm_head._compiled.cache_clear()
-    optimizer._compiled.cache_clear()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("traced_only")
 
 
 def trained(learner: Learner) -> dict[str, torch.Tensor]:
@@ -123,7 +111,7 @@ def test_what_it_compiles_is_what_packs_of_a_job_are(
 def test_the_step_of_bf16_weights_is_compiled_too() -> None:
     shapes = {"matrix": (8, 4), "other": (16, 4), "vector": (6,)}
     weights = {name: torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for name, shape in shapes.items()}
-    adamw = optimizer.AdamW(weights, cpu_learner(lively_model())._settings, compiled=True)
+    adamw = AdamW(weights, cpu_learner(lively_model())._settings, compiled=True)
     adamw.warm_up()
     made = counters["stats"]["unique_graphs"]
     assert made == 4, "vectors and matrices, for gradients of one pass and for sums of several"
