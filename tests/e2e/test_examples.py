@@ -161,6 +161,7 @@ def test_programs_are_judged_in_a_job(tmp_path: Path) -> None:
     skip_without_sandbox()
     settings = [*BRIEF, "model.path=tiny", "task.chat=false", "reward.workers=1", "generator.max_prompt_tokens=240"]
     settings += ["generator.max_new_tokens=8", "trainer.lr=1e-5", "schedule.updates=1", "evaluate.prompts=1"]
+    settings += ["task.path=examples/data/programs.jsonl", "task.held_out=0.2", "evaluate.split=held_out"]
     summary = Job.load("examples/code.yaml", settings).run(tmp_path / "run")
     assert (summary.outcome, summary.groups_trained, summary.groups_dropped) == ("finished", 4, 0)
     assert (summary.reward_first, summary.score_failures) == (0.0, 0)
