@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -23,33 +24,13 @@ class ImportedCommands(Commands):
         super().__init__(group=Group, **settings)
 
 
-class OnDemand(MutableMapping[str, Any]):
-    """Maps names to commands. Looking at a name alone imports nothing."""
-
-    def __init__(self, references: Mapping[str, str]) -> None:
-        self._references, self._made = dict(references), dict[str, Any]()
+class OnDemand(UserDict[str, Any]):
+    """Maps names to commands, each imported when it is first looked at. Looking at a name alone imports nothing."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._made:
-            self._made[name] = _command(name, self._references[name])
-        return self._made[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._references
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._references)
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._references.setdefault(name, "")
-        self._made[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._references[name]
-        self._made.pop(name, None)
+        if isinstance(found := self.data[name], str):
+            found = self.data[name] = _command(name, found)
+        return found
 
 
 def _command(name: str, reference: str) -> Any:

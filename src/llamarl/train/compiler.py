@@ -17,9 +17,11 @@ from llamarl.processes import imports_undisturbed
 
 @cache
 def import_beside() -> Future[ModuleType]:
-    """Begin to import the compiler in a thread. Whoever needs it first waits for that. Its first half is imported at once:
-    the thread that loads weights may ask for it, and of a module that two threads import either may see half."""
-
+    """Begin to import the compiler in a thread. Whoever needs it first waits for that. Its first half is imported at once,
+    unless the fork server has it: the thread that loads weights may ask for it, and of a module that two threads import
+    either may see half."""
+    with imports_undisturbed():
+        import_module("torch._dynamo")
     pool = ThreadPoolExecutor(1, "compiler")
     imported = pool.submit(_import)
     pool.shutdown(wait=False)
