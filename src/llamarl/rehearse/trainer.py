@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from llamarl.algo.batch import Document
@@ -56,6 +57,7 @@ def rehearse_trainer(ranks: TrainerRanks, rank: int, *, prompt: int, answer: int
         with fake_memory(tracker):
             with tracker.kind("weights"):
                 model = _narrow_base(ranks, computing) if sharded is None else _give_memory(sharded)
+                _pad_shards(model, tracker)
             with tracker.kind(_HOST if ranks.offload else "optimizer state"):
                 learner = Learner(
                     Policy(model, computing), aipo_loss, settings=TrainerConfig(), algo=AlgoConfig(), updates=1
@@ -113,6 +115,15 @@ def _give_memory(model: Transformer) -> Transformer:
             setattr(module, name, nn.Parameter(_with_memory(parameter), requires_grad=parameter.requires_grad))
     tie_head(model)
     return model
+
+
+def _pad_shards(model: Transformer, tracker: MemoryTracker) -> None:
+    """Has FSDP pad uneven shards now, as it does in a job when weights get memory, and not in the first pass: then the optimizer
+    would hold what they were padded from as well."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()
+        for parameter in model.parameters():
+            tracker.relabel(parameter, "weights")
 
 
 def _with_memory(parameter: Tensor) -> Tensor:
