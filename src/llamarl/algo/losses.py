@@ -84,7 +84,7 @@ def gspo_loss(tokens: TokenBatch, algo: AlgoConfig) -> tuple[Tensor, dict[str, T
     advantages_S = zeros_S.index_add(0, of_sequence_N, tokens.advantages_N) / lengths_S
     bounded_S = ratio_S.clamp(1 - algo.gspo_low, 1 + algo.gspo_high)
     gain_S = torch.minimum(ratio_S * advantages_S, bounded_S * advantages_S)
-    held_share = _share_held(ratio_S, bounded_S, advantages_S)
+    held_share = _share_held(*(of_S[of_sequence_N] for of_S in (ratio_S, bounded_S, advantages_S)))  # of tokens
     return -gain_S.sum() / tokens.num_sequences, {"clipped_share": held_share, "sequence_ratio_max": ratio_S.max()}
 
 
