@@ -111,6 +111,7 @@ class Options:
     beside: int = 1  # runs at a time
     mps: bool = False  # whether one daemon of NVIDIA's MPS serves all runs that are made at a time
     updates: int = 0  # of runs that are made in stages; 0: as many as the claim says
+    stage: int = 0  # updates of a stage; 0: as the claim says
     tiny: bool = False  # whether only the script is tried
     command: tuple[str, ...] = ()  # what the figures say that they were made with
     made_on: dict[str, Any] = field(default_factory=dict)  # when and on what the runs that are read were made
@@ -231,6 +232,9 @@ def claim_parser(description: str | None) -> argparse.ArgumentParser:
         help="updates of runs that are made in stages; 0: as the claim says",
     )
     parser.add_argument(
+        "--stage", type=int, default=0, metavar="N", help="updates of each of these stages; 0: as the claim says"
+    )
+    parser.add_argument(
         "--tiny", action="store_true", help="try the script: the tiny model does sums on a CPU; its figures say nothing"
     )
     parser.add_argument(
@@ -247,7 +251,17 @@ def options_of(args: argparse.Namespace) -> Options:
     settings = (*TINY, *args.settings) if args.tiny else tuple(args.settings)
     updates = args.updates or (2 if args.tiny else 0)
     return Options(
-        runs, results, settings, args.at_most, args.math, args.beside, args.mps, updates, args.tiny, _as_asked()
+        runs=runs,
+        results=results,
+        settings=settings,
+        at_most=args.at_most,
+        math=args.math,
+        beside=args.beside,
+        mps=args.mps,
+        updates=updates,
+        stage=args.stage,
+        tiny=args.tiny,
+        command=_as_asked(),
     )
 
 
@@ -350,13 +364,12 @@ def made(arm: Arm, options: Options) -> Record:
     return Record(folder)
 
 
-def made_in_stages(arm: Arm, updates: int, stages: int, options: Options) -> Record:
-    """A run too long for one command: every stage goes on from the last snapshot of the one before. Times say nothing then,
-    since each stage starts anew; a stage that was broken off is made again from there."""
+def made_in_stages(arm: Arm, updates: int, each: int, options: Options) -> Record:
+    """A run too long for one command, in stages of so many updates each: every one goes on from the last snapshot of the one
+    before. Times say nothing then, since each stage starts anew; a stage that was broken off is made again from there."""
     folder, settings = options.runs / arm.name, [*arm.settings, *options.settings]
     _check(folder, settings)
-    ends = [updates * stage // stages for stage in range(1, stages + 1)]
-    ends = [until for until in ends if until > _updates_of(folder)]
+    ends = [until for until in (*range(each, updates, each), updates) if until > _updates_of(folder)]
     options.to_make = max(options.to_make, len(ends))
     for until in ends:
         name = f"{arm.name}, updates to {until}"

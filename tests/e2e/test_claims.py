@@ -149,6 +149,8 @@ def test_a_long_run_is_made_in_stages_that_go_on_from_each_other(tmp_path: Path)
     brief = [
         "--updates",
         "2",
+        "--stage",
+        "1",
         "task.kind=gsm8k",
         "schedule.max_staleness=1",
         "schedule.window=1",

@@ -118,8 +118,8 @@ def _give_memory(model: Transformer) -> Transformer:
 
 
 def _pad_shards(model: Transformer, tracker: MemoryTracker) -> None:
-    """Has FSDP pad uneven shards now, as it does in a job when weights get memory, and not in the first pass: then the optimizer
-    would hold what they were padded from as well."""
+    """Has FSDP pad uneven shards now, as it does in a job when weights get memory, and not in the first pass: then the
+    optimizer would hold what they were padded from as well."""
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
         for parameter in model.parameters():
