@@ -28,9 +28,8 @@ def make_engine(
     if job.config.engine.kind == "inline":
         return InlineEngine(lambda executor, snapshot: _build(job, executor, snapshot, slots, run_folder))
     given = (job.config, job.line, job.builder_references, slots, run_folder.path / LOGS)
-    if job.config.engine.kind == "local":
-        return LocalEngine(*given, mps)
-    return engine_class(job.config.engine.kind)(*given)
+    engine = engine_class(job.config.engine.kind)
+    return engine(*given, mps) if issubclass(engine, LocalEngine) else engine(*given)
 
 
 def engine_class(kind: str) -> type[LocalEngine] | type[MonarchEngine]:
