@@ -25,6 +25,9 @@ _INDEX_EVERY_S = 3.0
 _FIRST_VIEW_S = 2.0  # the first view is drawn before the table of rollouts is begun
 
 
+MAX_SERIES = 128  # in one answer
+
+
 class NotThere(Exception):
     """The address names something that the run does not have."""
 
@@ -62,7 +65,7 @@ class ViewedRun:
             return self._answers[name](query)
 
     def _series(self, query: Query) -> Any:
-        names = [name for name in query.get("names", "reward").split(",") if name][:32]
+        names = [name for name in query.get("names", "reward").split(",") if name][:MAX_SERIES]
         return series(self.reader, names, _int(query, "first", 0), _int(query, "last", 0), _int(query, "points", 600))
 
     def _timeline(self, query: Query) -> Any:

@@ -83,7 +83,7 @@ def _stored(run: ViewedRun) -> dict[str, Any]:
     groups, rollouts, rows = _answers(run, ordinals)
     return {
         "overview": found,
-        "series": run.answer("series", {"names": ",".join(found["metrics"][:32]), "points": str(POINTS)}),
+        "series": run.answer("series", {"names": ",".join(found["metrics"]), "points": str(POINTS)}),
         "timeline": run.answer("timeline", {"bins": "600"}),
         "predicted": run.answer("predicted", {"from": "0", "to": "1e9"}),
         "audit": run.answer("audit", {}),

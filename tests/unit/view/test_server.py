@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.made_runs import Shape, make_run, make_tokenizer
 
+from llamarl.observe.run_folder import METRICS
 from llamarl.view.data import ViewData
 from llamarl.view.export import bundled, inert_json, written_page
 from llamarl.view.server import STATIC, ViewServer
@@ -127,6 +129,19 @@ def test_a_written_page_of_a_large_run_is_bounded_and_says_what_it_left_out(tmp_
     page = written_page(data)
     shown = re.search(rb"run: (\d+) of 800 kept groups are in this page", page)
     assert shown and 50 <= int(shown[1]) <= 61 and len(page) < 8_000_000
+
+
+def test_a_written_page_has_every_curve(tmp_path: Path) -> None:
+    """Its names were cut off after 32, in alphabetical order; charts of those behind them were empty."""
+    folder = make_run(tmp_path / "run", Shape(updates=3))
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    more = {f"a_metric_{number}": 0.5 for number in range(40)}
+    (folder / METRICS).write_text("".join(json.dumps({**row, **more}) + "\n" for row in rows))
+    data = ViewData([folder])
+    stored = re.search(r'id="data">(.*?)</script>', written_page(data).decode(), re.DOTALL)
+    assert stored
+    (run,) = json.loads(stored[1])["runs"]
+    assert run["series"]["series"].keys() == {*run["overview"]["metrics"]} >= {"zero_variance_share", *more}
 
 
 def test_json_is_no_markup() -> None:
