@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from helpers import expert_kernels
 from helpers.decoding import decode_all
 from helpers.experts import with_routes
 from helpers.groups import prompt_group
@@ -29,6 +29,7 @@ from llamarl.train.learner import Learner
 from llamarl.train.policy import ComputeSettings, Policy, parallelize_for
 from llamarl.types import bytes_to_floats, bytes_to_tokens
 
+expert_kernels: Any = pytest.importorskip("helpers.expert_kernels", reason="needs Triton")
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 EXPERTS_HERE, CHOSEN, INNER, HIDDEN, FACTOR = 16, 4, 64, 128, 0.7
