@@ -163,12 +163,15 @@ def _one_daemon(options: Options) -> Iterator[None]:
         daemon = MpsDaemon(options.runs / "mps.log")
     except JobFailed as error:
         sys.exit(str(error))
+    before = {name: os.environ.pop(name, None) for name in daemon.environment}
     os.environ.update(daemon.environment)
     try:
         yield
     finally:
-        for name in daemon.environment:
-            os.environ.pop(name)
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
         daemon.stop()
 
 

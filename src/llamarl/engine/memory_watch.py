@@ -9,7 +9,7 @@ import torch
 
 from llamarl.machine import MemoryPeak
 
-_EVERY_S = 0.25  # asking a GPU takes a tenth of a millisecond
+_EVERY_S = 0.25  # asking a GPU is a call of its driver; envelopes may be milliseconds apart
 
 
 class MemoryWatch:

@@ -1,5 +1,5 @@
-"""Tensors that are spread over ranks: DTensors, recognized without importing them, which takes a second that a lone rank need
-not spend."""
+"""Tensors that are spread over ranks: DTensors, recognized without importing them, which takes half a second that a lone rank
+need not spend."""
 
 from __future__ import annotations
 

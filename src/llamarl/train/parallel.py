@@ -1,7 +1,7 @@
 """Parallelism, applied to the model from outside, in this order: tensor parallel, adapters, recompute, compile, FSDP.
 
 No module is wrapped, so parameters keep their Hugging Face names. What only several ranks need is imported where they are:
-torch's part of it takes a second.
+torch's part of it takes half a second.
 """
 
 from __future__ import annotations

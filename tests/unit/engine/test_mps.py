@@ -190,13 +190,16 @@ def arms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_runs_of_claims_that_are_made_at_a_time_share_one_daemon(
-    arms: ModuleType, daemon_pid: Path, tmp_path: Path
+    arms: ModuleType, daemon_pid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(mps, "device_uuids", lambda: ["GPU-b"])
     options = arms.Options(tmp_path / "runs", tmp_path, (), 9, tmp_path, beside=2, mps=True)
     found = arms.side_by_side([mps.own_daemon, mps.own_daemon], options)
     assert found[0] == found[1] != ""
     assert is_gone(int(daemon_pid.read_text()))
     assert mps.own_daemon() == ""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1", "what the user chose is there again"
 
 
 def test_claims_without_the_daemon_that_they_ask_for_do_not_begin(
