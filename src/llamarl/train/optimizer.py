@@ -181,11 +181,9 @@ class AdamW:
     def _step_split(self, slot: Slot, grad: Tensor, numbers: Tensor, scale: Tensor, sound: Tensor) -> None:
         step = _compiled(_split_step, compile_backend()) if self._compiled else _split_step
         step(
-            slot.local.view(torch.int16).view(-1),
-            slot.state["low"].view(-1),
-            slot.state["exp_avg"].view(-1),
-            slot.state["exp_avg_sq"].view(-1),
-            grad.reshape(-1),
+            _row(slot.local.view(torch.int16)),
+            *(_row(slot.state[key]) for key in ("low", "exp_avg", "exp_avg_sq")),
+            _row(grad.contiguous()),
             numbers,
             scale,
             sound,
@@ -194,18 +192,18 @@ class AdamW:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Compile the step on numbers of no consequence: for vectors and matrices, for gradients of a single pass and for
-        fp32 sums of several."""
-        split = sorted((slot for slot in self.slots if "low" in slot.kinds), key=lambda slot: slot.local.numel())
-        smallest = {slot.local.dim(): slot for slot in reversed(split)}
-        for slot in smallest.values() if self._compiled else ():
-            zeros, device = torch.zeros_like(slot.local), slot.local.device
-            numbers, scale = torch.zeros(3, device=device), torch.ones((), device=device)
-            for dtype in (slot.local.dtype, torch.float32):
-                state = {key: torch.zeros_like(zeros, dtype=kind) for key, kind in slot.kinds.items()}
-                made_up = replace(slot, local=zeros, state=state)
-                never = torch.zeros((), dtype=torch.bool, device=device)
-                self._step_split(made_up, torch.zeros_like(zeros, dtype=dtype), numbers, scale, never)
+        """Compile the step on numbers of no consequence: for gradients of a single pass and for fp32 sums of several."""
+        split = [slot for slot in self.slots if "low" in slot.kinds]
+        if not split or not self._compiled:
+            return
+        slot = min(split, key=lambda slot: slot.local.numel())
+        zeros, device = torch.zeros_like(slot.local), slot.local.device
+        numbers, scale = torch.zeros(3, device=device), torch.ones((), device=device)
+        for dtype in (slot.local.dtype, torch.float32):
+            state = {key: torch.zeros_like(zeros, dtype=kind) for key, kind in slot.kinds.items()}
+            made_up = replace(slot, local=zeros, state=state)
+            never = torch.zeros((), dtype=torch.bool, device=device)
+            self._step_split(made_up, torch.zeros_like(zeros, dtype=dtype), numbers, scale, never)
 
     def _numbers(self, lr: float, decay: float) -> Tensor:
         """Numbers for `_split_step`: step size, factor of the second moment's root, and the share that decay leaves."""
@@ -237,6 +235,11 @@ class AdamW:
         high, low = split_halves(value)
         slot.local.view(torch.int16).copy_(high)
         slot.state["low"].copy_(low)
+
+
+def _row(x: Tensor) -> Tensor:
+    """The same numbers as one row. Not as a view: torch compiles views of vectors and of matrices apart."""
+    return x.view(-1).data
 
 
 def _make_slot(name: str, parameter: Tensor, settings: TrainerConfig) -> Slot:
