@@ -104,7 +104,7 @@ def plan_command(
     from llamarl.plan.report import figures, table
     from llamarl.plan.workload import Question, Workload
     from llamarl.rehearse.memory import built_figures
-    from llamarl.simulate.rehearse import rehearse, rehearse_best
+    from llamarl.simulate.rehearse import rehearse, rehearse_best, rehearse_narrow
 
     settled = gpu_named(gpu)
     if unknown := [name for name in precision or [] if name not in settled.precisions]:
@@ -135,6 +135,7 @@ def plan_command(
         raise InputError(why_nothing_fits(offloaded(widened(question))))
     sync, split = rehearse(co_located, question) if co_located else None, rehearse_best(splits, question)
     gain = sync.step_s / split.step_s if sync and split else None
+    narrow = rehearse_narrow(split, question) if split and question.fallbacks else None
     text = job_text(model, base, split or sync, question)
     if out is not None:
         _write(out, text)
@@ -144,7 +145,7 @@ def plan_command(
         ranks: dict[str, object] = (
             {"built": [built_figures(role) for role in built], "problems": problems} if build else {}
         )
-        found = {"sync": figures(sync), "async": figures(split), "gain": gain, **ranks}
+        found = {"sync": figures(sync), "async": figures(split), "gain": gain, "narrow": figures(narrow), **ranks}
         print(msgspec.json.encode(found).decode())
         _refuse_misfits(problems)
         return
@@ -153,6 +154,8 @@ def plan_command(
     asked_for = "fp8" if "fp8" in question.precisions and not question.has_narrow_base else ""
     if slow := narrow_advice(question.shape, asked_for):
         print(f"note               {slow}")
+    if narrow:
+        print(f"note               with generators in fp8 about {narrow.step_s:.2f} s an update: --precision fp8")
     _print_built(built)
     _refuse_misfits(problems)
     print(f"job written to {out}: llamarl train {out}" if out else f"\n{text}", end="\n" if out else "")

@@ -182,7 +182,9 @@ class AdamW:
         step = _compiled(_split_step, compile_backend()) if self._compiled else _split_step
         step(
             _row(slot.local.view(torch.int16)),
-            *(_row(slot.state[key]) for key in ("low", "exp_avg", "exp_avg_sq")),
+            _row(slot.state["low"]),
+            _row(slot.state["exp_avg"]),
+            _row(slot.state["exp_avg_sq"]),
             _row(grad.contiguous()),
             numbers,
             scale,

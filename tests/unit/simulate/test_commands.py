@@ -43,7 +43,7 @@ def test_a_plan_as_json_has_both_sides_and_the_gain() -> None:
     done = llamarl(*PLAN, "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    assert found.keys() == {"sync", "async", "gain"}
+    assert found.keys() == {"sync", "async", "gain", "narrow"}
     for side in ("sync", "async"):
         plan = found[side]
         assert plan.keys() >= {
@@ -170,7 +170,7 @@ def test_built_ranks_are_json_with_json_and_adapters_are_built_too(monkeypatch: 
         done = llamarl(*TINY_PLAN, "--lora", "8", "--build", "--json")
         assert done.code == code, done.err
         found = json.loads(done.out)
-        assert found.keys() == {"sync", "async", "gain", "built", "problems"}
+        assert found.keys() == {"sync", "async", "gain", "narrow", "built", "problems"}
         assert found["built"][0]["built_bytes"] == size * GIB
         assert bool(found["problems"]) == bool(code) == ("llamarl: --build: trainer: takes" in done.err)
 
