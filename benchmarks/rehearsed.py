@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from llamarl.config.file import load_config
 from llamarl.io.record_log import read_records
@@ -83,8 +84,9 @@ def lengths_of(mean: float, truncated: float, limit: int) -> Lengths:
 def scene_of(run: Path, gpu: str, gpus: int, model: str) -> SimulationSetup:
     config = load_config(run / CONFIG)
     prompt, answers, skipped = seen(run, config.generator.max_new_tokens)
+    mps: Literal["on", "off"] = "on" if (run / "logs" / "mps.log").exists() else "off"  # `auto` says nothing of it
     return SimulationSetup(
-        config=config,
+        config=replace(config, engine=replace(config.engine, mps=mps)),
         shape=shape_of_job(config, model),
         gpu=gpu_named(gpu),
         gpus=gpus,

@@ -37,9 +37,7 @@ def runs_of_claims(runs: Path) -> list[Path]:
     for folder in found:
         if not Record(folder).alone:
             print(f"{folder.name}: shared the GPU with another run; left out")
-        elif (folder / "logs" / "mps.log").exists():
-            print(f"{folder.name}: computed side by side (engine.mps), and predictions are for time slices; left out")
-    return [folder for folder in found if Record(folder).alone and not (folder / "logs" / "mps.log").exists()]
+    return [folder for folder in found if Record(folder).alone]
 
 
 def held_against(run: Path, gpu: str, model: str) -> dict[str, Any]:

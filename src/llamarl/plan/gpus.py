@@ -58,6 +58,14 @@ class EngineFactors(Factors, frozen=True):
     copy_s: float = 0.3e-3
 
 
+class BesideFactors(Factors, frozen=True):
+    """How fast each role computes while both do on one GPU side by side (engine.mps), of its speed with the GPU to itself; in
+    time slices each has a half. From one job on one H200 (docs/theory.md)."""
+
+    generator: float = 0.32
+    trainer: float = 0.81
+
+
 class Rates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """TFLOP/s of dense products by precision; 0 if not supported."""
 
@@ -84,6 +92,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     decode: DecodeFactors = DecodeFactors()
     train: TrainFactors = TrainFactors()
     engine: EngineFactors = EngineFactors()
+    beside: BesideFactors = BesideFactors()
     source: str = "datasheet"
 
     @property

@@ -1,7 +1,7 @@
 """Virtual time: workers on devices, shared or their own, and the next worker with an event.
 
-A device that several roles use at the same time gives each an equal share: two processes on one GPU take turns. The cores of
-a CPU are shared by threads.
+A device that several roles use at the same time gives each an equal share: two processes on one GPU take turns, unless they
+compute side by side. The cores of a CPU are shared by threads.
 """
 
 from __future__ import annotations
@@ -15,24 +15,34 @@ from itertools import count
 from llamarl.controller import events as ev
 from llamarl.controller.line import role_of
 from llamarl.observe.timeline import Span, SpanKind, Timeline
+from llamarl.plan.gpus import BesideFactors
 from llamarl.simulate.workers import SimulatedExecutor
 
+Speeds = tuple[float, float]
+"""Of generators, and of all other roles; 1: as with the device to itself."""
+
+_GENERATOR = "generator"
 _KINDS: dict[str, SpanKind] = {"load": "weights", "publish": "weights", "save": "save"}
 
 
 @dataclass(eq=False)
 class Device:
-    """A device that some workers share. `cores` 0: a set of GPUs, on which all replicas of a role work side by side."""
+    """A device that some workers share. `cores` 0: a set of GPUs, on which all replicas of a role work side by side. With
+    `beside`, generators and another role do so too."""
 
     cores: int = 0
+    beside: BesideFactors | None = None
     seats: list[Seat] = field(default_factory=list)
-    speed: float = 1.0
+    speeds: Speeds = (1.0, 1.0)
     busy: Counter[str] = field(default_factory=Counter)  # number of threads at work, by role
 
-    def speed_now(self) -> float:
+    def speeds_now(self) -> Speeds:
         if self.cores:
-            return min(1.0, self.cores / max(1, self.busy.total()))
-        return 1.0 / max(1, sum(threads > 0 for threads in self.busy.values()))
+            return (min(1.0, self.cores / max(1, self.busy.total())),) * 2
+        roles = sum(threads > 0 for threads in self.busy.values())
+        if self.beside is not None and roles > 1 and self.busy[_GENERATOR]:
+            return self.beside.generator, self.beside.trainer / (roles - 1)
+        return (1.0 / max(1, roles),) * 2
 
 
 @dataclass(eq=False)
@@ -47,6 +57,10 @@ class Seat:
     doing: str = ""
     since_s: float = 0.0  # start of the current activity
     turn: int = 0  # a forecast of an earlier turn does not count any more
+
+    @property
+    def speed(self) -> float:
+        return self.device.speeds[self.role != _GENERATOR]
 
 
 class Clock:
@@ -85,8 +99,8 @@ class Clock:
         for seat in dict.fromkeys(seats):
             if seat.worker.doing != seat.doing:
                 self._note(seat)
-                if (speed := seat.device.speed_now()) != seat.device.speed:
-                    self._change_speed(seat.device, speed)
+                if (speeds := seat.device.speeds_now()) != seat.device.speeds:
+                    self._change_speeds(seat.device, speeds)
             self._forecast(seat)
 
     def next(self) -> list[ev.AnyEvent] | None:
@@ -117,14 +131,14 @@ class Clock:
 
     def _settle(self, seat: Seat) -> None:
         """Count the work up to now. Events that are due at this moment come next."""
-        worked_s, seat.at_s = (self.now_s - seat.at_s) * seat.device.speed, self.now_s
+        worked_s, seat.at_s = (self.now_s - seat.at_s) * seat.speed, self.now_s
         if seat.doing:
             self._events += seat.worker.advance(worked_s)
 
-    def _change_speed(self, device: Device, speed: float) -> None:
+    def _change_speeds(self, device: Device, speeds: Speeds) -> None:
         for seat in device.seats:
             self._settle(seat)
-        device.speed = speed
+        device.speeds = speeds
         for seat in device.seats:
             self._forecast(seat)
 
@@ -132,7 +146,7 @@ class Clock:
         seat.turn += 1
         due_s = seat.worker.due_s()
         if due_s < float("inf"):
-            at_s = self.now_s + due_s / seat.device.speed
+            at_s = self.now_s + due_s / seat.speed
             heapq.heappush(self._due, (at_s, next(self._number), seat, seat.turn, None))
 
     def _note(self, seat: Seat) -> None:

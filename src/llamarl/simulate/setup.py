@@ -102,6 +102,12 @@ class SimulationSetup(Struct, frozen=True, kw_only=True):
         return self.config.placement == "colocated" or 0 < self.gpus < self.trainer.ranks + self.generator_ranks
 
     @property
+    def computes_beside(self) -> bool:
+        """Whether they do so side by side; `auto` is taken to find MPS."""
+        engine, split = self.config.engine, self.config.placement != "colocated"
+        return self.takes_turns and split and engine.kind == "local" and engine.mps != "off"
+
+    @property
     def memory_gib(self) -> dict[str, float]:
         """GiB that a GPU of each role needs, and one that both share."""
         replica, samples = self.replica, self.config.schedule.samples_per_group
@@ -210,7 +216,7 @@ def _devices(scene: SimulationSetup) -> tuple[Device, Device, Device]:
     if scene.gpu.is_cpu:
         cores = Device(cores=scene.gpu.cores)
         return cores, cores, cores
-    trainer = Device()
+    trainer = Device(beside=scene.gpu.beside if scene.computes_beside else None)
     return trainer, trainer if scene.takes_turns else Device(), Device()
 
 

@@ -14,10 +14,13 @@ from llamarl.controller.default_line import default_line
 from llamarl.controller.ledger import Issued, Record, Trained
 from llamarl.controller.ledger_state import audit
 from llamarl.model_spec import shape_named
-from llamarl.plan.gpus import GPUS
+from llamarl.observe.timeline import Timeline
+from llamarl.plan.gpus import GPUS, BesideFactors
 from llamarl.plan.lengths import Lengths
+from llamarl.simulate.clock import Clock, Device
 from llamarl.simulate.setup import SimulationSetup, make_simulation
 from llamarl.simulate.simulation import Faults, SimulationResult
+from llamarl.simulate.workers import QueueWorker, WorkItem
 
 TAIL = "lognormal:median=200,sigma=1,max=1024"
 
@@ -144,6 +147,39 @@ def test_one_gpu_for_both_gives_each_half_of_it() -> None:
     sync = play(scene("schedule.max_staleness=0", "placement=colocated", answers="fixed:300"))[0]
     assert two.update_s < one.update_s
     assert one.update_s == pytest.approx(sync.update_s, rel=0.15), "sharing one device gains nothing but the tail"
+
+
+def test_side_by_side_both_do_more_than_in_turn() -> None:
+    """As with MPS: 1 s of each one's work, the generator's at a quarter of its speed until the trainer ends."""
+    clock = Clock(Timeline())
+    device = Device(beside=BesideFactors(generator=0.25, trainer=0.75))
+    seats = []
+    for name in ("generator/0", "trainer/0"):
+        done = ev.BatchDone(name, 0, 0)
+        clock.seat(QueueWorker(name, lambda _, done=done: WorkItem(1.0, "work", done)), device)  # type: ignore[misc]
+        seats.append(clock.send(name, ev.RunBatch(name, 0, 0, ())))
+    clock.look(seats)
+    ended = dict[str, float]()
+    while events := clock.next():
+        ended |= {event.executor: clock.now_s for event in events if isinstance(event, ev.BatchDone)}
+    assert ended == {"trainer/0": pytest.approx(4 / 3), "generator/0": pytest.approx(4 / 3 + 2 / 3)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "beside"),
+    [
+        (["engine.mps=on"], 1, True),
+        (["engine.mps=auto"], 1, True),
+        (["engine.mps=off"], 1, False),
+        (["engine.mps=auto"], 2, False),  # a GPU for each
+        (["engine.mps=auto", "engine=monarch"], 1, False),
+        (["engine.mps=auto", "placement=colocated", "schedule.max_staleness=0"], 1, False),
+    ],
+)
+def test_a_job_on_one_gpu_takes_turns_or_not_as_its_settings_say(settings: list[str], gpus: int, beside: bool) -> None:
+    job, plain = (scene(*some, answers="fixed:300", gpus=gpus) for some in (settings, [*settings, "engine.mps=off"]))
+    faster = play(job)[0].update_s < 0.97 * play(plain)[0].update_s
+    assert job.computes_beside == faster == beside
 
 
 def test_more_staleness_and_more_replicas_are_never_slower() -> None:
