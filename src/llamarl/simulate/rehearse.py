@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from llamarl.config import Config, EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.config.file import parse_config
-from llamarl.plan.fallback import async_plans
+from llamarl.plan.fallback import async_plan
 from llamarl.plan.jobfile import job_settings
 from llamarl.plan.narrow import narrow_advice
 from llamarl.plan.report import Rehearsed
@@ -33,11 +33,12 @@ def rehearse_best(plans: Sequence[Plan], question: Question) -> Rehearsed | None
 
 
 def rehearse_narrow(found: Rehearsed, question: Question) -> Rehearsed | None:
-    """The best asynchronous plan with generators in fp8, if it is clearly faster than one that was found in bf16."""
+    """The asynchronous plan with generators in fp8 that is best by closed form, if it is clearly faster than one in bf16."""
     wide = found.plan.generators.replica.precision == "bf16"
     if not wide or question.lora or narrow_advice(question.shape, "fp8") or not question.saves_memory("fp8"):
         return None
-    narrow = rehearse_best(async_plans(replace(question, precisions=("fp8",), fallbacks=())), question)
+    plan = async_plan(replace(question, precisions=("fp8",), fallbacks=()))
+    narrow = rehearse(plan, question) if plan else None
     return narrow if narrow and narrow.step_s < _CLEARLY * found.step_s else None
 
 
