@@ -128,7 +128,7 @@ class TaskConfig(DatasetConfig, frozen=True):
     curriculum: Annotated[
         bool,
         Meta(
-            description="ask problems by their success rate: solved ones less often, too hard ones later; see docs/difficulty.md"
+            description="ask problems by success rate: solved ones less often, too hard ones later; see docs/difficulty.md"
         ),
     ] = False
     solved_from: Annotated[

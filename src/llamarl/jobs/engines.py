@@ -12,7 +12,7 @@ from llamarl.controller.line import role_of
 from llamarl.engine.engine import Engine
 from llamarl.engine.inline import InlineEngine
 from llamarl.engine.local.engine import LocalEngine
-from llamarl.engine.local.mps import MpsDaemon
+from llamarl.engine.local.mps import JobMps
 from llamarl.executors.executor import Executor
 from llamarl.jobs.prepare import PreparedJob
 from llamarl.observe.run_folder import LOGS, RunFolder
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(
-    job: PreparedJob, slots: Mapping[str, SlotFile], run_folder: RunFolder, mps: MpsDaemon | None = None
+    job: PreparedJob, slots: Mapping[str, SlotFile], run_folder: RunFolder, mps: JobMps | None = None
 ) -> Engine:
     if job.config.engine.kind == "inline":
         return InlineEngine(lambda executor, snapshot: _build(job, executor, snapshot, slots, run_folder))

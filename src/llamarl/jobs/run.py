@@ -11,7 +11,7 @@ from llamarl.controller.gpu_numbers import first_gpus
 from llamarl.controller.ledger import FINISHED
 from llamarl.engine.curriculum_log import CurriculumLog, NoCurriculum, OutcomeLog
 from llamarl.engine.driver import Driver
-from llamarl.engine.local.mps import MpsDaemon, mps_daemon
+from llamarl.engine.local.mps import JobMps, mps_of_job
 from llamarl.engine.row_share import RowShareLog
 from llamarl.engine.snapshot_store import SnapshotStore
 from llamarl.errors import InputError, JobFailed, LlamaRLError, OwnCodeFailed
@@ -35,12 +35,12 @@ _UNWRITABLE = "the record of the run cannot be written"
 
 def run_job(job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequence[Callback] = ()) -> Summary:
     gpus, log = first_gpus(job.line, job.config.placement), opened.folder.path / LOGS / "mps.log"
-    with mps_daemon(job.config, gpus, log, display.note) as mps:
+    with mps_of_job(job.config, gpus, log, display.note) as mps:
         return _run_job(job, opened, display, callbacks, mps)
 
 
 def _run_job(
-    job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequence[Callback], mps: MpsDaemon | None
+    job: PreparedJob, opened: OpenRun, display: Display, callbacks: Sequence[Callback], mps: JobMps | None
 ) -> Summary:
     run_folder, config = opened.folder, job.config
     for note in (*filter(None, [run_folder.lock.warning]), *job.notes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 import signal
@@ -10,15 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from llamarl import Job
 from llamarl.config.file import load_config
 from llamarl.engine.local import mps
-from llamarl.engine.local.mps import MpsDaemon, describe_mps, mps_daemon, uses_mps
+from llamarl.engine.local.mps import JobMps, MpsDaemon, describe_mps, expects_mps, mps_of_job, uses_mps
 from llamarl.engine.local.mps_process import PROGRAM
 from llamarl.errors import ConfigError, JobFailed
 
@@ -101,15 +104,102 @@ def test_one_that_does_not_start_is_told(daemon_pid: Path, tmp_path: Path) -> No
     assert not any((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.parametrize("chosen", ["MIG-1f-2", "GPU-a,GPU-b"])
+def test_names_of_devices_stay_as_they_are(
+    chosen: str, daemon_pid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mps, "device_uuids", lambda: pytest.fail("asked for names"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    daemon = MpsDaemon(tmp_path / "mps.log")
+    assert daemon.environment == {"CUDA_MPS_PIPE_DIRECTORY": daemon.folder}
+    daemon.stop()
+
+
 def test_where_auto_starts_it_in_vain_a_note_says_so(daemon_pid: Path, tmp_path: Path, one_gpu: None) -> None:
     write_program(tmp_path, "exit 1")
     noted: list[str] = []
     log = tmp_path / "logs" / "mps.log"
-    with mps_daemon(load_config(None, ["engine.mps=auto"]), GPU_OF_BOTH, log, noted.append) as daemon:
-        assert daemon is None
+    with mps_of_job(load_config(None, ["engine.mps=auto"]), GPU_OF_BOTH, log, noted.append) as daemon:
+        assert daemon is not None and daemon.environment() == {}
     assert "did not start" in noted[0] and "in time slices" in noted[0]
-    with pytest.raises(JobFailed), mps_daemon(load_config(None, ["engine.mps=on"]), GPU_OF_BOTH, log, noted.append):
-        pass
+    with (
+        mps_of_job(load_config(None, ["engine.mps=on"]), GPU_OF_BOTH, log, noted.append) as daemon,
+        pytest.raises(JobFailed),
+    ):
+        assert daemon is not None and daemon.environment()
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_one_that_cannot_be_started_again_ends_only_a_job_that_asked_for_it(
+    required: bool, daemon_pid: Path, tmp_path: Path
+) -> None:
+    noted: list[str] = []
+    daemon = JobMps(tmp_path / "mps.log", required=required, note=noted.append)
+    assert Path(daemon.environment()["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
+    write_program(tmp_path, "exit 1")
+    os.kill(int(daemon_pid.read_text()), signal.SIGKILL)
+    assert daemon._daemon is not None
+    daemon._daemon._keeper.wait(5)
+    for _ in range(2):
+        with pytest.raises(JobFailed, match="did not start") if required else nullcontext():
+            assert daemon.environment() == {}
+    assert [note.partition("; kernels")[2] for note in noted] == ([] if required else [" share GPUs in time slices"])
+    daemon.stop()
+    assert not any((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_full_disk_is_told_in_one_line(required: bool, daemon_pid: Path, tmp_path: Path) -> None:
+    noted: list[str] = []
+    (tmp_path / "no-folder").touch()
+    daemon = JobMps(tmp_path / "no-folder" / "mps.log", required=required, note=noted.append)
+    with pytest.raises(JobFailed, match="no-folder") if required else nullcontext():
+        assert daemon.environment() == {}
+    assert len(noted) == (not required)
+
+
+def test_a_job_that_waits_for_its_start_ends_it_at_once(daemon_pid: Path, tmp_path: Path) -> None:
+    write_program(tmp_path, 'echo "$$" > "$PID_FILE"; exec sleep 100')
+    code = "import sys; from pathlib import Path; from llamarl.engine.local.mps import MpsDaemon\n"
+    code += "MpsDaemon(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(tmp_path / "mps.log")]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as job:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not (daemon_pid.exists() and daemon_pid.read_text().strip()):
+            time.sleep(0.05)
+        job.send_signal(signal.SIGINT)
+        job.wait(8)  # its keeper would wait 20 s for the daemon, and is killed after 10
+    assert is_gone(int(daemon_pid.read_text()))
+    assert not any((tmp_path / "tmp").iterdir())
+
+
+def test_nothing_stays_of_a_keeper_that_was_killed(daemon_pid: Path, tmp_path: Path) -> None:
+    daemon = MpsDaemon(tmp_path / "mps.log")
+    first = Path(daemon.folder)
+    daemon._keeper.kill()
+    daemon._keeper.wait(5)
+    assert first.exists()
+    daemon.revive()
+    assert not first.exists()
+    daemon._keeper.kill()
+    daemon.stop()
+    assert not any((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_job_whose_daemon_does_not_start_is_recorded_and_resumed(
+    daemon_pid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_program(tmp_path, "exit 1")
+    monkeypatch.setattr(mps, "uses_mps", lambda config, gpus: config.engine.mps == "on")
+    monkeypatch.setattr("llamarl.jobs.prepare.describe_mps", lambda config, gpus: [])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    brief = ["schedule.updates=1", "schedule.groups_per_update=2", "evaluate.prompts=0"]
+    with pytest.raises(JobFailed, match="did not start"):
+        Job(load_config(None, [*brief, "engine.mps=on"])).run(tmp_path / "run")
+    assert "did not start" in json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"]
+    resumed = Job.resume(tmp_path / "run", config=load_config(None, [*brief, "engine.mps=off"]))
+    assert resumed.updates == 1
 
 
 def test_devices_that_were_chosen_are_told_by_name(
@@ -133,6 +223,35 @@ def test_one_that_the_user_has_started_is_used(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "control").touch()
     assert not uses_mps(config, GPU_OF_BOTH)
     assert f"the MPS daemon of {tmp_path}" in describe_mps(config, GPU_OF_BOTH)[0]
+
+
+@pytest.mark.usefixtures("daemon_pid", "one_gpu")
+def test_one_at_nvidia_s_own_place_is_found_without_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    monkeypatch.setattr(mps, "_DEFAULT_PIPES", str(tmp_path))
+    assert uses_mps(load_config(None, ["engine.mps=on"]), GPU_OF_BOTH)
+    (tmp_path / "control").touch()
+    assert not uses_mps(load_config(None, ["engine.mps=on"]), GPU_OF_BOTH)
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(
+    ("setting", "given", "users", "expected"),
+    [
+        ("on", {}, True, True),  # whether it answers is for the driver to say
+        ("auto", {}, True, True),
+        ("off", {}, True, False),
+        ("auto", {}, False, False),
+        ("on", {"CUDA_MPS_PIPE_DIRECTORY": "/gone"}, False, True),
+    ],
+)
+def test_executors_ask_the_driver_wherever_a_daemon_should_be(
+    setting: str, given: dict[str, str], users: bool, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if users:
+        (tmp_path / "control").touch()
+    assert expects_mps(load_config(None, [f"engine.mps={setting}"]), GPU_OF_BOTH, given) == expected
 
 
 GPU_OF_BOTH = {"generator": 0, "trainer": 0}

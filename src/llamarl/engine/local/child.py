@@ -18,7 +18,7 @@ from llamarl.builders.registry import load_builder
 from llamarl.engine import rank_loop
 from llamarl.engine.compiled_code import compiled_code
 from llamarl.engine.envelope import Envelope, encode
-from llamarl.engine.local.mps import not_joined
+from llamarl.engine.local.mps import expects_mps, not_joined
 from llamarl.engine.local.protocol import ForkRank
 from llamarl.engine.malloc import keep_freed_memory
 from llamarl.engine.rank_loop import ConnectionClosed
@@ -117,7 +117,7 @@ def _build(order: ForkRank, slots: dict[str, SlotFile], connection: SocketConnec
         first_gpus=order.first_gpus,
     )
     executor = load_builder(order.builder)(context)
-    if order.mps and (wrong := not_joined()):
+    if expects_mps(order.config, order.first_gpus, order.mps) and (wrong := not_joined()):
         if order.config.engine.mps == "on":
             raise RuntimeError(wrong)
         rank_loop.tell(connection, Noted(f"{wrong}; its kernels take turns with those of others"))

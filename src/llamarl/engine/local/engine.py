@@ -25,7 +25,7 @@ from llamarl.engine.engine import EngineEvent
 from llamarl.engine.envelope import decode_envelope, encode
 from llamarl.engine.forking import READY
 from llamarl.engine.local.fork_server import start_fork_server
-from llamarl.engine.local.mps import MpsDaemon
+from llamarl.engine.local.mps import JobMps
 from llamarl.engine.local.protocol import ForkRank, KillFork, RankExited, RankForked, decode_news
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
@@ -61,7 +61,7 @@ class LocalEngine(Supervision[LocalRank]):
         builders: Mapping[str, str],
         slots: Mapping[str, SlotFile],
         log_folder: Path,
-        mps: MpsDaemon | None = None,
+        mps: JobMps | None = None,
     ) -> None:
         super().__init__(config)
         self._line, self._builders, self._slots = line, builders, slots
@@ -169,13 +169,11 @@ class LocalEngine(Supervision[LocalRank]):
 
     def _send_fork_orders(self) -> None:
         due = [entry for entry in self._to_fork if entry[0] <= time.monotonic()] if self._fork_server_ready else []
-        if due and self._mps is not None:
-            self._mps.revive()
+        mps = self._mps.environment() if due and self._mps is not None else {}
         for entry in due:
             self._to_fork.remove(entry)
             _, order, fds = entry
-            if self._mps is not None:
-                order = replace(order, mps=self._mps.environment)  # that of the daemon that runs now
+            order = replace(order, mps=mps)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
             self._forking[order.identity] = time.monotonic()
             with suppress(OSError):  # dead or stuck: `_check_fork_server` will find out

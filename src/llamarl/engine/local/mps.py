@@ -16,13 +16,14 @@ import torch
 
 from llamarl.builders.devices import generator_devices, trainer_devices
 from llamarl.config import Config
-from llamarl.engine.local.mps_process import CONTROL, PIPES, PROGRAM
+from llamarl.engine.local.mps_process import CONTROL, PIPES, PROGRAM, UP
 from llamarl.errors import ConfigError, JobFailed
 from llamarl.processes import PYTHON
-from llamarl.weights.cuda_driver import device_uuids, mps_enabled
+from llamarl.weights.cuda_driver import CudaRefused, device_uuids, mps_enabled
 
 _END_S = 10.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEFAULT_PIPES = "/tmp/nvidia-mps"  # NVIDIA's own
 
 
 def uses_mps(config: Config, first_gpus: Mapping[str, int]) -> bool:
@@ -37,8 +38,8 @@ def uses_mps(config: Config, first_gpus: Mapping[str, int]) -> bool:
 
 def own_daemon() -> str:
     """The folder of a daemon that the user has started and every process finds by itself; empty: none."""
-    folder = os.environ.get(PIPES, "")
-    return folder if folder and (Path(folder) / CONTROL).exists() else ""
+    folder = os.environ.get(PIPES) or _DEFAULT_PIPES
+    return folder if (Path(folder) / CONTROL).exists() else ""
 
 
 def shared_gpus(config: Config, first_gpus: Mapping[str, int]) -> list[str]:
@@ -76,13 +77,15 @@ def describe_mps(config: Config, first_gpus: Mapping[str, int]) -> list[str]:
 
 
 class MpsDaemon:
-    """A running daemon, and the variables by which executors find it."""
+    """A running daemon, and the variables by which executors find it. JobFailed if it does not start."""
 
     def __init__(self, log: Path) -> None:
-        self._log = log
-        # Numbers of devices would be taken for those among the daemon's own, which it counts anew.
-        self._visible = {_VISIBLE: ",".join(device_uuids())} if os.environ.get(_VISIBLE) else {}
-        self._start()
+        self._log, self.folder = log, ""
+        try:
+            self._visible = _visible_by_name()
+            self._start()
+        except (OSError, CudaRefused) as error:
+            raise JobFailed(f"engine.mps: {PROGRAM} did not start: {error}") from None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -91,16 +94,24 @@ class MpsDaemon:
     def revive(self) -> None:
         """Start another one if this one has ended: executors would share in time slices."""
         if self._keeper.poll() is not None:
-            self._start()
+            shutil.rmtree(self.folder, ignore_errors=True)  # of a keeper that was killed
+            try:
+                self._start()
+            except OSError as error:
+                raise JobFailed(f"engine.mps: {PROGRAM} did not start again: {error}") from None
 
     def stop(self) -> None:
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
-        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            self._keeper.wait(_END_S)
-        if self._keeper.poll() is None:
-            self._keeper.kill()
-            self._keeper.wait()
+        try:
+            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                self._keeper.wait(_END_S)
+        finally:
+            if self._keeper.poll() is None:
+                self._keeper.kill()
+                self._keeper.wait()
+            if self.folder:
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
         with self._log.open("ab") as log:
@@ -116,38 +127,82 @@ class MpsDaemon:
         try:
             with self._keeper.stdout as told:
                 self.folder = told.readline().decode().strip()
+                up = told.readline().decode().strip() == UP
         except BaseException:
             self.stop()
             raise
-        if not self.folder:
+        if not up:
             self.stop()
             raise JobFailed(f"engine.mps: {PROGRAM} did not start; see {self._log}")
 
 
-@contextmanager
-def mps_daemon(
-    config: Config, first_gpus: Mapping[str, int], log: Path, note: Callable[[str], None]
-) -> Iterator[MpsDaemon | None]:
-    """The daemon of a job, until it ends; None if it uses none. Where `auto` starts it in vain, a note says so."""
-    daemon = None
-    if uses_mps(config, first_gpus):
-        log.parent.mkdir(parents=True, exist_ok=True)
+def _visible_by_name() -> dict[str, str]:
+    """The devices that the user has chosen. Numbers would be taken for those among the daemon's own, which it counts anew;
+    names, also of parts of a GPU (MIG), mean the same everywhere."""
+    chosen = os.environ.get(_VISIBLE, "").split(",")
+    return {_VISIBLE: ",".join(device_uuids())} if any(one.strip().isdigit() for one in chosen) else {}
+
+
+class JobMps:
+    """The daemon of a job as its engine sees it. Where `auto` cannot have one, or not any more, a note says so, and executors
+    share in time slices; where it was asked for, the job ends with the reason when it wants to start an executor."""
+
+    def __init__(self, log: Path, *, required: bool, note: Callable[[str], None]) -> None:
+        self._required, self._note = required, note
+        self._daemon: MpsDaemon | None = None
+        self._problem: JobFailed | None = None
         try:
-            daemon = MpsDaemon(log)
-        except JobFailed as error:
-            if config.engine.mps == "on":
-                raise
-            note(f"{error}; kernels share GPUs in time slices")
+            log.parent.mkdir(parents=True, exist_ok=True)
+            self._daemon = MpsDaemon(log)
+        except (JobFailed, OSError) as error:
+            self._give_up(error)
+
+    def environment(self) -> dict[str, str]:
+        """Variables for executors that start now, by which they find the daemon; empty without one."""
+        if self._daemon is not None:
+            try:
+                self._daemon.revive()
+            except JobFailed as error:
+                self._give_up(error)
+        if self._problem is not None:
+            raise self._problem
+        return self._daemon.environment if self._daemon is not None else {}
+
+    def stop(self) -> None:
+        if self._daemon is not None:
+            self._daemon.stop()
+
+    def _give_up(self, error: JobFailed | OSError) -> None:
+        self._daemon = None
+        if self._required:
+            self._problem = error if isinstance(error, JobFailed) else JobFailed(f"engine.mps: {error}")
+        else:
+            self._note(f"{error}; kernels share GPUs in time slices")
+
+
+@contextmanager
+def mps_of_job(
+    config: Config, first_gpus: Mapping[str, int], log: Path, note: Callable[[str], None]
+) -> Iterator[JobMps | None]:
+    """Until the job ends; None if it needs no daemon of its own."""
+    if not uses_mps(config, first_gpus):
+        yield None
+        return
+    mps = JobMps(log, required=config.engine.mps == "on", note=note)
     try:
-        yield daemon
+        yield mps
     finally:
-        if daemon is not None:
-            daemon.stop()
+        mps.stop()
+
+
+def expects_mps(config: Config, first_gpus: Mapping[str, int], given: Mapping[str, str]) -> bool:
+    """In an executor's process: whether it should compute by a daemon, the job's (`given`) or the user's."""
+    return bool(given) or (config.engine.mps != "off" and _could_use(config, first_gpus) and bool(own_daemon()))
 
 
 def not_joined() -> str:
     """In an executor's process: what is wrong if CUDA runs without MPS, since the driver says nothing where it finds no
     daemon; empty if nothing is, or the driver is too old to tell."""
     if torch.cuda.is_initialized() and mps_enabled(torch.cuda.current_device()) is False:  # type: ignore[no-untyped-call]
-        return "engine.mps: CUDA started without it; see logs/mps.log"
+        return f"engine.mps: CUDA started without it: the daemon of {own_daemon() or 'this job'} does not answer"
     return ""

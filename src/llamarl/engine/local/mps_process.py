@@ -1,7 +1,8 @@
 """Keeps NVIDIA's MPS daemon running until its standard input ends, then removes everything of it. Standard library only.
 
-Run as a program: `python -m llamarl.engine.local.mps_process`. It prints the folder where clients find the daemon, or an
-empty line if there is none. Its standard input is a pipe from the job, which ends when the job does, also when it is killed.
+Run as a program: `python -m llamarl.engine.local.mps_process`. It prints the folder where clients find the daemon, and then a
+line more: `up` as soon as they do, or nothing if it did not start. Its standard input is a pipe from the job, which ends when
+the job does, also when it is killed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from llamarl.processes import die_with_parent
 
 PROGRAM = "nvidia-cuda-mps-control"
 PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+UP = "up"
 CONTROL = "control"  # the socket in the daemon's folder by which clients find it
 _LONGEST = 80  # bytes of the temporary folder's path, since that of a socket has at most 107
 _START_S, _END_S, _LOOK_S = 20.0, 5.0, 0.2
@@ -32,6 +34,7 @@ def main() -> None:
     long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST
     folder = Path(tempfile.mkdtemp(prefix="llamarl-mps-", dir="/tmp" if long else None))
     try:
+        print(folder, flush=True)
         daemon = subprocess.Popen(
             [PROGRAM, "-f"],
             env={**os.environ, PIPES: str(folder), _LOGS: str(folder)},
@@ -40,8 +43,8 @@ def main() -> None:
             preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - no threads here; its server ends with it
         )
         try:
-            print(folder if _is_up(daemon, folder) else "", flush=True)
-            while daemon.poll() is None and not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+            print(UP if _is_up(daemon, folder) else "", flush=True)
+            while daemon.poll() is None and not _job_ended(_LOOK_S):
                 pass
         finally:
             _end(daemon)
@@ -54,8 +57,13 @@ def _is_up(daemon: subprocess.Popen[bytes], folder: Path) -> bool:
     while daemon.poll() is None and time.monotonic() < deadline_s:
         if (folder / CONTROL).exists():
             return True
-        time.sleep(_LOOK_S / 10)
+        if _job_ended(_LOOK_S / 10):
+            break
     return False
+
+
+def _job_ended(within_s: float) -> bool:
+    return bool(select.select([sys.stdin], [], [], within_s)[0])
 
 
 def _end(daemon: subprocess.Popen[bytes]) -> None:
