@@ -147,11 +147,12 @@ class ToolsFailed(FromExecutor, frozen=True):
     timeouts: int
 
 
-class DraftsCounted(FromExecutor, frozen=True):
-    """Number of tokens that were guessed ahead since the last such report, and how many of them were right."""
+class DecodingCounted(FromExecutor, frozen=True):
+    """Tokens since the last such report: guessed ahead, how many of those were right, and of prompts read beside answers."""
 
     drafted: int
     accepted: int
+    read_beside: int
 
 
 class Noted(FromExecutor, frozen=True):
@@ -217,7 +218,7 @@ Report = (
     | GroupRefused
     | ScoresFailed
     | ToolsFailed
-    | DraftsCounted
+    | DecodingCounted
     | CallRequested
     | CallDropped
     | AgentsCounted

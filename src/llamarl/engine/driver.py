@@ -174,8 +174,8 @@ class Driver:
             case msg.ToolsFailed():
                 self._watcher.tools_failed(report.failures, report.timeouts)
                 return None
-            case msg.DraftsCounted():
-                self._watcher.drafted(report.drafted, report.accepted)
+            case msg.DecodingCounted():
+                self._watcher.decoding_counted(report)
                 return None
             case msg.Noted():
                 self._watcher.note(f"{arrival.executor}: {report.text}{self._log_of(arrival.executor)}")

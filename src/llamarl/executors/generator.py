@@ -12,7 +12,7 @@ from llamarl.generate.decoder import ContinuousDecoder
 from llamarl.generate.sequences import AS_ALL_OTHERS, GroupOptions
 from llamarl.generate.stop_strings import StopStrings
 from llamarl.messages import (
-    DraftsCounted,
+    DecodingCounted,
     DropCall,
     GroupRefused,
     GroupResult,
@@ -86,14 +86,14 @@ class Generator:
             return []
         if self._conversations is None:
             reports: list[Report] = [GroupResult(self._measured(group)) for group in self._decoder.step()]
-            return [*self._drafts(), *reports] if reports else []
+            return [*self._counts(), *reports] if reports else []
         reports = [GroupResult(self._measured(group)) for group in self._conversations.step()]
-        return [*(self._drafts() if reports else ()), *reports, *self._failed_tools(self._conversations)]
+        return [*(self._counts() if reports else ()), *reports, *self._failed_tools(self._conversations)]
 
-    def _drafts(self) -> Iterable[Report]:
-        """What became of drafts, told with the groups that are complete."""
-        if self._decoder.drafting is not None and (counts := self._decoder.drafting.take_counts()).drafted:
-            yield DraftsCounted(counts.drafted, counts.accepted)
+    def _counts(self) -> Iterable[Report]:
+        """What became of drafts, and what was read beside answers, told with the groups that are complete."""
+        if any(counts := self._decoder.take_counts()):
+            yield DecodingCounted(*counts)
 
     @property
     def idle(self) -> bool:

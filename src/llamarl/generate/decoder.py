@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from llamarl.generate.attention import members_of_reading
 from llamarl.generate.device_runner import Burst, DeviceRunner, opening_of
-from llamarl.generate.drafting import Drafter, Drafting
+from llamarl.generate.drafting import DraftCounts, Drafter, Drafting
 from llamarl.generate.drafts import DraftChoice
 from llamarl.generate.graphs import Body
 from llamarl.generate.kv_cache import PagedCache
@@ -67,6 +68,14 @@ from llamarl.types import (
 
 _STEPS_BETWEEN_STOPS = 16  # steps between two searches for stop strings in running sequences
 _GPU_BURST = 8
+
+
+class DecodingCounts(NamedTuple):
+    """Tokens of drafts, how many of them were right, and tokens of prompts that were read beside answers."""
+
+    drafted: int
+    accepted: int
+    read_beside: int
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,7 @@ class ContinuousDecoder:
         self._ready: list[CompletionGroup] = []
         self._collected_tokens = 0
         self._max_turns = max_turns
-        self._stop, self._num_steps = stop or None, 0
+        self._stop, self._num_steps, self._read_beside = stop or None, 0, 0
         self._turns: list[Sequence] = []
         self._streamed: list[StreamedTokens] = []
         self._drafting = None
@@ -263,6 +272,12 @@ class ContinuousDecoder:
             self._collect()
         drafting.choice.end(drafted=burst is not None, tokens=self.tokens_sampled - before)
 
+    def take_counts(self) -> DecodingCounts:
+        """Counts since the last call."""
+        drafts = DraftCounts() if self._drafting is None else self._drafting.take_counts()
+        beside, self._read_beside = self._read_beside, 0
+        return DecodingCounts(*drafts, beside)
+
     @property
     def drafting(self) -> Drafting | None:
         return self._drafting
@@ -325,6 +340,7 @@ class ContinuousDecoder:
         filtered = any(running.sequence.group.prompt.sampling.filtered for running in runners)
         batch = make_batch(runners, self._members, self.limits.page_tokens)
         self._in_flight.append(self._device.launch(batch, self.burst_steps, filtered=filtered, beside=beside or ()))
+        self._read_beside += sum(len(one.tokens) for one in beside or ())
         for running in runners:
             running.max_count += self.burst_steps
         return True

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from llamarl.config import Config
 from llamarl.machine import MemoryPeak
-from llamarl.messages import AgentsCounted
+from llamarl.messages import AgentsCounted, DecodingCounted
 from llamarl.observe.advice import Advisor
 from llamarl.observe.display import Display, Progress
 from llamarl.observe.loggers import Loggers
@@ -57,11 +57,13 @@ class Watcher:
         self._groups_of: Counter[str] = Counter()  # groups that each generator has finished since it joined
         self._num_dropped = 0  # groups dropped since this start of the job
         self._advisor = Advisor(config)
-        self._failed = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
+        self._counts = dict.fromkeys(("score_failures", "score_timeouts", "tool_failures", "tool_timeouts"), 0)
         if config.generator.draft:
-            self._failed |= dict.fromkeys(("drafted_tokens", "accepted_drafts"), 0)
+            self._counts |= dict.fromkeys(("drafted_tokens", "accepted_drafts"), 0)
+        if config.generator.prefill_beside:
+            self._counts["tokens_read_beside"] = 0
         if config.agent:
-            self._failed |= dict.fromkeys(AGENT_COUNTS, 0)
+            self._counts |= dict.fromkeys(AGENT_COUNTS, 0)
             tally.agents = dict.fromkeys(AGENT_COUNTS, 0)
         self._span_rows = SpanRows(folder.spans, folder.run, self._start_s, config.observe.spans_mb)
 
@@ -112,7 +114,7 @@ class Watcher:
                 "at_s": now_s - self._start_s,
                 "update_s": now_s - self._last_update_s,
                 **timings,
-                **self._take_failed(),
+                **self._take_counts(),
             }
         )
         self._span_rows.flush()
@@ -179,29 +181,35 @@ class Watcher:
         """Count scoring failures. They are written with the timings, since time-outs depend on the machine, not the seed."""
         self.tally.score_failures += failures
         self.tally.score_timeouts += timeouts
-        self._failed["score_failures"] += failures
-        self._failed["score_timeouts"] += timeouts
+        self._counts["score_failures"] += failures
+        self._counts["score_timeouts"] += timeouts
 
     def tools_failed(self, failures: int, timeouts: int) -> None:
         self.tally.tool_failures += failures
         self.tally.tool_timeouts += timeouts
-        self._failed["tool_failures"] += failures
-        self._failed["tool_timeouts"] += timeouts
+        self._counts["tool_failures"] += failures
+        self._counts["tool_timeouts"] += timeouts
 
-    def drafted(self, drafted: int, accepted: int) -> None:
-        """Count guessed tokens. They are written with the timings, since they depend on what runs at the same time."""
-        self._failed["drafted_tokens"] += drafted
-        self._failed["accepted_drafts"] += accepted
+    def decoding_counted(self, counted: DecodingCounted) -> None:
+        """Count tokens of drafts and of prompts. They are written with the timings, since they depend on what runs at the
+        same time."""
+        counts = {
+            "drafted_tokens": counted.drafted,
+            "accepted_drafts": counted.accepted,
+            "tokens_read_beside": counted.read_beside,
+        }
+        for name in counts.keys() & self._counts.keys():
+            self._counts[name] += counts[name]
 
     def agents_counted(self, counted: AgentsCounted) -> None:
         """Count what agents did. It is written with the timings, since it depends on the agents, not on the seed."""
         for name, value in asdict(counted).items():
             self.tally.agents[f"agent_{name}"] += value
-            self._failed[f"agent_{name}"] += value
+            self._counts[f"agent_{name}"] += value
 
-    def _take_failed(self) -> dict[str, int]:
+    def _take_counts(self) -> dict[str, int]:
         """Take the failure counts since the last update, and reset them."""
-        taken, self._failed = self._failed, dict.fromkeys(self._failed, 0)
+        taken, self._counts = self._counts, dict.fromkeys(self._counts, 0)
         return taken
 
     def note(self, text: str) -> None:

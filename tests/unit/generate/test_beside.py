@@ -39,14 +39,9 @@ def on_a_cpu_too() -> object:
 
 
 class Counting(ContinuousDecoder):
-    """Counts what is read beside answers, and what answers wait for."""
+    """Counts what answers wait for."""
 
-    num_beside = num_waited_for = 0
-
-    def _launch(self, extensions: list[Extension] | None = None) -> bool:
-        launched = super()._launch(extensions)
-        self.num_beside += sum(len(one.tokens) for one in extensions or ()) if launched else 0
-        return launched
+    num_waited_for = 0
 
     def _read(self, admission: Admission) -> None:
         self.num_waited_for += admission.num_tokens if self.num_running > len(admission.started) else 0
@@ -87,8 +82,8 @@ def test_prompts_are_really_read_beside_answers(num_pages: int) -> None:
     groups, found = groups_of(4), decoder_with(num_pages=num_pages)
     plain = decoder_with(0, num_pages=num_pages)
     assert_same(decode_all(found, groups), decode_all(plain, groups))
-    assert not plain.num_beside
-    assert found.num_beside > (0 if num_pages else 60)
+    assert not plain.take_counts().read_beside
+    assert found.take_counts().read_beside > (0 if num_pages else 60)
     assert found.num_waited_for < plain.num_waited_for
 
 
@@ -140,7 +135,9 @@ def test_long_replies_of_tools_and_drafts() -> None:
     expected = converse(decoder_with(0, **how), groups)
     found = decoder_with(4, drafts=DraftChoice(3), slots=6, **how)
     assert_same(converse(found, groups), expected)
-    assert found.num_beside and any(one.given for group in expected.values() for one in group.completions)
+    assert found.take_counts().read_beside and any(
+        one.given for group in expected.values() for one in group.completions
+    )
 
 
 def test_experts_of_prompts_are_recorded() -> None:
@@ -154,7 +151,7 @@ def test_experts_of_prompts_are_recorded() -> None:
         for sample in range(3):
             expected = choices(model, tokens_of(group, sample))[:-1]
             assert (recorded(group, sample) == expected).all()
-    assert found.num_beside > 60
+    assert found.take_counts().read_beside > 60
 
 
 @pytest.mark.parametrize("recompute", [False, True])

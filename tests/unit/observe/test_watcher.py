@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from llamarl.config import Config, ScheduleConfig
+from llamarl.config import Config, GeneratorConfig, ScheduleConfig
 from llamarl.engine.engine import Arrival
 from llamarl.engine.envelope import Envelope
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.io.append_file import AppendFile
 from llamarl.machine import MemoryPeak
-from llamarl.messages import BatchResult
+from llamarl.messages import BatchResult, DecodingCounted
 from llamarl.observe.display import Progress
 from llamarl.observe.final_report import report_lines
 from llamarl.observe.rows import read_rows
@@ -55,9 +56,9 @@ class Shown:
         pass
 
 
-def make_watcher(folder: Path, shown: Shown, tally: Tally) -> Watcher:
+def make_watcher(folder: Path, shown: Shown, tally: Tally, config: Config = CONFIG) -> Watcher:
     run_folder = RunFolder.create(folder / "run")
-    return Watcher(CONFIG, run_folder, shown, tally=tally, first_role="generator", last_role="trainer")
+    return Watcher(config, run_folder, shown, tally=tally, first_role="generator", last_role="trainer")
 
 
 def test_shares_of_waiting_leave_out_the_start_and_cover_long_updates(
@@ -127,6 +128,27 @@ def test_how_the_time_of_an_update_was_spent_is_heard_before_the_update() -> Non
     ears._hear_envelope(Rank("trainer/0", 0, 0), Envelope((BatchResult(0, {}),), (span,)))
     told = [arrival for arrival in ears._take_arrivals() if isinstance(arrival, Arrival)]
     assert [bool(arrival.spans) for arrival in told] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (GeneratorConfig(), {}),
+        (GeneratorConfig(draft=8), {"drafted_tokens": 7, "accepted_drafts": 4}),
+        (GeneratorConfig(slots=64, prefill_beside=128), {"tokens_read_beside": 300}),
+    ],
+)
+def test_what_is_switched_on_is_counted_in_every_update(
+    settings: GeneratorConfig, told: dict[str, int], tmp_path: Path
+) -> None:
+    """0 says that it never applied."""
+    watcher = make_watcher(tmp_path, Shown(), Tally(), replace(CONFIG, generator=settings))
+    names = ("drafted_tokens", "accepted_drafts", "tokens_read_beside")
+    watcher.decoding_counted(DecodingCounted(3, 2, 100))
+    watcher.decoding_counted(DecodingCounted(4, 2, 200))
+    for expected in (told, dict.fromkeys(told, 0)):
+        watcher.batch_done("trainer/0", 0, {})
+        assert {name: value for name, value in last_row(watcher).items() if name in names} == expected
 
 
 def test_memory_is_that_of_the_largest_rank_of_each_role(tmp_path: Path) -> None:
