@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import astuple
 
 _ROOT = Path("/")
 GIB = 1 << 30
@@ -47,8 +46,13 @@ class MemoryPeak(Struct, frozen=True, array_like=True):
     gpu_total: int = 0
 
     def merged(self, other: MemoryPeak) -> MemoryPeak:
-        """The larger of both, each number by itself."""
-        return MemoryPeak(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
+        """The larger of both, each by itself; of their GPUs the fuller one."""
+        gpu = max(self, other, key=lambda peak: (peak.gpu_share, peak.gpu_used))
+        return MemoryPeak(max(self.host, other.host), max(self.device, other.device), gpu.gpu_used, gpu.gpu_total)
+
+    @property
+    def gpu_share(self) -> float:
+        return self.gpu_used / self.gpu_total if self.gpu_total else 0.0
 
 
 class KilledForMemory:

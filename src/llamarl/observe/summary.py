@@ -25,7 +25,7 @@ class MemoryUsed(Struct, frozen=True):
     @staticmethod
     def of(peaks: Mapping[str, MemoryPeak]) -> MemoryUsed:
         """From the largest peaks of a rank of each role."""
-        fullest = max(peaks.values(), key=lambda peak: peak.gpu_used, default=MemoryPeak())
+        fullest = max(peaks.values(), key=lambda peak: peak.gpu_share, default=MemoryPeak())
         roles = {role: (peak.device or peak.host) / GIB for role, peak in sorted(peaks.items())}
         return MemoryUsed(roles, fullest.gpu_used / GIB, fullest.gpu_total / GIB)
 

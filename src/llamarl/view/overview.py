@@ -89,7 +89,7 @@ def _memory(run: RunReader) -> str:
     latest = {name.removesuffix(MEMORY): run.timings.get(name) for name in _memory_names(run)}
     known = {role: values[~np.isnan(values)] for role, values in latest.items()}
     return ", ".join(
-        f"{'whole GPU' if role == 'gpu' else role} {values[-1]:.1f} GiB"
+        f"{'whole GPU' if role == 'gpu' else role} {values.max():.1f} GiB"
         for role, values in known.items()
         if len(values)
     )

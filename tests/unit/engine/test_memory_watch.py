@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from llamarl.engine.memory_watch import MemoryWatch
-from llamarl.machine import MemoryPeak
+from llamarl.machine import GIB, MemoryPeak
+from llamarl.observe.summary import MemoryUsed
 
 
 def looked(monkeypatch: pytest.MonkeyPatch) -> MemoryPeak:
@@ -59,5 +60,8 @@ def test_a_gpu_that_was_not_used_is_not_asked(monkeypatch: pytest.MonkeyPatch) -
     assert looked(monkeypatch).gpu_total == 0
 
 
-def test_peaks_merge_number_by_number() -> None:
+def test_peaks_merge_number_by_number_but_for_those_of_one_gpu() -> None:
     assert MemoryPeak(5, 2, 9, 10).merged(MemoryPeak(4, 3, 8, 10)) == MemoryPeak(5, 3, 9, 10)
+    small, large = MemoryPeak(1, 1, 22, 24), MemoryPeak(1, 1, 30, 80)
+    assert small.merged(large) == large.merged(small) == small, "of two GPUs, the fuller one"
+    assert MemoryUsed.of({"generator": large, "trainer": small}).gpu_total == 24 / GIB

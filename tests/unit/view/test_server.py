@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.made_runs import Shape, make_run, make_tokenizer
 
-from llamarl.observe.run_folder import METRICS
+from llamarl.observe.run_folder import METRICS, TIMINGS
 from llamarl.view.data import ViewData
 from llamarl.view.export import bundled, inert_json, written_page
 from llamarl.view.server import STATIC, ViewServer
@@ -142,6 +142,21 @@ def test_a_written_page_has_every_curve(tmp_path: Path) -> None:
     assert stored
     (run,) = json.loads(stored[1])["runs"]
     assert run["series"]["series"].keys() == {*run["overview"]["metrics"]} >= {"zero_variance_share", *more}
+
+
+def test_memory_is_the_most_of_all_starts(tmp_path: Path) -> None:
+    """Peaks begin anew with every start, and a resumed run may hold less."""
+    folder = make_run(tmp_path / "run", Shape(updates=3))
+    rows = [json.loads(line) for line in (folder / TIMINGS).read_text().splitlines()]
+    peaks = {
+        row["update"]: {"trainer_memory_gib": gib}
+        for row, gib in zip([r for r in rows if "update" in r], (60.0, 61.0, 40.0), strict=True)
+    }
+    told = [row | peaks.get(row.get("update"), {}) for row in rows]
+    (folder / TIMINGS).write_text("".join(json.dumps(row) + "\n" for row in told))
+    data = ViewData([folder])
+    data.index()
+    assert b"trainer 61.0 GiB" in written_page(data)
 
 
 def test_json_is_no_markup() -> None:
