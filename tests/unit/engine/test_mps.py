@@ -160,7 +160,8 @@ def test_a_full_disk_is_told_in_one_line(required: bool, daemon_pid: Path, tmp_p
 
 def test_a_job_that_waits_for_its_start_ends_it_at_once(daemon_pid: Path, tmp_path: Path) -> None:
     write_program(tmp_path, 'echo "$$" > "$PID_FILE"; exec sleep 100')
-    code = "import sys; from pathlib import Path; from llamarl.engine.local.mps import MpsDaemon\n"
+    code = "import signal, sys; from pathlib import Path; from llamarl.engine.local.mps import MpsDaemon\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
     code += "MpsDaemon(Path(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(tmp_path / "mps.log")]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as job:
