@@ -60,7 +60,7 @@ class EngineFactors(Factors, frozen=True):
 
 class BesideFactors(Factors, frozen=True):
     """How fast each role computes while both do on one GPU side by side (engine.mps), of its speed with the GPU to itself; in
-    time slices each has a half. From one job on one H200 (docs/theory.md)."""
+    time slices each has a half. From one job on one H200 (docs/planner.md)."""
 
     generator: float = 0.32
     trainer: float = 0.81
