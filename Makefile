@@ -34,7 +34,7 @@ test: .venv/dev
 test-long: .venv/dev
 	$(BIN)/pytest --numprocesses 2 --dist loadfile $(LONG)
 
-# Executors of several ranks, weights between processes, real kills and stops: eighteen minutes.
+# Executors of several ranks, weights between processes, real kills and stops: eight minutes.
 test-dist: .venv/dev
 	$(BIN)/pytest $(FORKING)
 	$(BIN)/pytest tests/dist $(addprefix --ignore=,$(FORKING))
@@ -92,7 +92,7 @@ test-oldest: .venv-oldest/dev
 test-wheel: .venv/dev
 	LLAMARL_TEST_WHEEL=1 $(BIN)/pytest tests/wheel
 
-# Every code block of tutorials and recipes, in order, and what they print: fifteen minutes. One that needs a GPU is skipped.
+# Every code block of tutorials and recipes, in order, and what they print: six minutes. One that needs a GPU is skipped.
 test-tutorials: .venv/dev
 	$(BIN)/pytest --numprocesses 2 -rP tests/tutorials
 
