@@ -150,9 +150,9 @@ class ToolsFailed(FromExecutor, frozen=True):
 class DecodingCounted(FromExecutor, frozen=True):
     """Tokens since the last such report: guessed ahead, how many of those were right, and of prompts read beside answers."""
 
-    drafted: int
-    accepted: int
-    read_beside: int
+    drafted_tokens: int
+    accepted_drafts: int
+    tokens_read_beside: int
 
 
 class Noted(FromExecutor, frozen=True):

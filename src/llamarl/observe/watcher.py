@@ -193,13 +193,9 @@ class Watcher:
     def decoding_counted(self, counted: DecodingCounted) -> None:
         """Count tokens of drafts and of prompts. They are written with the timings, since they depend on what runs at the
         same time."""
-        counts = {
-            "drafted_tokens": counted.drafted,
-            "accepted_drafts": counted.accepted,
-            "tokens_read_beside": counted.read_beside,
-        }
-        for name in counts.keys() & self._counts.keys():
-            self._counts[name] += counts[name]
+        for name, value in asdict(counted).items():
+            if name in self._counts:
+                self._counts[name] += value
 
     def agents_counted(self, counted: AgentsCounted) -> None:
         """Count what agents did. It is written with the timings, since it depends on the agents, not on the seed."""
@@ -208,7 +204,7 @@ class Watcher:
             self._counts[f"agent_{name}"] += value
 
     def _take_counts(self) -> dict[str, int]:
-        """Take the failure counts since the last update, and reset them."""
+        """Take the counts since the last update, and reset them."""
         taken, self._counts = self._counts, dict.fromkeys(self._counts, 0)
         return taken
 

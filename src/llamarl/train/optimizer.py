@@ -195,7 +195,8 @@ class AdamW:
     @torch.no_grad()
     def warm_up(self) -> None:
         """Compile the step on numbers of no consequence: for gradients of a single pass and for fp32 sums of several."""
-        split = [slot for slot in self.slots if "low" in slot.kinds]
+        # torch takes sizes of 0 and 1 for constants, so a graph of those would serve no other.
+        split = [slot for slot in self.slots if "low" in slot.kinds and slot.local.numel() > 1]
         if not split or not self._compiled:
             return
         slot = min(split, key=lambda slot: slot.local.numel())

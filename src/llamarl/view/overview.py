@@ -86,8 +86,8 @@ def _facts(run: RunReader) -> list[tuple[str, str]]:
 
 def _memory(run: RunReader) -> str:
     """The most that one rank of each role has held so far, and a whole GPU."""
-    latest = {name.removesuffix(MEMORY): run.timings.get(name) for name in _memory_names(run)}
-    known = {role: values[~np.isnan(values)] for role, values in latest.items()}
+    told = {name.removesuffix(MEMORY): run.timings.get(name) for name in _memory_names(run)}
+    known = {role: values[~np.isnan(values)] for role, values in told.items()}
     return ", ".join(
         f"{'whole GPU' if role == 'gpu' else role} {values.max():.1f} GiB"
         for role, values in known.items()

@@ -37,6 +37,7 @@ def daemon_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
+    monkeypatch.setattr(mps, "_DEFAULT_PIPES", str(tmp_path / "none"))  # whatever runs on this machine
     yield tmp_path / "pid"
 
 

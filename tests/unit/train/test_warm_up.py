@@ -120,3 +120,15 @@ def test_the_step_of_bf16_weights_is_compiled_too() -> None:
         one.grad = torch.ones_like(one)
     assert adamw.step(1e-3)
     assert counters["stats"]["unique_graphs"] == made
+
+
+def test_a_weight_of_one_number_does_not_stand_for_all() -> None:
+    weights = {
+        name: torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for name, size in (("one", 1), ("row", 6))
+    }
+    adamw = AdamW(weights, cpu_learner(lively_model())._settings, compiled=True)
+    adamw.warm_up()
+    made = counters["stats"]["unique_graphs"]
+    weights["row"].grad = torch.ones(6, dtype=torch.bfloat16)
+    assert adamw.step(1e-3)
+    assert counters["stats"]["unique_graphs"] == made

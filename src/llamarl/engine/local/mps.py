@@ -81,11 +81,8 @@ class MpsDaemon:
 
     def __init__(self, log: Path) -> None:
         self._log, self.folder = log, ""
-        try:
-            self._visible = _visible_by_name()
-            self._start()
-        except (OSError, CudaRefused) as error:
-            raise JobFailed(f"engine.mps: {PROGRAM} did not start: {error}") from None
+        self._visible = _visible_by_name()
+        self._start()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -95,10 +92,7 @@ class MpsDaemon:
         """Start another one if this one has ended: executors would share in time slices."""
         if self._keeper.poll() is not None:
             shutil.rmtree(self.folder, ignore_errors=True)  # of a keeper that was killed
-            try:
-                self._start()
-            except OSError as error:
-                raise JobFailed(f"engine.mps: {PROGRAM} did not start again: {error}") from None
+            self._start()
 
     def stop(self) -> None:
         assert self._keeper.stdin is not None
@@ -114,15 +108,19 @@ class MpsDaemon:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        with self._log.open("ab") as log:
-            self._keeper = subprocess.Popen(
-                [*PYTHON, "-m", "llamarl.engine.local.mps_process"],
-                stdin=subprocess.PIPE,  # closed by the kernel if this process is killed
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **self._visible},
-                process_group=0,  # not the terminal's group, to which Ctrl-C is sent
-            )
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("ab") as log:
+                self._keeper = subprocess.Popen(
+                    [*PYTHON, "-m", "llamarl.engine.local.mps_process"],
+                    stdin=subprocess.PIPE,  # closed by the kernel if this process is killed
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env={**os.environ, **self._visible},
+                    process_group=0,  # not the terminal's group, to which Ctrl-C is sent
+                )
+        except OSError as error:
+            raise JobFailed(f"engine.mps: {PROGRAM} did not start: {error}") from None
         assert self._keeper.stdout is not None
         try:
             with self._keeper.stdout as told:
@@ -140,7 +138,12 @@ def _visible_by_name() -> dict[str, str]:
     """The devices that the user has chosen. Numbers would be taken for those among the daemon's own, which it counts anew;
     names, also of parts of a GPU (MIG), mean the same everywhere."""
     chosen = os.environ.get(_VISIBLE, "").split(",")
-    return {_VISIBLE: ",".join(device_uuids())} if any(one.strip().isdigit() for one in chosen) else {}
+    if not any(one.strip().isdigit() for one in chosen):
+        return {}
+    try:
+        return {_VISIBLE: ",".join(device_uuids())}
+    except CudaRefused as error:
+        raise JobFailed(f"engine.mps: {error}") from None
 
 
 class JobMps:
@@ -152,9 +155,8 @@ class JobMps:
         self._daemon: MpsDaemon | None = None
         self._problem: JobFailed | None = None
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
             self._daemon = MpsDaemon(log)
-        except (JobFailed, OSError) as error:
+        except JobFailed as error:
             self._give_up(error)
 
     def environment(self) -> dict[str, str]:
@@ -172,10 +174,10 @@ class JobMps:
         if self._daemon is not None:
             self._daemon.stop()
 
-    def _give_up(self, error: JobFailed | OSError) -> None:
+    def _give_up(self, error: JobFailed) -> None:
         self._daemon = None
         if self._required:
-            self._problem = error if isinstance(error, JobFailed) else JobFailed(f"engine.mps: {error}")
+            self._problem = error
         else:
             self._note(f"{error}; kernels share GPUs in time slices")
 
