@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from llamarl.config.file import load_config
 from llamarl.io.record_log import read_records
 from llamarl.observe.rows import read_rows
-from llamarl.observe.run_folder import CONFIG, GROUPS, METRICS, TIMINGS
+from llamarl.observe.run_folder import CONFIG, GROUPS, LOGS, METRICS, TIMINGS
 from llamarl.plan.gpus import gpu_named
 from llamarl.plan.lengths import Lengths, lognormal_with
 from llamarl.plan.search import best_sync
@@ -84,7 +84,8 @@ def lengths_of(mean: float, truncated: float, limit: int) -> Lengths:
 def scene_of(run: Path, gpu: str, gpus: int, model: str) -> SimulationSetup:
     config = load_config(run / CONFIG)
     prompt, answers, skipped = seen(run, config.generator.max_new_tokens)
-    mps: Literal["on", "off"] = "on" if (run / "logs" / "mps.log").exists() else "off"  # `auto` says nothing of it
+    log = run / LOGS / "mps.log"  # `auto` does not say whether the daemon came up and was found
+    mps: Literal["on", "off"] = "on" if log.exists() and "NEW CLIENT" in log.read_text() else "off"
     return SimulationSetup(
         config=replace(config, engine=replace(config.engine, mps=mps)),
         shape=shape_of_job(config, model),
