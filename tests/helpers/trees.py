@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -66,6 +67,33 @@ def flash_on_cpu() -> Iterator[None]:
         for module in (attention, tree_attention):
             patches.enter_context(patch.object(module, "causal_flash", plain_causal))
         yield
+
+
+@contextmanager
+def flash_operations_on_cpu() -> Iterator[None]:
+    """The operations themselves, which torch has for GPUs only: compiled graphs hold them as they would on a GPU."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    implement: Any = library.impl
+    implement("_flash_attention_forward", _forward_operation, "CPU")
+    implement("_flash_attention_backward", _backward_operation, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _forward_operation(
+    q: Tensor, k: Tensor, v: Tensor, *others: Any, scale: float | None = None, **options: Any
+) -> tuple[Tensor, ...]:
+    starts_q, starts_k, longest_q, longest_k, _, causal, _ = others
+    out, sums, random, unused = plain_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, causal, scale)
+    return out.contiguous(), sums.contiguous(), random.to(torch.uint64), unused.new_zeros((), dtype=torch.uint64), out
+
+
+def _backward_operation(*given: Any, scale: float | None = None, **options: Any) -> tuple[Tensor, ...]:
+    starts_q, starts_k, longest_q, longest_k, _, causal, random, unused = given[6:]
+    ends = starts_q, starts_k, longest_q, longest_k
+    return tuple(one.contiguous() for one in plain_backward(given[:6], *ends, causal, random, unused, scale))
 
 
 def plain_causal(

@@ -69,6 +69,19 @@ def flash_forward(
     return found[0], found[1], found[2], found[3]
 
 
+@torch.library.custom_op("llamarl::row_major", mutates_args=())
+def row_major(x: Tensor) -> Tensor:
+    """A copy whose rows lie one behind another, also in compiled code. There `contiguous()` is no promise: Inductor lays a
+    result that it computes itself out as its operands lie, and asks nothing for the sums that FlashAttention's backward pass
+    is given, which must be contiguous."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@row_major.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def flash_backward(
     given: tuple[Tensor, ...],
     starts_q: Tensor,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llamarl.model_spec import PLAIN_ATTENTION, AttentionOptions
-from llamarl.train.flash import causal_flash, flash_backward, flash_forward, longest_of, starts_of
+from llamarl.train.flash import causal_flash, flash_backward, flash_forward, longest_of, row_major, starts_of
 from llamarl.train.fp16 import to_half
 from llamarl.train.packing import NO_PARENT, Node, Pack
 
@@ -162,7 +162,7 @@ class TreeFlash(torch.autograd.Function):
             ends = starts[2 * part], starts[2 * part + 1], longests[2 * part], longests[2 * part + 1]
             other, others, *_ = flash_forward(qs[below], ks[above], vs[above], *ends, False, scale)
             outs[below], sums_of[below] = join(outs[below], sums_of[below], other, others.t())
-        out, sums = torch.cat(outs), torch.cat(sums_of).t().contiguous()
+        out, sums = torch.cat(outs), row_major(torch.cat(sums_of).t())
         ctx.save_for_backward(q, k, v, out, sums, random, unused, *where)
         ctx.longest, ctx.longests, ctx.pairs, ctx.wide, ctx.scale = longest, longests, pairs, wide, scale
         return out.float() if wide else out
@@ -181,7 +181,7 @@ class TreeFlash(torch.autograd.Function):
         tops, qs, ks, vs, outs, sums_of = (_slices(x, levels) for x in (grad, q, k, v, out, sums.t()))
         for part, (above, below) in enumerate(ctx.pairs):
             ends = starts[2 * part], starts[2 * part + 1], ctx.longests[2 * part], ctx.longests[2 * part + 1]
-            given = tops[below], qs[below], ks[above], vs[above], outs[below], sums_of[below].t().contiguous()
+            given = tops[below], qs[below], ks[above], vs[above], outs[below], row_major(sums_of[below].t())
             more_q, more_k, more_v = flash_backward(given, *ends, False, random, unused, ctx.scale)
             of_q[below] = of_q[below] + more_q
             of_k[above], of_v[above] = of_k[above] + more_k, of_v[above] + more_v

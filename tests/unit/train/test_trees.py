@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from helpers.groups import completion, rollout_group
 from helpers.lora import LORA, save_both
 from helpers.training import CPU, assert_same_gradients, cpu_learner, make_test_documents
-from helpers.trees import are_covered, flash_on_cpu, make_branching_documents
+from helpers.trees import are_covered, flash_on_cpu, flash_operations_on_cpu, make_branching_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.decomposition import select_decomp_table
 
 from llamarl.algo.batch import Document, make_documents
 from llamarl.algo.losses import LOSSES, REFERENCE_LOGPROBS, aipo_loss
 from llamarl.config import AlgoConfig, TrainerConfig
-from llamarl.train import packing
+from llamarl.train import compiler, packing
 from llamarl.train.attention import FlashDocuments, MaskedDocuments, document_attention
 from llamarl.train.learner import Learner
 from llamarl.train.packing import PADDING, Pack, Sharing, make_packs
@@ -371,3 +377,35 @@ def test_compiled_blocks_share_one_graph_for_trees_of_all_sizes() -> None:
             assert all(torch.allclose(mine, other) for mine, other in zip(*grads, strict=True))
             made.append(counters["stats"]["unique_graphs"])
     assert made[0] == made[-1], "a graph made anew in the middle of a run costs seconds"
+
+
+def test_flash_is_given_sums_that_lie_as_its_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor lays out what it computes itself as it likes. On a GPU it turned the sums that compiled blocks compute again,
+    and gradients were wrong without a word. So they must come from an operation whose results it does not lay out."""
+    graphs = list[torch.fx.GraphModule]()
+
+    def keep(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    cut_as_inductor_does = aot_autograd(
+        fw_compiler=keep,
+        bw_compiler=keep,
+        decompositions=select_decomp_table,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+
+    plain = cpu_learner()
+    plain.accumulate(DOCUMENTS)
+    expected = dict(plain.optimizer.gradients())
+    monkeypatch.setattr(compiler, "compile_backend", lambda: cut_as_inductor_does)
+    monkeypatch.setattr("llamarl.train.policy.uses_long_rows", lambda device, dtype: True)
+    torch._dynamo.reset()
+    with flash_operations_on_cpu():
+        learner = cpu_learner(share_prompts="on", compiled=True, recompute="full")
+        learner.accumulate(DOCUMENTS)
+    for name, grad in learner.optimizer.gradients().items():
+        assert (grad - expected[name]).norm() < 0.02 * expected[name].norm(), name  # operands are rounded to fp16
+    backward = torch.ops.aten._flash_attention_backward.default
+    sums = [node.args[5] for graph in graphs for node in graph.graph.find_nodes(op="call_function", target=backward)]
+    assert sums and {str(one.target) for one in sums} == {"llamarl.row_major.default"}
