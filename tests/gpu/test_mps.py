@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -11,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from llamarl.engine.local.mps import MpsDaemon
+from llamarl.config.file import load_config
+from llamarl.engine.local.mps import MpsDaemon, executor_variables
 from llamarl.engine.local.mps_process import PROGRAM
 
 pytestmark = [
@@ -26,7 +29,15 @@ import os, sys, torch
 from llamarl.engine.local.mps import not_joined
 os.environ["CUDA_MPS_PIPE_DIRECTORY"] = sys.argv[1]
 torch.ones(1, device="cuda")
-sys.exit(not_joined())
+sys.exit(not_joined() or 0)
+"""
+
+
+PRODUCTS = """
+import sys, torch
+from llamarl.engine.local.mps_products import first_wrong
+print(torch.cuda.get_device_properties(0).multi_processor_count)
+print(first_wrong([(1536, 1536), (17920, 1536), (1536, 8960)], torch.device("cuda", 0)))
 """
 
 
@@ -78,3 +89,23 @@ def test_a_job_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     while time.monotonic() < deadline and left_behind():
         time.sleep(0.2)
     assert left_behind() == []
+
+
+@pytest.mark.parametrize("share", [0.5, 0.62])
+def test_a_trainer_computes_on_its_share_and_products_that_are_wrong_there_are_found(
+    share: float, tmp_path: Path
+) -> None:
+    """On an H200 with CUDA 13.0, a quarter of some results is wrong on 80 multiprocessors."""
+    daemon = MpsDaemon(tmp_path / "mps.log")
+    config = load_config(None, ["engine.mps=on", f"engine.mps_trainer_share={share}"])
+    given = executor_variables(config, {"generator": 0, "trainer": 0}, "trainer/0", daemon.environment)
+    try:
+        command, environment = [sys.executable, "-c", PRODUCTS], {**os.environ, **given}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    finally:
+        daemon.stop()
+    number, wrong = done.stdout.split("\n")[:2]
+    whole = torch.cuda.get_device_properties(0).multi_processor_count
+    assert share * whole - 4 < int(number) <= share * whole + 2
+    if (whole, torch.version.cuda) == (132, "13.0"):
+        assert bool(wrong) == (share == 0.62)

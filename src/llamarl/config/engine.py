@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from llamarl.config.section import Section
+from llamarl.errors import ConfigError
 
 Address = Annotated[str, Meta(pattern=r"^.+:\d+$")]
 HOSTS_THAT_JOIN = "hosts that join"  # stands for their names, which are not known yet
@@ -86,6 +87,15 @@ class EngineConfig(Section, frozen=True):
             "in time slices: faster, but a kernel that faults may end both; auto: where nvidia-cuda-mps-control is installed"
         ),
     ] = "off"
+    mps_trainer_share: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="with engine.mps: share of a GPU's multiprocessors that the trainer computes on at most, so that its "
+            "kernels never hold up the generator's on the others",
+        ),
+    ] = 1.0
     share_gpus: Annotated[
         bool,
         Meta(
@@ -93,6 +103,10 @@ class EngineConfig(Section, frozen=True):
             "correct, but slower than one rank"
         ),
     ] = False
+
+    def __post_init__(self) -> None:
+        if self.mps_trainer_share < 1 and self.mps == "off":
+            raise ConfigError("engine.mps_trainer_share: cannot take effect with engine.mps=off")
 
     @property
     def all_hosts(self) -> tuple[HostConfig, ...]:

@@ -65,6 +65,10 @@ class BesideFactors(Factors, frozen=True):
     generator: float = 0.32
     trainer: float = 0.81
 
+    def limited(self, share: float) -> BesideFactors:
+        """With a trainer that may use so much of the GPU only (engine.mps_trainer_share)."""
+        return BesideFactors(generator=1 - (1 - self.generator) * share, trainer=self.trainer * share)
+
 
 class Rates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """TFLOP/s of dense products by precision; 0 if not supported."""

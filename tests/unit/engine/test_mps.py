@@ -13,16 +13,25 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from llamarl import Job
 from llamarl.config.file import load_config
-from llamarl.engine.local import mps
-from llamarl.engine.local.mps import JobMps, MpsDaemon, describe_mps, expects_mps, mps_of_job, uses_mps
+from llamarl.engine.local import mps, mps_products
+from llamarl.engine.local.mps import (
+    JobMps,
+    MpsDaemon,
+    describe_mps,
+    executor_variables,
+    expects_mps,
+    mps_of_job,
+    uses_mps,
+)
 from llamarl.engine.local.mps_process import PROGRAM
+from llamarl.engine.local.mps_products import first_wrong, wrong_products
 from llamarl.errors import ConfigError, JobFailed
 
 DAEMON = 'echo "$$" > "$PID_FILE"; touch "$CUDA_MPS_PIPE_DIRECTORY/control"; exec sleep 100'
@@ -254,6 +263,75 @@ def test_executors_ask_the_driver_wherever_a_daemon_should_be(
     if users:
         (tmp_path / "control").touch()
     assert expects_mps(load_config(None, [f"engine.mps={setting}"]), GPU_OF_BOTH, given) == expected
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(
+    ("settings", "daemon", "users", "limited"),
+    [
+        (["engine.mps=auto"], True, False, True),
+        (["engine.mps=auto"], False, True, True),
+        (["engine.mps=auto"], False, False, False),  # in time slices, where it would mean nothing
+        (["engine.mps=auto", "generator.device=cpu"], False, True, False),  # a GPU of its own
+    ],
+)
+def test_only_a_trainer_beside_a_generator_has_a_share_of_the_gpu(
+    settings: list[str], daemon: bool, users: bool, limited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if users:
+        (tmp_path / "control").touch()
+    config, given = load_config(None, [*settings, "engine.mps_trainer_share=0.45"]), {"A": "b"} if daemon else {}
+    whole = load_config(None, settings)
+    share = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "45"} if limited else {}
+    assert executor_variables(config, GPU_OF_BOTH, "trainer/0", given) == {**given, **share}
+    assert executor_variables(config, GPU_OF_BOTH, "generator/0", given) == given
+    assert executor_variables(whole, GPU_OF_BOTH, "trainer/0", given) == given
+    told = describe_mps(config, GPU_OF_BOTH)
+    assert any("at most 45% of its multiprocessors" in line for line in told) == (users and limited)
+
+
+@pytest.fixture
+def wrong_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in bf16 leave out some of what they sum, in the last of their tiles."""
+    right = torch.Tensor.__matmul__
+
+    def product(left: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        found = right(left, other)
+        if left.dtype == torch.bfloat16:
+            found[-128:] -= right(left[-128:, :64], other[:64])
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", product)
+
+
+@pytest.mark.usefixtures("wrong_tile")
+def test_products_that_are_wrong_in_a_tile_are_found() -> None:
+    assert first_wrong([(300, 200)], torch.device("cpu")) == "8192 x 200 by 200 x 300 numbers"
+
+
+def test_right_products_are_right() -> None:
+    assert first_wrong([(300, 200), (64, 1000)], torch.device("cpu")) == ""
+
+
+@pytest.mark.parametrize(("share", "joined", "tried"), [("62", True, True), ("", True, False), ("62", False, False)])
+def test_who_computes_on_a_share_tries_its_products(
+    share: str, joined: bool, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", share)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=80))
+    monkeypatch.setattr(mps_products, "mps_enabled", lambda device: joined)
+    monkeypatch.setattr(mps_products, "first_wrong", lambda matrices, device: f"{len(matrices)} kinds")
+    told = wrong_products(load_config(None, []))
+    assert bool(told) == tried and (not tried or " kinds is wrong on 80 multiprocessors" in told)
+
+
+def test_a_share_without_the_daemon_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine.mps_trainer_share: cannot take effect with engine.mps=off"):
+        load_config(None, ["engine.mps_trainer_share=0.5"])
 
 
 GPU_OF_BOTH = {"generator": 0, "trainer": 0}

@@ -165,6 +165,17 @@ def test_side_by_side_both_do_more_than_in_turn() -> None:
     assert ended == {"trainer/0": pytest.approx(4 / 3), "generator/0": pytest.approx(4 / 3 + 2 / 3)}
 
 
+def test_a_trainer_on_a_part_of_the_gpu_waits_less_and_leaves_the_rest_to_the_generator() -> None:
+    whole = BesideFactors(generator=0.25, trainer=0.75)
+    assert whole.limited(1.0) == whole
+    assert whole.limited(0.5) == BesideFactors(generator=0.625, trainer=0.375)
+    waits = []
+    for share in (1.0, 0.3):
+        setup = scene("engine.mps=on", f"engine.mps_trainer_share={share}", answers="fixed:300", gpus=1)
+        waits.append(play(setup)[0].idle_share["trainer"])
+    assert waits[1] < waits[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "gpus", "beside"),
     [

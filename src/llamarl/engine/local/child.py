@@ -19,6 +19,7 @@ from llamarl.engine import rank_loop
 from llamarl.engine.compiled_code import compiled_code
 from llamarl.engine.envelope import Envelope, encode
 from llamarl.engine.local.mps import expects_mps, not_joined
+from llamarl.engine.local.mps_products import wrong_products
 from llamarl.engine.local.protocol import ForkRank
 from llamarl.engine.malloc import keep_freed_memory
 from llamarl.engine.rank_loop import ConnectionClosed
@@ -121,4 +122,6 @@ def _build(order: ForkRank, slots: dict[str, SlotFile], connection: SocketConnec
         if order.config.engine.mps == "on":
             raise RuntimeError(wrong)
         rank_loop.tell(connection, Noted(f"{wrong}; its kernels take turns with those of others"))
+    if wrong := wrong_products(order.config):
+        raise RuntimeError(wrong)
     return executor

@@ -25,7 +25,7 @@ from llamarl.engine.engine import EngineEvent
 from llamarl.engine.envelope import decode_envelope, encode
 from llamarl.engine.forking import READY
 from llamarl.engine.local.fork_server import start_fork_server
-from llamarl.engine.local.mps import JobMps
+from llamarl.engine.local.mps import JobMps, executor_variables
 from llamarl.engine.local.protocol import ForkRank, KillFork, RankExited, RankForked, decode_news
 from llamarl.engine.supervision import Rank, Supervision
 from llamarl.errors import JobFailed
@@ -169,11 +169,11 @@ class LocalEngine(Supervision[LocalRank]):
 
     def _send_fork_orders(self) -> None:
         due = [entry for entry in self._to_fork if entry[0] <= time.monotonic()] if self._fork_server_ready else []
-        mps = self._mps.environment() if due and self._mps is not None else {}
+        daemon = self._mps.environment() if due and self._mps is not None else {}
         for entry in due:
             self._to_fork.remove(entry)
             _, order, fds = entry
-            order = replace(order, mps=mps)
+            order = replace(order, mps=executor_variables(self._config, self._first_gpus, order.executor, daemon))
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
             self._forking[order.identity] = time.monotonic()
             with suppress(OSError):  # dead or stuck: `_check_fork_server` will find out

@@ -16,7 +16,9 @@ import torch
 
 from llamarl.builders.devices import generator_devices, trainer_devices
 from llamarl.config import Config
+from llamarl.controller.line import role_of
 from llamarl.engine.local.mps_process import CONTROL, PIPES, PROGRAM, UP
+from llamarl.engine.local.mps_products import SHARE
 from llamarl.errors import ConfigError, JobFailed
 from llamarl.processes import PYTHON
 from llamarl.weights.cuda_driver import CudaRefused, device_uuids, mps_enabled
@@ -68,12 +70,13 @@ def describe_mps(config: Config, first_gpus: Mapping[str, int]) -> list[str]:
             raise ConfigError(f"engine.mps: {PROGRAM}, a part of NVIDIA's driver, is not on the PATH")
     if settings.mps == "off" or not _could_use(config, first_gpus):
         return []
-    shared = ", ".join(shared_gpus(config, first_gpus))
+    shared, share = ", ".join(shared_gpus(config, first_gpus)), settings.mps_trainer_share
+    limit = f", the trainer on at most {share:.0%} of its multiprocessors" if share < 1 else ""
     if folder := own_daemon():
-        return [f"generator and trainer share {shared} by the MPS daemon of {folder} ({PIPES})"]
+        return [f"generator and trainer share {shared} by the MPS daemon of {folder} ({PIPES}){limit}"]
     if not uses_mps(config, first_gpus):
         return [f"generator and trainer share {shared} in time slices: {PROGRAM} is not on the PATH (engine.mps)"]
-    return [f"generator and trainer share {shared} side by side, by NVIDIA's MPS (engine.mps)"]
+    return [f"generator and trainer share {shared} side by side, by NVIDIA's MPS (engine.mps){limit}"]
 
 
 class MpsDaemon:
@@ -197,8 +200,19 @@ def mps_of_job(
         mps.stop()
 
 
+def executor_variables(
+    config: Config, first_gpus: Mapping[str, int], executor: str, daemon: Mapping[str, str]
+) -> dict[str, str]:
+    """What the process of an executor that starts now must have in its environment before CUDA starts: where the job's own
+    daemon is (`daemon`; empty: there is none), and how much of a GPU the trainer may use beside the generator."""
+    share = config.engine.mps_trainer_share
+    if share == 1 or role_of(executor) != "trainer" or not expects_mps(config, first_gpus, daemon):
+        return dict(daemon)
+    return {**daemon, SHARE: f"{100 * share:g}"}
+
+
 def expects_mps(config: Config, first_gpus: Mapping[str, int], given: Mapping[str, str]) -> bool:
-    """In an executor's process: whether it should compute by a daemon, the job's (`given`) or the user's."""
+    """Whether an executor should compute by a daemon, the job's (`given`) or the user's."""
     return bool(given) or (config.engine.mps != "off" and _could_use(config, first_gpus) and bool(own_daemon()))
 
 
