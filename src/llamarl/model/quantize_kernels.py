@@ -11,28 +11,13 @@ from llamarl.model.kernels import Terms, summed
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _OUT, _IN = 128, 64  # of one tile of the weights
-_GATED = 1024  # numbers that a program gates at a time
-
-
-@triton.jit
-def _narrow(x, scale, LARGEST: tl.constexpr):
-    """x / scale, rounded as a division rounds it, by one division for a whole row; within the range of the narrow type."""
-    inverse = tl.div_rn(1.0, scale)
-    found = x * inverse
-    found = tl.fma(tl.fma(-found, scale, x), inverse, found)
-    return tl.minimum(tl.maximum(found, -LARGEST), LARGEST)
-
-
-@triton.jit
-def _scale_for(largest, LARGEST: tl.constexpr):
-    return tl.maximum(largest / LARGEST, 1e-12)
 
 
 @triton.jit
 def _put_row(x, values_ptr, scales_ptr, row, columns, inside, size, LARGEST: tl.constexpr, WHOLE: tl.constexpr = False):
-    scale = _scale_for(tl.max(tl.abs(x), axis=0), LARGEST)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=0) / LARGEST, 1e-12)
     tl.store(scales_ptr + row, scale)
-    scaled = _narrow(x, scale, LARGEST)
+    scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), -LARGEST), LARGEST)
     if WHOLE:
         scaled = _to_even(scaled)
     tl.store(values_ptr + row * size + columns, scaled.to(values_ptr.dtype.element_ty), mask=inside)
@@ -53,47 +38,33 @@ def _silu_rows(
     x_ptr,
     row_scales_ptr,
     column_scales_ptr,
-    gated_ptr,
     values_ptr,
     scales_ptr,
     size,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row in parts, which are written as they are, and read again when the largest number is known. As one block, a row
-    would leave up to half of the lanes idle, and a program would have a multiprocessor to itself."""
-    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    row_scale, largest = tl.load(row_scales_ptr + row), tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, size, BLOCK):
-        columns = start + lanes
-        inside = columns < size
-        at = x_ptr + row * 2 * size + columns
-        gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
-        gate *= row_scale * tl.load(column_scales_ptr + columns, mask=inside, other=0.0)
-        up *= row_scale * tl.load(column_scales_ptr + size + columns, mask=inside, other=0.0)
-        gated = (gate * tl.sigmoid(gate) * up).to(gated_ptr.dtype.element_ty)
-        tl.store(gated_ptr + row * size + columns, gated, mask=inside)
-        largest = tl.maximum(largest, tl.abs(gated.to(tl.float32)))
-    scale = _scale_for(tl.max(largest, axis=0), LARGEST)
-    tl.store(scales_ptr + row, scale)
-    tl.debug_barrier()  # what other threads of the program have written is read from here on
-    for start in tl.range(0, size, BLOCK):
-        columns = start + lanes
-        gated = tl.load(gated_ptr + row * size + columns, mask=columns < size, other=0.0).to(tl.float32)
-        narrow = _narrow(gated, scale, LARGEST).to(values_ptr.dtype.element_ty)
-        tl.store(values_ptr + row * size + columns, narrow, mask=columns < size)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = columns < size
+    at = x_ptr + row * 2 * size + columns
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(row_scales_ptr + row)
+    gate *= scale * tl.load(column_scales_ptr + columns, mask=inside, other=0.0)
+    up *= scale * tl.load(column_scales_ptr + size + columns, mask=inside, other=0.0)
+    inner = (gate * tl.sigmoid(gate) * up).to(x_ptr.dtype.element_ty).to(tl.float32)  # as if it had been written
+    _put_row(inner, values_ptr, scales_ptr, row, columns, inside, size, LARGEST)
 
 
 def silu_rows(gate_up: Terms) -> tuple[Tensor, Tensor]:
     """`ops.silu_times` of one term, [1, ..., N], and its scales; quantized to fp8 row by row."""
     _, *outer, double = gate_up.parts_PMN.shape
     size = double // 2
-    gated = torch.empty(*outer, size, dtype=gate_up.parts_PMN.dtype, device=gate_up.parts_PMN.device)
-    values = torch.empty_like(gated, dtype=torch.float8_e4m3fn)
+    values = torch.empty(*outer, size, dtype=torch.float8_e4m3fn, device=gate_up.parts_PMN.device)
     scales = torch.empty(outer, dtype=torch.float32, device=values.device)
+    block = triton.next_power_of_2(size)
     _silu_rows[(scales.numel(),)](
-        *gate_up.pointers, gated, values, scales, size, LARGEST=448.0, BLOCK=_GATED, num_warps=_GATED // 256
+        *gate_up.pointers, values, scales, size, LARGEST=448.0, BLOCK=block, num_warps=_warps(block)
     )
     return values, scales
 
