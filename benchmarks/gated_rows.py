@@ -2,8 +2,8 @@
 
     python benchmarks/gated_rows.py [--rows 512] [--json result.json]
 
-Needs a GPU. As a whole, a row is one block of the next power of two: 8,960 numbers leave nearly half of its lanes idle, and a
-program has a multiprocessor to itself. In parts, numbers are written as they are gated, and read again when the largest one of
+Needs a GPU. As a whole, a row is one block of the next power of two: 8,960 numbers leave nearly half of its lanes idle, and
+a program has a multiprocessor to itself. In parts, numbers are written as they are gated, and read again when the largest of
 the row is known; one division serves the row, and two corrections round each number as a division would. Every variant must
 give the same bytes. Sixteen layers follow each other in a CUDA graph, so that none is found in the GPU's own memory.
 """

@@ -2,8 +2,8 @@
 
     python benchmarks/mps_products.py [--shares 0.25,0.4,0.5,0.62,0.75] [--model qwen2.5-1.5b]
 
-NVIDIA's MPS keeps a process to each share; there the products of the model are compared with those of the host, as every
-executor does that computes on a share, and a product of 8192 cubed is timed.
+NVIDIA's MPS keeps a process to each share; there the products of the model are compared with those of the host, as a trainer
+does that computes on a share, and a product of 8192 cubed is timed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from llamarl.engine.local.mps import MpsDaemon
-from llamarl.engine.local.mps_products import SHARE, first_wrong, matrices_of
+from llamarl.engine.local.mps_products import SHARE, first_wrong
 from llamarl.model.hf_config import find_shape
 from llamarl.train.speed import synchronize
 
@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--model", default="qwen2.5-1.5b", help="a shape by name")
     parser.add_argument("--here", action="store_true", help="measure this process, on whatever share it is")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU here")
     if args.here:
         print(measured(args.model), flush=True)
         return
@@ -50,7 +52,7 @@ def main() -> None:
 def measured(model: str) -> str:
     device = torch.device("cuda", 0)
     number = torch.cuda.get_device_properties(device).multi_processor_count
-    wrong = first_wrong(matrices_of(find_shape(model)), device)
+    wrong = first_wrong(find_shape(model), device)
     operands = torch.randn(2, SIZE, SIZE, device=device, dtype=torch.bfloat16)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     _ = operands[0] @ operands[1]

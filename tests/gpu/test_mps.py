@@ -36,8 +36,9 @@ sys.exit(not_joined() or 0)
 PRODUCTS = """
 import sys, torch
 from llamarl.engine.local.mps_products import first_wrong
+from llamarl.model_spec import SHAPES
 print(torch.cuda.get_device_properties(0).multi_processor_count)
-print(first_wrong([(1536, 1536), (17920, 1536), (1536, 8960)], torch.device("cuda", 0)))
+print(first_wrong(SHAPES["qwen2.5-1.5b"], torch.device("cuda", 0)))
 """
 
 

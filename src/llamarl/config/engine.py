@@ -90,10 +90,10 @@ class EngineConfig(Section, frozen=True):
     mps_trainer_share: Annotated[
         float,
         Meta(
-            gt=0,
+            ge=0.05,
             le=1,
-            description="with engine.mps: share of a GPU's multiprocessors that the trainer computes on at most, so that its "
-            "kernels never hold up the generator's on the others",
+            description="with engine.mps: share of the multiprocessors that the trainer computes on beside a generator, "
+            "which finds the others free; one rank, all weights, bfloat16; not every share computes right, see one-gpu.md",
         ),
     ] = 1.0
     share_gpus: Annotated[
@@ -106,7 +106,7 @@ class EngineConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         if self.mps_trainer_share < 1 and self.mps == "off":
-            raise ConfigError("engine.mps_trainer_share: cannot take effect with engine.mps=off")
+            raise ConfigError("engine.mps_trainer_share: cannot take effect with engine.mps=off; set it to auto or on")
 
     @property
     def all_hosts(self) -> tuple[HostConfig, ...]:

@@ -90,6 +90,8 @@ class Config(Section, frozen=True):
         _check_teacher(self)
         _check_critic(self)
         _check_clips(self.algo)
+        if self.engine.mps_trainer_share < 1:
+            _check_trainer_share(self)
         if self.evaluate.every and not self.evaluate.prompts:
             raise ConfigError("evaluate.every: cannot take effect with evaluate.prompts=0")
 
@@ -196,6 +198,15 @@ def model_folder(path: str) -> Path:
     if path in SHIPPED_MODELS:
         return Path(__file__).parents[1] / "assets" / path
     return pinned_folder(path, "model") or Path(path).expanduser()
+
+
+def _check_trainer_share(config: Config) -> None:
+    trainer, others = config.trainer, config.has_critic or config.teacher or config.reference.model
+    if trainer.ranks > 1 or trainer.dtype not in ("auto", "bfloat16") or config.model.lora or others:
+        raise ConfigError(
+            "engine.mps_trainer_share: is for a trainer of one rank in bfloat16, without LoRA, critic, teacher or another "
+            "model as reference: on a part of a GPU, CUDA may compute wrong products, and only those of such jobs are tried"
+        )
 
 
 def _check_schedule(config: Config) -> None:

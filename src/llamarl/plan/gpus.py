@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llamarl.errors import InputError
 from llamarl.layout.cost import Links
@@ -65,9 +66,17 @@ class BesideFactors(Factors, frozen=True):
     generator: float = 0.32
     trainer: float = 0.81
 
-    def limited(self, share: float) -> BesideFactors:
-        """With a trainer that may use so much of the GPU only (engine.mps_trainer_share)."""
-        return BesideFactors(generator=1 - (1 - self.generator) * share, trainer=self.trainer * share)
+    trainer_on_part: float = (
+        1.13  # of its speed alone, over its share of the multiprocessors: fewer have a higher clock
+    )
+
+    def with_trainer_share(self, share: float) -> BesideFactors:
+        """With a trainer on a part of the multiprocessors (engine.mps_trainer_share)."""
+        return replace(self, generator=1 - (1 - self.generator) * share, trainer=self.trainer * share)
+
+    def trainer_alone(self, share: float) -> float:
+        """Its speed on that part while no generator computes."""
+        return min(1.0, self.trainer_on_part * share)
 
 
 class Rates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

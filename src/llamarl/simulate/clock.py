@@ -28,10 +28,11 @@ _KINDS: dict[str, SpanKind] = {"load": "weights", "publish": "weights", "save": 
 @dataclass(eq=False)
 class Device:
     """A device that some workers share. `cores` 0: a set of GPUs, on which all replicas of a role work side by side. With
-    `beside`, generators and another role do so too."""
+    `beside`, generators and another role do so too, the other one on its share of the multiprocessors."""
 
     cores: int = 0
     beside: BesideFactors | None = None
+    trainer_share: float = 1.0
     seats: list[Seat] = field(default_factory=list)
     speeds: Speeds = (1.0, 1.0)
     busy: Counter[str] = field(default_factory=Counter)  # number of threads at work, by role
@@ -40,9 +41,12 @@ class Device:
         if self.cores:
             return (min(1.0, self.cores / max(1, self.busy.total())),) * 2
         roles = sum(threads > 0 for threads in self.busy.values())
-        if self.beside is not None and roles > 1 and self.busy[_GENERATOR]:
-            return self.beside.generator, self.beside.trainer / (roles - 1)
-        return (1.0 / max(1, roles),) * 2
+        if self.beside is None:
+            return (1.0 / max(1, roles),) * 2
+        if not self.busy[_GENERATOR]:
+            return 1.0, self.beside.trainer_alone(self.trainer_share) / max(1, roles)
+        beside = self.beside.with_trainer_share(self.trainer_share)
+        return beside.generator if roles > 1 else 1.0, beside.trainer / max(1, roles - 1)
 
 
 @dataclass(eq=False)

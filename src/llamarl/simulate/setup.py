@@ -216,8 +216,8 @@ def _devices(scene: SimulationSetup) -> tuple[Device, Device, Device]:
     if scene.gpu.is_cpu:
         cores = Device(cores=scene.gpu.cores)
         return cores, cores, cores
-    beside = scene.gpu.beside.limited(scene.config.engine.mps_trainer_share)
-    trainer = Device(beside=beside if scene.computes_beside else None)
+    beside, share = scene.gpu.beside, scene.config.engine.mps_trainer_share
+    trainer = Device(beside=beside if scene.computes_beside else None, trainer_share=share)
     return trainer, trainer if scene.takes_turns else Device(), Device()
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,10 +19,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from llamarl import Job
 from llamarl.config.file import load_config
-from llamarl.engine.local import mps, mps_products
+from llamarl.controller.default_line import default_line
+from llamarl.engine.local import child, mps, mps_products
+from llamarl.engine.local.engine import LocalEngine
 from llamarl.engine.local.mps import (
     JobMps,
     MpsDaemon,
@@ -32,7 +37,9 @@ from llamarl.engine.local.mps import (
 )
 from llamarl.engine.local.mps_process import PROGRAM
 from llamarl.engine.local.mps_products import first_wrong, wrong_products
+from llamarl.engine.local.protocol import ForkRank, decode_order
 from llamarl.errors import ConfigError, JobFailed
+from llamarl.model_spec import SHAPES
 
 DAEMON = 'echo "$$" > "$PID_FILE"; touch "$CUDA_MPS_PIPE_DIRECTORY/control"; exec sleep 100'
 
@@ -273,6 +280,8 @@ def test_executors_ask_the_driver_wherever_a_daemon_should_be(
         (["engine.mps=auto"], False, True, True),
         (["engine.mps=auto"], False, False, False),  # in time slices, where it would mean nothing
         (["engine.mps=auto", "generator.device=cpu"], False, True, False),  # a GPU of its own
+        (["engine.mps=auto", "placement=colocated", "schedule.max_staleness=0"], False, True, False),
+        (["engine.mps=auto", "engine=inline"], False, True, False),
     ],
 )
 def test_only_a_trainer_beside_a_generator_has_a_share_of_the_gpu(
@@ -287,51 +296,124 @@ def test_only_a_trainer_beside_a_generator_has_a_share_of_the_gpu(
     assert executor_variables(config, GPU_OF_BOTH, "trainer/0", given) == {**given, **share}
     assert executor_variables(config, GPU_OF_BOTH, "generator/0", given) == given
     assert executor_variables(whole, GPU_OF_BOTH, "trainer/0", given) == given
-    told = describe_mps(config, GPU_OF_BOTH)
-    assert any("at most 45% of its multiprocessors" in line for line in told) == (users and limited)
+    if not daemon:
+        (told,) = describe_mps(config, GPU_OF_BOTH)
+        assert ("the trainer on 45% of its multiprocessors" if limited else "has no effect") in told
+
+
+@pytest.mark.usefixtures("one_gpu", "daemon_pid")
+def test_a_share_of_all_executors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "40")
+    with pytest.raises(ConfigError, match=r"is set, which keeps all executors to a part"):
+        describe_mps(load_config(None, ["engine.mps=on"]), GPU_OF_BOTH)
+    assert describe_mps(load_config(None, []), GPU_OF_BOTH) == [], "without MPS it means nothing"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ([], "cannot take effect with engine.mps=off; set it to auto or on"),
+        (["engine.mps=on", "trainer.data=2"], "one rank"),
+        (["engine.mps=on", "trainer.dtype=float16"], "bfloat16"),
+        (["engine.mps=on", "model.lora.rank=8"], "without LoRA"),
+        (["engine.mps=on", "algo.advantage=gae"], "critic"),
+    ],
+)
+def test_a_share_whose_products_cannot_be_tried_is_refused(settings: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"engine.mps_trainer_share: .*{reason}"):
+        load_config(None, [*settings, "engine.mps_trainer_share=0.5"])
+
+
+class Recorder:
+    """The control socket of a fork server, which hears no order."""
+
+    def __init__(self) -> None:
+        self.orders: dict[str, ForkRank] = {}
+
+    def sendmsg(self, buffers: list[bytes], rights: object) -> None:
+        order = decode_order(buffers[0])
+        assert isinstance(order, ForkRank)
+        self.orders[order.executor] = order
+
+
+@pytest.fixture
+def orders(daemon_pid: Path, one_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ForkRank]:
+    """What the fork server is told of a job whose trainer has half of the GPU."""
+    config = load_config(None, ["engine.mps=on", "engine.mps_trainer_share=0.5"])
+    line, daemon = default_line(config), JobMps(tmp_path / "mps.log", required=True, note=pytest.fail)
+    builders = {role.name: "module:function" for role in line.roles}
+    engine, recorder = LocalEngine(config, line, builders, {}, tmp_path / "logs", daemon), Recorder()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_control", recorder)
+            patch.setattr(engine, "_fork_server_ready", True)
+            for executor in ("generator/0", "trainer/0"):
+                engine.spawn(executor, 0, None)
+    finally:
+        engine.stop()
+        daemon.stop()
+    return recorder.orders
+
+
+def test_the_trainer_is_forked_with_its_share(orders: dict[str, ForkRank]) -> None:
+    generator, trainer = (orders[name].variables for name in ("generator/0", "trainer/0"))
+    assert generator.keys() == {"CUDA_MPS_PIPE_DIRECTORY"}
+    assert trainer == {**generator, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
+
+
+def test_a_trainer_whose_products_are_wrong_is_not_built(
+    orders: dict[str, ForkRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not started again: it would fail again."""
+    monkeypatch.setattr(child, "wrong_products", lambda config, device: f"wrong on {device}")
+    ours, _theirs = socket.socketpair()
+    with pytest.raises(ConfigError, match="wrong on cuda:0"):
+        child._build(orders["trainer/0"], {}, child.SocketConnection(ours, 1.0))
+    with pytest.raises(ConfigError, match="'module:function' is neither"):  # the generator is to be built
+        child._build(orders["generator/0"], {}, child.SocketConnection(ours, 1.0))
 
 
 @pytest.fixture
 def wrong_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in bf16 leave out some of what they sum, in the last of their tiles."""
+    """Products in bf16 leave out some of what they sum, in one of their tiles."""
     right = torch.Tensor.__matmul__
 
     def product(left: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         found = right(left, other)
-        if left.dtype == torch.bfloat16:
-            found[-128:] -= right(left[-128:, :64], other[:64])
+        if left.dtype == torch.bfloat16 and found.shape == (64, 128):
+            found[:, 64:] -= right(left[:, :8], other[:8, 64:])
         return found
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", product)
 
 
+SMALL = replace(SHAPES["llama-3.2-1b"], hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=1, head_dim=32)
+
+
 @pytest.mark.usefixtures("wrong_tile")
-def test_products_that_are_wrong_in_a_tile_are_found() -> None:
-    assert first_wrong([(300, 200)], torch.device("cpu")) == "8192 x 200 by 200 x 300 numbers"
+def test_a_product_that_is_wrong_in_a_tile_is_found() -> None:
+    assert first_wrong(SMALL, torch.device("cpu")) == "(64, 8192) by (8192, 128) numbers", "a gradient of weights"
 
 
 def test_right_products_are_right() -> None:
-    assert first_wrong([(300, 200), (64, 1000)], torch.device("cpu")) == ""
+    assert first_wrong(SMALL, torch.device("cpu")) == ""
 
 
-@pytest.mark.parametrize(("share", "joined", "tried"), [("62", True, True), ("", True, False), ("62", False, False)])
-def test_who_computes_on_a_share_tries_its_products(
-    share: str, joined: bool, tried: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", share)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+@pytest.mark.parametrize(
+    ("joined", "model", "told"),
+    [
+        (True, "tiny", r"products of 8 by 8 may be wrong on 80 multiprocessors"),
+        (None, "tiny", r"products of 8 by 8 may be wrong"),  # a driver that cannot tell
+        (True, "tiny-moe", r"products of experts, which cannot be tried, may be wrong"),
+        (False, "tiny", ""),
+    ],
+)
+def test_what_is_told_of_products(joined: bool | None, model: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=80))
     monkeypatch.setattr(mps_products, "mps_enabled", lambda device: joined)
-    monkeypatch.setattr(mps_products, "first_wrong", lambda matrices, device: f"{len(matrices)} kinds")
-    told = wrong_products(load_config(None, []))
-    assert bool(told) == tried and (not tried or " kinds is wrong on 80 multiprocessors" in told)
-
-
-def test_a_share_without_the_daemon_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine.mps_trainer_share: cannot take effect with engine.mps=off"):
-        load_config(None, ["engine.mps_trainer_share=0.5"])
+    monkeypatch.setattr(mps_products, "first_wrong", lambda spec, device: "8 by 8")
+    found = wrong_products(load_config(None, [f"model.path={model}"]), torch.device("cpu"))
+    assert re.search(told, found) if told else not found
 
 
 GPU_OF_BOTH = {"generator": 0, "trainer": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -165,15 +166,22 @@ def test_side_by_side_both_do_more_than_in_turn() -> None:
     assert ended == {"trainer/0": pytest.approx(4 / 3), "generator/0": pytest.approx(4 / 3 + 2 / 3)}
 
 
-def test_a_trainer_on_a_part_of_the_gpu_waits_less_and_leaves_the_rest_to_the_generator() -> None:
-    whole = BesideFactors(generator=0.25, trainer=0.75)
-    assert whole.limited(1.0) == whole
-    assert whole.limited(0.5) == BesideFactors(generator=0.625, trainer=0.375)
-    waits = []
+def test_a_trainer_on_a_part_of_the_gpu_leaves_the_rest_to_the_generator_and_is_slower_alone_too() -> None:
+    device = Device(beside=BesideFactors(generator=0.25, trainer=0.75, trainer_on_part=1.2), trainer_share=0.5)
+    for busy, speeds in (
+        ({"generator": 1, "trainer": 1}, (0.625, 0.375)),
+        ({"trainer": 1}, (1.0, 0.6)),
+        ({"generator": 1}, (1.0, 0.375)),
+    ):
+        device.busy = Counter(busy)
+        assert device.speeds_now() == speeds
+    waits, took = [], []
     for share in (1.0, 0.3):
         setup = scene("engine.mps=on", f"engine.mps_trainer_share={share}", answers="fixed:300", gpus=1)
-        waits.append(play(setup)[0].idle_share["trainer"])
-    assert waits[1] < waits[0]
+        found = play(setup)[0]
+        waits.append(found.idle_share["trainer"])
+        took.append(found.update_s)
+    assert waits[1] < waits[0] and took[0] < took[1]
 
 
 @pytest.mark.parametrize(

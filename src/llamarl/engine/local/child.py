@@ -14,16 +14,18 @@ import msgspec
 import torch
 
 from llamarl.builders.context import BuildContext
+from llamarl.builders.devices import trainer_devices
 from llamarl.builders.registry import load_builder
 from llamarl.engine import rank_loop
 from llamarl.engine.compiled_code import compiled_code
 from llamarl.engine.envelope import Envelope, encode
 from llamarl.engine.local.mps import expects_mps, not_joined
-from llamarl.engine.local.mps_products import wrong_products
+from llamarl.engine.local.mps_products import SHARE, wrong_products
 from llamarl.engine.local.protocol import ForkRank
 from llamarl.engine.malloc import keep_freed_memory
 from llamarl.engine.rank_loop import ConnectionClosed
 from llamarl.engine.ranks import Ranks
+from llamarl.errors import ConfigError
 from llamarl.executors.executor import Executor
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.messages import Failed, Message, Noted, decode_message
@@ -89,7 +91,7 @@ def run_child(order: ForkRank, fds: list[int]) -> None:
     try:
         keep_freed_memory()
         torch.set_num_threads(order.threads)
-        os.environ.update(order.mps)  # before CUDA starts
+        os.environ.update(order.variables)  # before CUDA starts
         if order.config.engine.share_gpus:
             let_ranks_share_gpus()
         ranks = Ranks.join(order.rank, order.num_ranks, lambda: store_in(rendezvous_fd, order.num_ranks), LOOPBACK)
@@ -117,11 +119,13 @@ def _build(order: ForkRank, slots: dict[str, SlotFile], connection: SocketConnec
         tell_engine=lambda report: rank_loop.tell(connection, report),
         first_gpus=order.first_gpus,
     )
+    if SHARE in order.variables:
+        device = trainer_devices(order.config, order.first_gpus)[order.rank]
+        if wrong := wrong_products(order.config, device):
+            raise ConfigError(wrong)
     executor = load_builder(order.builder)(context)
-    if expects_mps(order.config, order.first_gpus, order.mps) and (wrong := not_joined()):
+    if expects_mps(order.config, order.first_gpus, order.variables) and (wrong := not_joined()):
         if order.config.engine.mps == "on":
             raise RuntimeError(wrong)
         rank_loop.tell(connection, Noted(f"{wrong}; its kernels take turns with those of others"))
-    if wrong := wrong_products(order.config):
-        raise RuntimeError(wrong)
     return executor

@@ -101,7 +101,7 @@ class LocalEngine(Supervision[LocalRank]):
                 first_gpus=self._first_gpus,
                 slots=tuple(self._slots),
                 snapshot=str(snapshot) if snapshot else "",
-                mps={},
+                variables={},
                 threads=role.threads or os.cpu_count() or 1,
             )
             slot_fds = [fd for file in self._slots.values() for fd in file.fds]
@@ -173,7 +173,8 @@ class LocalEngine(Supervision[LocalRank]):
         for entry in due:
             self._to_fork.remove(entry)
             _, order, fds = entry
-            order = replace(order, mps=executor_variables(self._config, self._first_gpus, order.executor, daemon))
+            variables = executor_variables(self._config, self._first_gpus, order.executor, daemon)
+            order = replace(order, variables=variables)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
             self._forking[order.identity] = time.monotonic()
             with suppress(OSError):  # dead or stuck: `_check_fork_server` will find out

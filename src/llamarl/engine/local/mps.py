@@ -68,14 +68,26 @@ def describe_mps(config: Config, first_gpus: Mapping[str, int]) -> list[str]:
             raise ConfigError("engine.mps: generator and trainer share no GPU here; leave it off")
         if shutil.which(PROGRAM) is None and not own_daemon():
             raise ConfigError(f"engine.mps: {PROGRAM}, a part of NVIDIA's driver, is not on the PATH")
+    share = settings.mps_trainer_share
     if settings.mps == "off" or not _could_use(config, first_gpus):
-        return []
-    shared, share = ", ".join(shared_gpus(config, first_gpus)), settings.mps_trainer_share
-    limit = f", the trainer on at most {share:.0%} of its multiprocessors" if share < 1 else ""
+        in_vain = (
+            "engine.mps_trainer_share has no effect: generator and trainer do not compute on one GPU at the same time"
+        )
+        return [in_vain] if share < 1 else []
+    if os.environ.get(SHARE):
+        raise ConfigError(
+            f"{SHARE}: is set, which keeps all executors to a part of each GPU, where CUDA may compute wrong products; unset "
+            "it, and set engine.mps_trainer_share, whose products are tried"
+        )
+    shared = ", ".join(shared_gpus(config, first_gpus))
+    limit = f", the trainer on {share:.0%} of its multiprocessors" if share < 1 else ""
     if folder := own_daemon():
         return [f"generator and trainer share {shared} by the MPS daemon of {folder} ({PIPES}){limit}"]
     if not uses_mps(config, first_gpus):
-        return [f"generator and trainer share {shared} in time slices: {PROGRAM} is not on the PATH (engine.mps)"]
+        in_vain = "; engine.mps_trainer_share has no effect" if share < 1 else ""
+        return [
+            f"generator and trainer share {shared} in time slices: {PROGRAM} is not on the PATH (engine.mps){in_vain}"
+        ]
     return [f"generator and trainer share {shared} side by side, by NVIDIA's MPS (engine.mps){limit}"]
 
 
@@ -208,7 +220,7 @@ def executor_variables(
     share = config.engine.mps_trainer_share
     if share == 1 or role_of(executor) != "trainer" or not expects_mps(config, first_gpus, daemon):
         return dict(daemon)
-    return {**daemon, SHARE: f"{100 * share:g}"}
+    return {**daemon, SHARE: str(round(100 * share))}
 
 
 def expects_mps(config: Config, first_gpus: Mapping[str, int], given: Mapping[str, str]) -> bool:

@@ -1,14 +1,12 @@
 """Whether products are right on a part of a GPU's multiprocessors, to which NVIDIA's MPS can keep a process.
 
-cuBLAS of CUDA 13.0 computes some of them wrong there, and says nothing. On an H200, 80 and 98 of its 132 multiprocessors gave
-results of which up to half was wrong, and 66 gave right ones (docs/engines.md). So whoever computes on a part tries the
-products of its model first.
+cuBLAS of CUDA 13.0 computes some of them wrong there, and says nothing (docs/one-gpu.md). So a trainer that computes on a
+part first tries the products of its model, as its passes have them: of states, of their gradients, of those of the weights.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,57 +19,63 @@ from llamarl.weights.cuda_driver import mps_enabled
 
 SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _TOKENS = (8192, 5000)
-_ROWS, _COLUMNS = 256, 512  # of each result, by chance: few tiles of 128 rows are missed
+_MOST_NUMBERS = 1 << 28  # of a result: scores are computed for some tokens at a time
+_TILE = 64  # one number of each tile of a result is held against the host's
 _ERROR = 0.02  # bf16 rounds to 0.004
 
 
-def wrong_products(config: Config) -> str:
-    """In an executor's process, once CUDA runs: what is wrong with computing there; empty: nothing, or all
-    multiprocessors may be used."""
-    if not os.environ.get(SHARE) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def wrong_products(config: Config, device: torch.device) -> str:
+    """What is wrong with a trainer that computes on a part of this device; empty: nothing, or it computes without MPS, on all
+    of it. A driver that cannot tell whether MPS is used is taken to use it."""
+    torch.zeros(1, device=device)  # starts CUDA, as the driver's call needs it
+    if mps_enabled(device.index or 0) is False:
         return ""
-    device = torch.device("cuda", torch.cuda.current_device())
-    if not mps_enabled(device.index):
-        return ""
-    found = first_wrong(matrices_of(read_shape(config.model_folder)), device)
-    torch.cuda.empty_cache()
+    spec = read_shape(config.model_folder)
+    found = "experts, which cannot be tried," if spec.experts else first_wrong(spec, device)
     if not found:
         return ""
     number = torch.cuda.get_device_properties(device).multi_processor_count
     return (
-        f"engine.mps_trainer_share: a product of {found} is wrong on {number} multiprocessors of this GPU ({SHARE}="
-        f"{os.environ[SHARE]}), by a fault of CUDA; choose another share, or 1 for all of them"
+        f"engine.mps_trainer_share: products of {found} may be wrong on {number} multiprocessors of this GPU, by a fault of "
+        f"CUDA; choose another share, or 1 for all of them"
     )
 
 
-def matrices_of(spec: ModelSpec) -> list[tuple[int, ...]]:
-    """Sizes of a model's matrices, outputs by inputs, each once."""
-    return sorted({shape for shape in parameter_shapes(spec).values() if len(shape) == 2})
-
-
-def first_wrong(matrices: Iterable[tuple[int, ...]], device: torch.device) -> str:
-    """The sizes of the first product that is wrong: of states, their gradients and those of the weights; empty: none is."""
+def first_wrong(spec: ModelSpec, device: torch.device) -> str:
+    """The sizes of the first product of a dense model that is wrong; empty: none is."""
     generator = torch.Generator(device=device).manual_seed(0)
-
-    def normal(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
-
-    for outputs, inputs in matrices:
-        weight = normal(outputs, inputs)
-        for tokens in _TOKENS:
-            states, grads = normal(tokens, inputs), normal(tokens, outputs)
-            for left, right in ((states, weight.t()), (grads, weight), (grads.t(), states)):
-                if not _is_right(left, right, generator):
-                    return f"{left.shape[0]} x {left.shape[1]} by {right.shape[0]} x {right.shape[1]} numbers"
+    matrices = {shape for shape in parameter_shapes(spec).values() if len(shape) == 2}
+    for outputs, inputs in sorted(matrices):
+        for left, right in _products(outputs, inputs, generator):
+            if not _is_right(left, right, generator):
+                return f"{tuple(left.shape)} by {tuple(right.shape)} numbers"
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return ""
 
 
+def _products(outputs: int, inputs: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=generator.device, dtype=torch.bfloat16)
+
+    weight = normal(outputs, inputs)
+    for tokens in _TOKENS:
+        rows = min(tokens, _MOST_NUMBERS // outputs)
+        states, grads = normal(rows, inputs), normal(rows, outputs)
+        yield states, weight.t()
+        yield grads, weight
+        yield grads.t(), states
+
+
 def _is_right(left: Tensor, right: Tensor, generator: torch.Generator) -> bool:
-    """Some numbers of the product, against the same ones computed on the host."""
-    rows, columns = (
-        torch.randint(size, (count,), generator=generator, device=left.device)
-        for size, count in ((left.shape[0], _ROWS), (right.shape[1], _COLUMNS))
-    )
+    """One number of each tile of the product, against the same ones computed on the host."""
+    rows, columns = (_one_of_each_tile(size, generator) for size in (left.shape[0], right.shape[1]))
     found = (left @ right)[rows][:, columns].float().cpu()
     expected = left[rows].float().cpu() @ right[:, columns].float().cpu()
     return torch.isclose(found, expected, rtol=_ERROR, atol=_ERROR * left.shape[1] ** 0.5).all().item() is True
+
+
+def _one_of_each_tile(size: int, generator: torch.Generator) -> Tensor:
+    starts = torch.arange(0, size, _TILE, device=generator.device)
+    within = torch.randint(_TILE, starts.shape, generator=generator, device=generator.device)
+    return (starts + within).clamp_(max=size - 1)

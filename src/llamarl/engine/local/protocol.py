@@ -31,7 +31,7 @@ class ForkRank(AboutRank, frozen=True):
     slots: tuple[str, ...]  # publishing roles, in the order of the descriptors of their slot files
     threads: int
     snapshot: str  # a folder; empty: from the beginning
-    mps: dict[str, str]  # variables of its process: the MPS daemon to join, its share of the GPU; empty: none
+    variables: dict[str, str]  # of its environment: the MPS daemon to join, and its share of the GPU; empty: none
 
 
 class KillFork(AboutRank, frozen=True):
