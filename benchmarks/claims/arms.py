@@ -8,7 +8,8 @@ of them goes on with the next.
 every arm, such as the folders of model and data. Claims that read learning, not time, may make several runs at a time on
 one GPU (`side_by_side`, --beside N): while one starts, compiles or saves, another computes; with --mps, also while kernels
 of one leave room. `--tiny` makes every run a small
-one of arithmetic on a CPU, to see a script work to its end before a GPU is paid for.
+one of arithmetic on a CPU, to see a script work to its end before a GPU is paid for. `--small`, where a claim has it, is a
+measurement: the same question asked with a small model on a CPU.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from llamarl.observe.run_lock import is_locked
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT / "examples" / "gsm8k_qwen.yaml"
 MATH = ROOT / "examples" / "math_qwen.yaml"
+ARITHMETIC = ROOT / "examples" / "arithmetic.yaml"
+SMOLLM2 = ROOT / "examples" / "smollm2_arithmetic.yaml"
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,17 @@ SYNC = Arm(
         "evaluate.prompts=0",
         "evaluate.every=0",
     ),
+)
+
+
+# Of --small: additions by the tiny model, half a minute on two cores, and the same at every run.
+SMALL = (
+    "schedule.deterministic=true",
+    "schedule.updates=50",
+    "trainer.lr=3e-5",  # at the example's own 8e-5, 4 updates lead too far away for any correction
+    "evaluate.every=0",
+    "evaluate.prompts=512",
+    "snapshots.at_end=none",
 )
 
 
@@ -113,6 +127,7 @@ class Options:
     updates: int = 0  # of runs that are made in stages; 0: as many as the claim says
     stage: int = 0  # updates of a stage; 0: as the claim says
     tiny: bool = False  # whether only the script is tried
+    small: bool = False  # whether the claim is measured with a small model, on a CPU
     command: tuple[str, ...] = ()  # what the figures say that they were made with
     made_on: dict[str, Any] = field(default_factory=dict)  # when and on what the runs that are read were made
     to_make: int = 0  # runs of this claim that are still to be made, as far as it has said
@@ -204,8 +219,8 @@ def _say(line: str) -> None:
         sys.stdout.flush()
 
 
-def claim_parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that all claims have; one may add its own."""
+def claim_parser(description: str | None, *, small: str = "") -> argparse.ArgumentParser:
+    """The options that all claims have; one may add its own. `small`: what the claim measures without a GPU."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, help="folder of the runs (runs/claims; with --tiny: runs/tiny)")
     parser.add_argument(
@@ -240,6 +255,8 @@ def claim_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--tiny", action="store_true", help="try the script: the tiny model does sums on a CPU; its figures say nothing"
     )
+    if small:
+        parser.add_argument("--small", action="store_true", help=f"measure it on a CPU: {small}")
     parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings for every run, such as model.path=..."
     )
@@ -264,6 +281,7 @@ def options_of(args: argparse.Namespace) -> Options:
         updates=updates,
         stage=args.stage,
         tiny=args.tiny,
+        small=getattr(args, "small", False),
         command=_as_asked(),
     )
 
@@ -279,8 +297,8 @@ def _as_asked() -> tuple[str, ...]:
     return tuple(kept)
 
 
-def read_options(description: str | None) -> Options:
-    return options_of(claim_parser(description).parse_intermixed_args())
+def read_options(description: str | None, *, small: str = "") -> Options:
+    return options_of(claim_parser(description, small=small).parse_intermixed_args())
 
 
 @dataclass(frozen=True)
@@ -459,7 +477,7 @@ def keep(name: str, options: Options, figures: Figures, picture: Callable[[Figur
 
     The plot is drawn from the figures as the JSON has them. Without matplotlib it is left out, since redraw.py can draw it
     elsewhere."""
-    command = " ".join(["python", str(Path(sys.argv[0])), *options.command])
+    command, name = " ".join(["python", str(Path(sys.argv[0])), *options.command]), name + "_small" * options.small
     where = {**(options.made_on or _here()), "command": command}
     text = json.dumps({**where, **figures}, indent=2) + "\n"
     (options.results / f"{name}.json").write_text(text)

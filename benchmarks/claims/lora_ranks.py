@@ -1,6 +1,7 @@
 """Claim 15: LoRA of rank 1, 8 and 32 at ten times the learning rate against full training, GSM8K, two seeds each.
 
-    python benchmarks/claims/lora_ranks.py [--beside 4] [--at-most N] [KEY=VALUE ...]
+    python benchmarks/claims/lora_ranks.py [--beside 4] [--at-most N] [KEY=VALUE ...]    # GSM8K with Qwen, on a GPU
+    python benchmarks/claims/lora_ranks.py --small [KEY=VALUE ...]                       # arithmetic, on a CPU, three seeds
 
 45 updates each, as the first third of claim 1, with packs that let several runs share one GPU (--beside). All 1,319 test
 problems are answered greedily after training. Learning is compared, not time. Must: the table.
@@ -8,15 +9,15 @@ problems are answered greedily after training. Learning is compared, not time. M
 
 from __future__ import annotations
 
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
-from arms import Arm, Figures, Record, keep, made_all, read_options
+from arms import ARITHMETIC, GSM8K, SMALL, Arm, Figures, Record, keep, made_all, read_options
 from on_par import PAGES_PER_ANSWER
 from plot import bars
 
-RANKS, SEEDS, UPDATES, FULL_LR, TIMES = (0, 1, 8, 32), (0, 1), 45, 3e-6, 10  # rank 0: all weights
-SMALL = (
+RANKS, UPDATES, TIMES = (0, 1, 8, 32), 45, 10  # rank 0: all weights
+SEVERAL = (  # of one GPU
     "trainer.tokens_per_pack=4096",
     "generator.slots=512",
     f"generator.kv_pages={512 * PAGES_PER_ANSWER}",
@@ -26,9 +27,16 @@ SMALL = (
 )
 
 
-def arm(rank: int, seed: int) -> Arm:
-    adapters = (f"model.lora.rank={rank}", f"trainer.lr={TIMES * FULL_LR:g}") if rank else ()
-    return Arm(f"lora_ranks/r{rank}-{seed}", (*SMALL, *adapters, f"seed={seed}"))
+def arms(small: bool) -> dict[tuple[int, int], Arm]:
+    """By rank and seed."""
+    full_lr, seeds, settings = (3e-5, (0, 1, 2), SMALL) if small else (3e-6, (0, 1), SEVERAL)
+    name, config = ("lora_ranks_small", ARITHMETIC) if small else ("lora_ranks", GSM8K)
+    found: dict[tuple[int, int], Arm] = {}
+    for rank in RANKS:
+        adapters = (f"model.lora.rank={rank}", f"trainer.lr={TIMES * full_lr:g}") if rank else ()
+        for seed in seeds:
+            found[rank, seed] = Arm(f"{name}/r{rank}-{seed}", (*settings, *adapters, f"seed={seed}"), config)
+    return found
 
 
 def read(record: Record) -> dict[str, Any]:
@@ -45,20 +53,27 @@ def read(record: Record) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = read_options(__doc__)
-    records = made_all({(rank, seed): arm(rank, seed) for rank in RANKS for seed in SEEDS}, options)
-    runs = {pair: read(record) for pair, record in records.items()}
-    table = {rank: [runs[rank, seed] for seed in SEEDS] for rank in RANKS}
+    options = read_options(__doc__, small="arithmetic with the tiny model, three seeds")
+    records = made_all(arms(options.small), options)
+    table: dict[int, list[dict[str, Any]]] = {rank: [] for rank in RANKS}
+    for (rank, _), record in records.items():
+        table[rank].append(read(record))
     updates = min(record.summary["updates"] for record in records.values())
-    print(f"{'':14} GSM8K after {updates} updates, by seed; mean")
+    task = "arithmetic, tiny model" if options.small else "GSM8K"
+    print(f"{'':14} {task}, after {updates} updates, by seed; mean and deviation")
+    rows: dict[str, Any] = {}
     for rank, found in table.items():
         after = [run["after"] for run in found]
-        print(f"{name_of(rank):14} {', '.join(f'{share:.1%}' for share in after)}; {mean(after):.1%}")
-    rows = {
-        name_of(rank): {"seeds": found, "mean": mean(run["after"] for run in found)} for rank, found in table.items()
-    }
-    before = mean(run["before"] for run in runs.values())
-    keep("lora_ranks", options, {"updates": updates, "times_lr": TIMES, "before": before, "ranks": rows}, picture)
+        rows[name_of(rank)] = {"seeds": found, "mean": mean(after), "deviation": stdev(after)}
+        by_seed = ", ".join(f"{share:.1%}" for share in after)
+        print(f"{name_of(rank):14} {by_seed}; {mean(after):.1%} +- {100 * stdev(after):.1f}")
+    before = mean(run["before"] for found in table.values() for run in found)
+    keep(
+        "lora_ranks",
+        options,
+        {"task": task, "updates": updates, "times_lr": TIMES, "before": before, "ranks": rows},
+        picture,
+    )
 
 
 def name_of(rank: int) -> str:
@@ -67,7 +82,7 @@ def name_of(rank: int) -> str:
 
 def picture(figures: Figures) -> str:
     values = {"before": figures["before"], **{name: row["mean"] for name, row in figures["ranks"].items()}}
-    title = f"GSM8K after {figures['updates']} updates, mean of two seeds"
+    title = f"{figures['task']}: after {figures['updates']} updates, mean of the seeds"
     return bars(title, "% right", {name: 100 * share for name, share in values.items()}, "%")
 
 

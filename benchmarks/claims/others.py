@@ -1,8 +1,9 @@
-"""Claim 21: other systems beside ours, on the same GPU and the same job: model folder, prompts, answers of the same length, a
-synchronous reward of the same scorer. TRL's GRPOTrainer with `generate`, and with its continuous batching.
+"""Claim 21: other systems beside ours, on the same GPU and the same job: model folder, prompts, answers of the same length,
+rewards by the same judge. TRL's GRPOTrainer with `generate`, and with its continuous batching.
 
-    python -m venv --system-site-packages trl && trl/bin/pip install trl
+    python -m venv trl && trl/bin/pip install trl && trl/bin/pip install -e .    # beside an environment of this project
     python benchmarks/claims/others.py --trl trl/bin/python [--at-most N] [--updates 6] [KEY=VALUE ...]
+    python benchmarks/claims/others.py --trl trl/bin/python --small [KEY=VALUE ...]    # sums with SmolLM2, on a CPU
 
 Ours is examples/gsm8k_qwen.yaml for 20 updates, as it stands and with the groups that teach nothing computed too, as TRL
 computes them. TRL makes 6 updates (--updates), of which the first is not counted. What cannot be had is told in a line: TRL
@@ -20,20 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from arms import GSM8K, Arm, Figures, Options, Record, as_figures, claim_parser, keep, made_all, options_of
+from arms import GSM8K, SMOLLM2, Arm, Figures, Options, Record, as_figures, claim_parser, keep, made_all, options_of
 from plot import bars
 from windows import steady
 
 from llamarl.config import Config
 from llamarl.config.file import load_config
 from llamarl.tasks.registry import open_task, own_scorers
-from llamarl.tasks.scorers import make_safe_scorer
 
 UPDATES, THEIRS, ROWS = 20, 6, 16  # updates of ours and of TRL; rows of one of TRL's passes
 BRIEF = (f"schedule.updates={UPDATES}", "evaluate.prompts=0", "evaluate.every=0", "snapshots.at_end=none")
-OURS = {
-    "LlamaRL": Arm("others/ours", BRIEF),
-    "LlamaRL, all groups computed": Arm("others/ours-all", (*BRIEF, "algo.zero_variance=keep")),
+OURS: dict[str, tuple[str, ...]] = {
+    "LlamaRL": ("ours",),
+    "LlamaRL, all groups computed": ("ours-all", "algo.zero_variance=keep"),
 }
 TRL: dict[str, dict[str, Any]] = {
     "TRL": {},
@@ -43,19 +43,25 @@ TRL: dict[str, dict[str, Any]] = {
 NOT_RUN = {"AReno": "compiles kernels with nvcc and needs flash-attn, which are not installed by this script"}
 
 
+def arms(options: Options) -> dict[str, Arm]:
+    folder, config = folder_of(options), SMOLLM2 if options.small else GSM8K
+    return {name: Arm(f"{folder}/{run}", (*BRIEF, *settings), config) for name, (run, *settings) in OURS.items()}
+
+
+def folder_of(options: Options) -> str:
+    return "others_small" if options.small else "others"
+
+
 def job_of(config: Config, options: Options, folder: Path) -> dict[str, Any]:
     """The same job for TRL: the prompts of our first updates, in their order."""
-    schedule, scorer = config.schedule, config.reward.scorer
-    scorer = own_scorers(config.task)[0] if scorer == "auto" else scorer
-    if make_safe_scorer(scorer, config.reward) is None:
-        sys.exit(f"reward.scorer: {scorer} needs workers of its own, which TRL has not; choose exact or numeric")
+    schedule = config.schedule
     task, updates = open_task(config), options.updates or THEIRS
     problems = [task.problem(number) for number in range(updates * schedule.groups_per_update)]
     batch = schedule.groups_per_update * schedule.samples_per_group
     return {
         "model": str(config.model_folder.absolute()),
         "data": [{"prompt": prompt_of(config, one), "answer": one.answer} for one in problems],
-        "scorer": scorer,
+        "own_scorers": own_scorers(config.task),
         "reward": msgspec.to_builtins(config.reward),
         "lr": config.trainer.lr,
         "updates": updates,
@@ -76,7 +82,7 @@ def prompt_of(config: Config, problem: Any) -> Any:
 def theirs(name: str, python: str, job: dict[str, Any], options: Options) -> dict[str, Any] | str:
     """What a job of TRL took, or in a line why there is none. One that was made is not made again."""
     stem = name.lower().replace(", ", "-").replace(" ", "-")
-    folder = options.runs / "others"
+    folder = options.runs / folder_of(options)
     described, result = folder / f"{stem}.job.json", folder / f"{stem}.json"
     text = json.dumps({**job, "how": how(name, options)})
     if result.exists() and described.exists() and described.read_text() != text:
@@ -84,10 +90,10 @@ def theirs(name: str, python: str, job: dict[str, Any], options: Options) -> dic
     if not result.exists():
         if name.endswith("vLLM") and (reason := missing(python, "vllm")):
             return reason
-        options.begin(f"others/{stem}")
+        options.begin(f"{folder.name}/{stem}")
         folder.mkdir(parents=True, exist_ok=True)
         described.write_text(text)
-        print(f"== others/{stem}: {job['updates']} updates", flush=True)
+        print(f"== {folder.name}/{stem}: {job['updates']} updates", flush=True)
         begun_s = time.monotonic()
         command = [python, str(Path(__file__).with_name("trl_job.py")), str(described), str(result)]
         with (
@@ -103,7 +109,7 @@ def theirs(name: str, python: str, job: dict[str, Any], options: Options) -> dic
                     print(f"{name}: {line.rstrip()}", flush=True)
         if process.returncode:
             return f"failed: {last[:200]} (all of it: {folder / f'{stem}.log'})"
-        options.ended(f"others/{stem}", time.monotonic() - begun_s)
+        options.ended(f"{folder.name}/{stem}", time.monotonic() - begun_s)
     found: dict[str, Any] = json.loads(result.read_text())
     return {
         **found,
@@ -113,9 +119,10 @@ def theirs(name: str, python: str, job: dict[str, Any], options: Options) -> dic
 
 
 def how(name: str, options: Options) -> dict[str, Any]:
-    """Arguments of GRPOConfig; the tiny model's cache needs no half of the machine's memory."""
-    small = {"transformers_continuous_batching_config": {"max_memory_percent": 0.02, "max_batch_tokens": 256}}
-    return {**TRL[name], **(small if options.tiny and "continuous" in name else {})}
+    """Arguments of GRPOConfig; small models' caches need no half of the machine's memory."""
+    share = 0.02 if options.tiny else 0.1
+    cache = {"transformers_continuous_batching_config": {"max_memory_percent": share, "max_batch_tokens": 256}}
+    return {**TRL[name], **(cache if (options.tiny or options.small) and "continuous" in name else {})}
 
 
 def missing(python: str, module: str) -> str:
@@ -132,7 +139,7 @@ def ours(record: Record) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = claim_parser(__doc__)
+    parser = claim_parser(__doc__, small="sums after three solved ones, with SmolLM2")
     parser.add_argument("--trl", default=sys.executable, metavar="PYTHON", help="Python that has trl (this one)")
     args = parser.parse_intermixed_args()
     options = options_of(args)
@@ -140,8 +147,10 @@ def main() -> None:
         reason = f"--trl {args.trl}: {reason}; pip install trl, and llamarl beside it"
         if args.trl != sys.executable:  # asked for
             sys.exit(reason)
-    job = job_of(load_config(GSM8K, [*BRIEF, *options.settings]), options, options.runs / "others" / "trl")
-    found: dict[str, Any] = {name: ours(record) for name, record in made_all(OURS, options).items()}
+    mine = arms(options)
+    config = load_config(mine["LlamaRL"].config, [*BRIEF, *options.settings])
+    job = job_of(config, options, options.runs / folder_of(options) / "trl")
+    found: dict[str, Any] = {name: ours(record) for name, record in made_all(mine, options).items()}
     found |= {name: reason or theirs(name, args.trl, job, options) for name in TRL}
     had = {name: one for name, one in found.items() if isinstance(one, dict)}
     not_had = NOT_RUN | {name: one for name, one in found.items() if isinstance(one, str)}
@@ -151,8 +160,8 @@ def main() -> None:
         print(f"{name:30} {one['update_s']:11.2f}  {one['answer_tokens']:13,.0f}  {rate:8,.0f}  {reward:.3f}")
     for name, reason in not_had.items():
         print(f"{name:30} not run: {reason}")
-    mine = had["LlamaRL"]["update_s"]
-    times = {name: one["update_s"] / mine for name, one in had.items() if name.startswith("TRL")}
+    update_s = had["LlamaRL"]["update_s"]
+    times = {name: one["update_s"] / update_s for name, one in had.items() if name.startswith("TRL")}
     for name, ratio in times.items():
         print(f"an update is {ratio:.1f} times as fast as with {name}")
     keep("others", options, {"systems": had, "not_run": not_had, "times_as_fast": times}, picture)

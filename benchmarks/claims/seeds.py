@@ -13,20 +13,12 @@ from __future__ import annotations
 from statistics import mean, stdev
 from typing import Any
 
-from arms import ASYNC, ROOT, Arm, Figures, Record, claim_parser, keep, made_all, options_of
+from arms import ARITHMETIC, ASYNC, SMALL, Arm, Figures, Record, keep, made_all, read_options
 from plot import lines
 
 SEEDS = (0, 1, 2)
 SYNC = ("placement=colocated", "schedule.max_staleness=0")
 T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # two-sided, by degrees of freedom
-SMALL = (
-    "schedule.updates=50",
-    "trainer.lr=3e-5",
-    "trainer.threads=1",
-    "generator.threads=1",
-    "evaluate.prompts=512",
-    "evaluate.every=25",
-)
 
 
 def arms(small: bool) -> dict[tuple[str, int], Arm]:
@@ -36,7 +28,7 @@ def arms(small: bool) -> dict[tuple[str, int], Arm]:
         for seed in SEEDS:
             own = (*settings, f"seed={seed}", "snapshots.at_end=none")
             if small:
-                found[kind, seed] = Arm(f"seeds_small/{kind}-{seed}", (*SMALL, *own), ROOT / "examples/arithmetic.yaml")
+                found[kind, seed] = Arm(f"seeds_small/{kind}-{seed}", (*SMALL, "evaluate.every=25", *own), ARITHMETIC)
             else:
                 found[kind, seed] = ASYNC if (kind, seed) == ("async", 0) else Arm(f"seeds/{kind}-{seed}", own)
     return found
@@ -72,13 +64,8 @@ def difference(first: list[float], second: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = claim_parser(__doc__)
-    parser.add_argument(
-        "--small", action="store_true", help="arithmetic with the tiny model, on a CPU; a real measurement"
-    )
-    args = parser.parse_intermixed_args()
-    small, options = args.small, options_of(args)
-    runs = {key: read(record) for key, record in made_all(arms(small), options).items()}
+    options = read_options(__doc__, small="arithmetic with the tiny model, S = 1 and 0")
+    runs = {key: read(record) for key, record in made_all(arms(options.small), options).items()}
     found = {kind: summed_up([run for (name, _), run in runs.items() if name == kind]) for kind in ("async", "sync")}
     for kind, one in found.items():
         print(f"{kind} (realized staleness {one['staleness']:.2f}), {len(SEEDS)} seeds")
@@ -86,9 +73,9 @@ def main() -> None:
             print(f"  {version:5} updates  {average:.1%} +- {100 * deviation:.1f} points")
     gap, half = difference(found["async"]["last"], found["sync"]["last"])
     print(f"async - sync {100 * gap:+.1f} points, 95% {100 * (gap - half):+.1f} to {100 * (gap + half):+.1f}")
-    task = "arithmetic, tiny model" if small else "GSM8K, Qwen2.5-Coder-1.5B"
+    task = "arithmetic, tiny model" if options.small else "GSM8K, Qwen2.5-Coder-1.5B"
     figures = {"task": task, "seeds": SEEDS, **found, "difference": gap, "interval": [gap - half, gap + half]}
-    keep("seeds_small" if small else "seeds", options, figures, picture)
+    keep("seeds", options, figures, picture)
 
 
 def picture(figures: Figures) -> str:

@@ -2,7 +2,7 @@
 
     python benchmarks/claims/trl_job.py JOB.json RESULT.json
 
-Rewards are by our own scorer, from the same settings. The result has the seconds of every update, from the end of the one
+Rewards are by our own judge, with the same settings. The result has the seconds of every update, from the end of the one
 before to the end of its optimizer step, with mean lengths and rewards as TRL logs them.
 """
 
@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 from msgspec import convert
 
 from llamarl.config import RewardConfig
-from llamarl.tasks.scorers import make_safe_scorer
+from llamarl.tasks.judge import Judge
+from llamarl.types import Problem
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -31,13 +32,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     on_gpu, updates, batch = torch.cuda.is_available(), job["updates"], job["groups"] * job["samples"]
-    score = make_safe_scorer(job["scorer"], convert(job["reward"], RewardConfig))
-    assert score is not None, f"{job['scorer']}: others.py has checked that it needs no workers"
-    ends = list[float]()
+    judge, ends = Judge(convert(job["reward"], RewardConfig), job["own_scorers"]), list[float]()
+    judge.prepare()
 
     def reward(completions: list[Any], answer: list[str], **columns: object) -> list[float]:
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
-        return [score(text, right, "") for text, right in zip(texts, answer, strict=True)]
+        for number, (text, right) in enumerate(zip(texts, answer, strict=True)):
+            judge.ask(number, text, Problem(prompt="", answer=right))
+        judged = dict[Any, float]()
+        while judge.num_pending:
+            for number, judgment in judge.collect(1.0):
+                assert judgment.status == "ok", judgment.reason
+                judged[number] = judgment.reward
+        return [judged[number] for number in range(len(texts))]
 
     class Clock(transformers.TrainerCallback):
         def on_train_begin(self, *given: Any, **named: Any) -> None:
@@ -75,6 +82,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         job["model"], reward_funcs=reward, args=args, train_dataset=Dataset.from_list(job["data"]), callbacks=[Clock()]
     )
     trainer.train()
+    judge.close()
     rows = [row for row in trainer.state.log_history if "reward" in row]
     return {
         "updates_s": [end - begin for begin, end in pairwise(ends)],

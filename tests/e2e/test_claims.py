@@ -161,7 +161,7 @@ def test_a_long_run_is_made_in_stages_that_go_on_from_each_other(tmp_path: Path)
     assert first.returncode == 1 and "updates to 2: is the next to be made" in first.stderr, first.stderr
     done = claim("long_math", tmp_path, *brief)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("== long_math/bf16-aipo, updates to 2: llamarl train") == 1 and "--resume" in done.stdout
+    assert done.stdout.count("== long_math/plain-aipo, updates to 2: llamarl train") == 1 and "--resume" in done.stdout
     found = json.loads((tmp_path / "results" / "long_math.json").read_text())
     assert found["updates"] == 2 and [update for update, _ in found["series"]["reward"]] == [0, 1]
 
