@@ -41,9 +41,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             judge.ask(number, text, Problem(prompt="", answer=right))
         judged = dict[Any, float]()
         while judge.num_pending:
-            for number, judgment in judge.collect(1.0):
+            for key, judgment in judge.collect(1.0):
                 assert judgment.status == "ok", judgment.reason
-                judged[number] = judgment.reward
+                judged[key] = judgment.reward
         return [judged[number] for number in range(len(texts))]
 
     class Clock(transformers.TrainerCallback):

@@ -180,6 +180,38 @@ def test_seeds_are_compared_by_their_mean_and_deviation(monkeypatch: pytest.Monk
     assert seeds.arms(small=False)["async", 0].name == "async", "the run of claim 1 is shared"
 
 
+def test_small_claims_have_figures_of_their_own(tmp_path: Path) -> None:
+    """Beside those of a GPU, which a measurement on a CPU must never take the place of."""
+    ended = claim("shared_prompts_learn", tmp_path, "--small", "trainer.lr=0", "reward.pattern=", "task.few_shot=0")
+    assert ended.returncode == 0, ended.stderr
+    assert "shared_prompts_small/off: llamarl train" in ended.stdout
+    assert sorted(path.name for path in (tmp_path / "results").glob("*.json")) == ["shared_prompts_learn_small.json"]
+    found = json.loads((tmp_path / "results" / "shared_prompts_learn_small.json").read_text())
+    assert found["task"] == "SmolLM2-135M on sums" and found["on"]["shared_tokens"] > 0 == found["off"]["shared_tokens"]
+
+
+def test_small_claims_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
+    import long_math
+    import lora_ranks
+    import seeds
+    import shared_prompts_learn
+
+    from llamarl.config.file import load_config
+
+    small = [*seeds.arms(small=True).values(), *lora_ranks.arms(small=True).values(), long_math.arm("a", True)]
+    small += shared_prompts_learn.arms(small=True).values()
+    assert (len({arm.name for arm in small}), len(small)) == (21, 21)
+    for arm in small:
+        config = load_config(arm.config, list(arm.settings))
+        assert config.model.path == "tiny" or "smollm2" in config.model.path, arm.name
+        assert "generator.quantize=fp8" not in arm.settings and config.generator.device == "auto"
+    large = [*seeds.arms(small=False).values(), *lora_ranks.arms(small=False).values(), long_math.arm("a", False)]
+    assert not {arm.name for arm in small} & {arm.name for arm in large}, (
+        "a run on a CPU would be taken for one on a GPU"
+    )
+
+
 def test_a_cost_that_grows_without_a_named_limit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
     import growth_of_cost as growth

@@ -31,9 +31,7 @@ from llamarl.plan.terms import (
 
 CPU_ROW = 64  # shortest row on a CPU, in tokens; otherwise a row is as long as the longest document (train/packing.py)
 ACCUMULATE_BYTES = 12  # per parameter and pass, to sum the gradients of several passes: two reads and one write
-
-
-LEAST_SHARED = 32  # tokens; to cut attention for a shorter prompt costs more than it saves (train/packing.py)
+LEAST_SHARED = 32  # tokens, on a GPU; to cut attention for a shorter prompt costs more than it saves (train/packing.py)
 
 
 class SharedPrompts(Struct, frozen=True):
@@ -54,6 +52,12 @@ class UpdateLoad(Struct, frozen=True):
     """Sum of the documents' squared lengths, as far as tokens see each other: with windows, the mean over the layers."""
     shared: SharedPrompts | None = None
     joins: float = 0.0  # tokens whose attention is joined from two parts
+    in_trees: tuple[
+        UpdateLoad, ...
+    ] = ()  # on a CPU: the same update with answers behind one prompt, in trees of several sizes
+
+    def times(self, factor: float) -> UpdateLoad:
+        return UpdateLoad(self.tokens * factor, self.answer_tokens * factor, self.squares * factor)
 
     def computed(self, tokens_per_pack: int) -> UpdateLoad:
         """What passes compute: each prompt once, or once in each pack that holds some of its answers."""
@@ -73,8 +77,7 @@ class UpdateLoad(Struct, frozen=True):
 def shared_prompts(
     gpu: Gpu, count: float, tokens: float, samples: float, windows: Sequence[int] = ()
 ) -> SharedPrompts | None:
-    """What `trainer.share_prompts: auto` does with prompts of this length. On a CPU, whose attention computes whole rows of
-    answers, it may do less, and counts as nothing."""
+    """What `trainer.share_prompts: auto` does with prompts of this length on a GPU (`in_trees`: on a CPU)."""
     shared = not gpu.is_cpu and count > 0 and samples > 1 and tokens >= LEAST_SHARED
     return SharedPrompts(count, tokens, samples, seen_square(tokens, windows)) if shared else None
 
@@ -85,9 +88,29 @@ def packed(gpu: Gpu, lengths: Sequence[float], answer_share: float, windows: Seq
     tokens = sum(lengths)
     if not gpu.is_cpu:
         return UpdateLoad(tokens, tokens * answer_share, sum(seen_square(length, windows) for length in lengths))
-    width = max(CPU_ROW, max(lengths, default=1))
-    rows = -(-len(lengths) // max(1, int(width * len(lengths) / max(1, tokens))))
+    if not lengths:
+        return UpdateLoad(0.0, 0.0, 0.0)
+    width = max(CPU_ROW, *lengths)
+    rows = max(ceil(tokens / width), *(ceil(_longer(lengths, width / (each + 1)) / each) for each in range(1, 9)))
+    width = max(tokens / rows, *lengths)  # as wide as the fullest one
     return UpdateLoad(rows * width, tokens * answer_share, 2 * rows * width * width)
+
+
+def _longer(lengths: Sequence[float], limit: float) -> int:
+    return sum(length > limit for length in lengths)
+
+
+def in_trees(gpu: Gpu, prompt: float, groups: Sequence[Sequence[float]]) -> tuple[UpdateLoad, ...]:
+    """What `trainer.share_prompts: auto` may choose from on a CPU: groups of answers of these lengths, where 2, 4 and so on
+    share one prompt and a row. Equal answers, which packs compute once, are not known here."""
+    samples, found = max(map(len, groups), default=0), list[UpdateLoad]()
+    if not gpu.is_cpu:
+        return ()
+    for size in sorted({min(samples, 1 << power) for power in range(1, samples.bit_length() + 1)}):
+        parts = [group[start : start + size] for group in groups for start in range(0, len(group), size)]
+        trees = [prompt + sum(part) for part in parts]
+        found.append(packed(gpu, trees, 1 - prompt * len(trees) / sum(trees)))
+    return tuple(found)
 
 
 class TrainerRanks(Struct, frozen=True):
@@ -137,7 +160,7 @@ class TrainerRanks(Struct, frozen=True):
     def update_s(self, batch: UpdateLoad) -> float:
         """Time of an update. FSDP's communication overlaps with the passes; that of tensor parallelism does not. Replicas sum
         their gradients during the last backward pass, which is two thirds of that pass."""
-        passes, computing_s = self.passes(batch.computed(self.tokens_per_pack).tokens), self.computing_s(batch)
+        passes, computing_s = self.passes(self.computed(batch).tokens), self.computing_s(batch)
         sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, passes, self.lora, self.expert)
         replicas_s = replica_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, self.replicate, self.lora)
         step_s = (
@@ -147,13 +170,20 @@ class TrainerRanks(Struct, frozen=True):
 
     def waits_for_shards(self, batch: UpdateLoad) -> bool:
         """Whether FSDP's communication takes longer than everything that it overlaps with."""
-        passes = self.passes(batch.computed(self.tokens_per_pack).tokens)
+        passes = self.passes(self.computed(batch).tokens)
         sharding_s = shard_exchange_s(self.shape, self.gpu, self.tp, self.fsdp_ranks, passes, self.lora, self.expert)
         return sharding_s > self.computing_s(batch)
 
     def computing_s(self, batch: UpdateLoad) -> float:
         """Time of an update without the communication of FSDP and of replicas."""
-        batch = batch.computed(self.tokens_per_pack)
+        return self._passes_s(self.computed(batch))
+
+    def computed(self, batch: UpdateLoad) -> UpdateLoad:
+        """What passes compute: of the trees that an update may be cut into, those that take the least time."""
+        plain = batch.computed(self.tokens_per_pack)
+        return min((plain, *batch.in_trees), key=self._passes_s) if batch.in_trees else plain
+
+    def _passes_s(self, batch: UpdateLoad) -> float:
         passes = self.passes(batch.tokens)
         terms = train_terms(
             self.shape,

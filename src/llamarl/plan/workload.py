@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
+from random import Random
 
 import numpy as np
 from msgspec import Struct
@@ -16,7 +18,7 @@ from llamarl.model_spec import ModelSpec
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
 from llamarl.plan.terms import MEMORY_SHARE, held_bytes, seen_square
-from llamarl.plan.trainer import UpdateLoad, packed, shared_prompts
+from llamarl.plan.trainer import UpdateLoad, in_trees, packed, shared_prompts
 
 TENSOR_SIZES = tuple(1 << power for power in range(11))
 
@@ -43,15 +45,24 @@ class Workload(Struct, frozen=True, kw_only=True):
         """The trained part of a typical update of a model whose layers have these windows."""
         count, answers = self.answers_per_update * (1 - self.skipped), self.answers
         if gpu.is_cpu:
-            typical = [self.prompt + answers.quantile((at + 0.5) / 64) for at in range(64)]
-            one = packed(gpu, typical, answers.mean / (self.prompt + answers.mean))
-            times = count / 64
-            return UpdateLoad(one.tokens * times, one.answer_tokens * times, one.squares * times)
+            return self._on_cpu(gpu, count)
         tokens = count * (self.prompt + answers.mean)
         squares = count * self._mean_square(windows)
         prompts = self.groups * (1 - self.skipped)
         shared = shared_prompts(gpu, prompts, self.prompt, self.samples, windows) if self.share_prompts else None
         return UpdateLoad(tokens, count * answers.mean, squares, shared)
+
+    def _on_cpu(self, gpu: Gpu, count: float) -> UpdateLoad:
+        """That of `count` answers, by some of them with typical lengths, dealt out to groups by chance."""
+        groups, answers = ceil(64 / self.samples), self.answers
+        typical = [answers.quantile((at + 0.5) / (groups * self.samples)) for at in range(groups * self.samples)]
+        Random(0).shuffle(typical)
+        share = answers.mean / (self.prompt + answers.mean)
+        alone = packed(gpu, [self.prompt + length for length in typical], share)
+        dealt = [typical[first::groups] for first in range(groups)]
+        trees = in_trees(gpu, self.prompt, dealt) if self.share_prompts else ()
+        times = count / len(typical)
+        return replace(alone.times(times), in_trees=tuple(one.times(times) for one in trees))
 
     def _mean_square(self, windows: Sequence[int]) -> float:
         """Mean squared length of the documents, as far as tokens see each other."""

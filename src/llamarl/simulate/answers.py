@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from llamarl.plan.gpus import Gpu
 from llamarl.plan.lengths import Lengths
-from llamarl.plan.trainer import UpdateLoad, packed, shared_prompts
+from llamarl.plan.trainer import UpdateLoad, in_trees, packed, shared_prompts
 
 _BLOCK = 256  # number of groups that are drawn together
 _KEPT = 64  # number of blocks that are kept
@@ -54,10 +54,12 @@ class Answers:
         answers = [length for ordinal in kept for length in self.of(ordinal)]
         documents = [self._prompt + length for length in answers]
         load = packed(gpu, documents, sum(answers) / max(1, sum(documents)), self._windows)
-        shared = None
-        if self._share_prompts:
-            shared = shared_prompts(gpu, len(kept), self._prompt, self._samples, self._windows)
-        return replace(load, shared=shared)
+        if not self._share_prompts:
+            return load
+        shared = shared_prompts(gpu, len(kept), self._prompt, self._samples, self._windows)
+        return replace(
+            load, shared=shared, in_trees=in_trees(gpu, self._prompt, [self.of(ordinal) for ordinal in kept])
+        )
 
     def is_flat(self, ordinal: int) -> bool:
         """Whether all rewards of the group are equal."""

@@ -231,7 +231,7 @@ def sharing_of(shape: ModelSpec, computing: ComputeSettings) -> Sharing:
     in_parts = computing.long_rows and not shape.attention_softcap
     return Sharing(
         "auto",
-        LEAST_SHARED,
+        LEAST_SHARED if in_parts else 1,
         square=6.0 * _ATTENTION * features / products,
         join=_JOIN_OPERATIONS * features / products if in_parts else 0.0,
         part=_PART_OPERATIONS * shape.num_layers / products if in_parts else 0.0,
