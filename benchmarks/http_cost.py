@@ -33,6 +33,7 @@ REQUESTS, CONCURRENCY = 2000, 256
 class ReadyBackend:
     """Answers at once: whole, or in bursts of 8 tokens as a GPU's decoder does."""
 
+    failure = ""
     name, vocab_size, version, max_positions, stats = "ready", VOCABULARY, 0, PROMPT + NEW, BackendStats()
 
     def __init__(self, tokenizer: Tokenizer) -> None:

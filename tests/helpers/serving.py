@@ -67,6 +67,7 @@ class ScriptedBackend:
     """Says the given texts, one for each answer, over and over; `None` never ends. A stream has pieces of a few tokens."""
 
     name, vocab_size, version = "scripted", 258, 7
+    failure = ""
 
     def __init__(
         self, tokenizer: Tokenizer, said: Sequence[str | None], *, piece: int = 3, max_positions: int = 2000

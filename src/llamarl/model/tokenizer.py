@@ -83,6 +83,11 @@ class Tokenizer:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
     @cached_property
+    def longest_token(self) -> int:
+        """Most characters that one token of the vocabulary stands for."""
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @cached_property
     def vocabulary_hash(self) -> str:
         """Hash of all tokens with their ids: the same for tokenizers whose ids mean the same."""
         table = sorted((index, token) for token, index in self.backend.get_vocab(with_added_tokens=True).items())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from llamarl.serve.calls import ClientCall, now_s
-from llamarl.serve.fields import StrictRequest, check_tokens, decode_request
+from llamarl.serve.fields import StrictRequest, check_length, check_tokens, decode_request
 from llamarl.serve.openai_messages import ChatMessage, ChatTool, messages_for_template, tools_for_template
 from llamarl.serve.refusals import bad_request
 from llamarl.serve.replies import HttpReply, json_reply
@@ -75,6 +75,7 @@ async def tokenize(call: ClientCall) -> HttpReply:
         )
         tokens = call.prompt(chat)
     else:
+        check_length(call.backend, request.prompt, "prompt")
         tokens = call.backend.tokenizer.encode(request.prompt or "", add_special_tokens=request.add_special_tokens)
     found: dict[str, Any] = {"count": len(tokens), "max_model_len": call.backend.max_positions, "tokens": tokens}
     if request.return_token_strs:

@@ -83,6 +83,11 @@ class Backend(Protocol):
     @property
     def stats(self) -> BackendStats: ...
 
+    @property
+    def failure(self) -> str:
+        """Why nothing is answered any more; empty while all is well."""
+        ...
+
     def ask(self, ask: Ask) -> AsyncIterator[Piece]:
         """Pieces of all answers, as they come. Closing the iterator, or cancelling the task that reads it, ends the sampling.
         Raises RequestRefused."""

@@ -66,6 +66,10 @@ class CallBackend:
     def stats(self) -> BackendStats:
         return BackendStats(waiting=len(self._waiting))
 
+    @property
+    def failure(self) -> str:
+        return ""
+
     async def ask(self, ask: Ask) -> AsyncIterator[Piece]:
         """The job says how answers are drawn; a request only says how many and how long. So every token is sampled from the
         distribution that is trained."""

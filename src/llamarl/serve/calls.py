@@ -10,7 +10,7 @@ from typing import Any
 
 from llamarl.serve.answers import PromptAnswers, TextAnswer
 from llamarl.serve.backend import Ask, Backend
-from llamarl.serve.fields import check_tokens
+from llamarl.serve.fields import check_length, check_tokens
 from llamarl.serve.limits import ServeLimits
 from llamarl.serve.metrics import Metrics
 from llamarl.serve.refusals import bad_request
@@ -37,6 +37,7 @@ class ClientCall:
         """Tokens of a chat, checked against the model."""
         if chat.tools and tool_form(self.backend.tokenizer.chat_source) is None:
             raise bad_request("tools", "the model's chat template takes no tools")
+        check_length(self.backend, (chat.messages, chat.tools), "messages")
         tokens = self.session.prompt(chat)
         check_tokens(self.backend, tokens, "messages")
         return tokens

@@ -202,6 +202,23 @@ def check_tokens(backend: Backend, tokens: Sequence[int], field: str) -> None:
         raise bad_request(field, f"token ids are from 0 to {backend.vocab_size - 1}")
 
 
+def check_length(backend: Backend, text: object, field: str) -> None:
+    """Refuse texts, in lists and objects of any depth, that are longer than any prompt of the model. They are not tokenized:
+    that could keep the event loop busy for a minute."""
+    length, most = _characters(text), backend.max_positions * backend.tokenizer.longest_token
+    if length > most:
+        raise too_long(
+            field, f"has {length:,} characters; {backend.max_positions:,} tokens never have more than {most:,}"
+        )
+
+
+def _characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_characters, parts))
+
+
 def check_stop_tokens(backend: Backend, tokens: Sequence[int] | None) -> tuple[int, ...]:
     if tokens:
         check_tokens(backend, tokens, "stop_token_ids")

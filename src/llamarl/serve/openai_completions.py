@@ -12,7 +12,7 @@ from llamarl.serve.answers import PromptAnswers, TextAnswer, TextDelta
 from llamarl.serve.backend import Scores
 from llamarl.serve.calls import ClientCall, new_id, now_s, openai_usage, runs_of
 from llamarl.serve.errors_json import openai_error_event
-from llamarl.serve.fields import SampledRequest, ask_of, check_tokens, decode_request
+from llamarl.serve.fields import SampledRequest, ask_of, check_length, check_tokens, decode_request
 from llamarl.serve.openai_chat import StreamOptions, check_top_logprobs
 from llamarl.serve.refusals import bad_request
 from llamarl.serve.replies import EventStream, HttpReply, data_event, json_reply
@@ -107,6 +107,7 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
 
 def _tokens_of(call: ClientCall, prompt: str | list[int], request: CompletionRequest) -> list[int]:
     if isinstance(prompt, str):
+        check_length(call.backend, prompt, "prompt")
         prompt = call.backend.tokenizer.encode(prompt, add_special_tokens=bool(request.add_special_tokens))
     check_tokens(call.backend, prompt, "prompt")
     return prompt

@@ -124,6 +124,42 @@ def test_large_bodies_are_refused_before_they_are_read(client: httpx.Client) -> 
     still_answers(client)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": "1" * 5000}, "prompt"),
+        ("/tokenize", {"prompt": "1" * 5000}, "prompt"),
+        (CHAT, {"messages": [*USER, {"role": "user", "content": "1" * 5000}]}, "messages"),
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": "1" * 5000}]}, "messages"),
+        (
+            CHAT,
+            {"messages": USER, "tools": [{"type": "function", "function": {"name": "f", "description": "1" * 5000}}]},
+            "messages",
+        ),
+    ],
+)
+def test_texts_beyond_any_prompt_are_refused_before_they_are_tokenized(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], field: str
+) -> None:
+    longest = max(map(len, tokenizer.backend.get_vocab()))
+    assert tokenizer.longest_token == longest
+
+    def read(self: Tokenizer, text: str, **_: Any) -> list[int]:
+        raise AssertionError("it was tokenized")
+
+    with served(ScriptedBackend(tokenizer, ["x"], max_positions=4000 // longest), limits=SMALL) as client:
+        monkeypatch.setattr(Tokenizer, "encode", read)
+        response = client.post(path, json=body)
+    assert response.status_code == 400
+    assert message_of(response).startswith(f"{field}: has 5,0") and "never have more than" in message_of(response)
+
+
+def test_a_model_that_answers_no_more_is_not_healthy(client: httpx.Client, backend: ScriptedBackend) -> None:
+    backend.failure = "its process was killed"
+    response = client.get("/health")
+    assert (response.status_code, response.json()) == (503, {"status": "failed"})
+
+
 def test_slow_bodies_and_headers_are_given_up(client: httpx.Client) -> None:
     where = client.base_url.host, client.base_url.port or 0
     with socket.create_connection(where, timeout=30) as slow:

@@ -53,6 +53,7 @@ def test_it_prints_its_url_answers_and_lets_answers_end_on_sigterm(tmp_path: Pat
         httpx.Client(base_url=url, headers=headers, timeout=60) as client,
         client.stream("POST", "/v1/completions", json=body) as response,
     ):
+        assert client.get("/health").json() == {"status": "ok"}
         lines = response.iter_lines()
         first = next(lines)
         server.send_signal(signal.SIGTERM)
