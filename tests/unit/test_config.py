@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from llamarl.config import Config, ModelConfig, RewardConfig, ScheduleConfig, Section, TrainerConfig, renamed
 from llamarl.config.file import config_to_yaml, describe, load_config, parse_config
+from llamarl.config.in_vain import _KINDS, _LOSSES, _RULES
 from llamarl.config.other_names import NO_SETTINGS, OTHER_NAMES
 from llamarl.errors import ConfigError
 
@@ -257,6 +258,74 @@ def test_a_value_out_of_range_is_refused(override: str, message: str) -> None:
 )
 def test_a_setting_that_cannot_take_effect_is_refused(overrides: list[str], message: str) -> None:
     assert message in override_refusal(*overrides)
+
+
+IN_VAIN = {
+    "model.lora.targets=mlp": "without adapters; set model.lora.rank",
+    "model.lora.alpha=64": "without adapters; set model.lora.rank",
+    "reference.tensor=2": "without a KL term; set algo.reference_kl",
+    "reference.place=trainer": "without a KL term; set algo.reference_kl",
+    "reference.data=2 algo.reference_kl=0.1 reference.place=trainer": "with reference.place=trainer; set it to own",
+    "reward_model.weight=2": "without a model; set reward_model.path",
+    "conversation.max_turns=9": "without a tool; set conversation.tool",
+    "agent.replicas=3": "without an agent; set agent.run, agent.command or agent.environment",
+    "agent.max_turns=3 agent.run=mine.py:play": "without agent.environment",
+    "sft.weight=2": "without data; set sft.path",
+    "teacher.weight=2": "without a teacher; set teacher.path",
+    "critic.lr=1e-3": "without a critic; set algo.advantage to gae",
+    "critic.data=2 algo.advantage=gae": "with critic.place=trainer; set it to own",
+    "algo.gamma=0.9": "without a critic; set algo.advantage to gae",
+    "algo.overlong_penalty=3": "unless algo.overlong is penalize",
+    "algo.overlong_penalty=3 algo.overlong=mask": "unless algo.overlong is penalize",
+    "task.solved_from=0.5": "without task.curriculum=true",
+    "llm_judge.model=x": "without reward.scorer=llm_judge",
+    "reward.pattern=abc": "without reward.scorer=regex",
+    "reward.format=think": "without reward.scorer=format",
+    "reward.max_chars=10": "without reward.scorer=length",
+    "reward.tests=share reward.scorer=exact": "without reward.scorer=code",
+    "reward.answer_from=boxed reward.scorer=exact": "without a scorer that reads numbers: numeric, math or reasoning_gym",
+    "reward.concurrency=3 reward.scorer=exact": "without a scorer of your own, as FILE.py:FUNCTION",
+    "engine.certs=/c": "on one machine; set engine=monarch",
+    "engine.trusted_network=eth9": "on one machine; set engine=monarch",
+    "task.prompt_field=foo": "with task.kind=arithmetic; it is for dataset, jsonl, code",
+    "task.size=20": "with task.kind=arithmetic; it is for reasoning_gym, verifiers",
+    "task.split=foo": "with task.kind=arithmetic; it is for gsm8k, math, svamp, dataset, jsonl, code",
+    "task.max_operand=20 task.kind=gsm8k": "with task.kind=gsm8k; it is for arithmetic",
+}
+
+
+@pytest.mark.parametrize("settings", IN_VAIN)
+def test_a_setting_that_nothing_reads_is_refused(settings: str) -> None:
+    first, *others = settings.split()
+    assert override_refusal(first, *others).endswith(
+        f"{first.partition('=')[0]}: cannot take effect {IN_VAIN[settings]}"
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "model.lora.targets=mlp model.lora.rank=8",
+        "reference.tensor=2 algo.reference_kl=0.1",
+        "agent.max_turns=3 agent.environment=mine.py:Maze",
+        "algo.overlong_penalty=3 algo.overlong=penalize",
+        "task.solved_from=0.5 task.curriculum=true",
+        "reward.pattern=abc reward.scorer=regex",
+        "reward.tests=share",
+        "reward.concurrency=3 reward.scorer=mine.py:score",
+        "engine.host_s=5 engine.kind=monarch",
+        "task.prompt_field=question task.kind=dataset task.path=mine.csv",
+    ],
+)
+def test_a_setting_that_is_read_is_not_refused(settings: str) -> None:
+    load_config(None, settings.split())
+
+
+def test_the_rules_of_settings_in_vain_name_settings_that_exist() -> None:
+    known = {key for key, _, _ in describe()}
+    named = {f"{rule.section}.{name}" for rule in _RULES for name in rule.names}
+    named |= {f"algo.{name}" for name in _LOSSES} | {f"task.{name}" for name in _KINDS}
+    assert not named - known
 
 
 def test_a_section_may_be_written_as_its_kind(job: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
-from msgspec.structs import fields, replace
+from msgspec.structs import replace
 
 from llamarl.config.agent import AgentConfig
 from llamarl.config.algo import AlgoConfig
@@ -16,6 +16,7 @@ from llamarl.config.engine import EngineConfig
 from llamarl.config.evaluate import EvaluateConfig
 from llamarl.config.generator import GeneratorConfig
 from llamarl.config.hub_names import pinned_folder
+from llamarl.config.in_vain import refuse_settings_in_vain
 from llamarl.config.llm_judge import LLMJudgeConfig
 from llamarl.config.model import ModelConfig
 from llamarl.config.observe import ObserveConfig
@@ -24,7 +25,7 @@ from llamarl.config.reward import RewardConfig
 from llamarl.config.reward_model import RewardModelConfig
 from llamarl.config.sandbox import SandboxConfig
 from llamarl.config.schedule import ScheduleConfig
-from llamarl.config.section import OwnRanks, Section, changed_settings
+from llamarl.config.section import OwnRanks, Section
 from llamarl.config.sft import SftConfig
 from llamarl.config.snapshots import SnapshotsConfig
 from llamarl.config.task import TaskConfig
@@ -32,7 +33,6 @@ from llamarl.config.teacher import THE_TEACHER, TeacherConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.config.weights import WeightsConfig
 from llamarl.errors import ConfigError
-from llamarl.plugins import is_reference
 from llamarl.types import Sampling
 
 SHIPPED_MODELS = ("tiny", "tiny-moe")
@@ -89,7 +89,7 @@ class Config(Section, frozen=True):
             _check_sft(self)
         _check_teacher(self)
         _check_critic(self)
-        _check_clips(self.algo)
+        refuse_settings_in_vain(self)
         if self.engine.mps_trainer_share < 1:
             _check_trainer_share(self)
         if self.evaluate.every and not self.evaluate.prompts:
@@ -308,7 +308,6 @@ def _check_teacher(config: Config) -> None:
         )
     if not teacher:
         return
-    _check_misplaced("teacher", teacher)
     if config.supervised:
         raise ConfigError("teacher.path: teaches tokens that the policy samples; with sft.share=1 nothing is sampled")
     if teacher.url and config.generator.temperature != 1:
@@ -337,35 +336,9 @@ def _check_single_answers(config: Config) -> None:
         raise ConfigError("schedule.dynamic_sampling: cannot take effect with single answers (samples_per_group=1)")
 
 
-_CLIPS = {
-    "rho": ("aipo",),
-    "clip_low": ("ppo", "grpo"),
-    "clip_high": ("ppo", "grpo"),
-    "cispo_high": ("cispo",),
-    "gspo_low": ("gspo",),
-    "gspo_high": ("gspo",),
-}  # by the losses that read them
-
-
-def _check_clips(algo: AlgoConfig) -> None:
-    """Refuses the clip of another loss. One of the user's own may read any."""
-    if is_reference(algo.loss):
-        return
-    for name in changed_settings(algo):
-        if algo.loss not in _CLIPS.get(name, (algo.loss,)):
-            own = [f"algo.{other}" for other, losses in _CLIPS.items() if algo.loss in losses]
-            advice = f"it reads {' and '.join(own)}" if own else "it clips nothing"
-            raise ConfigError(f"algo.{name}: cannot take effect with algo.loss={algo.loss}; {advice}")
-
-
 def _check_critic(config: Config) -> None:
     algo, critic = config.algo, config.critic
     if not config.has_critic:
-        for section, names in (("critic", changed_settings(critic)), ("algo", changed_settings(algo))):
-            for name in (
-                names if section == "critic" else [one for one in names if one in ("gamma", "gae_lambda", "whiten")]
-            ):
-                raise ConfigError(f"{section}.{name}: cannot take effect without a critic; set algo.advantage to gae")
         return
     if config.supervised:
         raise ConfigError("algo.advantage: gae needs sampled answers, and with sft.share=1 nothing is sampled")
@@ -383,15 +356,6 @@ def _check_critic(config: Config) -> None:
         )
     if config.trainer.dtype == "float16":
         raise ConfigError("trainer.dtype: float16 is for log-probs of policies; with a critic, leave it at auto")
-    _check_misplaced("critic", critic)
-
-
-def _check_misplaced(section: str, settings: CriticConfig | TeacherConfig) -> None:
-    """Refuses ranks of a model that has none of its own."""
-    changed = changed_settings(settings) if settings.place == "trainer" else []
-    for name in (one.name for one in fields(OwnRanks)):
-        if name in changed:
-            raise ConfigError(f"{section}.{name}: cannot take effect with {section}.place=trainer; set it to own")
 
 
 def _check_joining(config: Config) -> None:

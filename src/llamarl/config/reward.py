@@ -80,6 +80,11 @@ class RewardConfig(Section, frozen=True):
         ),
     ] = 0.1
 
+    @property
+    def scorers(self) -> frozenset[str]:
+        """Names of the scorers that are asked for."""
+        return frozenset(self.combine or [self.scorer])
+
     def __post_init__(self) -> None:
         if not all(math.isfinite(weight) for weight in self.combine.values()):
             raise ConfigError("reward.combine: weights must be finite numbers")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from llamarl.config.section import Section, changed_settings
+from llamarl.config.section import Section
 from llamarl.config.task import DatasetConfig
 from llamarl.errors import ConfigError
 
@@ -65,8 +65,6 @@ class SftConfig(Section, frozen=True):
     weight: Annotated[float, Meta(gt=0, description="weight of the rows' cross-entropy in the loss")] = 1.0
 
     def __post_init__(self) -> None:
-        if not self.path and (changed := changed_settings(self)):
-            raise ConfigError(f"sft.{changed[0]}: cannot take effect without data; set sft.path")
         if "{prompt}" not in self.template:
             raise ConfigError("sft.template: must hold {prompt} where the prompt goes")
         if self.share < 1 and self.epochs > 1:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from llamarl.config.section import OwnRanks, changed_settings
+from llamarl.config.section import OwnRanks
 from llamarl.errors import ConfigError
 
 THE_TEACHER = "teacher"  # name of the one at `path` or `adapter`
@@ -80,8 +80,6 @@ class TeacherConfig(OwnRanks, frozen=True):
             raise ConfigError(
                 "teacher.url: gives log-probs of sampled tokens; set teacher.kl=sampled and teacher.place=own"
             )
-        if not self and (changed := changed_settings(self)):
-            raise ConfigError(f"teacher.{changed[0]}: cannot take effect without a teacher; set teacher.path")
         if self.column and not self.by_name:
             raise ConfigError("teacher.column: names teachers of teacher.by_name; set it")
         if self.forward and self.kl == "sampled":

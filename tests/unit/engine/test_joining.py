@@ -179,7 +179,7 @@ def test_garbage_ends_the_connection_and_nothing_else(garbage: bytes) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["engine.join=127.0.0.1:5"], "engine.join: cannot take effect with engine=local; set engine=monarch"),
+        (["engine.join=127.0.0.1:5"], "engine.join: cannot take effect on one machine; set engine=monarch"),
         (["engine=monarch", "engine.join=127.0.0.1:5"], "engine.join: needs engine.hosts"),
         (["engine=monarch", "engine.hosts=[127.0.0.1:1]", "engine.join=10.0.0.1:5"], "is beyond this machine"),
         (

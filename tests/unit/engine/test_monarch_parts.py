@@ -115,7 +115,7 @@ def test_beyond_loopback_nothing_goes_without_certificates(address: str) -> None
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["engine.hosts=[10.0.0.2:1]"], "engine.hosts: cannot take effect with engine=local"),
+        (["engine.hosts=[10.0.0.2:1]"], "engine.hosts: cannot take effect on one machine"),
         (["engine=monarch", "engine.hosts=[10.0.0.2:1]"], "engine.hosts: 10.0.0.2:1 is beyond this machine"),
         (["engine=monarch", "engine.hosts=[10.0.0.2:1]", "engine.certs=/nowhere"], "needs monarch|holds no ca.crt"),
     ],

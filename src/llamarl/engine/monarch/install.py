@@ -35,10 +35,6 @@ def check_installed(key: str, package: str = "monarch") -> None:
 
 def check_engine(settings: EngineConfig) -> None:
     if settings.kind != "monarch":
-        if settings.hosts:
-            raise ConfigError(f"engine.hosts: cannot take effect with engine={settings.kind}; set engine=monarch")
-        if settings.join:
-            raise ConfigError(f"engine.join: cannot take effect with engine={settings.kind}; set engine=monarch")
         return
     if settings.join:
         _check_join(settings)
