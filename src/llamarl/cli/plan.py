@@ -40,6 +40,8 @@ SkippedOption = Annotated[
 ]
 PromptOption = Annotated[int, typer.Option(min=0, help="tokens of a prompt; 0: as many as it may have")]
 
+_MANY = 256  # GPUs, above which plans take many seconds
+
 
 class SharePrompts(StrEnum):
     auto = "auto"
@@ -48,7 +50,7 @@ class SharePrompts(StrEnum):
 
 def plan_command(
     model: Annotated[str, typer.Option(metavar="NAME", help=MODEL_HELP)],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs in all")],
+    gpus: Annotated[int, typer.Option(min=1, max=32_768, help="GPUs in all")],
     gpu: GpuOption = "h100",
     groups: Annotated[int, typer.Option(min=1, help="prompts of one update")] = 256,
     samples: Annotated[int, typer.Option(min=2, help="answers to each prompt")] = 8,
@@ -130,17 +132,19 @@ def plan_command(
         base=lora_base or ("fp32" if settled.is_cpu else "bf16"),
         fallbacks=() if precision or lora_base or "fp8" not in settled.precisions else ("fp8",),
     )
+    if gpus > _MANY:
+        print("searching plans, and simulating the best: up to a minute", file=sys.stderr, flush=True)
     co_located, splits = sync_plan(question), async_plans(question)
     if not any(plan and plan.can_be_built for plan in (co_located, *splits)):
         raise InputError(why_nothing_fits(offloaded(widened(question))))
     sync, split = rehearse(co_located, question) if co_located else None, rehearse_best(splits, question)
     gain = sync.step_s / split.step_s if sync and split else None
     narrow = rehearse_narrow(split, question) if split and question.fallbacks else None
-    text = job_text(model, base, split or sync, question)
+    chosen = min(filter(None, (split, sync)), key=lambda found: found.price)
+    text = job_text(model, base, chosen, question)
     if out is not None:
         _write(out, text)
-    chosen = split or sync
-    built, problems = rehearsed_ranks(chosen, question) if build and chosen else ([], [])
+    built, problems = rehearsed_ranks(chosen, question) if build else ([], [])
     if as_json:
         ranks: dict[str, object] = (
             {"built": [built_figures(role) for role in built], "problems": problems} if build else {}
@@ -204,12 +208,11 @@ def _missing(no_sync: bool) -> str:
     return "the synchronous plan does not fit" if no_sync else "there are too few GPUs for an asynchronous plan"
 
 
-def job_text(model: str, base: Path | None, rehearsed: Rehearsed | None, question: Question) -> str:
+def job_text(model: str, base: Path | None, rehearsed: Rehearsed, question: Question) -> str:
     """The YAML of a plan; a comment on top says so if it cannot be run as a job."""
     from llamarl.config.file import parse_config, read_settings
     from llamarl.plan.jobfile import job_settings, job_yaml, merged
 
-    assert rehearsed is not None
     plan = rehearsed.plan
     settings = merged(
         read_settings(base) if base else {"model": {"path": _folder(model)}}, job_settings(plan, question)
@@ -291,6 +294,10 @@ def simulate_command(
     limits = settled.generator
     if not limits.replicas:
         raise InputError("generator.replicas: 0 generators cannot be simulated; ask with as many as are to join")
+    if prompt > limits.max_prompt_tokens:
+        raise InputError(
+            f"--prompt {prompt}: the job takes at most generator.max_prompt_tokens={limits.max_prompt_tokens}"
+        )
     scene = SimulationSetup(
         config=settled,
         shape=shape_of_job(settled, _shape_asked(settled, model)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from msgspec.structs import replace
@@ -11,7 +12,7 @@ from llamarl.plan.gpus import GPUS
 from llamarl.plan.search import Space
 from llamarl.plan.workload import Question
 
-_MORE = (2, 4, 8, 16, 32)
+_MORE = 32  # times the GPUs that are there
 
 
 def why_nothing_fits(question: Question) -> str:
@@ -45,11 +46,12 @@ def _fits(question: Question) -> bool:
 
 def _what_would(question: Question) -> str:
     found = [name for name, other in _changes(question) if _fits(other)]
+    if more := _fewest_gpus(question):
+        found.append(f"{more} GPUs")
     return f"Would fit: {'; '.join(found[:3])}" if found else "Shorter answers, or a smaller model, might fit"
 
 
 def _changes(question: Question) -> list[tuple[str, Question]]:
-    more = [(f"{question.gpus * times} GPUs", replace(question, gpus=question.gpus * times)) for times in _MORE]
     larger = [
         (f"{question.gpus} {gpu.name}", replace(question, gpu=gpu))
         for gpu in sorted(GPUS.values(), key=lambda one: one.memory_gib)
@@ -61,4 +63,15 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
         if name in question.gpu.precisions and name not in question.precisions
         if name == "bf16" or question.saves_memory(name)
     ]
-    return [*others, *more, *larger]
+    return [*others, *larger]
+
+
+def _fewest_gpus(question: Question) -> int:
+    """The fewest GPUs that would hold the job, in whole hosts where it takes several; 0: more than `_MORE` times as many."""
+    host = question.gpu.gpus_per_host
+    grain = 1 if _fits(replace(question, gpus=max(host, question.gpus))) else host
+    first, last = question.gpus // grain + 1, _MORE * question.gpus // grain
+    if last < first or not _fits(replace(question, gpus=last * grain)):
+        return 0
+    counts = range(first, last)
+    return (first + bisect_left(counts, True, key=lambda count: _fits(replace(question, gpus=count * grain)))) * grain

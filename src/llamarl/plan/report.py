@@ -87,7 +87,8 @@ def table(question: Question, plans: Sequence[tuple[str, Rehearsed | None]]) -> 
         f"{question.gpus} x {question.gpu.name} ({question.gpu.source}), {work.groups} x {work.samples} answers an update, "
         f"prompt {work.prompt}, answers {work.answers.spec} (mean {work.answers.mean:.0f})"
     )
-    cells = [f"  {label:<18}" + "".join(f"{cell:<40}" for cell in cells).rstrip() for label, cells in rows]
+    width = max((len(cell) + 2 for _, cells in rows for cell in cells), default=0)
+    cells = [f"  {label:<18}" + "".join(f"{cell:<{width}}" for cell in cells).rstrip() for label, cells in rows]
     return [title, *cells, *(f"{name}: {found.plan.note}" for name, found in plans if found and found.plan.note)]
 
 

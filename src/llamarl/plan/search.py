@@ -26,6 +26,7 @@ from llamarl.plan.workload import Question
 RECOMPUTE = ("none", "selective", "full")
 PACKS = (4096, 8192, 16_384, 32_768, 65_536)
 STALENESS_PRICE = 0.01  # share by which one more version of staleness must shorten a step
+_SPLITS = 128
 _NEAR = 1.05  # times the best price, up to which a plan may turn out to be the best in a simulation
 _NEAR_PLANS = 3  # that are simulated at most
 _ROUNDS = 4  # fixed-point iterations; with fewer, a slower trainer could seem to shorten a step
@@ -108,9 +109,11 @@ class Space:
 
     @cached_property
     def splits(self) -> list[int]:
-        """Possible numbers of training GPUs: whole hosts if there are many hosts, else any number."""
+        """Possible numbers of training GPUs: whole hosts if there are many hosts, else any number; of more than `_SPLITS`,
+        as many evenly spaced ones."""
         question = self.question
         grain = question.gpu.gpus_per_host if question.gpus >= 8 * question.gpu.gpus_per_host else 1
+        grain *= -(-question.gpus // (grain * _SPLITS))
         return list(range(grain, question.gpus, grain))
 
     def trainers(self, gpus: int) -> Iterator[Trainers]:
