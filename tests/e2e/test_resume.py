@@ -17,6 +17,7 @@ from llamarl.config.file import load_config
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.ledger_state import audit
 from llamarl.errors import ConfigError, InputError
+from llamarl.observe.run_folder import RunFolder
 
 UPDATES = 20
 SETTINGS = [
@@ -83,8 +84,39 @@ def test_settings_that_would_make_it_another_run_are_refused_by_name(runs: Path,
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    config = load_config(None, [*TINY, *small_model()])
+    (tmp_path / "mine").write_text("something")
     with pytest.raises(InputError, match="holds no run"):
-        Job.resume(tmp_path)
+        Job.resume(tmp_path, config=config)
+    assert (tmp_path / "mine").read_text() == "something"
+    (tmp_path / "mine").write_text("")
+    (tmp_path / "there").symlink_to(tmp_path)
+    with pytest.raises(InputError, match="holds no run"):
+        Job.resume(tmp_path, config=config)
+    (tmp_path / "there").unlink()
+    with pytest.raises(InputError, match="holds no run"):
+        Job.resume(tmp_path)  # nothing says which job
+
+
+def test_a_run_that_was_killed_before_anything_was_recorded_begins(tmp_path: Path) -> None:
+    brief = [
+        *TINY,
+        *small_model(),
+        "engine=inline",
+        "schedule.updates=2",
+        "evaluate.prompts=0",
+        "snapshots.at_end=none",
+    ]
+    config = load_config(None, brief)
+    RunFolder.create(tmp_path / "killed").lock.release()  # and no more
+    for begun in ("killed", "missing"):
+        notes = Notes()
+        assert Job.resume(tmp_path / begun, config=config, display=notes).updates == 2
+        assert any("the run begins" in note for note in notes.seen)
+    folder = RunFolder.create(tmp_path / "at work")
+    with pytest.raises(InputError, match=r"process \d+ on .* is at work there"):
+        Job.resume(tmp_path / "at work", config=config)
+    folder.close()
 
 
 @pytest.mark.parametrize("engine", ["inline", "local"])

@@ -67,8 +67,9 @@ def _settle(config: str, overrides: list[str] | None, run: Path | None, *, resum
     if resume:
         if run is None:
             raise InputError("--resume: name the run folder with --run DIR")
-        if path is None and (run / CONFIG).is_file():
-            path = run / CONFIG
+        if path is None and not (run / CONFIG).is_file():
+            raise InputError(f"--resume: {run} holds no run (no {CONFIG} there)")
+        path = path or run / CONFIG
     return load_config(path, settings)
 
 

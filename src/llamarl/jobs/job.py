@@ -22,7 +22,7 @@ from llamarl.jobs.run import run_job
 from llamarl.observe.callbacks import AnyCallback, checked_callbacks
 from llamarl.observe.display import Display, LastingConsole, Quiet, make_display
 from llamarl.observe.metric_logger import MetricLogger
-from llamarl.observe.run_folder import CONFIG, dated_run_folder
+from llamarl.observe.run_folder import CONFIG, clear_unbegun, dated_run_folder
 from llamarl.observe.summary import Summary
 from llamarl.plugins import refuse_while_importing
 from llamarl.tasks.from_python import with_scorer, with_task
@@ -101,10 +101,18 @@ class Job:
         display: Display | Literal["terminal"] | None = None,
     ) -> Summary:
         """Continue a run from its newest whole snapshot, with the settings it had, or equivalent ones. A finished run is left
-        as it is, unless `schedule.updates` asks for more."""
+        as it is, unless `schedule.updates` asks for more. A run that was killed before anything was recorded begins, if its
+        `config` is given."""
         path = Path(folder)
         if not (path / CONFIG).is_file():
-            raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
+            if config is None or not clear_unbegun(path):
+                raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
+            job = cls(
+                config, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks
+            )
+            with _shown(display) as shown:
+                shown.note(f"nothing is recorded in {path} yet: the run begins")
+                return job.run(path, display=shown)
         asked = with_commits_of(load_config(path / CONFIG), config or load_config(path / CONFIG, overrides))
         job = cls(asked, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
         with _shown(display) as shown:

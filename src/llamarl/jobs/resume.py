@@ -24,12 +24,13 @@ from llamarl.observe.callbacks import Callback
 from llamarl.observe.display import Display
 from llamarl.observe.final_report import resume_command
 from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, SUMMARY, RunFolder
-from llamarl.observe.run_lock import RunLock
+from llamarl.observe.run_lock import RunLock, refuse_locked
 from llamarl.observe.starts import Starts
 from llamarl.observe.summary import Summary
 
 
 def resume_job(job: PreparedJob, path: Path, display: Display, callbacks: Sequence[Callback] = ()) -> Summary:
+    refuse_locked(path)
     last, now = Starts(path).last(), job.config
     before = parse_config(last.config) if last else load_config(path / CONFIG)
     changed = describe_changes(before, now)

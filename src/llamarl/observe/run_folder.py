@@ -20,7 +20,7 @@ from llamarl.observe.event_log import EventLog, event_file, event_files
 from llamarl.observe.metrics_file import MetricsFile
 from llamarl.observe.rollout_log import ROLLOUTS, RolloutLog
 from llamarl.observe.rows import Row, cut_rows, read_rows
-from llamarl.observe.run_lock import RunLock, is_locked
+from llamarl.observe.run_lock import LOCK, RunLock, refuse_locked
 
 LEDGER = "ledger"
 CURRICULUM = "curriculum"
@@ -53,10 +53,25 @@ def refuse_used(path: Path) -> None:
     if is_file:
         raise InputError(f"--run {path}: is a file; name a new folder")
     if is_used:
-        if is_locked(path):
-            raise InputError(f"--run {path}: a job is at work there; name a new folder")
+        refuse_locked(path)
         hint = "; to go on with that run, add --resume" if (path / LEDGER).exists() else ""
         raise InputError(f"--run {path}: is not empty; name a new folder{hint}")
+
+
+def clear_unbegun(path: Path) -> bool:
+    """Whether nothing was recorded there yet: the folder is missing, or holds no more than the empty files of a job that was
+    killed as it began. Those are removed."""
+    found = sorted(path.rglob("*"), reverse=True)  # what is in a folder comes before it
+    refuse_locked(path)
+    if any(map(_holds_something, found)):
+        return False
+    for one in found:
+        one.rmdir() if one.is_dir() else one.unlink()
+    return path.is_dir() or not path.exists()
+
+
+def _holds_something(path: Path) -> bool:
+    return path.is_symlink() or (not path.is_dir() and path.name != LOCK and path.stat().st_size > 0)
 
 
 class RunFolder:

@@ -87,6 +87,13 @@ def _take(fd: int) -> None:
             time.sleep(wait_s)
 
 
+def refuse_locked(folder: Path) -> None:
+    """InputError if a job is at work in a folder."""
+    if is_locked(folder):
+        owner = _owner_in((folder / LOCK).read_bytes())
+        raise InputError(f"--run {folder}: {owner} is at work there; wait for it, end it, or name a new folder")
+
+
 def is_locked(folder: Path) -> bool:
     """Whether a job is at work in a run folder, on any host that shares its locks."""
     try:
