@@ -21,13 +21,12 @@ def score(completion, answer, prompt):
     return 0.0
 """
 LOSS = """
-from itertools import count
 from llamarl.algo.losses import aipo_loss
 
-calls = count()
 
 def loss(tokens, algo):
-    if next(calls) == {bad}:
+    if tokens.num_tokens > 9:  # more than it is tried on
+
         raise RuntimeError("out of luck")
     return aipo_loss(tokens, algo)
 """
@@ -61,13 +60,13 @@ def test_a_scorer_that_raises_is_told_with_its_line_and_its_traceback(tmp_path: 
 
 @engines
 def test_a_loss_that_raises_while_training_ends_the_job_once(tmp_path: Path, engine: str) -> None:
-    (tmp_path / "my.py").write_text(LOSS.format(bad=1))
+    (tmp_path / "my.py").write_text(LOSS)
     notes, run = Notes(), tmp_path / "run"
     job = Job.load(None, [*BRIEF, f"engine={engine}", f"algo.loss={tmp_path}/my.py:loss", "algo.zero_variance=keep"])
     with pytest.raises(JobFailed) as failed:
         job.run(run, display=notes)
     assert failed.value.exit_code == 3
-    assert f"my.py:loss failed: RuntimeError: out of luck ({tmp_path}/my.py:9); see {run}/logs/" in str(failed.value)
+    assert f"my.py:loss failed: RuntimeError: out of luck ({tmp_path}/my.py:8); see {run}/logs/" in str(failed.value)
     assert 'raise RuntimeError("out of luck")' in one_log(run)
     assert not any("died" in note for note in notes.seen)
 
@@ -88,9 +87,15 @@ def test_a_loss_that_raises_on_one_rank_ends_the_job_once(tmp_path: Path) -> Non
 
 
 def test_a_loss_that_raises_always_stops_the_job_before_it_starts(tmp_path: Path) -> None:
-    (tmp_path / "my.py").write_text(LOSS.format(bad=0))
-    with pytest.raises(ConfigError, match=r"my\.py:loss failed: RuntimeError: out of luck \(.*my\.py:9\)"):
+    (tmp_path / "my.py").write_text(LOSS.replace("> 9", "> 0"))
+    with pytest.raises(ConfigError, match=r"my\.py:loss failed: RuntimeError: out of luck \(.*my\.py:8\)"):
         Job.load(None, [*BRIEF, f"algo.loss={tmp_path}/my.py:loss"])
+
+
+def test_a_scorer_that_gives_one_reward_for_all_answers_stops_the_job_before_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("def score(completions, **columns):\n    return [1.0]\n")
+    with pytest.raises(ConfigError, match="scorer gave 1 reward for 2 completions"):
+        Job.load(None, [*BRIEF, f"reward.scorer={tmp_path}/my.py:score"])
 
 
 @engines

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llamarl.algo.batch import TokenBatch
-from llamarl.algo.losses import Loss
+from llamarl.algo.losses import Loss, is_tokenwise
 from llamarl.config import AlgoConfig
 from llamarl.errors import ConfigError, OwnCodeFailed
 from llamarl.plugins import describe_error
@@ -22,21 +22,64 @@ from llamarl.plugins import describe_error
 _LENGTHS = (3, 2, 4)  # lengths of the made-up answers
 
 
+_CUT_BETWEEN, _CUT_INSIDE = 3, 7  # places where the batch is cut: between two answers, and inside of one
+_CLOSE = 1e-3  # relative; what parts may differ by from the whole, which is rounding
+
+
 class _AnyColumn(dict[str, Tensor]):
     """Has a column of any name, since roles of the user's may add any."""
 
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
     def __missing__(self, name: str) -> Tensor:
-        return torch.full((sum(_LENGTHS),), -0.5)
+        return torch.full((self._count,), -0.5)
 
 
 def try_loss(loss: Loss, algo: AlgoConfig) -> None:
-    """Raises ConfigError for a loss that cannot work on a small batch like any other."""
+    """Raises ConfigError for a loss that cannot work on a small batch like any other, or whose parts do not add up."""
     try:
-        value, _ = guarded(loss)(_made_up_batch(), algo)
-        if not torch.isfinite(value):
-            raise OwnCodeFailed(f"algo.loss: {algo.loss} returned {value.item()} for a small batch like any other")
+        value = _value_of(loss, algo)
+        if not torch.isfinite(value[0]):
+            raise OwnCodeFailed(f"algo.loss: {algo.loss} returned {value[0].item()} for a small batch like any other")
+        if torch.equal(value, _value_of(loss, algo)):  # else it draws numbers, or counts its calls
+            _check_sum(loss, algo, value, _CUT_BETWEEN)
+            if is_tokenwise(loss):
+                _check_sum(loss, algo, value, _CUT_INSIDE)
     except OwnCodeFailed as error:
         raise ConfigError(str(error)) from error.__cause__
+
+
+def _value_of(loss: Loss, algo: AlgoConfig, part: slice = slice(None)) -> Tensor:
+    """The loss of a part of the made-up batch, and its gradient by every log-prob."""
+    tokens = _made_up_batch(part)
+    value, _ = guarded(loss)(tokens, algo)
+    if value.requires_grad:
+        (gradient,) = torch.autograd.grad(value, tokens.policy_logprobs_N, allow_unused=True)
+    else:
+        gradient = None
+    return torch.cat(
+        [value.detach()[None], torch.zeros_like(tokens.policy_logprobs_N) if gradient is None else gradient]
+    )
+
+
+def _check_sum(loss: Loss, algo: AlgoConfig, whole: Tensor, cut: int) -> None:
+    """Refuses a loss that is not the sum of its parts: its gradient would depend on how updates are cut into packs."""
+    first, second = _value_of(loss, algo, slice(0, cut)), _value_of(loss, algo, slice(cut, None))
+    parts = torch.cat([first[:1] + second[:1], first[1:], second[1:]])
+    if torch.allclose(parts, whole, rtol=_CLOSE, atol=_CLOSE * float(whole.abs().max())):
+        return
+    told = f"{whole[0]:.4g} for three answers, and {parts[0]:.4g} for the same ones in two parts"
+    if torch.equal(parts[:1], whole[:1]):
+        told = "other gradients for three answers than for the same ones in two parts"
+    raise OwnCodeFailed(
+        f"algo.loss: {algo.loss} gives {told}: divide sums over tokens by tokens.num_tokens, or sums over answers by "
+        "tokens.num_sequences, the counts of the whole update, and take no other means over a part"
+        if cut == _CUT_BETWEEN
+        else f"algo.loss: {algo.loss} gives {told}, cut inside an answer: its tokens depend on each other, so leave out "
+        "@tokenwise"
+    )
 
 
 def guarded(loss: Loss) -> Loss:
@@ -88,16 +131,16 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _made_up_batch() -> TokenBatch:
-    count = sum(_LENGTHS)
-    entropy_N = torch.full((count,), 0.7, requires_grad=True)
+def _made_up_batch(part: slice) -> TokenBatch:
+    count, lengths = sum(_LENGTHS), torch.tensor(_LENGTHS)
+    policy_logprobs_N = torch.linspace(-2.0, -0.1, count)[part].requires_grad_()
     return TokenBatch(
-        policy_logprobs_N=torch.linspace(-2.0, -0.1, count).requires_grad_(),
-        behavior_logprobs_N=torch.linspace(-1.8, -0.2, count),
-        advantages_N=torch.repeat_interleave(torch.tensor([1.0, -1.0, 0.5]), torch.tensor(_LENGTHS)),
-        sequence_N=torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)),
-        entropy_N=entropy_N,
+        policy_logprobs_N=policy_logprobs_N,
+        behavior_logprobs_N=torch.linspace(-1.8, -0.2, count)[part],
+        advantages_N=torch.repeat_interleave(torch.tensor([1.0, -1.0, 0.5]), lengths)[part],
+        sequence_N=torch.repeat_interleave(torch.arange(len(_LENGTHS)), lengths)[part],
+        entropy_N=torch.full_like(policy_logprobs_N, 0.7).requires_grad_(),
         num_tokens=count,
         num_sequences=len(_LENGTHS),
-        columns=_AnyColumn(),
+        columns=_AnyColumn(len(policy_logprobs_N)),
     )

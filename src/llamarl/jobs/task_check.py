@@ -26,6 +26,7 @@ from llamarl.tasks.task import Prompter, Task
 from llamarl.tasks.tools.client import ToolClient
 from llamarl.types import Problem
 
+_TRIED = 2  # answers, since a scorer of all answers to a prompt must give a reward to each
 EVERY_COLUMN = ScorerRequirements(everything=True, answer=False)  # agents see whole rows of the data
 
 
@@ -48,7 +49,7 @@ def prepare_prompts(
         prompts = Prompts(found, tokenizer, config, rows)
         problem = prompts.problem(0)
         check_chat_options(config.task, problem)
-        outcome = judge.score(problem.answer, problem)
+        outcomes = judge.score_all([problem.answer] * _TRIED, problem)
     except LlamaRLError:
         raise
     except Exception as error:  # raised by a trusted function, on `inline`
@@ -56,10 +57,10 @@ def prepare_prompts(
         raise ConfigError(f"reward.scorer: fails on the first problem's own answer: {told}") from error
     finally:
         judge.close()
-    if outcome.status != "ok":
-        raise ConfigError(
-            f"reward.scorer: fails on the first problem's own answer {problem.answer!r}: {outcome.reason}"
-        )
+    for outcome in outcomes:
+        if outcome.status != "ok":
+            told = f"{problem.answer!r}: {outcome.reason}"
+            raise ConfigError(f"reward.scorer: fails on the first problem's own answer {told}")
     return prompts
 
 

@@ -107,7 +107,7 @@ def rewards_in(returned: Any, signature: Signature, count: int) -> tuple[float, 
         raise BadReward(f"scorer gave {_shown(returned)}; for completions it must give a list with one number for each")
     found = list(returned)
     if len(found) != count:
-        raise BadReward(f"scorer gave {len(found)} rewards for {count} completions")
+        raise BadReward(f"scorer gave {len(found)} reward{'s' * (len(found) != 1)} for {count} completions")
     return tuple(map(_number, found))
 
 

@@ -251,6 +251,14 @@ def field_of(row: Row, field: str) -> Any:
     return field_of(inside, rest)
 
 
+def has_field(row: Row, field: str) -> bool:
+    try:
+        field_of(row, field)
+    except KeyError:
+        return False
+    return True
+
+
 def text_field(row: Row, field: str, setting: str = "") -> str:
     """Return a field that holds a text, or a number as text. `setting` is the one that names the field, if one does."""
     try:

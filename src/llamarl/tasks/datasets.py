@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from llamarl.config import DatasetConfig
 from llamarl.errors import ConfigError
 from llamarl.tasks.custom_scorers import ScorerRequirements
-from llamarl.tasks.data_files import BadRow, Row, as_text, field_of, read_rows, text_field
+from llamarl.tasks.data_files import BadRow, Row, as_text, field_of, has_field, read_rows, text_field
 from llamarl.tasks.dataset_files import find_files
 from llamarl.tasks.example_store import ExampleStore
 from llamarl.tasks.examples import Example
@@ -27,6 +27,7 @@ from llamarl.tasks.task import is_held_out
 from llamarl.types import Turn
 
 _NOTHING = ScorerRequirements()
+_ANSWER = DatasetConfig().answer_field  # which no setting names
 _CALCULATOR = re.compile(r"<<[^<>\n]{0,200}>>")  # calculator annotations in GSM8K's solutions
 _ROLES = ("system", "user", "assistant")
 
@@ -72,13 +73,15 @@ def _svamp(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Exam
 
 def _rows(settings: DatasetConfig, row: Row, needs_answer: bool = True) -> Example:
     """Read a row of any dataset, by the columns that settings name. A chat that ends with the assistant's message and has no
-    answer beside it is answered by that message."""
+    answer beside it is answered by that message. Where no scorer needs the answer, a row may have none, unless a setting
+    names its column."""
     prompt, answer = _column(row, settings.prompt_field), _column(row, settings.answer_field)
     if answer is None and isinstance(prompt, list) and len(prompt) > 1 and _role(prompt[-1]) == "assistant":
         answer = _turn(prompt[-1], settings.prompt_field).content
         return _make_example(settings, {**row, settings.prompt_field: prompt[:-1]}, answer, answer)
     shown = bool(settings.few_shot) and not settings.solution_field
-    optional = not needs_answer and not shown and answer in (None, "")
+    named = settings.answer_field != _ANSWER and not has_field(row, settings.answer_field)
+    optional = not needs_answer and not shown and not named and answer in (None, "")
     text = "" if optional else text_field(row, settings.answer_field, "task.answer_field")
     return _make_example(settings, row, text, text)
 
@@ -103,10 +106,7 @@ def _make_example(settings: DatasetConfig, row: Row, answer: str, solution: str)
 
 
 def _column(row: Row, field: str) -> Any:
-    try:
-        return field_of(row, field)
-    except KeyError:
-        return None
+    return field_of(row, field) if has_field(row, field) else None
 
 
 def _role(message: Any) -> Any:

@@ -209,10 +209,15 @@ class Judge:
 
     def score(self, completion: str, problem: Problem) -> Judgment:
         """Judge one answer and wait for it. No other answers may be in progress."""
-        self.ask(None, completion, problem)
-        while not (done := self.collect(1.0)):
-            pass
-        return done[0][1]
+        return self.score_all([completion], problem)[0]
+
+    def score_all(self, completions: Sequence[str], problem: Problem) -> list[Judgment]:
+        """Judge the answers to a prompt and wait for them. No others may be in progress."""
+        self.ask_all(range(len(completions)), completions, problem)
+        done: dict[Hashable, Judgment] = {}
+        while len(done) < len(completions):
+            done.update(self.collect(1.0))
+        return [done[number] for number in range(len(completions))]
 
     def close(self) -> None:
         self._pool.close()

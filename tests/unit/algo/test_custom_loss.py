@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from llamarl.algo.custom_loss import guarded, try_loss
-from llamarl.algo.losses import aipo_loss, gspo_loss, is_tokenwise
+from llamarl.algo.losses import LOSSES, Loss, aipo_loss, gspo_loss, is_tokenwise, tokenwise
 from llamarl.builders.loss import check_loss, make_loss
 from llamarl.config import AlgoConfig
 from llamarl.config.file import load_config
@@ -24,6 +25,9 @@ BODIES = {
     "return tokens.sequence_N.sum(), {}": "returned a loss of torch.int64",
     "return tokens.policy_logprobs_N.detach().sum(), {}": "returned a loss without a gradient",
     "return tokens.policy_logprobs_N.sum() / 0 * 0, {}": "returned nan for a small batch",
+    "return tokens.policy_logprobs_N.mean(), {}": "gives -1.05 for three answers, and -2.",
+    "a = tokens.advantages_N; return -((a - a.mean()) * tokens.policy_logprobs_N).sum() / tokens.num_tokens, {}": "gives ",
+    "p = tokens.policy_logprobs_N; return (p - p.detach()).mean(), {}": "gives other gradients for three answers than",
     "return tokens.policy_logprobs_N.sum(), None": "returned None for the metrics",
     "return tokens.policy_logprobs_N.sum(), {'x': tokens.advantages_N}": "returned the metric 'x' as a tensor of shape",
     "return tokens.policy_logprobs_N.sum(), {'x': 'much'}": "returned the metric 'x' as a str",
@@ -58,6 +62,26 @@ def test_a_guarded_loss_is_the_loss() -> None:
     for loss in (aipo_loss, gspo_loss):
         try_loss(loss, AlgoConfig())
         assert is_tokenwise(guarded(loss)) == is_tokenwise(loss)
+
+
+def test_a_loss_over_whole_answers_is_not_tokenwise() -> None:
+    try_loss(gspo_loss, AlgoConfig())
+    with pytest.raises(
+        ConfigError, match="cut inside an answer: its tokens depend on each other, so leave out @tokenwise"
+    ):
+        try_loss(tokenwise(partial(gspo_loss)), AlgoConfig())
+
+
+@pytest.mark.parametrize("loss", LOSSES.values())
+def test_our_own_losses_are_sums_of_their_parts(loss: Loss) -> None:
+    try_loss(loss, AlgoConfig())
+
+
+def test_a_loss_that_draws_numbers_is_not_held_to_a_sum() -> None:
+    def loss(tokens, algo):  # type: ignore[no-untyped-def]
+        return (tokens.policy_logprobs_N * torch.rand_like(tokens.policy_logprobs_N)).sum() / tokens.num_tokens, {}
+
+    try_loss(loss, AlgoConfig())
 
 
 def test_what_a_loss_raises_later_is_the_users_own_failure(tmp_path: Path) -> None:

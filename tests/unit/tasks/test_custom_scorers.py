@@ -137,7 +137,7 @@ def test_a_function_is_called_with_what_its_parameters_name(judge_for: Any, name
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("short", "scorer gave 1 rewards for 3 completions"),
+        ("short", "scorer gave 1 reward for 3 completions"),
         ("none", "scorer gave None; for completions it must give a list with one number for each"),
         ("nones", "scorer gave None; it must give a number"),
         ("nan", "scorer gave nan"),

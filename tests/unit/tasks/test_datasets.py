@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from llamarl.config import MixturePart, TaskConfig
 from llamarl.errors import ConfigError, InputError
+from llamarl.tasks.custom_scorers import ScorerRequirements
 from llamarl.tasks.mixture import Mixture, shares
 from llamarl.tasks.registry import make_single_task, make_task, own_scorers
 from llamarl.tasks.statistics import bootstrap, pass_at_k, wilson
@@ -87,6 +89,14 @@ def test_fields_are_named_by_settings(tmp_path: Path) -> None:
     problem = task.problem(0)
     assert problem.answer in ("1", "0.5")
     assert problem.prompt in ("one one is one\n\nhalf", "half x\n\none")
+
+
+def test_a_column_that_a_setting_names_must_be_there_even_where_no_scorer_needs_it(tmp_path: Path) -> None:
+    path, unneeded = write(tmp_path / "my.jsonl", {"prompt": "p", "target": "t"}), ScorerRequirements(answer=False)
+    settings = TaskConfig(kind="dataset", path=str(path), held_out=1e-9)
+    assert make_single_task(settings, 0, unneeded).problem(0).answer == ""
+    with pytest.raises(InputError, match=r"no field 'taget'; there are: 'prompt', 'target'; task\.answer_field names"):
+        make_single_task(replace(settings, answer_field="taget"), 0, unneeded)
 
 
 @pytest.mark.parametrize(
