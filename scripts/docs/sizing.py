@@ -86,7 +86,7 @@ other lengths:
 GPU-hours are seconds an update x {UPDATES:,} x GPUs / 3,600, without startup, evaluations and snapshots. The batch is the
 same in all rows. So beyond some number of GPUs an update cannot become shorter: its longest answer, of up to
 {WORK.answers.longest:,} tokens, is decoded one token after another, and the hours grow with the GPUs. More GPUs pay with
-larger batches ([how cost grows](results-more.md#20-how-cost-grows)).
+larger batches ([how cost grows](results-second-round.md#20-how-cost-grows)).
 """
 
 

@@ -32,7 +32,7 @@ def no_folder(path: Path) -> str:
             return f"{path}: a GGUF file; make a model folder of it first: llamarl import-gguf {path} DIR"
         return f"{path}: is a file; give the folder that holds it"
     if _HUB_ID.fullmatch(str(path)):
-        told = "from Python, a name on the Hugging Face Hub is fetched by llamarl.hub.models.fetch_model"
+        told = "one on the Hugging Face Hub is written ORG/NAME; from Python, llamarl.hub.models.fetch_model fetches it"
         return f"no folder {path}; {EXPECTED} ({told})"
     return f"no folder {path}; {EXPECTED}"
 

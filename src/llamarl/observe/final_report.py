@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from llamarl.observe.display import format_seconds
+from llamarl.observe.starts import Starts
 from llamarl.observe.summary import MemoryUsed, Summary
 
 
@@ -67,6 +68,8 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
     if summary.policy:
         lines.append(f"policy             {folder / summary.policy}")
     lines += [f"NOTE: {advice}" for advice in summary.advice]
+    for path in Starts(folder).several_versions():
+        lines.append(f"NOTE: {path} was changed between starts: scores of before and after may not be comparable")
     if summary.outcome != "finished":
         lines.append(f"{summary.outcome}; go on with: {resume_command(folder)}")
     return lines

@@ -71,6 +71,14 @@ class Starts:
             if copy and copy != _copy_name(path):
                 yield f"{path} has changed since this run was last started; what it was is in {self._folder / CODE / copy}"
 
+    def several_versions(self) -> list[str]:
+        """The user's files that were not the same at all starts."""
+        copies: dict[str, set[str]] = {}
+        for row in Rows(self._path, StartRecord):
+            for path, copy in row.code.items():
+                copies.setdefault(path, set()).add(copy)
+        return sorted(path for path, seen in copies.items() if len(seen) > 1)
+
     def _copy(self, path: Path) -> str:
         name = _copy_name(path)
         (self._folder / CODE).mkdir(exist_ok=True)

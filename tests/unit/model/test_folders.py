@@ -26,7 +26,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_hub_id_is_told_apart_from_a_folder_that_is_missing(tmp_path: Path) -> None:
-    assert "a name on the Hugging Face Hub" in refusal(Path("Qwen/Qwen3-0.6B"))
+    assert "on the Hugging Face Hub" in refusal(Path("Qwen/Qwen3-0.6B"))
     assert "Hub" not in refusal(tmp_path / "nowhere")
     assert "Hub" not in refusal(Path("./models/nowhere/x"))
 

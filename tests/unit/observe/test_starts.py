@@ -37,3 +37,15 @@ def test_rows_of_earlier_releases_have_no_digest(folder: Path) -> None:
     (folder / STARTS).write_text("".join(json.dumps({**row, "digest": ""}) + "\n" for row in rows))
     found = Starts(folder).last()
     assert found is not None and found.run == 1
+
+
+def test_files_that_were_changed_between_starts_are_known(tmp_path: Path) -> None:
+    """An answer is scored by the file as it was: 1.0 before and 0.1 after may say nothing of the policy."""
+    (tmp_path / "mine.py").write_text("def score(completion, answer): return 1.0")
+    config = load_config(None, [f"reward.scorer={tmp_path}/mine.py:score"])
+    for run in range(2):
+        Starts(tmp_path).add(config, run=run, version=run, at="now")
+        assert not Starts(tmp_path).several_versions()
+    (tmp_path / "mine.py").write_text("def score(completion, answer): return 0.1")
+    Starts(tmp_path).add(config, run=2, version=2, at="now")
+    assert Starts(tmp_path).several_versions() == [f"{tmp_path}/mine.py"]

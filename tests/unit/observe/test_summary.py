@@ -11,9 +11,11 @@ import pytest
 from rich.console import Console
 
 from llamarl.config import Config, ScheduleConfig
+from llamarl.config.file import load_config
 from llamarl.observe.display import Progress, Quiet, format_seconds, line_of
 from llamarl.observe.final_report import print_report, report_lines
 from llamarl.observe.run_folder import METRICS, SUMMARY, TIMINGS, RunFolder
+from llamarl.observe.starts import Starts
 from llamarl.observe.summary import Summary, Tally
 from llamarl.observe.timeline import Span
 from llamarl.observe.watcher import Watcher
@@ -129,13 +131,19 @@ def test_a_run_that_failed_before_its_first_update_has_a_summary_too(watcher: Wa
     assert (summary.updates, summary.eval_before, summary.reward_last, summary.policy) == (0, None, 0.0, "")
 
 
-def test_the_report_shows_the_summary_and_takes_paths_literally(watcher: Watcher) -> None:
+def test_the_report_shows_the_summary_and_takes_paths_literally(watcher: Watcher, tmp_path: Path) -> None:
     summary = run_to_the_end(watcher)
     text = "\n".join(report_lines(summary, Path("runs/[bold]x")))
     assert "0.250 -> 0.750" in text
     assert "40 trained, 1 dropped" in text
     flat = "\n".join(report_lines(msgspec.structs.replace(summary, groups_without_variance=7), Path("runs/x")))
     assert "40 trained (7 without variance), 1 dropped" in flat
+    (tmp_path / "mine.py").write_text("def score(completion, answer): return 1.0")
+    for run in range(2):
+        config = load_config(None, [f"reward.scorer={tmp_path}/mine.py:score"])
+        Starts(tmp_path).add(config, run=run, version=run, at="now")
+        (tmp_path / "mine.py").write_text("def score(completion, answer): return 0.1")
+    assert report_lines(summary, tmp_path)[-1].startswith(f"NOTE: {tmp_path}/mine.py was changed between starts: ")
     console = Console(width=80, record=True, file=io.StringIO())
     print_report(console, summary, Path("runs/[bold]x"))
     assert "runs/[bold]x/snapshots/20/policy" in console.export_text()
