@@ -80,7 +80,7 @@ def own_tool(folder: Path, name: str = "tool") -> list[str]:
 
 def test_deterministic_jobs_stay_so_on_any_engine_and_across_a_crash(tmp_path: Path) -> None:
     settings = [*own_tool(tmp_path), "schedule.updates=3", "schedule.deterministic=true", "snapshots.every=1"]
-    settings += ["evaluate.prompts=1"]
+    settings += ["evaluate.prompts=1", "trainer.threads=1"]  # inline has the threads of this process, which is one
     Job(load_config(EXAMPLE, [*settings, "engine=inline"])).run(tmp_path / "inline")
     expected = fingerprint(tmp_path / "inline", 3)
     Job(load_config(EXAMPLE, [*settings, "generator.replicas=2"])).run(tmp_path / "local")

@@ -173,6 +173,7 @@ def test_groups_dropped_before_a_resume_stay_in_the_summary(tmp_path: Path) -> N
     )
     settings = [
         f"reward.scorer={unscorable}:score",
+        "reward.max_chars=4000",
         "reward.retries=0",
         "reward.max_failure_share=1",
         "reward.workers=1",
@@ -239,7 +240,12 @@ def test_a_run_goes_on_from_another_folder_and_a_changed_file_is_told(
     Path("scorer.py").write_text("def score(completion, answer, prompt):\n    return float(len(completion))\n")
     with pytest.raises(Killed):
         job(
-            "reward.scorer=scorer.py:score", "reward.workers=1", "evaluate.prompts=0", "evaluate.every=0", update=3
+            "reward.scorer=scorer.py:score",
+            "reward.max_chars=4000",
+            "reward.workers=1",
+            "evaluate.prompts=0",
+            "evaluate.every=0",
+            update=3,
         ).run("run")
     with Path("scorer.py").open("a") as file:
         file.write("# another thought\n")

