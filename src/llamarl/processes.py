@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 # `-P` keeps the working folder out of the module path, where a user's `numbers.py` would hide Python's own.
 PYTHON = (sys.executable, "-P")
@@ -21,6 +22,12 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before the kernel was asked
+
+
+def name_process(name: str) -> None:
+    """Have `top` and `ps -o comm` show this name, of at most 15 bytes."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name, encoding="utf-8")
 
 
 @contextmanager

@@ -98,6 +98,15 @@ def test_a_scorer_that_gives_one_reward_for_all_answers_stops_the_job_before_it_
         Job.load(None, [*BRIEF, f"reward.scorer={tmp_path}/my.py:score"])
 
 
+def test_processes_have_the_names_of_their_executors(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        "def score(completion, answer):\n    return float(open('/proc/self/comm').read().strip() == 'reward/0')\n"
+    )
+    chosen = [f"reward.scorer={tmp_path}/my.py:score", "reward.trusted=true", "algo.zero_variance=keep"]
+    summary = Job.load(None, [*BRIEF, "engine=local", *chosen]).run(tmp_path / "run")
+    assert (summary.reward_first, summary.reward_last) == (1.0, 1.0)
+
+
 @engines
 def test_a_tool_that_raises_is_told_with_its_line_and_its_traceback(tmp_path: Path, engine: str) -> None:
     (tmp_path / "my.py").write_text(TOOL)

@@ -135,5 +135,5 @@ def _check_files(config: Config, facts: MachineFacts) -> Finding:
     needed = _FILES + _FILES_PER_RANK * ranks
     told = f"about {needed} of {facts.open_files} open files"
     if needed > facts.open_files:
-        return Finding("fits files", "problem", f"DOES NOT FIT: {told}", "raise the limit: ulimit -n 4096")
+        return Finding("fits files", "problem", f"DOES NOT FIT: {told}", f"raise the limit: ulimit -n {needed}")
     return Finding("fits files", "ok", told)

@@ -115,8 +115,10 @@ def job_parts(config: Config) -> Iterator[MemoryItem]:
         yield from _shared_base(config, shape)
     for device in generator_devices(config, _first_gpus(config)):
         yield from _generator_parts(config, shape, device, Limits.of(config))
-    for rank, device in enumerate(trainer_devices(config, _first_gpus(config))):
-        yield from _trainer_parts(config, shape, device, first_replica=rank < config.trainer.shard_ranks)
+    trainers = trainer_devices(config, _first_gpus(config))
+    for device in trainers:
+        yield from _trainer_parts(config, shape, device)
+    yield from _copies_of_policy(config, shape, trainers[: config.trainer.shard_ranks])
     if config.algo.reference_kl > 0:
         yield from _reference_parts(config)
     if config.teacher_folders:
@@ -150,9 +152,7 @@ def _generator_parts(config: Config, shape: ModelSpec, device: torch.device, lim
     yield _process(device)
 
 
-def _trainer_parts(
-    config: Config, shape: ModelSpec, device: torch.device, *, first_replica: bool
-) -> Iterator[MemoryItem]:
+def _trainer_parts(config: Config, shape: ModelSpec, device: torch.device) -> Iterator[MemoryItem]:
     settings, place, on_gpu = config.trainer, _place(device), device.type == "cuda"
     state = _training_state(config, shape, on_gpu)
     away = 0.0 if config.model.lora else _OFFLOADED * state if settings.offload and on_gpu else 0.0
@@ -189,8 +189,6 @@ def _trainer_parts(
     if settings.recompute == "offload" and on_gpu:
         host = offloaded_bytes(shape, tokens / settings.context, settings.tensor, width)
         yield MemoryItem("activations in host memory", HOST, host, "lower trainer.tokens_per_pack", sure=False)
-    if first_replica:
-        yield from _copies_of_policy(config, shape, place)
     yield _process(device)
 
 
@@ -228,21 +226,22 @@ def _shared_base(config: Config, shape: ModelSpec) -> Iterator[MemoryItem]:
         yield MemoryItem("the frozen base", place, weight_bytes(shape, precision), "set model.base=fp8")
 
 
-def _copies_of_policy(config: Config, shape: ModelSpec, place: str) -> Iterator[MemoryItem]:
-    """What a rank of the first replica holds besides: weights for the generators, and the state that is being saved."""
-    ranks = config.trainer.shard_ranks
+def _copies_of_policy(config: Config, shape: ModelSpec, devices: Sequence[torch.device]) -> Iterator[MemoryItem]:
+    """What the ranks of the first replica hold besides: weights for the generators, and the state that is being saved."""
+    ranks = len(devices)
     on_device = weight_transport(config, _first_gpus(config), can_reach=lambda reader, writer: True) == "cuda"
     published = NUM_SLOTS * published_bytes(shape, wire_precision(config), config.model.lora) / ranks
-    if config.samples:
-        yield MemoryItem(
-            "published weights",
-            place if on_device else HOST,
-            published,
-            "set weights.transport=memfd" if on_device else "set generator.dtype=bfloat16",
-        )
-    if _saves_whole(config):
-        copied = 12 * num_trained(shape, config.model.lora) / ranks
-        yield MemoryItem("copy for snapshots", HOST, copied, "set snapshots.every=0 and snapshots.at_end=policy")
+    copied = 12 * num_trained(shape, config.model.lora) / ranks
+    for place in map(_place, devices):
+        if config.samples:
+            yield MemoryItem(
+                "published weights",
+                place if on_device else HOST,
+                published,
+                "set weights.transport=memfd" if on_device else "set generator.dtype=bfloat16",
+            )
+        if _saves_whole(config):
+            yield MemoryItem("copy for snapshots", HOST, copied, "set snapshots.every=0 and snapshots.at_end=policy")
 
 
 def _saves_whole(config: Config) -> bool:

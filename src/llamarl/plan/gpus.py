@@ -125,7 +125,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Floating-point operations per second of a large product."""
         rate: float = getattr(self.tflops, precision)
         if not rate:
-            raise InputError(f"--gpu {self.name}: has no {precision} products; it has {', '.join(self.precisions)}")
+            raise InputError(f"{self.name} has no {precision} products; it has {', '.join(self.precisions)}")
         return rate * self.product_share * 1e12
 
     @property

@@ -30,6 +30,7 @@ from llamarl.executors.executor import Executor
 from llamarl.io.frames import BadFrame, FrameReader, encode_frame
 from llamarl.messages import Failed, Message, Noted, decode_message
 from llamarl.process_groups import LOOPBACK, let_ranks_share_gpus, store_in
+from llamarl.processes import name_process
 from llamarl.weights.slot_file import SlotFile
 
 _READ_BYTES = 1 << 20
@@ -89,6 +90,7 @@ def run_child(order: ForkRank, fds: list[int]) -> None:
     os.dup2(log_fd, 2)
     connection = SocketConnection(socket.socket(fileno=socket_fd), order.config.engine.frame_s)
     try:
+        name_process(order.executor if order.num_ranks == 1 else f"{order.executor}.{order.rank}")
         keep_freed_memory()
         torch.set_num_threads(order.threads)
         os.environ.update(order.variables)  # before CUDA starts
