@@ -20,8 +20,6 @@ from llamarl.errors import ConfigError, OwnCodeFailed
 from llamarl.plugins import describe_error
 
 _LENGTHS = (3, 2, 4)  # lengths of the made-up answers
-
-
 _CUT_BETWEEN, _CUT_INSIDE = 3, 7  # places where the batch is cut: between two answers, and inside of one
 _CLOSE = 1e-3  # relative; what parts may differ by from the whole, which is rounding
 
@@ -55,13 +53,10 @@ def _value_of(loss: Loss, algo: AlgoConfig, part: slice = slice(None)) -> Tensor
     """The loss of a part of the made-up batch, and its gradient by every log-prob."""
     tokens = _made_up_batch(part)
     value, _ = guarded(loss)(tokens, algo)
+    gradient_N = torch.zeros_like(tokens.policy_logprobs_N)
     if value.requires_grad:
-        (gradient,) = torch.autograd.grad(value, tokens.policy_logprobs_N, allow_unused=True)
-    else:
-        gradient = None
-    return torch.cat(
-        [value.detach()[None], torch.zeros_like(tokens.policy_logprobs_N) if gradient is None else gradient]
-    )
+        (gradient_N,) = torch.autograd.grad(value, tokens.policy_logprobs_N, materialize_grads=True)
+    return torch.cat([value.detach()[None], gradient_N])
 
 
 def _check_sum(loss: Loss, algo: AlgoConfig, whole: Tensor, cut: int) -> None:
@@ -73,13 +68,14 @@ def _check_sum(loss: Loss, algo: AlgoConfig, whole: Tensor, cut: int) -> None:
     told = f"{whole[0]:.4g} for three answers, and {parts[0]:.4g} for the same ones in two parts"
     if torch.equal(parts[:1], whole[:1]):
         told = "other gradients for three answers than for the same ones in two parts"
-    raise OwnCodeFailed(
-        f"algo.loss: {algo.loss} gives {told}: divide sums over tokens by tokens.num_tokens, or sums over answers by "
-        "tokens.num_sequences, the counts of the whole update, and take no other means over a part"
-        if cut == _CUT_BETWEEN
-        else f"algo.loss: {algo.loss} gives {told}, cut inside an answer: its tokens depend on each other, so leave out "
-        "@tokenwise"
-    )
+    if cut == _CUT_BETWEEN:
+        advice = (
+            ": divide sums over tokens by tokens.num_tokens, or sums over answers by tokens.num_sequences, the counts of the "
+            "whole update, and take no other means over a part"
+        )
+    else:
+        advice = ", cut inside an answer: its tokens depend on each other, so leave out @tokenwise"
+    raise OwnCodeFailed(f"algo.loss: {algo.loss} gives {told}{advice}")
 
 
 def guarded(loss: Loss) -> Loss:

@@ -140,7 +140,7 @@ def plan_command(
     sync, split = rehearse(co_located, question) if co_located else None, rehearse_best(splits, question)
     gain = sync.step_s / split.step_s if sync and split else None
     narrow = rehearse_narrow(split, question) if split and question.fallbacks else None
-    chosen = min(filter(None, (split, sync)), key=lambda found: found.price)
+    chosen = min(filter(None, (split, sync)), key=lambda found: (not found.plan.can_be_built, found.price))
     text = job_text(model, base, chosen, question)
     if out is not None:
         _write(out, text)

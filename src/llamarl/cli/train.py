@@ -16,7 +16,7 @@ from llamarl.errors import InputError, Interrupted, JobFailed
 from llamarl.hub.client import without_progress
 from llamarl.observe.final_report import resume_command
 from llamarl.observe.loggers import check_loggers
-from llamarl.observe.run_folder import CONFIG, dated_run_folder
+from llamarl.observe.run_folder import CONFIG, dated_run_folder, no_run_to_resume
 from llamarl.processes import imports_undisturbed
 
 RunOption = Annotated[
@@ -68,7 +68,7 @@ def _settle(config: str, overrides: list[str] | None, run: Path | None, *, resum
         if run is None:
             raise InputError("--resume: name the run folder with --run DIR")
         if path is None and not (run / CONFIG).is_file():
-            raise InputError(f"--resume: {run} holds no run (no {CONFIG} there)")
+            raise no_run_to_resume(run)
         path = path or run / CONFIG
     return load_config(path, settings)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import fields
 
 from llamarl.config.algo import AlgoConfig
-from llamarl.config.lora import LoraConfig
-from llamarl.config.section import OwnRanks, Section, changed_settings
+from llamarl.config.section import OwnRanks, changed_settings
 from llamarl.config.task import DatasetConfig
 from llamarl.errors import ConfigError
 from llamarl.plugins import is_reference
@@ -28,20 +28,29 @@ class _Rule(Struct, frozen=True):
     names: Sequence[str] = ()
 
 
-_RANKS = tuple(one.name for one in fields(OwnRanks))
-_PLACED = "with {0}.place=trainer; set it to own"
+def _ranks_of(section: str) -> _Rule:
+    """Ranks of a model that has none of its own."""
+    return _Rule(
+        section,
+        lambda job: bool(getattr(job, section).place == "own"),
+        f"with {section}.place=trainer; set it to own",
+        [one.name for one in fields(OwnRanks)],
+    )
+
+
 _RULES = (
+    _Rule("model.lora", lambda job: bool(job.model.lora), "without adapters; set model.lora.rank"),
     _Rule("reference", lambda job: job.algo.reference_kl > 0, "without a KL term; set algo.reference_kl"),
-    _Rule("reference", lambda job: job.reference.place == "own", _PLACED.format("reference"), _RANKS),
+    _ranks_of("reference"),
     _Rule("reward_model", lambda job: bool(job.reward_model.path), "without a model; set reward_model.path"),
     _Rule("conversation", lambda job: bool(job.conversation.tool), "without a tool; set conversation.tool"),
     _Rule("agent", lambda job: bool(job.agent), "without an agent; set agent.run, agent.command or agent.environment"),
     _Rule("agent", lambda job: bool(job.agent.environment), "without agent.environment", ("max_turns",)),
     _Rule("sft", lambda job: bool(job.sft), "without data; set sft.path"),
     _Rule("teacher", lambda job: bool(job.teacher), "without a teacher; set teacher.path"),
-    _Rule("teacher", lambda job: job.teacher.place == "own", _PLACED.format("teacher"), _RANKS),
+    _ranks_of("teacher"),
     _Rule("critic", lambda job: job.has_critic, "without a critic; set algo.advantage to gae"),
-    _Rule("critic", lambda job: job.critic.place == "own", _PLACED.format("critic"), _RANKS),
+    _ranks_of("critic"),
     _Rule(
         "algo",
         lambda job: job.has_critic,
@@ -103,8 +112,9 @@ def refuse_settings_in_vain(config: Config) -> None:
     """ConfigError for the first setting that was changed and that this job would not read."""
     for rule in _RULES:
         if not rule.read(config):
-            _refuse(rule.section, getattr(config, rule.section), rule.names, rule.otherwise)
-    _refuse_lora(config.model.lora)
+            for name in changed_settings(attrgetter(rule.section)(config)):
+                if not rule.names or name in rule.names:
+                    raise _refusal(rule.section, name, rule.otherwise)
     _refuse_clips(config.algo)
     _refuse_of_other_kinds("task", config.task)
     for part in config.task.parts:
@@ -115,31 +125,26 @@ def _scored_by(config: Config, *names: str) -> bool:
     return not config.reward.scorers.isdisjoint(names)
 
 
-def _refuse(section: str, settings: Section, names: Sequence[str], otherwise: str) -> None:
-    for name in changed_settings(settings):
-        if not names or name in names:
-            raise ConfigError(f"{section}.{name}: cannot take effect {otherwise}")
-
-
-def _refuse_lora(lora: LoraConfig) -> None:
-    if not lora:
-        _refuse("model.lora", lora, (), "without adapters; set model.lora.rank")
+def _refusal(section: str, name: str, otherwise: str) -> ConfigError:
+    return ConfigError(f"{section}.{name}: cannot take effect {otherwise}")
 
 
 def _refuse_clips(algo: AlgoConfig) -> None:
     """Refuses the clip of another loss. One of the user's own may read any."""
     if is_reference(algo.loss):
         return
-    own = [f"algo.{name}" for name, losses in _LOSSES.items() if algo.loss in losses]
-    others = [name for name, losses in _LOSSES.items() if algo.loss not in losses]
-    advice = f"it reads {' and '.join(own)}" if own else "it clips nothing"
-    _refuse("algo", algo, others, f"with algo.loss={algo.loss}; {advice}")
+    for name in changed_settings(algo):
+        if algo.loss not in _LOSSES.get(name, (algo.loss,)):
+            own = [f"algo.{other}" for other, losses in _LOSSES.items() if algo.loss in losses]
+            advice = f"it reads {' and '.join(own)}" if own else "it clips nothing"
+            raise _refusal("algo", name, f"with algo.loss={algo.loss}; {advice}")
 
 
 def _refuse_of_other_kinds(section: str, source: DatasetConfig) -> None:
     """One that is given from Python may read any."""
     if source.kind == "given":
         return
-    for name, kinds in _KINDS.items():
+    for name in changed_settings(source):
+        kinds = _KINDS.get(name, (source.kind,))
         if source.kind not in kinds:
-            _refuse(section, source, (name,), f"with {section}.kind={source.kind}; it is for {', '.join(kinds)}")
+            raise _refusal(section, name, f"with {section}.kind={source.kind}; it is for {', '.join(kinds)}")

@@ -88,7 +88,8 @@ class Config(Section, frozen=True):
         if self.sft:
             _check_sft(self)
         _check_teacher(self)
-        _check_critic(self)
+        if self.has_critic:
+            _check_critic(self)
         refuse_settings_in_vain(self)
         if self.engine.mps_trainer_share < 1:
             _check_trainer_share(self)
@@ -338,8 +339,6 @@ def _check_single_answers(config: Config) -> None:
 
 def _check_critic(config: Config) -> None:
     algo, critic = config.algo, config.critic
-    if not config.has_critic:
-        return
     if config.supervised:
         raise ConfigError("algo.advantage: gae needs sampled answers, and with sft.share=1 nothing is sampled")
     if not algo.reward_weight:

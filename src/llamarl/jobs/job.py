@@ -13,7 +13,6 @@ from llamarl.config import Config
 from llamarl.config.file import check_config, load_config
 from llamarl.controller.default_line import default_line
 from llamarl.controller.line import Line
-from llamarl.errors import InputError
 from llamarl.hub.resolve import with_commits_of, with_hub_files, with_hub_models, with_hub_rows
 from llamarl.jobs.folder import open_new_run
 from llamarl.jobs.prepare import prepare_job
@@ -22,7 +21,7 @@ from llamarl.jobs.run import run_job
 from llamarl.observe.callbacks import AnyCallback, checked_callbacks
 from llamarl.observe.display import Display, LastingConsole, Quiet, make_display
 from llamarl.observe.metric_logger import MetricLogger
-from llamarl.observe.run_folder import CONFIG, clear_unbegun, dated_run_folder
+from llamarl.observe.run_folder import CONFIG, clear_unbegun, dated_run_folder, no_run_to_resume
 from llamarl.observe.summary import Summary
 from llamarl.plugins import refuse_while_importing
 from llamarl.tasks.from_python import with_scorer, with_task
@@ -104,18 +103,16 @@ class Job:
         as it is, unless `schedule.updates` asks for more. A run that was killed before anything was recorded begins, if its
         `config` is given."""
         path = Path(folder)
-        if not (path / CONFIG).is_file():
-            if config is None or not clear_unbegun(path):
-                raise InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
-            job = cls(
-                config, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks
-            )
-            with _shown(display) as shown:
+        begun = (path / CONFIG).is_file()
+        if begun:
+            config = with_commits_of(load_config(path / CONFIG), config or load_config(path / CONFIG, overrides))
+        elif config is None or not clear_unbegun(path):
+            raise no_run_to_resume(path)
+        job = cls(config, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
+        with _shown(display) as shown:
+            if not begun:
                 shown.note(f"nothing is recorded in {path} yet: the run begins")
                 return job.run(path, display=shown)
-        asked = with_commits_of(load_config(path / CONFIG), config or load_config(path / CONFIG, overrides))
-        job = cls(asked, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
-        with _shown(display) as shown:
             return resume_job(job._prepared, path, shown, job.callbacks)
 
 

@@ -78,14 +78,11 @@ def _check(config: Config) -> tuple[Tokenizer, list[str]]:
     notes = [*filter(None, [describe_ignored_keys(folder)])]
     length = config.generator.max_prompt_tokens + config.generator.max_new_tokens
     if length > shape.max_positions:
+        left = shape.max_positions - config.generator.max_prompt_tokens
         raise ConfigError(
             f"generator.max_new_tokens: prompt and completion may take {length} tokens, "
             f"but {config.model.path} has {shape.max_positions} positions"
-            + (
-                f"; at most {left} are left for a completion"
-                if (left := shape.max_positions - config.generator.max_prompt_tokens) > 0
-                else ""
-            )
+            + (f"; at most {left} are left for a completion" if left > 0 else "")
         )
     limits = Limits.of(config)
     limits.check_pages(limits.num_pages or limits.enough_pages)

@@ -58,14 +58,17 @@ def refuse_used(path: Path) -> None:
         raise InputError(f"--run {path}: is not empty; name a new folder{hint}")
 
 
+def no_run_to_resume(path: Path) -> InputError:
+    return InputError(f"--resume: {path} holds no run (no {CONFIG} there)")
+
+
 def clear_unbegun(path: Path) -> bool:
     """Whether nothing was recorded there yet: the folder is missing, or holds no more than the empty files of a job that was
     killed as it began. Those are removed."""
-    found = sorted(path.rglob("*"), reverse=True)  # what is in a folder comes before it
     refuse_locked(path)
-    if any(map(_holds_something, found)):
+    if any(map(_holds_something, path.rglob("*"))):
         return False
-    for one in found:
+    for one in sorted(path.rglob("*"), reverse=True):  # what is in a folder comes before it
         one.rmdir() if one.is_dir() else one.unlink()
     return path.is_dir() or not path.exists()
 

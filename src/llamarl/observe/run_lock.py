@@ -44,9 +44,9 @@ class RunLock:
         try:
             _take(self._fd)
         except BlockingIOError:
-            owner = _read_owner(self._fd)
+            owner = os.pread(self._fd, 4096, 0)
             os.close(self._fd)
-            raise InputError(f"--run {folder}: {owner} is at work there; wait for it, or end it") from None
+            raise _at_work(folder, owner) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 os.close(self._fd)
@@ -90,8 +90,7 @@ def _take(fd: int) -> None:
 def refuse_locked(folder: Path) -> None:
     """InputError if a job is at work in a folder."""
     if is_locked(folder):
-        owner = _owner_in((folder / LOCK).read_bytes())
-        raise InputError(f"--run {folder}: {owner} is at work there; wait for it, end it, or name a new folder")
+        raise _at_work(folder, (folder / LOCK).read_bytes())
 
 
 def is_locked(folder: Path) -> bool:
@@ -111,8 +110,10 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def _read_owner(fd: int) -> str:
-    return _owner_in(os.pread(fd, 4096, 0))
+def _at_work(folder: Path, content: bytes) -> InputError:
+    """The refusal of a folder whose lock has this content."""
+    owner = _owner_in(content)
+    return InputError(f"--run {folder}: {owner} is at work there; wait for it, end it, or name a new folder")
 
 
 def _owner_in(content: bytes) -> str:

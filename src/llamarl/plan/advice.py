@@ -45,10 +45,10 @@ def _fits(question: Question) -> bool:
 
 
 def _what_would(question: Question) -> str:
-    found = [name for name, other in _changes(question) if _fits(other)]
+    found = [name for name, other in _changes(question) if _fits(other)][:3]
     if more := _fewest_gpus(question):
-        found.append(f"{more} GPUs")
-    return f"Would fit: {'; '.join(found[:3])}" if found else "Shorter answers, or a smaller model, might fit"
+        found = [*found[:2], f"{more} GPUs"]
+    return f"Would fit: {'; '.join(found)}" if found else "Shorter answers, or a smaller model, might fit"
 
 
 def _changes(question: Question) -> list[tuple[str, Question]]:
@@ -69,9 +69,12 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
 def _fewest_gpus(question: Question) -> int:
     """The fewest GPUs that would hold the job, in whole hosts where it takes several; 0: more than `_MORE` times as many."""
     host = question.gpu.gpus_per_host
-    grain = 1 if _fits(replace(question, gpus=max(host, question.gpus))) else host
-    first, last = question.gpus // grain + 1, _MORE * question.gpus // grain
-    if last < first or not _fits(replace(question, gpus=last * grain)):
-        return 0
-    counts = range(first, last)
-    return (first + bisect_left(counts, True, key=lambda count: _fits(replace(question, gpus=count * grain)))) * grain
+    if question.gpus < host and _fits(replace(question, gpus=host)):
+        grain, last = 1, host
+    else:
+        grain, last = host, _MORE * question.gpus // host
+        if not last or not _fits(replace(question, gpus=last * host)):
+            return 0
+    first = question.gpus // grain + 1
+    known = bisect_left(range(first, last), True, key=lambda count: _fits(replace(question, gpus=count * grain)))
+    return (first + known) * grain

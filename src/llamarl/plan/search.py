@@ -1,8 +1,8 @@
 """Searches for the best co-located synchronous and the best asynchronous plan for a model on a number of GPUs.
 
 Trainer and generators are priced separately and then combined; options that cannot win are pruned. The result is that of
-trying everything (a test compares both). Times are closed forms; a simulation with the real controller shows how well they
-hold, and decides among splits of the GPUs that are nearly as good.
+trying everything (a test compares both), but for the thinned splits of more than a thousand GPUs. Times are closed forms;
+a simulation with the real controller shows how well they hold, and decides among splits that are nearly as good.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llamarl.plan.workload import Question
 RECOMPUTE = ("none", "selective", "full")
 PACKS = (4096, 8192, 16_384, 32_768, 65_536)
 STALENESS_PRICE = 0.01  # share by which one more version of staleness must shorten a step
-_SPLITS = 128
+_SPLITS = 128  # numbers of training GPUs that are tried at most
 _NEAR = 1.05  # times the best price, up to which a plan may turn out to be the best in a simulation
 _NEAR_PLANS = 3  # that are simulated at most
 _ROUNDS = 4  # fixed-point iterations; with fewer, a slower trainer could seem to shorten a step

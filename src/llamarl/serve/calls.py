@@ -37,7 +37,7 @@ class ClientCall:
         """Tokens of a chat, checked against the model."""
         if chat.tools and tool_form(self.backend.tokenizer.chat_source) is None:
             raise bad_request("tools", "the model's chat template takes no tools")
-        check_length(self.backend, (chat.messages, chat.tools), "messages")
+        check_length(self.backend, (chat.messages, chat.tools, chat.options), "messages")
         tokens = self.session.prompt(chat)
         check_tokens(self.backend, tokens, "messages")
         return tokens

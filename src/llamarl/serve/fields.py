@@ -215,8 +215,9 @@ def check_length(backend: Backend, text: object, field: str) -> None:
 def _characters(value: object) -> int:
     if isinstance(value, str):
         return len(value)
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(_characters, parts))
+    if isinstance(value, Mapping):
+        return sum(map(_characters, (*value, *value.values())))
+    return sum(map(_characters, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def check_stop_tokens(backend: Backend, tokens: Sequence[int] | None) -> tuple[int, ...]:

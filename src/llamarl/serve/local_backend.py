@@ -96,7 +96,7 @@ class LocalBackend:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader, self._unsent = FrameReader(), bytearray()
         self._arrived: deque[tuple[int, Piece]] = deque()  # not delivered yet
-        self._failure = ""
+        self.failure = ""  # why nothing is answered any more
         self.on_failure: Callable[[], None] = lambda: None
 
     @property
@@ -124,10 +124,6 @@ class LocalBackend:
         return self._stats
 
     @property
-    def failure(self) -> str:
-        return self._failure
-
-    @property
     def device(self) -> str:
         return self._ready.device
 
@@ -142,11 +138,11 @@ class LocalBackend:
             command = [*PYTHON, "-m", "llamarl.serve.decoder_process", str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._socket.sendall(encode_frame(encode(self._start)))
-        while not self._ready.max_length and not self._failure:
+        while not self._ready.max_length and not self.failure:
             self._receive(0)
-        if self._failure:
+        if self.failure:
             self.close()
-            raise JobFailed(f"the model could not be loaded: {self._failure}")
+            raise JobFailed(f"the model could not be loaded: {self.failure}")
 
     def close(self) -> None:
         """End the process. Requests that are not answered yet are refused."""
@@ -205,12 +201,12 @@ class LocalBackend:
         return found
 
     def _check_alive(self) -> None:
-        if self._failure:
+        if self.failure:
             raise _gone()
         self.attach()
 
     def _send(self, command: Command) -> None:
-        if not self._failure:
+        if not self.failure:
             self._unsent += encode_frame(encode(command))
             self._flush()
 
@@ -279,9 +275,9 @@ class LocalBackend:
         return f"its process was {describe_signal(-code)}" if code < 0 else f"its process exited with code {code}"
 
     def _fail(self, reason: str) -> None:
-        if self._failure:
+        if self.failure:
             return
-        self._failure = reason
+        self.failure = reason
         self._detach()
         for inbox in self._inboxes.values():
             inbox.put(_gone())

@@ -131,6 +131,7 @@ def test_large_bodies_are_refused_before_they_are_read(client: httpx.Client) -> 
         ("/tokenize", {"prompt": "1" * 5000}, "prompt"),
         (CHAT, {"messages": [*USER, {"role": "user", "content": "1" * 5000}]}, "messages"),
         ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": "1" * 5000}]}, "messages"),
+        (CHAT, {"messages": USER, "chat_template_kwargs": {"1" * 5000: True}}, "messages"),
         (
             CHAT,
             {"messages": USER, "tools": [{"type": "function", "function": {"name": "f", "description": "1" * 5000}}]},
