@@ -253,6 +253,7 @@ def test_a_value_out_of_range_is_refused(override: str, message: str) -> None:
     [
         (["evaluate.every=5", "evaluate.prompts=0"], "evaluate.every: cannot take effect with evaluate.prompts=0"),
         (["schedule.window=5", "schedule.groups_per_update=2"], "schedule.window: 5 cannot take effect"),
+        (["algo.minibatches=4000"], "algo.minibatches: 4000 parts need as many answers"),
         (["generator.slots=7"], "generator.slots: 7 slots cannot hold one group of schedule.samples_per_group=8"),
     ],
 )

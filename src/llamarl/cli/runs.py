@@ -18,6 +18,7 @@ import typer
 from llamarl.cli.printable import printable
 from llamarl.errors import InputError
 from llamarl.observe.display import format_seconds
+from llamarl.observe.rollout_log import DamagedGroup, GroupPlace
 from llamarl.runs.listing import RunEntry, find_runs, list_runs
 from llamarl.runs.rollouts import KeptGroup, KeptRollout, RolloutReader
 from llamarl.runs.run import Run
@@ -144,15 +145,24 @@ def _selected(reader: RolloutReader, update: int, worst: int | None, best: int |
     places = reader.places(update)
     if worst is None and best is None:
         for place in places:
-            if group in (None, place.ordinal):
+            if group is None:
+                yield from ((read, read.rollouts) for read in _readable(reader, place))
+            elif group == place.ordinal:
                 read = reader.read(place)
                 yield read, read.rollouts
         return
     sign = -1.0 if worst is None else 1.0
     ranked = [(sign * reward, at, n) for at, place in enumerate(places) for n, reward in enumerate(place.rewards)]
     for _, at, number in sorted(ranked)[: worst or best]:
-        read = reader.read(places[at])
-        yield read, (read.rollouts[number],)
+        yield from ((read, (read.rollouts[number],)) for read in _readable(reader, places[at]))
+
+
+def _readable(reader: RolloutReader, place: GroupPlace) -> Iterator[KeptGroup]:
+    """The group, or a line about its damage."""
+    try:
+        yield reader.read(place)
+    except DamagedGroup as error:
+        print(f"llamarl: group {place.ordinal} is left out: {printable(str(error))}", file=sys.stderr)
 
 
 def _print_json(selected: Selected, *, tokens: bool) -> None:

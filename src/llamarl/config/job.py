@@ -90,6 +90,8 @@ class Config(Section, frozen=True):
         _check_teacher(self)
         if self.has_critic:
             _check_critic(self)
+        if not self.agent:  # sessions may branch into any number of documents
+            _check_minibatches(self)
         refuse_settings_in_vain(self)
         if self.engine.mps_trainer_share < 1:
             _check_trainer_share(self)
@@ -228,6 +230,17 @@ def _check_schedule(config: Config) -> None:
             f"generator.kv_pages: with {generator.kv_pages} pages, timing decides which conversations are read again, "
             "which schedule.deterministic rules out; set it to 0"
         )
+
+
+def _check_minibatches(config: Config) -> None:
+    schedule = config.schedule
+    answers = schedule.groups_per_update * (1 if config.supervised else schedule.samples_per_group)
+    for section, number in (("algo", config.algo.minibatches), ("critic", config.critic.minibatches)):
+        if number > answers:
+            raise ConfigError(
+                f"{section}.minibatches: {number} parts need as many answers, and an update has {answers} "
+                "(schedule.groups_per_update times samples_per_group)"
+            )
 
 
 def _check_merged(config: Config) -> None:

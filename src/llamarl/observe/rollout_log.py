@@ -29,6 +29,10 @@ _MB = 1 << 20
 _BYTES_PER_TOKEN = 12  # token, log-prob when it was sampled, log-prob when it was trained
 
 
+class DamagedGroup(InputError):
+    """A group of a run's rollouts cannot be read; others can."""
+
+
 class SavedGroup(Struct, frozen=True, omit_defaults=True):
     """A group as it was trained by `update`, or as it was when it was dropped."""
 
@@ -175,9 +179,11 @@ class RolloutIndex:
         return self._updates.get(update)
 
     def read(self, place: GroupPlace) -> SavedGroup:
-        """Read one group. InputError if it is damaged."""
+        """Read one group."""
         folder = self._folder / "groups"
         try:
             return _decode_group(read_record(folder, place.segment, place.offset))
+        except InputError as error:
+            raise DamagedGroup(str(error)) from None
         except msgspec.MsgspecError as error:
-            raise InputError(f"{folder}: not a group: {error}") from None
+            raise DamagedGroup(f"{folder}: not a group: {error}") from None

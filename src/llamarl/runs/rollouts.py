@@ -132,7 +132,7 @@ class RolloutReader:
         raise InputError(f"{self._folder}: group {ordinal} is not there; it was not kept, or not trained yet")
 
     def read(self, place: GroupPlace) -> KeptGroup:
-        """Read one group. InputError if it is damaged."""
+        """Read one group. DamagedGroup if it cannot be."""
         saved = self._index.read(place)
         prompt = saved.group if isinstance(saved.group, PromptGroup) else saved.group.prompt
         tokens = bytes_to_tokens(prompt.prompt_tokens)

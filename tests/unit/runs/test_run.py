@@ -196,6 +196,19 @@ def test_worst_and_best_are_by_reward(run: Path) -> None:
         assert llamarl("rollouts", run, option, 1).code == 0
 
 
+def test_a_damaged_group_is_left_out_with_a_line(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    place = Run(run).rollouts.places(1)[2]
+    with (tmp_path / "run" / "rollouts" / "groups" / f"{place.segment:08}").open("r+b") as file:
+        file.seek(place.offset + 20)
+        file.write(b"\xff" * 8)
+    shown = llamarl("rollouts", tmp_path / "run", "--json")
+    assert shown.code == 0 and len(shown.out.splitlines()) == 11 * 4
+    assert shown.err.count("\n") == 1 and f"group {place.ordinal} is left out" in shown.err
+    alone = llamarl("rollouts", tmp_path / "run", "--group", place.ordinal)
+    assert alone.code == 2 and "no whole record" in alone.err
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [
