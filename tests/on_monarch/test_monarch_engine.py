@@ -10,13 +10,14 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import hostile
 from helpers.killing import TINY
 from helpers.processes import is_alive, marked_processes, wait_until, watching_listeners
 
-from llamarl import Job
+from llamarl import Job, __version__
 from llamarl.builders.context import Builder
 from llamarl.config import Config
 from llamarl.config.file import load_config
@@ -127,8 +128,20 @@ def test_a_rank_that_pauses_within_its_limit_is_not_replaced(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("victim", ["worker", "fork_server"])
-def test_the_worker_or_its_fork_server_is_killed_and_replaced(victim: str, tmp_path: Path) -> None:
-    """With all that it runs."""
+def test_the_worker_or_its_fork_server_is_killed_and_replaced(
+    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that it runs. A pulse of its agent that comes after its death does not pass for one of the next agent."""
+    from llamarl.engine.monarch.client import Pulse
+    from llamarl.engine.monarch.engine import MonarchEngine
+
+    lose_host = MonarchEngine._lose_host
+
+    def lose_before_a_last_pulse(engine: MonarchEngine, host: Any, reason: str) -> None:
+        lose_host(engine, host, reason)
+        engine._hear_pulse(Pulse(host.name, host.attempt, __version__, time.monotonic()))
+
+    monkeypatch.setattr(MonarchEngine, "_lose_host", lose_before_a_last_pulse)
     config = load_config(None, [*SMALL, "schedule.updates=40", "engine.host_s=3", "snapshots.every=5"])
     mark = f"{MARK}={tmp_path}"
 

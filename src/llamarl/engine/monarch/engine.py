@@ -222,7 +222,7 @@ class MonarchEngine(Supervision[MonarchRank]):
 
     def _hear_pulse(self, pulse: Pulse) -> None:
         host = next((one for one in self._all_hosts if one.name == pulse.host), None)
-        if host is None or pulse.attempt != host.attempt:
+        if host is None or not host.expects(pulse.attempt):
             return
         if pulse.version != __version__:
             raise JobFailed(f"host {host.name} has llamarl {pulse.version}, this one {__version__}; install the same")

@@ -209,6 +209,10 @@ class Host:
         if attempt == self.attempt:
             self._next_try_s = time.monotonic() + _TRY_AGAIN_S
 
+    def expects(self, attempt: int) -> bool:
+        """Whether pulses of this attempt count. One that was under way when the host was lost would bring nothing back."""
+        return attempt == self.attempt and self.mesh is not None
+
     def on_pulse(self, clock_s: float) -> None:
         if not self.up:
             self._note("there")
