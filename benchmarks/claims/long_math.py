@@ -11,6 +11,7 @@ MATH-500.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 from arms import (
@@ -33,7 +34,9 @@ SETTINGS = ("trainer.final_lr_share=1", "evaluate.every=50", "schedule.probe_eve
 STALE = (*SMALL, "schedule.max_staleness=8", "snapshots.at_end=whole", *SETTINGS)  # stages go on from snapshots
 SMALL_TASK = "arithmetic with the tiny model, S = 8"
 METRICS = ("effective_sample_size", "clipped_share", "logprob_gap", "kl_behavior", "entropy", "reward", "answer_tokens")
-COLLAPSED = 0.5  # share of the best accuracy, or of the first effective samples, below which learning has collapsed
+COLLAPSED = (
+    0.5  # share of the best accuracy so far, or of the first effective samples, below which learning has collapsed
+)
 
 
 def arm(name: str, small: bool, *settings: str) -> Arm:
@@ -43,21 +46,24 @@ def arm(name: str, small: bool, *settings: str) -> Arm:
 
 
 def trained(arm: Arm, options: Options) -> dict[str, Any]:
-    return read(made_in_stages(arm, options.updates or UPDATES, options.stage or STAGE, options))
+    """A small run is short, and deterministic: one stage, since such a run cannot be made longer after its end."""
+    updates = options.updates or UPDATES
+    return read(made_in_stages(arm, updates, options.stage or (updates if options.small else STAGE), options))
 
 
 def read(record: Record) -> dict[str, Any]:
     accuracy = sorted(record.accuracy.items())
     every = max(1, record.summary["updates"] // 30)
     series = {name: over_updates(record, name, every) for name in METRICS}
-    best, (_, last) = max(value for _, value in accuracy), accuracy[-1]
+    values = [value for _, value in accuracy]
+    fell = any(value < COLLAPSED * best for value, best in zip(values, accumulate(values, max), strict=True))
     effective = [value for _, value in series["effective_sample_size"]]
     return {
         "updates": record.summary["updates"],
         "accuracy": accuracy,
-        "gain": last - accuracy[0][1],
+        "gain": values[-1] - values[0],
         "staleness": record.summary["staleness_mean"],
-        "collapsed": last < COLLAPSED * best or (bool(effective) and min(effective) < COLLAPSED * effective[0]),
+        "collapsed": fell or (bool(effective) and min(effective) < COLLAPSED * effective[0]),
         "series": series,
     }
 

@@ -167,6 +167,21 @@ def test_a_long_run_is_made_in_stages_that_go_on_from_each_other(tmp_path: Path)
     assert found["updates"] == 2 and [update for update, _ in found["series"]["reward"]] == [0, 1]
 
 
+def test_a_small_long_run_is_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is deterministic, and such a run cannot be made longer after its end."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
+    import long_math
+    from arms import Options
+
+    stages = []
+    monkeypatch.setattr(long_math, "made_in_stages", lambda _arm, *made: stages.append(made[:2]))
+    monkeypatch.setattr(long_math, "read", lambda _record: {})
+    for small in (True, False):
+        options = Options(Path("runs"), Path("results"), (), 1, Path("math"), small=small)
+        long_math.trained(long_math.arm("one", small), options)
+    assert stages == [(300, 300), (300, 100)]
+
+
 def test_seeds_are_compared_by_their_mean_and_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
     import seeds
