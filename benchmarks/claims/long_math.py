@@ -34,9 +34,7 @@ SETTINGS = ("trainer.final_lr_share=1", "evaluate.every=50", "schedule.probe_eve
 STALE = (*SMALL, "schedule.max_staleness=8", "snapshots.at_end=whole", *SETTINGS)  # stages go on from snapshots
 SMALL_TASK = "arithmetic with the tiny model, S = 8"
 METRICS = ("effective_sample_size", "clipped_share", "logprob_gap", "kl_behavior", "entropy", "reward", "answer_tokens")
-COLLAPSED = (
-    0.5  # share of the best accuracy so far, or of the first effective samples, below which learning has collapsed
-)
+COLLAPSED = 0.5  # share of the best accuracy so far, or of the first effective samples, below which learning collapsed
 
 
 def arm(name: str, small: bool, *settings: str) -> Arm:

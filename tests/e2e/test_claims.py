@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -180,6 +181,21 @@ def test_a_small_long_run_is_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         options = Options(Path("runs"), Path("results"), (), 1, Path("math"), small=small)
         long_math.trained(long_math.arm("one", small), options)
     assert stages == [(300, 300), (300, 100)]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "collapsed"), [((0.4, 0.7, 0.5), False), ((0.4, 0.15, 0.3), True), ((0.4, 0.9, 0.4), True)]
+)
+def test_a_fall_is_a_collapse_also_if_some_of_it_comes_back(
+    accuracies: tuple[float, ...], collapsed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
+    import long_math
+
+    summary = {"updates": 100, "staleness_mean": 8.0}
+    record: Any = SimpleNamespace(accuracy=dict(enumerate(accuracies)), summary=summary, metrics={})
+    found = long_math.read(record)
+    assert found["collapsed"] is collapsed and found["gain"] == accuracies[-1] - accuracies[0]
 
 
 def test_seeds_are_compared_by_their_mean_and_deviation(monkeypatch: pytest.MonkeyPatch) -> None:

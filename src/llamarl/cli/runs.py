@@ -141,28 +141,24 @@ def _updates(run: Path, reader: RolloutReader, update: int | None, group: int | 
 
 
 def _selected(reader: RolloutReader, update: int, worst: int | None, best: int | None, group: int | None) -> Selected:
-    """Groups of an update with the rollouts to show. Only what is shown is read."""
+    """Groups of an update with the rollouts to show. Only what is shown is read; a damaged group is left out with a line."""
     places = reader.places(update)
+    chosen: Iterable[tuple[GroupPlace, int | None]]  # a number: only that rollout of the group
     if worst is None and best is None:
-        for place in places:
-            if group is None:
-                yield from ((read, read.rollouts) for read in _readable(reader, place))
-            elif group == place.ordinal:
-                read = reader.read(place)
-                yield read, read.rollouts
-        return
-    sign = -1.0 if worst is None else 1.0
-    ranked = [(sign * reward, at, n) for at, place in enumerate(places) for n, reward in enumerate(place.rewards)]
-    for _, at, number in sorted(ranked)[: worst or best]:
-        yield from ((read, (read.rollouts[number],)) for read in _readable(reader, places[at]))
-
-
-def _readable(reader: RolloutReader, place: GroupPlace) -> Iterator[KeptGroup]:
-    """The group, or a line about its damage."""
-    try:
-        yield reader.read(place)
-    except DamagedGroup as error:
-        print(f"llamarl: group {place.ordinal} is left out: {printable(str(error))}", file=sys.stderr)
+        chosen = ((place, None) for place in places if group in (None, place.ordinal))
+    else:
+        sign = -1.0 if worst is None else 1.0
+        ranked = sorted(
+            (sign * reward, at, n) for at, place in enumerate(places) for n, reward in enumerate(place.rewards)
+        )
+        chosen = ((places[at], number) for _, at, number in ranked[: worst or best])
+    for place, number in chosen:
+        try:
+            read = reader.read(place)
+        except DamagedGroup as error:
+            print(f"llamarl: group {place.ordinal} is left out: {printable(str(error))}", file=sys.stderr)
+        else:
+            yield read, read.rollouts if number is None else (read.rollouts[number],)
 
 
 def _print_json(selected: Selected, *, tokens: bool) -> None:

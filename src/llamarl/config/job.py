@@ -238,8 +238,8 @@ def _check_minibatches(config: Config) -> None:
     for section, number in (("algo", config.algo.minibatches), ("critic", config.critic.minibatches)):
         if number > answers:
             raise ConfigError(
-                f"{section}.minibatches: {number} parts need as many answers, and an update has {answers} "
-                "(schedule.groups_per_update times samples_per_group)"
+                f"{section}.minibatches: {number} parts need as many answers, and an update has {answers}; lower it, or "
+                "raise schedule.groups_per_update"
             )
 
 

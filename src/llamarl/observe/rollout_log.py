@@ -179,11 +179,15 @@ class RolloutIndex:
         return self._updates.get(update)
 
     def read(self, place: GroupPlace) -> SavedGroup:
-        """Read one group."""
-        folder = self._folder / "groups"
-        try:
-            return _decode_group(read_record(folder, place.segment, place.offset))
-        except InputError as error:
-            raise DamagedGroup(str(error)) from None
-        except msgspec.MsgspecError as error:
-            raise DamagedGroup(f"{folder}: not a group: {error}") from None
+        return read_group(self._folder, place.segment, place.offset)
+
+
+def read_group(folder: Path, segment: int, offset: int) -> SavedGroup:
+    """Read the group at a place of the rollouts in a folder. DamagedGroup if it cannot be read."""
+    groups = folder / "groups"
+    try:
+        return _decode_group(read_record(groups, segment, offset))
+    except InputError as error:
+        raise DamagedGroup(str(error)) from None
+    except msgspec.MsgspecError as error:
+        raise DamagedGroup(f"{groups}: not a group: {error}") from None

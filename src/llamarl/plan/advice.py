@@ -76,5 +76,5 @@ def _fewest_gpus(question: Question) -> int:
         if not last or not _fits(replace(question, gpus=last * host)):
             return 0
     first = question.gpus // grain + 1
-    known = bisect_left(range(first, last), True, key=lambda count: _fits(replace(question, gpus=count * grain)))
-    return (first + known) * grain
+    index = bisect_left(range(first, last), True, key=lambda count: _fits(replace(question, gpus=count * grain)))
+    return (first + index) * grain

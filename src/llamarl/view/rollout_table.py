@@ -20,9 +20,8 @@ import msgspec
 
 from llamarl.algo.advantages import estimate_advantages, why_left_out
 from llamarl.config import Config
-from llamarl.errors import InputError
-from llamarl.io.record_log import read_record, segment_files
-from llamarl.observe.rollout_log import SavedGroup, SavedRewind, SavedUpdate
+from llamarl.io.record_log import segment_files
+from llamarl.observe.rollout_log import DamagedGroup, SavedGroup, SavedRewind, SavedUpdate, read_group
 from llamarl.observe.starts import STARTS
 from llamarl.types import PromptGroup, Rollout, RolloutGroup, completions_of
 from llamarl.view.tails import SegmentTail
@@ -33,7 +32,6 @@ SORTS = {"ordinal": "ordinal", "reward": "reward", "tokens": "tokens"}
 _FORMAT = "3"
 _COMMIT_S = 0.5  # time between commits
 _PAUSE_S = 0.001  # after each update, so that requests are answered meanwhile
-_decode_group = msgspec.msgpack.Decoder(SavedGroup).decode
 _decode_row = msgspec.msgpack.Decoder(SavedUpdate | SavedRewind).decode
 _TABLES = """
 CREATE TABLE facts(name TEXT PRIMARY KEY, value TEXT);
@@ -254,8 +252,8 @@ class RolloutTable:
 
     def _read(self, segment: int, offset: int) -> SavedGroup | None:
         try:
-            return _decode_group(read_record(self._folder / "groups", segment, offset))
-        except (InputError, msgspec.MsgspecError):
+            return read_group(self._folder, segment, offset)
+        except DamagedGroup:
             return None
 
     def close(self) -> None:
