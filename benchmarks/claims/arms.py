@@ -92,6 +92,7 @@ TINY = (
     "task.template=''",
     "reward.scorer=auto",
     "reward.answer_from=auto",
+    "reward.pattern=''",
     "reward.workers=1",
     "generator.threads=1",
     "generator.slots=32",

@@ -38,7 +38,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     def reward(completions: list[Any], answer: list[str], **columns: object) -> list[float]:
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
         for number, (text, right) in enumerate(zip(texts, answer, strict=True)):
-            judge.ask(number, text, Problem(prompt="", answer=right))
+            judge.ask(number, text, Problem(prompt="", answer=right, scorer=job["own_scorers"][0]))
         judged = dict[Any, float]()
         while judge.num_pending:
             for key, judgment in judge.collect(1.0):

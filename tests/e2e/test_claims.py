@@ -214,7 +214,7 @@ def test_seeds_are_compared_by_their_mean_and_deviation(monkeypatch: pytest.Monk
 
 def test_small_claims_have_figures_of_their_own(tmp_path: Path) -> None:
     """Beside those of a GPU, which a measurement on a CPU must never take the place of."""
-    settings = ("task.path=''", "reward.pattern=''", "trainer.lr=1e-9", "algo.zero_variance=keep")
+    settings = ("task.path=''", "trainer.lr=1e-9", "algo.zero_variance=keep")
     ended = claim("shared_prompts_learn", tmp_path, "--small", *settings)
     assert ended.returncode == 0, ended.stderr
     assert "shared_prompts_small/off: llamarl train" in ended.stdout
@@ -225,7 +225,9 @@ def test_small_claims_have_figures_of_their_own(tmp_path: Path) -> None:
 
 def test_small_claims_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "claims"))
+    import arms
     import long_math
+    import long_math_fp8
     import lora_ranks
     import seeds
     import shared_prompts_learn
@@ -235,10 +237,11 @@ def test_small_claims_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [*seeds.arms(small=True).values(), *lora_ranks.arms(small=True).values(), long_math.arm("a", True)]
     small += shared_prompts_learn.arms(small=True).values()
     assert (len({arm.name for arm in small}), len(small)) == (21, 21)
+    small += [long_math.arm(name, True, *settings) for name, *settings in long_math_fp8.ARMS.values()]
     for arm in small:
         config = load_config(arm.config, list(arm.settings))
         assert config.model.path == "tiny" or "smollm2" in config.model.path, arm.name
-        assert "generator.quantize=fp8" not in arm.settings and config.generator.device == "auto"
+        load_config(arm.config, [*arm.settings, *arms.TINY])
     large = [*seeds.arms(small=False).values(), *lora_ranks.arms(small=False).values(), long_math.arm("a", False)]
     assert not {arm.name for arm in small} & {arm.name for arm in large}, (
         "a run on a CPU would be taken for one on a GPU"

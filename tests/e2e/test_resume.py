@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.cli import llamarl
 from helpers.fingerprint import fingerprint
 from helpers.killing import TINY, CopyAtEach, KillAt, Killed
 from helpers.notes import Notes
 from helpers.small_model import small_model
 
-from llamarl import Job
-from llamarl.config.file import load_config
+from llamarl import Job, Run
+from llamarl.config.file import load_config, read_config
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.ledger_state import audit
 from llamarl.errors import ConfigError, InputError
@@ -117,6 +118,24 @@ def test_a_run_that_was_killed_before_anything_was_recorded_begins(tmp_path: Pat
     with pytest.raises(InputError, match=r"process \d+ on .* is at work there"):
         Job.resume(tmp_path / "at work", config=config)
     folder.close()
+
+
+def test_a_run_goes_on_with_settings_in_vain_that_an_earlier_release_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brief = [*TINY, *small_model(), "engine=inline", "schedule.updates=2", "evaluate.prompts=0"]
+    old = read_config(None, [*brief, "conversation.max_turns=8"])  # without a tool
+    with pytest.raises(ConfigError, match=r"conversation\.max_turns: cannot take effect"):
+        Job(old)
+    with monkeypatch.context() as release:
+        release.setattr("llamarl.jobs.job.refuse_settings_in_vain", lambda *_: None)
+        Job(old).run(tmp_path)
+    assert Run(tmp_path).config.conversation.max_turns == 8
+    with pytest.raises(ConfigError, match=r"reward\.pattern: cannot take effect"):
+        Job.resume(tmp_path, overrides=["reward.pattern=x"])
+    assert Job.resume(tmp_path, overrides=["schedule.updates=4"]).updates == 4
+    asked = llamarl("train", "--run", str(tmp_path), "--resume", "schedule.updates=6", "--quiet")
+    assert (asked.code, asked.err) == (0, "")
 
 
 @pytest.mark.parametrize("engine", ["inline", "local"])

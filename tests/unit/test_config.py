@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import Config, ModelConfig, RewardConfig, ScheduleConfig, Section, TrainerConfig, renamed
-from llamarl.config.file import config_to_yaml, describe, load_config, parse_config
-from llamarl.config.in_vain import _KINDS, _LOSSES, _RULES
+from llamarl.config import (
+    Config,
+    ModelConfig,
+    RewardConfig,
+    ScheduleConfig,
+    Section,
+    TaskConfig,
+    TrainerConfig,
+    renamed,
+)
+from llamarl.config.file import config_to_yaml, describe, load_config, parse_config, read_config
+from llamarl.config.in_vain import _KINDS, _LOSSES, _RULES, _SCORERS
 from llamarl.config.other_names import NO_SETTINGS, OTHER_NAMES
 from llamarl.errors import ConfigError
+from llamarl.tasks.registry import _habits
 
 
 @pytest.fixture
@@ -270,7 +280,20 @@ IN_VAIN = {
     "reward_model.weight=2": "without a model; set reward_model.path",
     "conversation.max_turns=9": "without a tool; set conversation.tool",
     "agent.replicas=3": "without an agent; set agent.run, agent.command or agent.environment",
-    "agent.max_turns=3 agent.run=mine.py:play": "without agent.environment",
+    "agent.max_turns=3 agent.run=mine.py:play": "without a class as agent.environment",
+    "reward.scorer=math agent.run=mine.py:play": "with agent.reward=agent; set that to scorer",
+    "conversation.begin=call conversation.tool=mine.py:reply": (
+        "with a tool that finds its calls itself; it is for calculator, python"
+    ),
+    "teacher.key_env=KEY teacher.path=tiny": "without teacher.url",
+    "sandbox.cpu_s=9": "without programs to run; set reward.scorer=code, or a tool",
+    "reward.answer_from=boxed": "without a scorer that reads numbers: numeric, math or reasoning_gym",
+    "reward.answer_from=boxed task.kind=dataset task.path=x": (
+        "without a scorer that reads numbers: numeric, math or reasoning_gym"
+    ),
+    "reward.tests=share": "without reward.scorer=code",
+    "task.answer_field=sol task.kind=code task.path=x": "with task.kind=code; it is for dataset, jsonl",
+    "task.min_chars=5": "with task.kind=arithmetic; it is for gsm8k, math, svamp, dataset, jsonl, code",
     "sft.weight=2": "without data; set sft.path",
     "teacher.weight=2": "without a teacher; set teacher.path",
     "critic.lr=1e-3": "without a critic; set algo.advantage to gae",
@@ -312,7 +335,12 @@ def test_a_setting_that_nothing_reads_is_refused(settings: str) -> None:
         "algo.overlong_penalty=3 algo.overlong=penalize",
         "task.solved_from=0.5 task.curriculum=true",
         "reward.pattern=abc reward.scorer=regex",
-        "reward.tests=share",
+        "reward.tests=share task.kind=code task.path=mine.jsonl",
+        "reward.answer_from=boxed task.kind=gsm8k",
+        "reward.pattern=abc task.kind=given",
+        "reward.scorer=math agent.run=mine.py:play agent.reward=scorer",
+        "algo.overlong_penalty=3 algo.loss=mine.py:loss",
+        "sandbox.cpu_s=9 conversation.tool=python",
         "reward.concurrency=3 reward.scorer=mine.py:score",
         "engine.host_s=5 engine.kind=monarch",
         "task.prompt_field=question task.kind=dataset task.path=mine.csv",
@@ -320,6 +348,21 @@ def test_a_setting_that_nothing_reads_is_refused(settings: str) -> None:
 )
 def test_a_setting_that_is_read_is_not_refused(settings: str) -> None:
     load_config(None, settings.split())
+
+
+def test_what_a_run_was_recorded_with_does_not_keep_it_from_going_on(job: Path) -> None:
+    job.write_text("conversation: {max_turns: 8}")  # without a tool, which an earlier release took
+    recorded = read_config(job)
+    assert load_config(job, ["schedule.updates=9"], recorded=recorded).conversation.max_turns == 8
+    with pytest.raises(ConfigError, match=r"reward\.pattern: cannot take effect"):
+        load_config(job, ["reward.pattern=x"], recorded=recorded)
+    with pytest.raises(ConfigError, match=r"conversation\.max_turns: cannot take effect"):
+        load_config(job)
+
+
+def test_auto_is_the_scorer_that_each_kind_of_task_has() -> None:
+    kinds = set(get_args(get_type_hints(TaskConfig)["kind"])) - {"mixture", "given"}
+    assert {kind: _habits(kind)[1] for kind in kinds} == _SCORERS
 
 
 def test_the_rules_of_settings_in_vain_name_settings_that_exist() -> None:

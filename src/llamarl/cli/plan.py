@@ -211,6 +211,7 @@ def _missing(no_sync: bool) -> str:
 def job_text(model: str, base: Path | None, rehearsed: Rehearsed, question: Question) -> str:
     """The YAML of a plan; a comment on top says so if it cannot be run as a job."""
     from llamarl.config.file import parse_config, read_settings
+    from llamarl.config.in_vain import refuse_settings_in_vain
     from llamarl.plan.jobfile import job_settings, job_yaml, merged
 
     plan = rehearsed.plan
@@ -220,7 +221,7 @@ def job_text(model: str, base: Path | None, rehearsed: Rehearsed, question: Ques
     kind = "co-located" if plan.colocated else "split"
     head = f"{model} on {question.gpus} {question.gpu.name}, {kind}: about {rehearsed.step_s:.2f} s an update"
     try:
-        parse_config(settings)
+        refuse_settings_in_vain(parse_config(settings))
     except ConfigError as error:
         return f"# This plan cannot be run as a job yet: {error}\n{job_yaml(settings, head)}"
     return job_yaml(settings, head)

@@ -143,22 +143,32 @@ def _updates(run: Path, reader: RolloutReader, update: int | None, group: int | 
 def _selected(reader: RolloutReader, update: int, worst: int | None, best: int | None, group: int | None) -> Selected:
     """Groups of an update with the rollouts to show. Only what is shown is read; a damaged group is left out with a line."""
     places = reader.places(update)
-    chosen: Iterable[tuple[GroupPlace, int | None]]  # a number: only that rollout of the group
     if worst is None and best is None:
-        chosen = ((place, None) for place in places if group in (None, place.ordinal))
-    else:
-        sign = -1.0 if worst is None else 1.0
-        ranked = sorted(
-            (sign * reward, at, n) for at, place in enumerate(places) for n, reward in enumerate(place.rewards)
-        )
-        chosen = ((places[at], number) for _, at, number in ranked[: worst or best])
-    for place, number in chosen:
-        try:
-            read = reader.read(place)
-        except DamagedGroup as error:
-            print(f"llamarl: group {place.ordinal} is left out: {printable(str(error))}", file=sys.stderr)
+        for place in places:
+            if group in (None, place.ordinal) and (read := _read(reader, place)):
+                yield read, read.rollouts
+        return
+    sign, left, damaged = -1.0 if worst is None else 1.0, worst or best, set[int]()
+    ranked = [(sign * reward, at, n) for at, place in enumerate(places) for n, reward in enumerate(place.rewards)]
+    for _, at, number in sorted(ranked):
+        if not left:
+            return
+        if at in damaged:
+            continue
+        if read := _read(reader, places[at]):
+            left -= 1
+            yield read, (read.rollouts[number],)
         else:
-            yield read, read.rollouts if number is None else (read.rollouts[number],)
+            damaged.add(at)
+
+
+def _read(reader: RolloutReader, place: GroupPlace) -> KeptGroup | None:
+    """A group; None, with a line, if it is damaged."""
+    try:
+        return reader.read(place)
+    except DamagedGroup as error:
+        print(f"llamarl: group {place.ordinal} is left out: {printable(str(error))}", file=sys.stderr)
+        return None
 
 
 def _print_json(selected: Selected, *, tokens: bool) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from llamarl.cli.help_format import CONFIG_FILE, OVERRIDES
 from llamarl.config import Config
-from llamarl.config.file import load_config
+from llamarl.config.file import load_config, read_config
 from llamarl.engine.local.fork_server import fork_server_ahead
 from llamarl.errors import InputError, Interrupted, JobFailed
 from llamarl.hub.client import without_progress
@@ -59,7 +59,7 @@ def sft_command(
 def _settle(config: str, overrides: list[str] | None, run: Path | None, *, resume: bool) -> Config:
     """The settings, before torch is imported, so that mistakes show at once."""
     settings = list(overrides or [])
-    path = None
+    path, recorded = None, None
     if "=" in config:
         settings.insert(0, config)
     elif config:
@@ -67,10 +67,12 @@ def _settle(config: str, overrides: list[str] | None, run: Path | None, *, resum
     if resume:
         if run is None:
             raise InputError("--resume: name the run folder with --run DIR")
-        if path is None and not (run / CONFIG).is_file():
+        if (run / CONFIG).is_file():
+            recorded = read_config(run / CONFIG)
+        elif path is None:
             raise no_run_to_resume(run)
         path = path or run / CONFIG
-    return load_config(path, settings)
+    return load_config(path, settings, recorded=recorded)
 
 
 def _begin(settled: Config, run: Path | None, *, resume: bool, quiet: bool) -> None:

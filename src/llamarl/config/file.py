@@ -8,7 +8,7 @@ import math
 import re
 import reprlib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import yaml
 from msgspec import Meta
 
 from llamarl.config import Config, Section
+from llamarl.config.in_vain import refuse_settings_in_vain
 from llamarl.config.other_names import NO_SETTINGS, OTHER_NAMES
 from llamarl.config.renamed import new_name, with_new_names
 from llamarl.errors import ConfigError
@@ -64,27 +65,44 @@ for _tag, _pattern in _NUMBERS.items():
 COMMAND_LINE = "command line"
 
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Read the settings of a job: overrides take precedence over the file, and the file over the defaults."""
+def load_config(path: Path | None = None, overrides: Sequence[str] = (), *, recorded: Config | None = None) -> Config:
+    """Read the settings of a job: overrides take precedence over the file, and the file over the defaults. Settings that the
+    job would not read are refused; a run that goes on may keep those that it was `recorded` with."""
+
+    def settled(raw: Mapping[str, Any]) -> Config:
+        config = parse_config(raw)
+        refuse_settings_in_vain(config, recorded)
+        return config
+
+    return _read(path, overrides, settled)
+
+
+def read_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """As `load_config`, but settings that the job would not read are let pass: an earlier release may have recorded them."""
+    return _read(path, overrides, parse_config)
+
+
+def _read(path: Path | None, overrides: Sequence[str], settled: Callable[[Mapping[str, Any]], Config]) -> Config:
     written = read_settings(path) if path else {}
     raw = with_new_names(written)
     for override in overrides:
         _apply_override(raw, override)
     try:
-        return parse_config(raw)
+        return settled(raw)
     except ConfigError as error:
-        raise ConfigError(f"{_to_blame(error, path, written, overrides)}{error}") from None
+        overridden = [override.partition("=")[0] for override in overrides]
+        raise ConfigError(f"{_to_blame(error, path, lambda: settled(written), overridden)}{error}") from None
 
 
-def _to_blame(error: ConfigError, path: Path | None, written: Mapping[str, Any], overrides: Sequence[str]) -> str:
+def _to_blame(error: ConfigError, path: Path | None, settle_file: Callable[[], Config], overridden: list[str]) -> str:
     """Source of an error, as a prefix of its message: the command line if the key is set there or if the file alone is
     valid; otherwise the file."""
     wrong = str(error).partition(":")[0]
-    for key in (override.partition("=")[0] for override in overrides):
+    for key in overridden:
         if wrong == key or wrong.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{wrong}."):
             return f"{COMMAND_LINE}: "
     try:
-        parse_config(written)
+        settle_file()
     except ConfigError as alone:
         return f"{path}: " if str(alone) == str(error) else f"{COMMAND_LINE}: "
     return f"{COMMAND_LINE}: "

@@ -16,7 +16,6 @@ from llamarl.config.engine import EngineConfig
 from llamarl.config.evaluate import EvaluateConfig
 from llamarl.config.generator import GeneratorConfig
 from llamarl.config.hub_names import pinned_folder
-from llamarl.config.in_vain import refuse_settings_in_vain
 from llamarl.config.llm_judge import LLMJudgeConfig
 from llamarl.config.model import ModelConfig
 from llamarl.config.observe import ObserveConfig
@@ -90,9 +89,6 @@ class Config(Section, frozen=True):
         _check_teacher(self)
         if self.has_critic:
             _check_critic(self)
-        if not self.agent:  # sessions may branch into any number of documents
-            _check_minibatches(self)
-        refuse_settings_in_vain(self)
         if self.engine.mps_trainer_share < 1:
             _check_trainer_share(self)
         if self.evaluate.every and not self.evaluate.prompts:
@@ -230,17 +226,6 @@ def _check_schedule(config: Config) -> None:
             f"generator.kv_pages: with {generator.kv_pages} pages, timing decides which conversations are read again, "
             "which schedule.deterministic rules out; set it to 0"
         )
-
-
-def _check_minibatches(config: Config) -> None:
-    schedule = config.schedule
-    answers = schedule.groups_per_update * (1 if config.supervised else schedule.samples_per_group)
-    for section, number in (("algo", config.algo.minibatches), ("critic", config.critic.minibatches)):
-        if number > answers:
-            raise ConfigError(
-                f"{section}.minibatches: {number} parts need as many answers, and an update has {answers}; lower it, or "
-                "raise schedule.groups_per_update"
-            )
 
 
 def _check_merged(config: Config) -> None:

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 import llamarl
 from llamarl.config import Config
-from llamarl.config.file import load_config, parse_config
+from llamarl.config.file import parse_config, read_config
 from llamarl.config.hub_names import parse_hub_name
 from llamarl.controller.ledger import read_ledger
 from llamarl.controller.ledger_state import Audit, audit
@@ -46,7 +46,7 @@ class RunFacts(Struct, frozen=True):
 def read_run(run: Path, policy_version: int) -> RunFacts:
     """Read a run folder. The settings are those of its last start."""
     last = Starts(run).last()
-    config = parse_config(last.config) if last else load_config(run / CONFIG)
+    config = parse_config(last.config) if last else read_config(run / CONFIG)
     rows = [row for row in read_rows(run / EVALUATIONS) if row.keys() >= {"version", "accuracy"}]
     summary = None
     with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):

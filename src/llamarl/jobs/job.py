@@ -10,7 +10,8 @@ from typing import Any, Literal
 from llamarl.builders.context import Builder
 from llamarl.builders.registry import BUILDERS
 from llamarl.config import Config
-from llamarl.config.file import check_config, load_config
+from llamarl.config.file import check_config, load_config, read_config
+from llamarl.config.in_vain import refuse_settings_in_vain
 from llamarl.controller.default_line import default_line
 from llamarl.controller.line import Line
 from llamarl.hub.resolve import with_commits_of, with_hub_files, with_hub_models, with_hub_rows
@@ -47,16 +48,18 @@ class Job:
         task: Prompter | None = None,
         loggers: Sequence[MetricLogger] = (),
         callbacks: Sequence[AnyCallback] = (),
+        recorded: Config | None = None,
     ) -> None:
+        """`recorded`: the settings of the run that it goes on with, as `resume` has them."""
         refuse_while_importing()
         self.callbacks = checked_callbacks(callbacks)
-        config = check_config(config)
-        config = with_hub_files(config) if task is None else with_hub_rows(with_hub_models(config))
-        given = dict[str, Callable[..., Any]]()
+        config, given = check_config(config), dict[str, Callable[..., Any]]()
         if scorer is not None:
             config, given = with_scorer(config, scorer)
         if task is not None:
             config = with_task(config, task)
+        refuse_settings_in_vain(config, recorded)
+        config = with_hub_files(config) if task is None else with_hub_rows(with_hub_models(config))
         self.line = line or default_line(config)
         self.builders = {**BUILDERS, **(builders or {})}
         self._prepared = prepare_job(config, self.line, self.builders, given, task, loggers)
@@ -74,7 +77,8 @@ class Job:
         callbacks: Sequence[AnyCallback] = (),
     ) -> Job:
         """A job from a YAML file, or the default job, with settings such as `trainer.lr=1e-4` that replace the file's."""
-        config = load_config(Path(path) if path else None, overrides)
+        known = scorer is None and task is None  # else the constructor refuses settings in vain
+        config = (load_config if known else read_config)(Path(path) if path else None, overrides)
         return cls(config, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
 
     def run(self, folder: Path | str | None = None, *, display: Display | Literal["terminal"] | None = None) -> Summary:
@@ -103,14 +107,23 @@ class Job:
         as it is, unless `schedule.updates` asks for more. A run that was killed before anything was recorded begins, if its
         `config` is given."""
         path = Path(folder)
-        begun = (path / CONFIG).is_file()
-        if begun:
-            config = with_commits_of(load_config(path / CONFIG), config or load_config(path / CONFIG, overrides))
+        recorded = read_config(path / CONFIG) if (path / CONFIG).is_file() else None
+        if recorded:
+            config = with_commits_of(recorded, config or read_config(path / CONFIG, overrides))
         elif config is None or not clear_unbegun(path):
             raise no_run_to_resume(path)
-        job = cls(config, line=line, builders=builders, scorer=scorer, task=task, loggers=loggers, callbacks=callbacks)
+        job = cls(
+            config,
+            line=line,
+            builders=builders,
+            scorer=scorer,
+            task=task,
+            loggers=loggers,
+            callbacks=callbacks,
+            recorded=recorded,
+        )
         with _shown(display) as shown:
-            if not begun:
+            if not recorded:
                 shown.note(f"nothing is recorded in {path} yet: the run begins")
                 return job.run(path, display=shown)
             return resume_job(job._prepared, path, shown, job.callbacks)

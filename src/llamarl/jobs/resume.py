@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from llamarl.config import Config
-from llamarl.config.file import load_config, parse_config
+from llamarl.config.file import parse_config, read_config
 from llamarl.controller.events import Resumed
 from llamarl.controller.ledger import FINISHED
 from llamarl.engine.snapshot_store import SnapshotStore
@@ -32,7 +32,7 @@ from llamarl.observe.summary import Summary
 def resume_job(job: PreparedJob, path: Path, display: Display, callbacks: Sequence[Callback] = ()) -> Summary:
     refuse_locked(path)
     last, now = Starts(path).last(), job.config
-    before = parse_config(last.config) if last else load_config(path / CONFIG)
+    before = parse_config(last.config) if last else read_config(path / CONFIG)
     changed = describe_changes(before, now)
     _refuse_ended(path)
     if (finished := _finished(path, now)) is not None:

@@ -20,7 +20,7 @@ from llamarl.observe.event_log import EventLog, event_file, event_files
 from llamarl.observe.metrics_file import MetricsFile
 from llamarl.observe.rollout_log import ROLLOUTS, RolloutLog
 from llamarl.observe.rows import Row, cut_rows, read_rows
-from llamarl.observe.run_lock import LOCK, RunLock, refuse_locked
+from llamarl.observe.run_lock import LOCK, RunLock, is_lock, refuse_locked
 
 LEDGER = "ledger"
 CURRICULUM = "curriculum"
@@ -36,6 +36,9 @@ GROUPS = "groups"
 SNAPSHOTS = "snapshots"
 BATCHES = "batches"
 LOGS = "logs"
+_FIRST_FILES = {METRICS, EVALUATIONS, TIMINGS, SPANS, event_file(Path(), 0).name}
+_FIRST_FOLDERS = {LEDGER, ROLLOUTS, *(f"{ROLLOUTS}/{name}" for name in (GROUPS, "index"))}
+_PARTIAL_CONFIG = f".{CONFIG}.partial"
 _DEFAULT = ObserveConfig()
 
 
@@ -66,15 +69,32 @@ def clear_unbegun(path: Path) -> bool:
     """Whether nothing was recorded there yet: the folder is missing, or holds no more than the empty files of a job that was
     killed as it began. Those are removed."""
     refuse_locked(path)
-    if any(map(_holds_something, path.rglob("*"))):
+    if not path.exists():
+        return True
+    if not path.is_dir() or _records(path):
         return False
-    for one in sorted(path.rglob("*"), reverse=True):  # what is in a folder comes before it
-        one.rmdir() if one.is_dir() else one.unlink()
-    return path.is_dir() or not path.exists()
+    if any(path.iterdir()):
+        lock = RunLock(path)  # nobody else begins there meanwhile
+        try:
+            if not _records(path):
+                for one in sorted(path.rglob("*"), reverse=True):  # what is in a folder comes before it
+                    one.rmdir() if one.is_dir() else one.unlink()
+        finally:
+            lock.release()
+    return not any(path.iterdir())
 
 
-def _holds_something(path: Path) -> bool:
-    return path.is_symlink() or (not path.is_dir() and path.name != LOCK and path.stat().st_size > 0)
+def _records(path: Path) -> bool:
+    """Whether a folder holds anything but what a job makes before it records its settings."""
+    return not all(_comes_first(one, str(one.relative_to(path))) for one in path.rglob("*"))
+
+
+def _comes_first(path: Path, name: str) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return path.is_dir() and not path.is_symlink() and name in _FIRST_FOLDERS
+    if name == LOCK:
+        return is_lock(path)
+    return name == _PARTIAL_CONFIG or (name in _FIRST_FILES and not path.stat().st_size)
 
 
 class RunFolder:

@@ -116,9 +116,19 @@ def _at_work(folder: Path, content: bytes) -> InputError:
     return InputError(f"--run {folder}: {owner} is at work there; wait for it, end it, or name a new folder")
 
 
+def is_lock(path: Path) -> bool:
+    """Whether a file is the lock of a run folder, and not somebody else's file of that name."""
+    content = path.read_bytes()
+    return not content or _owner(content) is not None
+
+
 def _owner_in(content: bytes) -> str:
+    owner = _owner(content)
+    return f"process {owner.pid} on {owner.host}" if owner else "another process"
+
+
+def _owner(content: bytes) -> Owner | None:
     try:
-        owner = msgspec.json.decode(content, type=Owner)
+        return msgspec.json.decode(content, type=Owner)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return "another process"
-    return f"process {owner.pid} on {owner.host}"
+        return None

@@ -15,7 +15,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from llamarl.config import Config
-from llamarl.config.file import load_config, parse_config
+from llamarl.config.file import parse_config, read_config
 from llamarl.controller.ledger import FINISHED, read_ledger
 from llamarl.controller.ledger_state import Audit, audit
 from llamarl.errors import InputError
@@ -64,7 +64,7 @@ class Run:
     def config(self) -> Config:
         """The settings of the last start of the job."""
         start = self.last_start
-        return parse_config(start.config) if start else load_config(self.folder / CONFIG)
+        return parse_config(start.config) if start else read_config(self.folder / CONFIG)
 
     @property
     def last_start(self) -> StartRecord | None:

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from llamarl.config import Config
-from llamarl.config.file import load_config, parse_config
+from llamarl.config.file import parse_config, read_config
 from llamarl.errors import InputError, LlamaRLError
 from llamarl.observe.rows import read_rows
 from llamarl.observe.run_folder import (
@@ -101,7 +101,7 @@ class RunReader:
         """The settings of the last start. If they cannot be read, the defaults, and the reason."""
         try:
             if (self.path / CONFIG).is_file():
-                return load_config(self.path / CONFIG), ""
+                return read_config(self.path / CONFIG), ""
             rows = read_rows(self.path / STARTS)
             return (parse_config(rows[-1]["config"]), "") if rows else (Config(), "the run folder has no config.yaml")
         except (LlamaRLError, KeyError) as error:

@@ -28,6 +28,7 @@ BODIES = {
     "return tokens.policy_logprobs_N.mean(), {}": "gives -1.05 for three answers, and -2.",
     "a = tokens.advantages_N; return -((a - a.mean()) * tokens.policy_logprobs_N).sum() / tokens.num_tokens, {}": "gives ",
     "p = tokens.policy_logprobs_N; return (p - p.detach()).mean(), {}": "gives other gradients for three answers than",
+    "p = tokens.policy_logprobs_N; return (p - p.detach()).abs().sqrt().sum(), {}": "has gradients that are no numbers",
     "return tokens.policy_logprobs_N.sum(), None": "returned None for the metrics",
     "return tokens.policy_logprobs_N.sum(), {'x': tokens.advantages_N}": "returned the metric 'x' as a tensor of shape",
     "return tokens.policy_logprobs_N.sum(), {'x': 'much'}": "returned the metric 'x' as a str",
@@ -49,6 +50,22 @@ def test_a_loss_with_other_parameters_is_refused(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("def f(tokens):\n    return 0\n")
     with pytest.raises(ConfigError, match=r"cannot be called with \(tokens, algo\): too many positional arguments"):
         make_loss(load_config(None, [f"algo.loss={tmp_path}/my.py:f"]))
+
+
+def test_a_gradient_that_fails_is_refused_in_one_line() -> None:
+    def loss(tokens, algo):  # type: ignore[no-untyped-def]
+        ratio_N = tokens.ratio_N.exp()
+        return ratio_N.sum() + 0 * ratio_N.mul_(2).sum(), {}
+
+    with pytest.raises(ConfigError, match=r"^algo.loss: the gradient of aipo failed: RuntimeError: .*inplace"):
+        try_loss(loss, AlgoConfig())
+
+
+def test_a_loss_in_bfloat16_may_differ_by_rounding() -> None:
+    def loss(tokens, algo):  # type: ignore[no-untyped-def]
+        return -(tokens.advantages_N.bfloat16() * tokens.policy_logprobs_N.bfloat16()).sum() / tokens.num_tokens, {}
+
+    try_loss(loss, AlgoConfig())
 
 
 def test_columns_of_roles_that_are_not_there_yet_are_made_up() -> None:

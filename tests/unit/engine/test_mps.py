@@ -387,7 +387,15 @@ def wrong_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "__matmul__", product)
 
 
-SMALL = replace(SHAPES["llama-3.2-1b"], hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=1, head_dim=32)
+SMALL = replace(
+    SHAPES["llama-3.2-1b"],
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+)
 
 
 @pytest.mark.usefixtures("wrong_tile")

@@ -205,6 +205,8 @@ def test_a_damaged_group_is_left_out_with_a_line(run: Path, tmp_path: Path) -> N
     shown = llamarl("rollouts", tmp_path / "run", "--json")
     assert shown.code == 0 and len(shown.out.splitlines()) == 11 * 4
     assert shown.err.count("\n") == 1 and f"group {place.ordinal} is left out" in shown.err
+    worst = llamarl("rollouts", tmp_path / "run", "--update", 1, "--worst", 12, "--json")
+    assert (worst.code, len(worst.out.splitlines()), worst.err.count("\n")) == (0, 12, 1), "others take its places"
     alone = llamarl("rollouts", tmp_path / "run", "--group", place.ordinal)
     assert alone.code == 2 and "no whole record" in alone.err
 
