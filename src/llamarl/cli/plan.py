@@ -106,7 +106,7 @@ def plan_command(
     from llamarl.plan.report import figures, table
     from llamarl.plan.workload import Question, Workload
     from llamarl.rehearse.memory import built_figures
-    from llamarl.simulate.rehearse import rehearse, rehearse_best, rehearse_narrow
+    from llamarl.simulate.rehearse import beside_s, rehearse, rehearse_best, rehearse_narrow
 
     settled = gpu_named(gpu)
     if unknown := [name for name in precision or [] if name not in settled.precisions]:
@@ -140,6 +140,7 @@ def plan_command(
     sync, split = rehearse(co_located, question) if co_located else None, rehearse_best(splits, question)
     gain = sync.step_s / split.step_s if sync and split else None
     narrow = rehearse_narrow(split, question) if split and question.fallbacks else None
+    beside = beside_s(split, question) if split else None
     chosen = min(filter(None, (split, sync)), key=lambda found: (not found.plan.can_be_built, found.price))
     text = job_text(model, base, chosen, question)
     if out is not None:
@@ -149,7 +150,14 @@ def plan_command(
         ranks: dict[str, object] = (
             {"built": [built_figures(role) for role in built], "problems": problems} if build else {}
         )
-        found = {"sync": figures(sync), "async": figures(split), "gain": gain, "narrow": figures(narrow), **ranks}
+        found = {
+            "sync": figures(sync),
+            "async": figures(split),
+            "gain": gain,
+            "narrow": figures(narrow),
+            "beside_s": beside,
+            **ranks,
+        }
         print(msgspec.json.encode(found).decode())
         _refuse_misfits(problems)
         return
@@ -160,6 +168,10 @@ def plan_command(
         print(f"note               {slow}")
     if narrow:
         print(f"note               with generators in fp8 about {narrow.step_s:.2f} s an update: --precision fp8")
+    if beside:
+        print(
+            f"note               side by side by NVIDIA's MPS about {beside:.2f} s an update: engine.mps=auto in the job"
+        )
     _print_built(built)
     _refuse_misfits(problems)
     print(f"job written to {out}: llamarl train {out}" if out else f"\n{text}", end="\n" if out else "")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from llamarl.config import Config, EvaluateConfig, ScheduleConfig, SnapshotsConfig
+from llamarl.config import Config, EngineConfig, EvaluateConfig, ScheduleConfig, SnapshotsConfig
 from llamarl.config.file import parse_config
 from llamarl.plan.fallback import async_plan
 from llamarl.plan.jobfile import job_settings
@@ -40,6 +40,15 @@ def rehearse_narrow(found: Rehearsed, question: Question) -> Rehearsed | None:
     plan = async_plan(replace(question, precisions=("fp8",), fallbacks=()))
     narrow = rehearse(plan, question) if plan else None
     return narrow if narrow and narrow.step_s < _CLEARLY * found.step_s else None
+
+
+def beside_s(found: Rehearsed, question: Question) -> float | None:
+    """Seconds an update of a plan whose roles share a GPU, side by side (engine.mps); None if that is not clearly less."""
+    if not found.plan.shares_gpu or question.gpu.is_cpu:
+        return None
+    scene = scene_of(found.plan, question)
+    beside = make_simulation(replace(scene, config=replace(scene.config, engine=EngineConfig(mps="auto")))).run()
+    return beside.update_s if beside.update_s < _CLEARLY * found.step_s else None
 
 
 def scene_of(plan: Plan, question: Question) -> SimulationSetup:

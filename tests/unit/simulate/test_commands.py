@@ -43,7 +43,7 @@ def test_a_plan_as_json_has_both_sides_and_the_gain() -> None:
     done = llamarl(*PLAN, "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    assert found.keys() == {"sync", "async", "gain", "narrow"}
+    assert found.keys() == {"sync", "async", "gain", "narrow", "beside_s"}
     for side in ("sync", "async"):
         plan = found[side]
         assert plan.keys() >= {
@@ -181,9 +181,22 @@ def test_built_ranks_are_json_with_json_and_adapters_are_built_too(monkeypatch: 
         done = llamarl(*TINY_PLAN, "--lora", "8", "--build", "--json")
         assert done.code == code, done.err
         found = json.loads(done.out)
-        assert found.keys() == {"sync", "async", "gain", "narrow", "built", "problems"}
+        assert found.keys() == {"sync", "async", "gain", "narrow", "beside_s", "built", "problems"}
         assert found["built"][0]["built_bytes"] == size * GIB
         assert bool(found["problems"]) == bool(code) == ("llamarl: --build: trainer: takes" in done.err)
+
+
+def test_what_side_by_side_would_take_is_told_where_roles_share_a_gpu(tmp_path: Path) -> None:
+    """As `simulate` predicts of the job that is written, with engine.mps."""
+    asked = ["plan", "--model", "qwen2.5-1.5b", "--gpu", "h200", "--groups", "32", "--answer", "fixed:256"]
+    job = tmp_path / "job.yaml"
+    found = json.loads(llamarl(*asked, "--gpus", "1", "--json", "--out", job).out)
+    assert found["beside_s"] < 0.95 * found["async"]["step_s"]
+    simulated = ["simulate", job, "--model", "qwen2.5-1.5b", "--gpu", "h200", "--gpus", "1", "--answer", "fixed:256"]
+    beside = json.loads(llamarl(*simulated, "engine.mps=auto", "--prompt", "512", "--json").out)
+    assert beside["update_s"] == pytest.approx(found["beside_s"], rel=0.03)
+    assert f"about {found['beside_s']:.2f} s an update: engine.mps=auto" in llamarl(*asked, "--gpus", "1").out
+    assert json.loads(llamarl(*asked, "--gpus", "2", "--json").out)["beside_s"] is None
 
 
 def test_prompts_are_shared_unless_the_user_or_the_job_says_otherwise(tmp_path: Path) -> None:
