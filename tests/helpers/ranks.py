@@ -24,7 +24,7 @@ from llamarl.process_groups import LOOPBACK, join_group, let_ranks_share_gpus
 DEVICE = torch.device(os.environ.get("LLAMARL_TEST_DEVICE", "cpu"))
 
 
-# With torch 2.13 gloo finds its heap damaged once in a hundred runs of some tests: a core shows its own thread, in malloc
+# With torch 2.13 gloo finds its heap damaged once in a hundred runs of some tests: a core shows its own thread, in malloc,
 # and nothing of ours on a CPU is native. Executors that die of it are started again; so are test programs, once.
 _CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS}
 
