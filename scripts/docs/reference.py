@@ -34,8 +34,8 @@ def settings_page() -> str:
         "# Settings",
         f"All {sum(map(len, found.values()))} settings of a job, made from `llamarl.config`. `llamarl config` prints them\n"
         "as a YAML file to start from; `llamarl train job.yaml trainer.lr=1e-4` replaces one of them. A wrong name or value\n"
-        "ends the command with one line before anything starts; so do nearly all settings that the job would not read. (A run\n"
-        "that goes on may keep those that an earlier release took.)",
+        "ends the command with one line before anything starts; so do nearly all settings that the job would not read.\n"
+        "(A run that goes on may keep those that an earlier release took.)",
         " · ".join(f"[{name}](#{name.replace('.', '').replace(' ', '-')})" for name in found),
     ]
     for name, rows in found.items():
