@@ -55,6 +55,8 @@ def test_any_callable_is_a_scorer_in_this_process(tmp_path: Path) -> None:
 def test_a_job_shows_itself_in_the_terminal_if_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Job(brief()).run(tmp_path / "silent")
     assert not capsys.readouterr().out
+    with pytest.raises(ConfigError, match="display: expected 'terminal' or a Display, got 'termnal'"):
+        Job(brief()).run(tmp_path / "shown", display="termnal")  # type: ignore[arg-type]
     Job(brief()).run(tmp_path / "shown", display="terminal")
     assert "update    2 of 2" in capsys.readouterr().out
 

@@ -372,6 +372,18 @@ def test_the_rules_of_settings_in_vain_name_settings_that_exist() -> None:
     assert not named - known
 
 
+def test_a_key_with_dots_in_a_file_is_told_how_to_be_written(job: Path) -> None:
+    assert refusal(job, "trainer.lr: 1e-4").endswith(
+        "trainer.lr: in a file, keys stand inside their section: trainer: {lr: ...}"
+    )
+    assert "keys stand inside" in refusal(job, "model: {lora.rank: 8}")
+
+
+def test_a_section_that_is_no_section_is_the_files_fault_beside_an_override_too(job: Path) -> None:
+    alone = refusal(job, "trainer: 3")
+    assert refusal(job, "trainer: 3", "trainer.lr=1e-4") == alone and "is a section with keys of its own" in alone
+
+
 def test_a_section_may_be_written_as_its_kind(job: Path) -> None:
     assert load_text(job, "engine: inline") == load_text(job, "engine: {kind: inline}")
     assert load_text(job, "engine: inline").engine.kind == "inline"

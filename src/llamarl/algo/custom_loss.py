@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -22,6 +23,32 @@ from llamarl.plugins import describe_error
 _LENGTHS = (3, 2, 4)  # lengths of the made-up answers
 _CUT_BETWEEN, _CUT_INSIDE = 3, 7  # places where the batch is cut: between two answers, and inside of one
 _CLOSE = 0.02  # relative; what parts may differ by from the whole, which is rounding, of bfloat16 at worst
+# Metrics that every update has without the loss; those of single versions end in their staleness.
+MEASURED = frozenset(
+    [
+        "update",
+        "role",
+        "reward",
+        "loss",
+        "lr",
+        "grad_norm",
+        "groups",
+        "completions",
+        "skipped",
+        "trained_tokens",
+        "answer_tokens",
+        "truncated_share",
+        "zero_variance_share",
+        "entropy",
+        "kl_behavior",
+        "ratio_mean",
+        "ratio_max",
+        "effective_sample_size",
+        "staleness_mean",
+        "staleness_max",
+        "logprob_gap",
+    ]
+)
 
 
 class _AnyColumn(dict[str, Tensor]):
@@ -55,8 +82,14 @@ def try_loss(loss: Loss, algo: AlgoConfig) -> None:
 
 def _value_of(loss: Loss, algo: AlgoConfig, part: slice = slice(None)) -> Tensor:
     """The loss of a part of the made-up batch, and its gradient by every log-prob."""
-    tokens = _made_up_batch(part)
+    tokens, same = _made_up_batch(part), _made_up_batch(part)
     value, _ = guarded(loss)(tokens, algo)
+    for one in fields(tokens):
+        given = getattr(tokens, one.name)
+        if isinstance(given, Tensor) and not torch.equal(given, getattr(same, one.name)):
+            raise OwnCodeFailed(
+                f"algo.loss: {algo.loss} changes tokens.{one.name} in place, which falsifies other metrics; change a copy"
+            )
     gradient_N = torch.zeros_like(tokens.policy_logprobs_N)
     if value.requires_grad:
         try:
@@ -121,6 +154,8 @@ def _problem_with(returned: Any, *, differentiable: bool) -> str:
     for name, value in metrics.items():
         if not isinstance(name, str) or not _is_number(value):
             return f"returned the metric {name!r} as {_kind(value)}; it must be one number"
+        if name in MEASURED:
+            return f"returned the metric {name!r}, which every update has; give yours another name"
     return ""
 
 

@@ -99,7 +99,7 @@ def _to_blame(error: ConfigError, path: Path | None, settle_file: Callable[[], C
     valid; otherwise the file."""
     wrong = str(error).partition(":")[0]
     for key in overridden:
-        if wrong == key or wrong.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{wrong}."):
+        if wrong == key or wrong.startswith((f"{key}.", f"{key}[")):
             return f"{COMMAND_LINE}: "
     try:
         settle_file()
@@ -193,6 +193,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     for name in sections:
         child = node.get(name)
         if child is not None and not isinstance(child, dict):
+            if f"{name}.{_SHORTHAND_KEY}" not in _known_keys():
+                return  # of the file, which is wrong without it
             child = {_SHORTHAND_KEY: child}
         node[name] = node = dict(child or {})
     value = _parse_yaml(text, f"{COMMAND_LINE}: '{override[:60]}'")
@@ -260,6 +262,10 @@ def _unknown(key: str, value: Any) -> str:
             break
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"
+    if key in _known_keys():  # and was not found in its section
+        *sections, last = key.split(".")
+        nested = functools.reduce(lambda inside, name: f"{name}: {{{inside}}}", reversed(sections), f"{last}: ...")
+        return f"{key}: in a file, keys stand inside their section: {nested}"
     return f"{key}: unknown key{_nearest(key)}"
 
 

@@ -42,7 +42,7 @@ def _is_judged(config: Config) -> bool:
     return not config.agent or config.agent.reward == "scorer"
 
 
-def _scored_by(config: Config, *names: str) -> bool:
+def scored_by(config: Config, *names: str) -> bool:
     """Whether one of these scorers judges answers. That of a task from Python is not known before the task is."""
     kinds = {part.kind for part in config.task.parts} or {config.task.kind}
     asked = config.reward.scorers
@@ -90,14 +90,14 @@ _RULES = (
     ),
     _Rule("task", lambda job: job.task.curriculum, "without task.curriculum=true", ("solved_from", "hard_up_to")),
     _Rule("reward", _is_judged, "with agent.reward=agent; set that to scorer"),
-    _Rule("llm_judge", lambda job: _scored_by(job, "llm_judge"), "without reward.scorer=llm_judge"),
-    _Rule("reward", lambda job: _scored_by(job, "regex"), "without reward.scorer=regex", ("pattern",)),
-    _Rule("reward", lambda job: _scored_by(job, "format"), "without reward.scorer=format", ("format",)),
-    _Rule("reward", lambda job: _scored_by(job, "length"), "without reward.scorer=length", ("max_chars",)),
-    _Rule("reward", lambda job: _scored_by(job, "code"), "without reward.scorer=code", ("tests",)),
+    _Rule("llm_judge", lambda job: scored_by(job, "llm_judge"), "without reward.scorer=llm_judge"),
+    _Rule("reward", lambda job: scored_by(job, "regex"), "without reward.scorer=regex", ("pattern",)),
+    _Rule("reward", lambda job: scored_by(job, "format"), "without reward.scorer=format", ("format",)),
+    _Rule("reward", lambda job: scored_by(job, "length"), "without reward.scorer=length", ("max_chars",)),
+    _Rule("reward", lambda job: scored_by(job, "code"), "without reward.scorer=code", ("tests",)),
     _Rule(
         "reward",
-        lambda job: _scored_by(job, "numeric", "math", "reasoning_gym"),
+        lambda job: scored_by(job, "numeric", "math", "reasoning_gym"),
         "without a scorer that reads numbers: numeric, math or reasoning_gym",
         ("answer_from",),
     ),
@@ -109,7 +109,7 @@ _RULES = (
     ),
     _Rule(
         "sandbox",
-        lambda job: _scored_by(job, "code") or bool(job.conversation.tool),
+        lambda job: scored_by(job, "code") or bool(job.conversation.tool),
         "without programs to run; set reward.scorer=code, or a tool",
     ),
     _Rule(

@@ -361,7 +361,7 @@ class Driver:
         groups = self._store.rollouts(command.ordinals)
         rewards = [reward for group in groups for reward in group.rewards]
         score = sum(rewards) / len(command.ordinals)
-        self._watcher.evaluated(command.version, score, groups)
+        self._watcher.evaluated(command.version, score, len(command.ordinals), groups)
         self._callbacks.evaluated(command.version, score)
 
     def _finish(self, command: ev.Finish) -> None:

@@ -14,6 +14,7 @@ from llamarl.config.file import check_config, load_config, read_config
 from llamarl.config.in_vain import refuse_settings_in_vain
 from llamarl.controller.default_line import default_line
 from llamarl.controller.line import Line
+from llamarl.errors import ConfigError
 from llamarl.hub.resolve import with_commits_of, with_hub_files, with_hub_models, with_hub_rows
 from llamarl.jobs.folder import open_new_run
 from llamarl.jobs.prepare import prepare_job
@@ -84,8 +85,8 @@ class Job:
     def run(self, folder: Path | str | None = None, *, display: Display | Literal["terminal"] | None = None) -> Summary:
         """Train to the end. The run folder records everything the job did, also when it fails. With `display="terminal"`, the
         terminal shows what `llamarl train` shows; by default nothing."""
-        opened = open_new_run(self._prepared, Path(folder) if folder else dated_run_folder())
         with _shown(display) as shown:
+            opened = open_new_run(self._prepared, Path(folder) if folder else dated_run_folder())
             return run_job(self._prepared, opened, shown, self.callbacks)
 
     @classmethod
@@ -133,6 +134,8 @@ class Job:
 def _shown(display: Display | Literal["terminal"] | None) -> Iterator[Display]:
     """The display that is asked for. One that is made here is closed here."""
     if display != "terminal":
+        if isinstance(display, str):
+            raise ConfigError(f"display: expected 'terminal' or a Display, got {display!r}")
         yield display or Quiet()
         return
     made = make_display(LastingConsole(), quiet=False)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from llamarl.config import Config
+from llamarl.config.in_vain import scored_by
 from llamarl.plugins import is_reference
 
 WINDOW = 10  # number of recent updates that advice is based on
@@ -33,10 +34,12 @@ def _no_variance(config: Config, means: Means) -> str:
     share = means.get("zero_variance_share", 0.0)
     if share < _MOST or _got_worse(config, means) or config.teacher or config.has_critic:
         return ""
-    own = is_reference(config.reward.scorer)
-    told = (
-        "see whether your function gives parts of an answer a part of the reward" if own else "set reward.answer_from"
-    )
+    if is_reference(config.reward.scorer):
+        told = "see whether your function gives parts of an answer a part of the reward"
+    elif scored_by(config, "numeric", "math", "reasoning_gym"):
+        told = "set reward.answer_from"
+    else:
+        told = "set reward.scorer to numeric, or to a function of your own"
     return (
         f"{share:.0%} of the groups have the same reward for all their answers (mean {means.get('reward', 0.0):.3f}), so "
         "there is next to nothing to learn from; read some (llamarl rollouts RUN --worst 5); if the format is missed: "

@@ -152,9 +152,9 @@ class Watcher:
         """Hear which rollouts an update trains on."""
         self._loggers.trained(update, groups)
 
-    def evaluated(self, version: int, accuracy: float, groups: Sequence[RolloutGroup] = ()) -> None:
+    def evaluated(self, version: int, accuracy: float, num_problems: int, groups: Sequence[RolloutGroup] = ()) -> None:
         self.tally.evaluations[version] = accuracy
-        self._folder.evaluations.append_json({"version": version, "accuracy": accuracy})
+        self._folder.evaluations.append_json({"version": version, "accuracy": accuracy, "problems": num_problems})
         self._loggers.evaluated(version, accuracy, groups)
         self._display.note(f"held-out {self._config.score_name} of version {version}: {accuracy:.3f}")
 

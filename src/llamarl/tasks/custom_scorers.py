@@ -21,6 +21,7 @@ from llamarl.plugins import check_call
 Function = Callable[..., Any]
 _ONE, _ALL = "completion", "completions"
 _GIVEN = frozenset({_ONE, _ALL, "answer", "prompt", "prompts"})  # available for every problem
+_OF_VERL = frozenset({"data_source", "solution_str", "ground_truth"})
 _MAX_SHOWN = 60
 
 
@@ -61,6 +62,11 @@ def signature_of(reference: str, function: Function) -> Signature:
         return Signature(is_async=is_async)
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {one.name: one.default is inspect.Parameter.empty for one in parameters if one.kind in kinds}
+    if others := sorted(named.keys() & _OF_VERL):
+        raise ConfigError(
+            f"reward.scorer: {reference} has verl's parameters ({', '.join(others)}); here they are '{_ONE}' and "
+            "'answer', and columns of the data have their own names"
+        )
     if _ONE not in named and _ALL not in named:
         check_call("reward.scorer", reference, function, (_ONE, "answer", "prompt"))
         return Signature(is_async=is_async)

@@ -110,10 +110,9 @@ def _notes(run: RunReader) -> list[str]:
 
 def evaluations(run: RunReader) -> list[dict[str, Any]]:
     """Evaluations, with a 95% interval where the score is right or wrong."""
-    count = run.config.evaluate.prompts
     found = []
     for row in run.evaluations:
-        value = float(row.get("accuracy", 0.0))
+        value, count = float(row.get("accuracy", 0.0)), row.get("problems", run.config.evaluate.prompts)
         low, high = wilson(value, count) if run.config.score_name == "accuracy" and count else (value, value)
         found.append({"version": row["version"], "value": value, "low": low, "high": high})
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamarl.config import AlgoConfig, Config, ScheduleConfig, TrainerConfig
+from llamarl.config.file import load_config
 from llamarl.observe.advice import Advisor, advice_before
 
 CONFIG = Config(schedule=ScheduleConfig(updates=40, groups_per_update=8), algo=AlgoConfig(overlong="mask"))
@@ -37,6 +38,22 @@ def test_what_stands_in_the_way_is_told_once_and_at_the_end(row: dict[str, float
     short = Advisor(CONFIG)
     assert not short.hear({**WELL, **row})
     assert short.final() == said, "a run of one update hears it at its end"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["task.kind=gsm8k"], "set reward.answer_from,"),
+        ([], "set reward.scorer to numeric, or to a function of your own,"),
+        (["reward.scorer=mine.py:score"], "parts of an answer a part of the reward,"),
+    ],
+)
+def test_what_is_advised_can_be_done(settings: list[str], told: str) -> None:
+    advisor = Advisor(load_config(None, settings))
+    advisor.hear({**WELL, "zero_variance_share": 1.0})
+    assert told in advisor.final()[0]
+    if "answer_from" in told:
+        load_config(None, [*settings, "reward.answer_from=boxed"])
 
 
 def test_a_policy_that_gets_worse_hears_of_its_learning_rate_and_nothing_else() -> None:

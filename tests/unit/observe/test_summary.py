@@ -72,7 +72,7 @@ def watcher(tmp_path: Path) -> Watcher:
 
 
 def run_to_the_end(watcher: Watcher) -> Summary:
-    watcher.evaluated(0, 0.25)
+    watcher.evaluated(0, 0.25, 8)
     for update in range(20):
         watcher.group_done("generator/0", GroupFacts(num_tokens=10))
         watcher.group_done("reward/0", GroupFacts(num_tokens=10))
@@ -80,7 +80,7 @@ def run_to_the_end(watcher: Watcher) -> Summary:
         watcher.batch_done("trainer/0", update, metrics(2, 10, 1.0, 1, update / 20))
     watcher.dropped(3, "time-out")
     watcher.restarted("generator/0")
-    watcher.evaluated(20, 0.75)
+    watcher.evaluated(20, 0.75, 8)
     return watcher.finish("finished", "snapshots/20/policy")
 
 

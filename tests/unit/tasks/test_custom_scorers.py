@@ -275,6 +275,8 @@ def test_signatures() -> None:
 
     assert signature_of("f", score) == Signature(by_name=True, required=("completion", "difficulty"), optional=("tag",))
     assert signature_of("f", lambda *texts: 0.0) == Signature()
+    with pytest.raises(ConfigError, match=r"f has verl's parameters \(ground_truth, solution_str\); here they are"):
+        signature_of("f", lambda data, solution_str, ground_truth: 0.0)
     assert signature_of("f", functools.partial(lambda scale, a, b, c: 0.0, 1)) == Signature()
 
     class Scorer:

@@ -46,6 +46,14 @@ def test_the_overview_answers_its_three_questions(made: Path) -> None:
     assert found["evaluations"][0]["low"] < 0.25 < found["evaluations"][0]["high"]
 
 
+def test_the_interval_of_an_evaluation_is_that_of_the_problems_that_were_asked(made: Path, tmp_path: Path) -> None:
+    """A small task holds out fewer than evaluate.prompts."""
+    shutil.copytree(made, tmp_path / "run")
+    (tmp_path / "run" / "evaluations.jsonl").write_text('{"version": 0, "accuracy": 0.5, "problems": 6}\n')
+    (row,) = ask(view_of(tmp_path / "run"), "run/0/overview")["evaluations"]
+    assert row["low"] < 0.2 and row["high"] > 0.8
+
+
 def test_advice_names_its_figure_and_its_setting(tmp_path: Path) -> None:
     """Planted: a quarter of the answers is cut off, and a group of one answer has no variance."""
     run = make_run(tmp_path / "run", Shape(samples=4))
