@@ -1,6 +1,6 @@
 """Runs the code blocks of a page, top to bottom, in a fresh folder that has `examples/` in it.
 
-    python scripts/docs/run_page.py docs/tutorials/01-first-run.md [--gpu] [--show] [--keep FOLDER]
+    python scripts/docs/run_page.py docs/tutorials/01-first-run.md [--gpu] [--data FOLDER] [--show] [--keep FOLDER]
 
 | block | what happens |
 |---|---|
@@ -13,7 +13,7 @@
 
 A mark is a comment in the line above a block, which readers do not see:
 
-    <!-- run: gpu -->             needs a GPU: skipped and counted, unless --gpu is given
+    <!-- run: gpu -->             needs a GPU: skipped and counted, unless --gpu is given; finds --data as `data`
     <!-- run: no, the reason -->  only shown, and counted
     <!-- run: exit 2 -->          is expected to end with this code
     <!-- check: n[1] > n[0] -->   below `output`: must hold of `n`, the numbers printed where the block shows numbers
@@ -39,7 +39,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHOWN = ("", "text")
-BLOCK_LIMIT_S = 600
+BLOCK_LIMIT_S, GPU_BLOCK_LIMIT_S = 600, 1800
 
 _FENCE = re.compile(r"^(`{3,})\s*([\w-]*)(.*)$")
 _TITLE = re.compile(r'title="([^"]+)"')
@@ -175,6 +175,7 @@ class Runner:
 
     def _execute(self, block: Block, command: Sequence[str]) -> None:
         """Output goes to a file, not a pipe: what the block leaves running may hold it open."""
+        limit_s = GPU_BLOCK_LIMIT_S if "gpu" in block.marks else BLOCK_LIMIT_S
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(
                 command,
@@ -187,9 +188,9 @@ class Runner:
             )
             self._started.append(process.pid)
             try:
-                code: int | str = process.wait(BLOCK_LIMIT_S)
+                code: int | str = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                code = f"none after {BLOCK_LIMIT_S} s"
+                code = f"none after {limit_s} s"
             output.seek(0)
             self._printed = output.read().decode(errors="replace")
         self.ran += 1
@@ -256,9 +257,13 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in lines[-60:])
 
 
-def run_page(page: Path, folder: Path, *, gpu: bool, show: bool) -> Runner:
+def run_page(page: Path, folder: Path, *, gpu: bool, data: Path | None = None, show: bool) -> Runner:
     """Runs all blocks of a page. PageError says what went wrong, and where."""
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    if data is not None:
+        (folder / "data").mkdir()  # its own, since pages make data beside these
+        for one in data.resolve(strict=True).iterdir():
+            (folder / "data" / one.name).symlink_to(one)
     runner = Runner(folder, gpu=gpu, show=show)
     try:
         for block in blocks(page.read_text()):
@@ -272,6 +277,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the code blocks of a page, top to bottom.")
     parser.add_argument("page", type=Path)
     parser.add_argument("--gpu", action="store_true", help="run the blocks that need a GPU too")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="what pages with GPU blocks read: gsm8k/ and math/")
     parser.add_argument("--show", action="store_true", help="print what every block prints")
     parser.add_argument("--keep", type=Path, help="new folder to run in, which is kept")
     options = parser.parse_args()
@@ -281,7 +287,7 @@ def main() -> int:
         folder: Path = options.keep or Path(temporary) / "page"
         folder.mkdir(parents=True)
         try:
-            runner = run_page(options.page, folder.resolve(), gpu=options.gpu, show=options.show)
+            runner = run_page(options.page, folder.resolve(), gpu=options.gpu, data=options.data, show=options.show)
         except PageError as error:
             print(f"{options.page}:{error.line}: {error}", file=sys.stderr)
             return 1

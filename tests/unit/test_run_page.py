@@ -96,6 +96,15 @@ def test_blocks_for_a_gpu_are_skipped_and_counted(tmp_path: Path) -> None:
     assert "1 blocks ran" in (found := run_page(tmp_path, text, "--gpu")[1]) and "1 were skipped" in found
 
 
+def test_a_page_reads_the_data_that_is_named_and_makes_its_own_beside_it(tmp_path: Path) -> None:
+    (given := tmp_path / "given" / "gsm8k").mkdir(parents=True)
+    (given / "train.jsonl").write_text("a row\n")
+    text = "```bash\nmkdir data/own\ncat data/gsm8k/train.jsonl\n```\n\n```output\na row\n```\n"
+    assert run_page(tmp_path, text)[0] == 1
+    assert run_page(tmp_path, text, "--data", str(given.parent))[0] == 0
+    assert [one.name for one in given.parent.iterdir()] == ["gsm8k"]
+
+
 def test_an_expected_exit_code_must_come(tmp_path: Path) -> None:
     text = "<!-- run: exit 2 -->\n```bash\nexit {code}\n```\n"
     assert run_page(tmp_path, text.format(code=2))[0] == 0
