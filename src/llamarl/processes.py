@@ -13,7 +13,7 @@ from pathlib import Path
 
 # `-P` keeps the working folder out of the module path, where a user's `numbers.py` would hide Python's own.
 PYTHON = (sys.executable, "-P")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded now: a confined process may not load it later
 
 
@@ -22,6 +22,11 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before the kernel was asked
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all that descend from this process, once their own parents have ended: it can wait for them."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def name_process(name: str) -> None:

@@ -86,6 +86,16 @@ def test_it_ends_with_its_folder(daemon_pid: Path, tmp_path: Path) -> None:
     assert not any((tmp_path / "tmp").iterdir())
 
 
+def test_its_server_has_ended_too(daemon_pid: Path, tmp_path: Path) -> None:
+    server = '(sleep 1; touch "$PID_FILE.ended") < /dev/null > /dev/null 2>&1 &\n'
+    write_program(tmp_path, f"{server}{DAEMON}")
+    daemon = MpsDaemon(tmp_path / "mps.log")
+    ended = tmp_path / "pid.ended"
+    assert not ended.exists()
+    daemon.stop()
+    assert ended.exists()
+
+
 def test_it_ends_when_the_job_is_killed(daemon_pid: Path, tmp_path: Path) -> None:
     code = "import sys, time; from pathlib import Path; from llamarl.engine.local.mps import MpsDaemon\n"
     code += "daemon = MpsDaemon(Path(sys.argv[1])); print('up', flush=True); time.sleep(100)"

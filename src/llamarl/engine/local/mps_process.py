@@ -15,22 +15,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from llamarl.processes import die_with_parent
+from llamarl.processes import adopt_orphans, die_with_parent
 
 PROGRAM = "nvidia-cuda-mps-control"
 PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 UP = "up"
 CONTROL = "control"  # the socket in the daemon's folder by which clients find it
 _LONGEST = 80  # bytes of the temporary folder's path, since that of a socket has at most 107
-_START_S, _END_S, _LOOK_S = 20.0, 5.0, 0.2
+_START_S, _END_S, _LOOK_S = 20.0, 4.0, 0.2
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    adopt_orphans()
     long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST
     folder = Path(tempfile.mkdtemp(prefix="llamarl-mps-", dir="/tmp" if long else None))
     try:
@@ -73,6 +75,16 @@ def _end(daemon: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         daemon.kill()
         daemon.wait()
+    _wait_for_servers()
+
+
+def _wait_for_servers() -> None:
+    """They end a moment after the daemon that started them; then another one can serve the GPU."""
+    deadline_s = time.monotonic() + _END_S
+    with suppress(ChildProcessError):
+        while time.monotonic() < deadline_s:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(_LOOK_S / 10)
 
 
 if __name__ == "__main__":
