@@ -224,3 +224,22 @@ def test_a_file_that_another_process_cannot_import_ends_the_job_once(tmp_path: P
         JobFailed, match=r"^reward/0: reward\.scorer: .*my\.py cannot be imported: ImportError: only at home"
     ):
         job.run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("overrides", ["seed=1", [("seed", 1)], ["seed=1", 2]])
+def test_overrides_that_are_no_list_of_texts_are_refused(overrides: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r'overrides: must be a list of texts KEY=VALUE, such as \["trainer\.lr=1e-4"\]'
+    ):
+        Job.load(None, overrides)
+
+
+@pytest.mark.parametrize("config", [None, "job.yaml", {"seed": 1}])
+def test_settings_that_are_none_are_refused(config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"config: must be a llamarl\.Config, is a \w+; Job\.load reads a file"):
+        Job(config)
+
+
+def test_a_class_is_no_scorer() -> None:
+    with pytest.raises(ConfigError, match="scorer: must be a function, is the class Bonus; give an object of it"):
+        Job(brief(), scorer=Bonus)

@@ -76,13 +76,14 @@ def try_loss(loss: Loss, algo: AlgoConfig) -> None:
             _check_sum(loss, algo, value, _CUT_BETWEEN)
             if is_tokenwise(loss):
                 _check_sum(loss, algo, value, _CUT_INSIDE)
+            _check_mean(loss, algo, value)
     except OwnCodeFailed as error:
         raise ConfigError(str(error)) from error.__cause__
 
 
-def _value_of(loss: Loss, algo: AlgoConfig, part: slice = slice(None)) -> Tensor:
-    """The loss of a part of the made-up batch, and its gradient by every log-prob."""
-    tokens, same = _made_up_batch(part), _made_up_batch(part)
+def _value_of(loss: Loss, algo: AlgoConfig, part: slice = slice(None), *, times: int = 1) -> Tensor:
+    """The loss of a part of the made-up batch, and its gradient by every log-prob. The whole update is `times` the batch."""
+    tokens, same = _made_up_batch(part, times), _made_up_batch(part, times)
     value, _ = guarded(loss)(tokens, algo)
     for one in fields(tokens):
         given = getattr(tokens, one.name)
@@ -116,6 +117,16 @@ def _check_sum(loss: Loss, algo: AlgoConfig, whole: Tensor, cut: int) -> None:
     else:
         advice = ", cut inside an answer: its tokens depend on each other, so leave out @tokenwise"
     raise OwnCodeFailed(f"algo.loss: {algo.loss} gives {told}{advice}")
+
+
+def _check_mean(loss: Loss, algo: AlgoConfig, value: Tensor) -> None:
+    """Refuses a loss that is a sum over the update beside terms that are means: they would weigh next to nothing."""
+    beside = [f"algo.{name}" for name in ("reference_kl", "entropy") if getattr(algo, name)]
+    if beside and value.any() and torch.equal(value, _value_of(loss, algo, times=2)):
+        raise OwnCodeFailed(
+            f"algo.loss: {algo.loss} divides by neither tokens.num_tokens nor tokens.num_sequences, so it grows with the "
+            f"update, and {' and '.join(beside)}, a mean over its tokens, would weigh next to nothing beside it; divide it"
+        )
 
 
 def guarded(loss: Loss) -> Loss:
@@ -169,7 +180,7 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _made_up_batch(part: slice) -> TokenBatch:
+def _made_up_batch(part: slice, times: int) -> TokenBatch:
     count, lengths = sum(_LENGTHS), torch.tensor(_LENGTHS)
     policy_logprobs_N = torch.linspace(-2.0, -0.1, count)[part].requires_grad_()
     return TokenBatch(
@@ -178,7 +189,7 @@ def _made_up_batch(part: slice) -> TokenBatch:
         advantages_N=torch.repeat_interleave(torch.tensor([1.0, -1.0, 0.5]), lengths)[part],
         sequence_N=torch.repeat_interleave(torch.arange(len(_LENGTHS)), lengths)[part],
         entropy_N=torch.full_like(policy_logprobs_N, 0.7).requires_grad_(),
-        num_tokens=count,
-        num_sequences=len(_LENGTHS),
+        num_tokens=times * count,
+        num_sequences=times * len(_LENGTHS),
         columns=_AnyColumn(len(policy_logprobs_N)),
     )

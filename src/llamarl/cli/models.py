@@ -175,7 +175,10 @@ def eval_command(
             tell=tell,
             starting=lambda llm: say_device(llm.device, llm.precision),
         )
-    print(msgspec.json.encode(found).decode() if as_json else describe_evaluation(found, config.score_name))
+    if as_json:
+        print(msgspec.json.encode({"score_name": config.score_name, **msgspec.to_builtins(found)}).decode())
+    else:
+        print(describe_evaluation(found, config.score_name))
 
 
 @contextmanager

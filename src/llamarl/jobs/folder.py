@@ -19,6 +19,7 @@ from llamarl.observe.rollout_log import ROLLOUTS, TOKENIZER
 from llamarl.observe.run_folder import RunFolder, replace_file
 from llamarl.observe.starts import Starts
 from llamarl.observe.summary import Tally
+from llamarl.tasks.dataset_files import files_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def open_new_run(job: PreparedJob, path: Path) -> OpenRun:
 def record_start(folder: RunFolder, config: Config, version: int) -> None:
     config, at = with_absolute_paths(config), datetime.now(UTC).isoformat(timespec="seconds")
     folder.write_config(config_to_yaml(config))
-    Starts(folder.path).add(config, run=folder.run, version=version, at=at)
+    Starts(folder.path).add(config, files_of(config), run=folder.run, version=version, at=at)
     if config.observe.rollouts_mb:
         _copy_tokenizer(config, folder.path / ROLLOUTS / TOKENIZER)
 

@@ -21,7 +21,7 @@ from llamarl.jobs.prepare import prepare_job
 from llamarl.jobs.resume import resume_job
 from llamarl.jobs.run import run_job
 from llamarl.observe.callbacks import AnyCallback, checked_callbacks
-from llamarl.observe.display import Display, LastingConsole, Quiet, make_display
+from llamarl.observe.display import Display, LastingConsole, Unwatched, make_display
 from llamarl.observe.metric_logger import MetricLogger
 from llamarl.observe.run_folder import CONFIG, clear_unbegun, dated_run_folder, no_run_to_resume
 from llamarl.observe.summary import Summary
@@ -84,7 +84,7 @@ class Job:
 
     def run(self, folder: Path | str | None = None, *, display: Display | Literal["terminal"] | None = None) -> Summary:
         """Train to the end. The run folder records everything the job did, also when it fails. With `display="terminal"`, the
-        terminal shows what `llamarl train` shows; by default nothing."""
+        terminal shows what `llamarl train` shows; by default nothing, and what needs attention is a warning of Python's."""
         with _shown(display) as shown:
             opened = open_new_run(self._prepared, Path(folder) if folder else dated_run_folder())
             return run_job(self._prepared, opened, shown, self.callbacks)
@@ -136,7 +136,7 @@ def _shown(display: Display | Literal["terminal"] | None) -> Iterator[Display]:
     if display != "terminal":
         if isinstance(display, str):
             raise ConfigError(f"display: expected 'terminal' or a Display, got {display!r}")
-        yield display or Quiet()
+        yield display or Unwatched()
         return
     made = make_display(LastingConsole(), quiet=False)
     try:

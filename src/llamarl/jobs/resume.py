@@ -27,6 +27,7 @@ from llamarl.observe.run_folder import CONFIG, SNAPSHOTS, SUMMARY, RunFolder
 from llamarl.observe.run_lock import RunLock, refuse_locked
 from llamarl.observe.starts import Starts
 from llamarl.observe.summary import Summary
+from llamarl.tasks.dataset_files import files_of
 
 
 def resume_job(job: PreparedJob, path: Path, display: Display, callbacks: Sequence[Callback] = ()) -> Summary:
@@ -60,7 +61,7 @@ def _reopen(job: PreparedJob, path: Path, before: Config, changed: Iterable[str]
             settings=now.observe,
             updates=now.schedule.updates,
         )
-        for note in (*recovered.notes, *changed, *Starts(path).changed_files(now)):
+        for note in (*recovered.notes, *changed, *Starts(path).changed_files(now, files_of(now))):
             display.note(note)
         record_start(folder, now, recovered.version)
     start = f"the snapshot of version {recovered.version}" if recovered.version else "the beginning"

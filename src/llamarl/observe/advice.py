@@ -16,6 +16,8 @@ from llamarl.plugins import is_reference
 WINDOW = 10  # number of recent updates that advice is based on
 _MOST = 0.9
 _HALF = 0.5
+_ROUNDING = 1e-6
+_NEARLY_SURE = 0.02  # entropy of a token, in nats: answers to a prompt are then nearly always the same
 Means = Mapping[str, float]  # mean of each metric over the recent updates
 Rule = Callable[[Config, Means], str]
 
@@ -30,9 +32,32 @@ def _got_worse(config: Config, means: Means) -> str:
     )
 
 
+def _collapsed(config: Config, means: Means) -> str:
+    share, entropy, reward = (means.get(name, 1.0) for name in ("zero_variance_share", "entropy", "reward"))
+    known = "zero_variance_share" in means and not _got_worse(config, means)
+    if not known or share < _MOST or entropy > _NEARLY_SURE or reward > _MOST:
+        return ""
+    return (
+        f"the policy gives nearly the same answer each time (entropy {entropy:.4f}, mean reward {reward:.3f}), so there is "
+        "nothing left to choose from: go back to an earlier snapshot, and lower trainer.lr "
+        f"(now {config.trainer.lr:g}) or set algo.entropy (now {config.algo.entropy:g})"
+    )
+
+
+def _same_reward(config: Config, means: Means) -> str:
+    reward, share = means.get("reward", 0.0), means.get("zero_variance_share", 0.0)
+    if share < 1 or means.get("reward_range", 1.0) > _ROUNDING or not reward or _collapsed(config, means):
+        return ""
+    return (
+        f"every answer of the last updates got the same reward, {reward:.3f}: if not all of them are right, the scorer does "
+        "not look at what they differ by (try it on a right and a wrong one: llamarl score); if they are, take harder data"
+    )
+
+
 def _no_variance(config: Config, means: Means) -> str:
     share = means.get("zero_variance_share", 0.0)
-    if share < _MOST or _got_worse(config, means) or config.teacher or config.has_critic:
+    nearer = (_got_worse, _collapsed, _same_reward)  # to what is wrong
+    if share < _MOST or config.teacher or config.has_critic or any(rule(config, means) for rule in nearer):
         return ""
     if is_reference(config.reward.scorer):
         told = "see whether your function gives parts of an answer a part of the reward"
@@ -93,6 +118,8 @@ def _budget_used_up(config: Config, means: Means) -> str:
 
 _RULES: dict[str, Rule] = {
     "got worse": _got_worse,
+    "collapsed": _collapsed,
+    "same reward": _same_reward,
     "no variance": _no_variance,
     "cut off": _cut_off,
     "no tokens": _no_tokens,
@@ -103,6 +130,8 @@ _RULES: dict[str, Rule] = {
 # The metric that each piece of advice rests on, and the setting that it is about.
 BASIS: dict[str, tuple[str, str]] = {
     "got worse": ("reward", "trainer.lr"),
+    "collapsed": ("entropy", "trainer.lr"),
+    "same reward": ("reward", "reward.scorer"),
     "no variance": ("zero_variance_share", "schedule.samples_per_group"),
     "cut off": ("truncated_share", "generator.max_new_tokens"),
     "no tokens": ("trained_tokens", "algo.zero_variance"),
@@ -113,7 +142,7 @@ BASIS: dict[str, tuple[str, str]] = {
 
 def advice_on(config: Config, means: Means) -> dict[str, str]:
     """Advice by its name in `BASIS`. `means` are over the recent updates; its `best_reward` is the highest mean reward of
-    any such window."""
+    any such window, its `reward_range` the largest reward of a recent update minus the smallest."""
     found = {name: rule(config, means) for name, rule in _RULES.items()}
     return {name: text for name, text in found.items() if text}
 
@@ -144,6 +173,8 @@ class Advisor:
         names = {name for row in self._recent for name in row}
         means = {name: sum(row.get(name, 0.0) for row in self._recent) / len(self._recent) for name in names}
         if len(self._recent) == WINDOW:
+            rewards = [row.get("reward", 0.0) for row in self._recent]
+            means["reward_range"] = max(rewards) - min(rewards)
             self._best_reward = max(self._best_reward, means.get("reward", 0.0))
         return advice_on(self._config, {**means, "best_reward": self._best_reward})
 

@@ -72,6 +72,8 @@ AnyCallback = Callback | Callable[[UpdateDone], Any]
 def checked_callbacks(callbacks: Sequence[AnyCallback]) -> tuple[Callback, ...]:
     """Callbacks as objects; ConfigError for anything else."""
     found: list[Callback] = []
+    if isinstance(callbacks, Callback | str) or not isinstance(callbacks, Sequence):
+        raise ConfigError("callbacks: must be a list of Callback objects or functions of an update: callbacks=[mine]")
     for one in callbacks:
         if isinstance(one, type) or not (isinstance(one, Callback) or callable(one)):
             told = f"the class {one.__name__}; give an object" if isinstance(one, type) else f"a {type(one).__name__}"

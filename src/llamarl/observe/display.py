@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 _SECONDS_BETWEEN_LINES = 5.0
+_ATTENTION = "NOTE: "  # begins a note that the user should act on
 
 
 class Progress(Struct, frozen=True):
@@ -76,6 +78,14 @@ class Quiet:
 
     def close(self) -> None:
         pass
+
+
+class Unwatched(Quiet):
+    """A display that shows nothing, but makes a warning of Python's of what needs attention."""
+
+    def note(self, text: str) -> None:
+        if text.startswith(_ATTENTION):
+            warnings.warn(text.removeprefix(_ATTENTION), stacklevel=2)
 
 
 class Lines:

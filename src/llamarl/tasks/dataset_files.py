@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from llamarl.config import DatasetConfig
+from llamarl.config import Config, DatasetConfig
 from llamarl.config.hub_names import pinned_folder
 from llamarl.errors import ConfigError, InputError
 from llamarl.tasks.data_layout import README, DataFolder
@@ -36,7 +36,17 @@ def find_files(settings: DatasetConfig) -> DatasetFiles:
         train, test = _plain_files(path, settings)
     if settings.test_path:
         test = _test_files(settings)
+        if both := next((file for file in test if file in train), None):
+            raise ConfigError(f"task.test_path: {both} is read by task.path too, to train on; name another file")
     return DatasetFiles(train, [file for file in test if file not in train])
+
+
+def files_of(config: Config) -> list[Path]:
+    """The local files that a job reads prompts and rows from; those of the hub are pinned by a commit."""
+    sources = [*(config.task.parts or [config.task]), *([config.sft.source] if config.sft else [])]
+    named = [one for one in sources if one.path and not pinned_folder(one.path, "dataset")]
+    found = map(find_files, named)
+    return sorted({file.absolute() for files in found for file in (*files.train, *files.test)})
 
 
 def _plain_files(path: Path, settings: DatasetConfig) -> tuple[list[Path], list[Path]]:

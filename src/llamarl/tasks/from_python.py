@@ -17,6 +17,8 @@ from llamarl.types import Problem
 def with_scorer(config: Config, scorer: Function) -> tuple[Config, dict[str, Function]]:
     """Return the settings with this scorer, and the functions that stay in this process. On `inline` that may be any
     callable; processes of other engines load the function from its file."""
+    if isinstance(scorer, type):
+        raise ConfigError(f"scorer: must be a function, is the class {scorer.__name__}; give an object of it")
     if not callable(scorer):
         raise ConfigError(f"scorer: must be a function, is a {type(scorer).__name__}")
     reference = reference_to(scorer)

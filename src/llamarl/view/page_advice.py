@@ -92,7 +92,7 @@ def page_advice(run: RunReader) -> list[Advised]:
     means = recent_means(run)
     if not means:
         return []
-    given = advice_on(run.config, {**means, "best_reward": _best_reward(run)})
+    given = advice_on(run.config, {**means, "best_reward": _best_reward(run), "reward_range": _reward_range(run)})
     settings = flat(msgspec.to_builtins(run.config))
     found = [
         Advised(
@@ -113,6 +113,12 @@ def page_advice(run: RunReader) -> list[Advised]:
             now = str(settings.get(setting, ""))
             found.append(Advised(words.format(value=value), short, metric, value, setting, now, "fair"))
     return found
+
+
+def _reward_range(run: RunReader) -> float:
+    """Of the last updates: the largest mean reward minus the smallest; 1 if there are too few."""
+    rewards = run.metrics.get("reward")[-WINDOW:]
+    return float(np.ptp(rewards)) if len(rewards) == WINDOW and not np.isnan(rewards).any() else 1.0
 
 
 def _best_reward(run: RunReader) -> float:

@@ -75,3 +75,32 @@ def test_a_warm_up_longer_than_the_run_is_told_before_it_begins() -> None:
     (told,) = advice_before(Config(schedule=ScheduleConfig(updates=5), trainer=TrainerConfig(warmup_updates=10)))
     assert "trainer.warmup_updates=10" in told
     assert not advice_before(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"entropy": 0.001, "reward": 0.2}, "nearly the same answer each time (entropy 0.0010, mean reward 0.200)"),
+        ({"entropy": 0.5, "reward": 0.5}, "every answer of the last updates got the same reward, 0.500"),
+        ({"entropy": 0.001, "reward": 1.0}, "every answer of the last updates got the same reward, 1.000"),
+        ({"entropy": 0.5, "reward": 0.0}, "if the format is missed"),
+    ],
+)
+def test_no_variance_is_told_by_what_it_comes_from(row: dict[str, float], told: str) -> None:
+    """Not "harder data" where the policy gives one answer to everything, or the scorer one reward."""
+    said = advice_of([{**WELL, "zero_variance_share": 1.0, **row}] * 10)
+    assert len(said) == 1 and told in said[0], said
+
+
+def test_groups_that_are_all_right_or_all_wrong_are_no_sign_of_one_reward_for_all() -> None:
+    rows = [
+        {**WELL, "zero_variance_share": 1.0, "entropy": 0.5, "reward": reward / 8} for reward in (3, 4, 5, 3, 4) * 2
+    ]
+    assert "if the format is missed" in advice_of(rows)[0]
+
+
+def advice_of(rows: list[dict[str, float]]) -> list[str]:
+    advisor = Advisor(CONFIG)
+    for row in rows:
+        advisor.hear(row)
+    return advisor.final()

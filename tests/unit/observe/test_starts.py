@@ -9,6 +9,7 @@ import pytest
 
 from llamarl.config.file import load_config
 from llamarl.observe.starts import STARTS, Starts
+from llamarl.tasks.dataset_files import files_of
 
 
 @pytest.fixture
@@ -49,3 +50,31 @@ def test_files_that_were_changed_between_starts_are_known(tmp_path: Path) -> Non
     (tmp_path / "mine.py").write_text("def score(completion, answer): return 0.1")
     Starts(tmp_path).add(config, run=2, version=2, at="now")
     assert Starts(tmp_path).several_versions() == [f"{tmp_path}/mine.py"]
+
+
+def test_data_that_were_changed_between_starts_are_known(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    config, starts = load_config(None, ["task.kind=jsonl", f"task.path={data}"]), Starts(tmp_path)
+    assert files_of(config) == [data]
+    starts.add(config, [data], run=0, version=0, at="now")
+    assert not list(starts.changed_files(config, [data]))
+    with data.open("a") as file:
+        file.write('{"prompt": "1+2=", "answer": "3"}\n')
+    (told,) = starts.changed_files(config, [data])
+    assert told.startswith(f"NOTE: {data} has changed since this run was last started")
+    starts.add(config, [data], run=1, version=1, at="now")
+    assert not list(starts.changed_files(config, [data])) and starts.several_versions() == [str(data)]
+
+
+def test_the_files_of_a_job_are_those_of_all_its_parts_and_rows(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one.jsonl", "rows.jsonl", "test.jsonl", "two.jsonl")]
+    for file in files:
+        file.write_text("{}\n")
+    one, rows, test, two = files
+    parts = [f"{{kind: jsonl, path: {one}, test_path: {test}}}", f"{{kind: jsonl, path: {two}}}", "{kind: arithmetic}"]
+    config = load_config(
+        None, ["task.kind=mixture", f"task.parts=[{', '.join(parts)}]", f"sft.path={rows}", "sft.share=0.5"]
+    )
+    assert files_of(config) == files
+    assert not files_of(load_config(None, []))

@@ -119,3 +119,17 @@ def test_an_update_that_is_made_again_in_the_same_job_is_told_once(tmp_path: Pat
 def test_what_cannot_be_called_is_refused_before_the_start(wrong: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=f"callbacks: .* {told}"):
         Job(load_config(None, SETTINGS), callbacks=[wrong])
+
+
+@pytest.mark.parametrize("wrong", [print, Witness(), "print"])
+def test_callbacks_that_are_no_list_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"callbacks: must be a list .*: callbacks=\[mine\]"):
+        Job(load_config(None, SETTINGS), callbacks=wrong)
+
+
+def test_one_that_fails_where_nothing_is_shown_is_a_warning(tmp_path: Path) -> None:
+    def broken(event: UpdateDone) -> None:
+        raise LookupError("nothing here")
+
+    with pytest.warns(UserWarning, match="broken failed and is not called again: LookupError: nothing here"):
+        Job(load_config(None, SETTINGS), callbacks=[broken]).run(tmp_path / "run")

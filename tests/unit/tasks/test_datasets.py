@@ -134,6 +134,10 @@ def test_a_bad_row_is_refused_with_its_line_number(tmp_path: Path, row: Any, rea
         ({"kind": "jsonl", "path": "nowhere"}, r"task\.path: no file or folder nowhere"),
         ({"kind": "jsonl", "path": str(Path(__file__).parent)}, r"has no files that end with \.jsonl"),
         ({"kind": "gsm8k", "path": str(DATA / "gsm8k"), "test_path": "none"}, r"task\.test_path: no file none"),
+        (
+            {"kind": "gsm8k", "path": str(DATA / "gsm8k"), "test_path": str(DATA / "gsm8k" / "train.jsonl")},
+            r"task\.test_path: .*train\.jsonl is read by task\.path too, to train on; name another file",
+        ),
         ({"kind": "gsm8k", "path": str(DATA / "svamp")}, r"train\.jsonl:1: 'answer' has no final answer after ####"),
         ({"kind": "math", "path": str(DATA / "math"), "few_shot": 60}, r"task\.few_shot: only \d+ problems"),
         ({"template": "no mark"}, r"task\.template: must hold \{prompt\}"),
