@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.cli import llamarl
 from helpers.notes import Notes
 
 from llamarl import Job
+from llamarl.algo.custom_loss import MEASURED
 from llamarl.errors import ConfigError, JobFailed
 
 SCORER = """
@@ -90,6 +92,13 @@ def test_a_loss_that_raises_always_stops_the_job_before_it_starts(tmp_path: Path
     (tmp_path / "my.py").write_text(LOSS.replace("> 9", "> 0"))
     with pytest.raises(ConfigError, match=r"my\.py:loss failed: RuntimeError: out of luck \(.*my\.py:8\)"):
         Job.load(None, [*BRIEF, f"algo.loss={tmp_path}/my.py:loss"])
+
+
+def test_the_metrics_that_a_loss_may_not_name_are_those_of_every_update(tmp_path: Path) -> None:
+    Job.load(None, [*BRIEF, "algo.loss=reinforce"]).run(tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    of_versions = re.compile(r"staleness_share_\d+|kl_behavior_s\d+")
+    assert {name for row in rows for name in row if not of_versions.fullmatch(name)} == MEASURED
 
 
 def test_a_scorer_that_gives_one_reward_for_all_answers_stops_the_job_before_it_starts(tmp_path: Path) -> None:

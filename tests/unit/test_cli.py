@@ -198,6 +198,22 @@ def test_what_computes_nothing_does_not_import_torch(args: list[str]) -> None:
     assert python("-c", code).stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.parametrize("early", ["llamarl.cli", "llamarl.cli.train", "llamarl.engine.local.fork_server"])
+def test_ctrl_c_says_so_in_one_line_while_imports_are_under_way(early: str) -> None:
+    code = (
+        "import sys\n"
+        "from llamarl.__main__ import main\n"
+        "class CtrlC:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {early!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, CtrlC())\n"
+        "sys.argv = ['llamarl', 'train']\n"
+        "main()\n"
+    )
+    done = python("-c", code)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "llamarl: interrupted")
+
+
 def test_config_prints_the_defaults_as_yaml_to_start_from(tmp_path: Path) -> None:
     code, out, err = llamarl("config")
     assert (code, err) == (0, "")

@@ -76,6 +76,8 @@ def run_command() -> int:
     """Turn every failure that a user can cause into one line on stderr and an exit code for its kind."""
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="llamarl", standalone_mode=False)
+        if code == Interrupted.exit_code:  # typer's, for a KeyboardInterrupt
+            raise KeyboardInterrupt
     except LlamaRLError as error:
         print(f"llamarl: {error}", file=sys.stderr)
         return error.exit_code

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 from msgspec.structs import replace
 
 from llamarl.config import Config, TeacherConfig
+from llamarl.config.in_vain import scored_by
 from llamarl.config.teacher import THE_TEACHER
 from llamarl.controller.probe import probed_version
 from llamarl.engine.row_share import NoRows, RowShare, ShareRule, TokenShare, share_rule
@@ -49,6 +50,9 @@ class Prompts:
         self._evaluation = task.evaluation(config.evaluate.prompts, config.evaluate.split)
         # A small task may hold out fewer problems than evaluate.prompts asks for; then each is asked once.
         self.evaluate = replace(config.evaluate, prompts=len(self._evaluation))
+        if len(self._evaluation) < config.evaluate.prompts:
+            asked = f"evaluations ask {len(self._evaluation)} problems, all that there are of {config.evaluate.prompts}"
+            self.notes = (*self.notes, f"{asked} (evaluate.prompts)")
 
     def choose_by(self, choice: Callable[[int], Choice | None]) -> None:
         """From now on, ask the training problems that a curriculum chooses."""
@@ -82,8 +86,12 @@ class Prompts:
     def typical_lengths(self, count: int = 100) -> tuple[float, float]:
         """Mean number of tokens of the first prompts, and of the answers that the task itself gives to them."""
         groups = [self.group(ordinal) for ordinal in range(count)]
-        answers = [len(self._tokenizer.encode(group.problem.answer)) for group in groups]
+        answers = [self.answer_length(group.problem) for group in groups]
         return sum(len(group.prompt_tokens) // 4 for group in groups) / count, sum(answers) / count
+
+    def answer_length(self, problem: Problem) -> int:
+        """Tokens of the answer that the data give."""
+        return len(self._tokenizer.encode(problem.answer))
 
     def unreadable(self, problem: Problem) -> str:
         """The first piece of a problem that the model has no token for; empty if there is none."""
@@ -106,8 +114,8 @@ _MAX_LOOKED_AT = 1000  # takes some tenths of a second
 
 
 def check_lengths(prompts: Prompts, config: Config) -> list[str]:
-    """Notes about prompts that are too long and will be dropped; InputError if all are. Looks only at the job's first
-    prompts."""
+    """Notes about prompts that are too long and will be dropped, and answers that no answer can hold; InputError if all
+    prompts are. Looks only at the job's first prompts."""
     limit = config.generator.max_prompt_tokens
     asked: tuple[tuple[str, str, GroupKind, range], ...] = (
         ("prompts", "are dropped", "train", range(min(config.schedule.num_groups, _MAX_LOOKED_AT))),
@@ -117,7 +125,8 @@ def check_lengths(prompts: Prompts, config: Config) -> list[str]:
     for what, fate, kind, ordinals in asked:
         groups = [prompts.group(ordinal, kind) for ordinal in ordinals]
         lengths = [len(group.prompt_tokens) // 4 for group in groups if group.written is None]
-        notes += _unreadable(prompts, [group.problem for group in groups if group.written is None], what)
+        problems = [group.problem for group in groups if group.written is None]
+        notes += [*_unreadable(prompts, problems, what), *_not_given(prompts, problems, what, config)]
         wrong = sum(not 1 <= length <= limit for length in lengths)
         if not wrong:
             continue
@@ -129,6 +138,20 @@ def check_lengths(prompts: Prompts, config: Config) -> list[str]:
             raise InputError(f"task: {told}")
         notes.append(f"NOTE: {told}; these {fate}")
     return notes
+
+
+def _not_given(prompts: Prompts, problems: Sequence[Problem], what: str, config: Config) -> list[str]:
+    """A note about answers that are longer than any that is sampled, for scorers that look for them."""
+    limit = config.generator.max_new_tokens
+    if config.conversation.tool or not scored_by(config, "exact", "numeric", "math"):
+        return []
+    longer = [length for length in map(prompts.answer_length, problems) if length > limit]
+    if not longer:
+        return []
+    return [
+        f"NOTE: {len(longer)} of the first {len(problems)} {what} have answers of more than generator.max_new_tokens={limit} "
+        f"tokens (the longest has {max(longer)}), which cannot be given"
+    ]
 
 
 def _unreadable(prompts: Prompts, problems: Sequence[Problem], what: str) -> list[str]:
