@@ -38,6 +38,7 @@ MEASURED = frozenset(
         "trained_tokens",
         "answer_tokens",
         "truncated_share",
+        "sampled_logprob",
         "zero_variance_share",
         "entropy",
         "kl_behavior",

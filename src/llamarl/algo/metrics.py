@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llamarl.algo.losses import kl_estimate
 from llamarl.algo.streams import StreamCounts
-from llamarl.types import Completion, RolloutGroup, has_same_rewards
+from llamarl.types import Completion, RolloutGroup, bytes_to_floats, has_same_rewards
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def describe_groups(groups: Sequence[RolloutGroup], cut_off_penalty: float = 0.0
         "zero_variance_share": sum(_is_flat(group, cut_off_penalty) for group in groups) / len(groups),
         "answer_tokens": sum(lengths) / len(lengths),
         "truncated_share": sum(rollout.completion.truncated for rollout in rollouts) / len(rollouts),
+        "sampled_logprob": _mean_logprob([rollout.completion for rollout in rollouts]),
         **_describe_turns([rollout.completion for rollout in rollouts]),
         **({"branches": len(rollouts) / len(rewards)} if rollouts[0].completion.sample is not None else {}),
     }
@@ -112,6 +114,12 @@ def describe_groups(groups: Sequence[RolloutGroup], cut_off_penalty: float = 0.0
 def _is_flat(group: RolloutGroup, cut_off_penalty: float) -> bool:
     """Whether several answers got the same reward; a single one has nothing to differ from."""
     return len(group.rewards) > 1 and has_same_rewards(group, cut_off_penalty)
+
+
+def _mean_logprob(completions: Sequence[Completion]) -> float:
+    """Of a sampled token, under the policy that sampled it, also where nothing is trained: near 0, it is sure of each."""
+    logprobs = bytes_to_floats(b"".join(completion.behavior_logprobs for completion in completions))
+    return float(logprobs.mean(dtype=np.float64)) if len(logprobs) else 0.0
 
 
 def _describe_turns(completions: Sequence[Completion]) -> dict[str, float]:

@@ -17,7 +17,7 @@ WINDOW = 10  # number of recent updates that advice is based on
 _MOST = 0.9
 _HALF = 0.5
 _ROUNDING = 1e-6
-_NEARLY_SURE = 0.02  # entropy of a token, in nats: answers to a prompt are then nearly always the same
+_NEARLY_SURE = -0.02  # log-prob of a sampled token: answers to a prompt are then nearly always the same
 Means = Mapping[str, float]  # mean of each metric over the recent updates
 Rule = Callable[[Config, Means], str]
 
@@ -33,14 +33,13 @@ def _got_worse(config: Config, means: Means) -> str:
 
 
 def _collapsed(config: Config, means: Means) -> str:
-    share, entropy, reward = (means.get(name, 1.0) for name in ("zero_variance_share", "entropy", "reward"))
-    known = "zero_variance_share" in means and not _got_worse(config, means)
-    if not known or share < _MOST or entropy > _NEARLY_SURE or reward > _MOST:
+    share, logprob = means.get("zero_variance_share", 0.0), means.get("sampled_logprob", -1.0)
+    if share < _MOST or logprob < _NEARLY_SURE or means.get("reward", 1.0) > _MOST or _got_worse(config, means):
         return ""
     return (
-        f"the policy gives nearly the same answer each time (entropy {entropy:.4f}, mean reward {reward:.3f}), so there is "
-        "nothing left to choose from: go back to an earlier snapshot, and lower trainer.lr "
-        f"(now {config.trainer.lr:g}) or set algo.entropy (now {config.algo.entropy:g})"
+        f"the policy gives nearly the same answer each time (mean log-prob of a token {logprob:.4f}, mean reward "
+        f"{means['reward']:.3f}), so there is nothing left to choose from: go back to an earlier snapshot, and lower "
+        f"trainer.lr (now {config.trainer.lr:g}) or set algo.entropy (now {config.algo.entropy:g})"
     )
 
 
@@ -130,7 +129,7 @@ _RULES: dict[str, Rule] = {
 # The metric that each piece of advice rests on, and the setting that it is about.
 BASIS: dict[str, tuple[str, str]] = {
     "got worse": ("reward", "trainer.lr"),
-    "collapsed": ("entropy", "trainer.lr"),
+    "collapsed": ("sampled_logprob", "trainer.lr"),
     "same reward": ("reward", "reward.scorer"),
     "no variance": ("zero_variance_share", "schedule.samples_per_group"),
     "cut off": ("truncated_share", "generator.max_new_tokens"),

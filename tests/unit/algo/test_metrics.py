@@ -82,6 +82,12 @@ def test_conversations_are_described_by_their_turns_and_other_answers_are_not() 
     assert "turns" not in describe_groups([rollout_group([5], [(plain, 1.0), (plain, 0.0)])])
 
 
+def test_how_sure_the_policy_was_is_known_where_nothing_is_trained() -> None:
+    sure, not_sure = completion([1, 2, 3], [0.0, -0.25, -0.5]), completion([4], [-3.25])
+    found = describe_groups([rollout_group([5], [(sure, 1.0), (not_sure, 1.0)])])
+    assert found["sampled_logprob"] == -1.0, "of all tokens, not of answers"
+
+
 def test_groups_without_variance_are_those_without_advantages() -> None:
     """As the trainer sees them: after the penalty for answers that were cut off, and without rows of data."""
     plain, cut = completion([1, 2, 3]), replace(completion([1, 2]), truncated=True)

@@ -80,10 +80,13 @@ def test_a_warm_up_longer_than_the_run_is_told_before_it_begins() -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"entropy": 0.001, "reward": 0.2}, "nearly the same answer each time (entropy 0.0010, mean reward 0.200)"),
-        ({"entropy": 0.5, "reward": 0.5}, "every answer of the last updates got the same reward, 0.500"),
-        ({"entropy": 0.001, "reward": 1.0}, "every answer of the last updates got the same reward, 1.000"),
-        ({"entropy": 0.5, "reward": 0.0}, "if the format is missed"),
+        (
+            {"sampled_logprob": -0.001, "reward": 0.2},
+            "the same answer each time (mean log-prob of a token -0.0010, mean reward 0.200)",
+        ),
+        ({"sampled_logprob": -0.5, "reward": 0.5}, "every answer of the last updates got the same reward, 0.500"),
+        ({"sampled_logprob": -0.001, "reward": 1.0}, "every answer of the last updates got the same reward, 1.000"),
+        ({"sampled_logprob": -0.5, "reward": 0.0}, "if the format is missed"),
     ],
 )
 def test_no_variance_is_told_by_what_it_comes_from(row: dict[str, float], told: str) -> None:
@@ -94,7 +97,8 @@ def test_no_variance_is_told_by_what_it_comes_from(row: dict[str, float], told: 
 
 def test_groups_that_are_all_right_or_all_wrong_are_no_sign_of_one_reward_for_all() -> None:
     rows = [
-        {**WELL, "zero_variance_share": 1.0, "entropy": 0.5, "reward": reward / 8} for reward in (3, 4, 5, 3, 4) * 2
+        {**WELL, "zero_variance_share": 1.0, "sampled_logprob": -0.5, "reward": reward / 8}
+        for reward in (3, 4, 5, 3, 4) * 2
     ]
     assert "if the format is missed" in advice_of(rows)[0]
 
