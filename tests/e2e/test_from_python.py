@@ -234,10 +234,22 @@ def test_overrides_that_are_no_list_of_texts_are_refused(overrides: Any) -> None
         Job.load(None, overrides)
 
 
-@pytest.mark.parametrize("config", [None, "job.yaml", {"seed": 1}])
+@pytest.mark.parametrize("config", [None, "job.yaml", 3])
 def test_settings_that_are_none_are_refused(config: Any) -> None:
     with pytest.raises(ConfigError, match=r"config: must be a llamarl\.Config, is a \w+; Job\.load reads a file"):
         Job(config)
+
+
+def test_overrides_may_be_made_as_they_are_read() -> None:
+    assert load_config(None, (f"seed={number}" for number in (1, 2))).seed == 2  # type: ignore[arg-type]
+
+
+def test_a_given_task_reads_what_it_likes(tmp_path: Path) -> None:
+    """Its path is none of ours: a database, or a name that it looks up."""
+    summary = Job(brief(f"task.path={tmp_path}/problems.sqlite", "task.kind=jsonl"), task=Doubles()).run(
+        tmp_path / "run"
+    )
+    assert summary.outcome == "finished"
 
 
 def test_a_class_is_no_scorer() -> None:

@@ -63,8 +63,9 @@ class _AnyColumn(dict[str, Tensor]):
         return torch.full((self._count,), -0.5)
 
 
-def try_loss(loss: Loss, algo: AlgoConfig) -> None:
-    """Raises ConfigError for a loss that cannot work on a small batch like any other, or whose parts do not add up."""
+def try_loss(loss: Loss, algo: AlgoConfig) -> list[str]:
+    """Raises ConfigError for a loss that cannot work on a small batch like any other, or whose parts do not add up. Returns
+    notes for the user."""
     try:
         value = _value_of(loss, algo)
         if not torch.isfinite(value[0]):
@@ -73,11 +74,12 @@ def try_loss(loss: Loss, algo: AlgoConfig) -> None:
             raise OwnCodeFailed(
                 f"algo.loss: {algo.loss} has gradients that are no numbers for a small batch like any other"
             )
-        if torch.equal(value, _value_of(loss, algo)):  # else it draws numbers, or counts its calls
-            _check_sum(loss, algo, value, _CUT_BETWEEN)
-            if is_tokenwise(loss):
-                _check_sum(loss, algo, value, _CUT_INSIDE)
-            _check_mean(loss, algo, value)
+        if not torch.equal(value, _value_of(loss, algo)):
+            return []  # it draws numbers, or counts its calls
+        _check_sum(loss, algo, value, _CUT_BETWEEN)
+        if is_tokenwise(loss):
+            _check_sum(loss, algo, value, _CUT_INSIDE)
+        return _undivided(loss, algo, value)
     except OwnCodeFailed as error:
         raise ConfigError(str(error)) from error.__cause__
 
@@ -120,14 +122,15 @@ def _check_sum(loss: Loss, algo: AlgoConfig, whole: Tensor, cut: int) -> None:
     raise OwnCodeFailed(f"algo.loss: {algo.loss} gives {told}{advice}")
 
 
-def _check_mean(loss: Loss, algo: AlgoConfig, value: Tensor) -> None:
-    """Refuses a loss that is a sum over the update beside terms that are means: they would weigh next to nothing."""
+def _undivided(loss: Loss, algo: AlgoConfig, value: Tensor) -> list[str]:
+    """A note on what may be a plain sum over the update, beside terms that are means: they would weigh next to nothing."""
     beside = [f"algo.{name}" for name in ("reference_kl", "entropy") if getattr(algo, name)]
-    if beside and value.any() and torch.equal(value, _value_of(loss, algo, times=2)):
-        raise OwnCodeFailed(
-            f"algo.loss: {algo.loss} divides by neither tokens.num_tokens nor tokens.num_sequences, so it grows with the "
-            f"update, and {' and '.join(beside)}, a mean over its tokens, would weigh next to nothing beside it; divide it"
-        )
+    if not beside or not value.any() or not torch.equal(value, _value_of(loss, algo, times=2)):
+        return []
+    return [
+        f"NOTE: algo.loss: {algo.loss} uses neither tokens.num_tokens nor tokens.num_sequences; if it is a plain sum over "
+        f"the update, {' and '.join(beside)}, a mean over its tokens, weighs next to nothing beside it: divide the sum by one"
+    ]
 
 
 def guarded(loss: Loss) -> Loss:

@@ -21,8 +21,7 @@ def make_loss(config: Config) -> Loss:
     return LOSSES[name]
 
 
-def check_loss(config: Config) -> None:
-    """Try a user's own loss on a small batch, so that its mistakes show before anything starts."""
+def check_loss(config: Config) -> list[str]:
+    """Try a user's own loss on a small batch, so that its mistakes show before anything starts. Returns notes."""
     loss = make_loss(config)
-    if is_reference(config.algo.loss):
-        try_loss(loss, config.algo)
+    return try_loss(loss, config.algo) if is_reference(config.algo.loss) else []

@@ -83,16 +83,17 @@ def read_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def _read(path: Path | None, overrides: Sequence[str], settled: Callable[[Mapping[str, Any]], Config]) -> Config:
-    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+    given = [*overrides]
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in given):
         raise ConfigError('overrides: must be a list of texts KEY=VALUE, such as ["trainer.lr=1e-4"]')
     written = read_settings(path) if path else {}
     raw = with_new_names(written)
-    for override in overrides:
+    for override in given:
         _apply_override(raw, override)
     try:
         return settled(raw)
     except ConfigError as error:
-        overridden = [override.partition("=")[0] for override in overrides]
+        overridden = [override.partition("=")[0] for override in given]
         raise ConfigError(f"{_to_blame(error, path, lambda: settled(written), overridden)}{error}") from None
 
 
@@ -121,7 +122,7 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
 
 def check_config(config: Config) -> Config:
     """The same settings, checked as if read from a file. Constructors alone do not check limits."""
-    if not isinstance(config, Config):
+    if not isinstance(config, Config | Mapping):
         raise ConfigError(f"config: must be a llamarl.Config, is a {type(config).__name__}; Job.load reads a file")
     try:
         return parse_config(msgspec.to_builtins(config))

@@ -324,7 +324,7 @@ class Driver:
     def _save_failed(self, version: int, reason: str) -> ev.SaveFailed:
         """The disk may be full: files of the attempt are removed at once, since the ledger needs the room."""
         self._snapshots.give_up()
-        self._watcher.note(f"SNAPSHOT {version} COULD NOT BE WRITTEN: {reason}; the one before stays")
+        self._watcher.note(f"NOTE: SNAPSHOT {version} COULD NOT BE WRITTEN: {reason}; the one before stays")
         return ev.SaveFailed(version, reason)
 
     def _sync(self, command: ev.Sync) -> None:

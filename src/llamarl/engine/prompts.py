@@ -8,7 +8,7 @@ from typing import Protocol, cast
 from msgspec.structs import replace
 
 from llamarl.config import Config, TeacherConfig
-from llamarl.config.in_vain import scored_by
+from llamarl.config.section import changed_settings
 from llamarl.config.teacher import THE_TEACHER
 from llamarl.controller.probe import probed_version
 from llamarl.engine.row_share import NoRows, RowShare, ShareRule, TokenShare, share_rule
@@ -17,6 +17,7 @@ from llamarl.errors import InputError
 from llamarl.generate.prompting import prompt_tokens
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.tasks.curriculum import Choice, curriculum_rule
+from llamarl.tasks.extract import gold_answer
 from llamarl.tasks.task import Prompter
 from llamarl.types import GroupKind, Problem, PromptGroup, tokens_to_bytes
 
@@ -50,7 +51,7 @@ class Prompts:
         self._evaluation = task.evaluation(config.evaluate.prompts, config.evaluate.split)
         # A small task may hold out fewer problems than evaluate.prompts asks for; then each is asked once.
         self.evaluate = replace(config.evaluate, prompts=len(self._evaluation))
-        if len(self._evaluation) < config.evaluate.prompts:
+        if len(self._evaluation) < config.evaluate.prompts and "prompts" in changed_settings(config.evaluate):
             asked = f"evaluations ask {len(self._evaluation)} problems, all that there are of {config.evaluate.prompts}"
             self.notes = (*self.notes, f"{asked} (evaluate.prompts)")
 
@@ -86,12 +87,15 @@ class Prompts:
     def typical_lengths(self, count: int = 100) -> tuple[float, float]:
         """Mean number of tokens of the first prompts, and of the answers that the task itself gives to them."""
         groups = [self.group(ordinal) for ordinal in range(count)]
-        answers = [self.answer_length(group.problem) for group in groups]
+        answers = [len(self._tokenizer.encode(group.problem.answer)) for group in groups]
         return sum(len(group.prompt_tokens) // 4 for group in groups) / count, sum(answers) / count
 
-    def answer_length(self, problem: Problem) -> int:
-        """Tokens of the answer that the data give."""
-        return len(self._tokenizer.encode(problem.answer))
+    def answer_length(self, problem: Problem, config: Config) -> int:
+        """Tokens of the answer that a scorer looks for; 0 if none looks for a text."""
+        scorers = {problem.scorer if name == "auto" else name for name in config.reward.scorers}
+        if scorers & {"numeric", "math"}:
+            return len(self._tokenizer.encode(gold_answer(problem.answer)))
+        return len(self._tokenizer.encode(problem.answer)) if "exact" in scorers else 0
 
     def unreadable(self, problem: Problem) -> str:
         """The first piece of a problem that the model has no token for; empty if there is none."""
@@ -143,9 +147,9 @@ def check_lengths(prompts: Prompts, config: Config) -> list[str]:
 def _not_given(prompts: Prompts, problems: Sequence[Problem], what: str, config: Config) -> list[str]:
     """A note about answers that are longer than any that is sampled, for scorers that look for them."""
     limit = config.generator.max_new_tokens
-    if config.conversation.tool or not scored_by(config, "exact", "numeric", "math"):
+    if config.conversation.tool:
         return []
-    longer = [length for length in map(prompts.answer_length, problems) if length > limit]
+    longer = [length for one in problems if (length := prompts.answer_length(one, config)) > limit]
     if not longer:
         return []
     return [

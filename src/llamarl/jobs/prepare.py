@@ -81,7 +81,7 @@ def prepare_job(
     weight_transport(config, gpus, can_reach=lambda reader, writer: True)
     memory_notes = check_memory(config)
     check_loggers(config.observe)
-    check_loss(config)
+    loss_notes = check_loss(config)
     prompts = prepare_prompts(config, tokenizer, given, task, rows)
     check_tool(config, tokenizer, prompts.problem(0))
     check_agent(config, tokenizer)
@@ -91,6 +91,7 @@ def prepare_job(
         *describe_base(config, gpus),
         *model_notes,
         *memory_notes,
+        *loss_notes,
         *advice_before(config),
     ]
     notes += [*prompts.notes, *([] if config.agent else check_lengths(prompts, config))]  # agents write their prompts

@@ -17,14 +17,17 @@ WINDOW = 10  # number of recent updates that advice is based on
 _MOST = 0.9
 _HALF = 0.5
 _ROUNDING = 1e-6
-_NEARLY_SURE = -0.02  # log-prob of a sampled token: answers to a prompt are then nearly always the same
+_SURE, _UNSURE = (
+    -0.02,
+    -0.1,
+)  # log-probs of sampled tokens; above the first, answers to a prompt are nearly always the same
 Means = Mapping[str, float]  # mean of each metric over the recent updates
 Rule = Callable[[Config, Means], str]
 
 
 def _got_worse(config: Config, means: Means) -> str:
     best, now = means.get("best_reward", 0.0), means.get("reward", 0.0)
-    if best <= 0 or now > _HALF * best:
+    if best <= 0 or now > _HALF * best or _collapsed(config, means):
         return ""
     return (
         f"the policy got worse: mean reward {best:.3f} -> {now:.3f}; go back to an earlier snapshot and lower trainer.lr "
@@ -33,19 +36,22 @@ def _got_worse(config: Config, means: Means) -> str:
 
 
 def _collapsed(config: Config, means: Means) -> str:
-    share, logprob = means.get("zero_variance_share", 0.0), means.get("sampled_logprob", -1.0)
-    if share < _MOST or logprob < _NEARLY_SURE or means.get("reward", 1.0) > _MOST or _got_worse(config, means):
+    """The policy has become sure of one answer, and it is not a better one. At low temperatures it is sure from the start."""
+    share, reward = means.get("zero_variance_share", 0.0), means.get("reward", 0.0)
+    before, now = means.get("first_logprob", 0.0), means.get("sampled_logprob", -1.0)
+    if _learns_otherwise(config) or share < _MOST or now < _SURE or before > _UNSURE or reward > means["first_reward"]:
         return ""
     return (
-        f"the policy gives nearly the same answer each time (mean log-prob of a token {logprob:.4f}, mean reward "
-        f"{means['reward']:.3f}), so there is nothing left to choose from: go back to an earlier snapshot, and lower "
-        f"trainer.lr (now {config.trainer.lr:g}) or set algo.entropy (now {config.algo.entropy:g})"
+        f"the policy gives nearly the same answer each time: the mean log-prob of its tokens is {now:.4f} (at first "
+        f"{before:.2f}), the reward {reward:.3f} (at first {means['first_reward']:.3f}); go back to an earlier snapshot, "
+        f"and lower trainer.lr (now {config.trainer.lr:g}) or set algo.entropy (now {config.algo.entropy:g})"
     )
 
 
 def _same_reward(config: Config, means: Means) -> str:
     reward, share = means.get("reward", 0.0), means.get("zero_variance_share", 0.0)
-    if share < 1 or means.get("reward_range", 1.0) > _ROUNDING or not reward or _collapsed(config, means):
+    same = share == 1 and means.get("reward_range", 1.0) < _ROUNDING and reward
+    if _learns_otherwise(config) or not same or _collapsed(config, means):
         return ""
     return (
         f"every answer of the last updates got the same reward, {reward:.3f}: if not all of them are right, the scorer does "
@@ -53,10 +59,15 @@ def _same_reward(config: Config, means: Means) -> str:
     )
 
 
+def _learns_otherwise(config: Config) -> bool:
+    """Also from groups whose answers all have the same reward."""
+    return bool(config.teacher) or config.has_critic
+
+
 def _no_variance(config: Config, means: Means) -> str:
     share = means.get("zero_variance_share", 0.0)
-    nearer = (_got_worse, _collapsed, _same_reward)  # to what is wrong
-    if share < _MOST or config.teacher or config.has_critic or any(rule(config, means) for rule in nearer):
+    nearer = (_collapsed, _got_worse, _same_reward)  # to what is wrong
+    if share < _MOST or _learns_otherwise(config) or any(rule(config, means) for rule in nearer):
         return ""
     if is_reference(config.reward.scorer):
         told = "see whether your function gives parts of an answer a part of the reward"
@@ -116,8 +127,8 @@ def _budget_used_up(config: Config, means: Means) -> str:
 
 
 _RULES: dict[str, Rule] = {
-    "got worse": _got_worse,
     "collapsed": _collapsed,
+    "got worse": _got_worse,
     "same reward": _same_reward,
     "no variance": _no_variance,
     "cut off": _cut_off,
@@ -141,9 +152,15 @@ BASIS: dict[str, tuple[str, str]] = {
 
 def advice_on(config: Config, means: Means) -> dict[str, str]:
     """Advice by its name in `BASIS`. `means` are over the recent updates; its `best_reward` is the highest mean reward of
-    any such window, its `reward_range` the largest reward of a recent update minus the smallest."""
+    any such window, its `reward_range` the largest reward of a recent update minus the smallest; `first_reward` and
+    `first_logprob` are those of the first update."""
     found = {name: rule(config, means) for name, rule in _RULES.items()}
     return {name: text for name, text in found.items() if text}
+
+
+def first_figures(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What advice compares with, from the first update's metrics."""
+    return {"first_reward": metrics.get("reward", 0.0), "first_logprob": metrics.get("sampled_logprob", 0.0)}
 
 
 class Advisor:
@@ -154,10 +171,12 @@ class Advisor:
         self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self._given: set[str] = set()
         self._best_reward = 0.0  # highest mean reward of any window
+        self._first: dict[str, float] = {}
 
     def hear(self, metrics: Mapping[str, float]) -> list[str]:
         """Add an update's metrics; returns the advice that becomes due with it."""
         self._recent.append(metrics)
+        self._first = self._first or first_figures(metrics)
         if len(self._recent) < WINDOW:
             return []
         due = {name: text for name, text in self._judge().items() if name not in self._given}
@@ -175,7 +194,7 @@ class Advisor:
             rewards = [row.get("reward", 0.0) for row in self._recent]
             means["reward_range"] = max(rewards) - min(rewards)
             self._best_reward = max(self._best_reward, means.get("reward", 0.0))
-        return advice_on(self._config, {**means, "best_reward": self._best_reward})
+        return advice_on(self._config, {**means, **self._first, "best_reward": self._best_reward})
 
 
 def advice_before(config: Config) -> list[str]:

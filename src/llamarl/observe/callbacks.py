@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,10 @@ class _Function(Callback):
 AnyCallback = Callback | Callable[[UpdateDone], Any]
 
 
-def checked_callbacks(callbacks: Sequence[AnyCallback]) -> tuple[Callback, ...]:
+def checked_callbacks(callbacks: Iterable[AnyCallback]) -> tuple[Callback, ...]:
     """Callbacks as objects; ConfigError for anything else."""
     found: list[Callback] = []
-    if isinstance(callbacks, Callback | str) or not isinstance(callbacks, Sequence):
+    if isinstance(callbacks, Callback | str) or not isinstance(callbacks, Iterable):
         raise ConfigError("callbacks: must be a list of Callback objects or functions of an update: callbacks=[mine]")
     for one in callbacks:
         if isinstance(one, type) or not (isinstance(one, Callback) or callable(one)):

@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from msgspec import Struct
@@ -85,7 +86,8 @@ class Unwatched(Quiet):
 
     def note(self, text: str) -> None:
         if text.startswith(_ATTENTION):
-            warnings.warn(text.removeprefix(_ATTENTION), stacklevel=2)
+            with suppress(Warning):  # where warnings are errors, a note must not end the job
+                warnings.warn(text.removeprefix(_ATTENTION), stacklevel=2)
 
 
 class Lines:

@@ -23,7 +23,7 @@ def report_lines(summary: Summary, folder: Path) -> list[str]:
     if summary.eval_before is not None and summary.eval_after is not None:
         label = f"held-out {summary.score_name}"
         lines.append(f"{label:<18} {summary.eval_before:.3f} -> {summary.eval_after:.3f}")
-    waiting = ", ".join(f"{role} {share:.0%}" for role, share in summary.idle_share.items())
+    waiting = ", ".join(f"{role} {share:.0%}" for role, share in sorted(summary.idle_share.items()))
     if isinstance(summary.sft_loss, float):
         lines.append(f"loss on the rows   {summary.sft_loss:.3f} in the last update")
     if not isinstance(summary.sft_loss, float) or summary.reward_first or summary.reward_last:

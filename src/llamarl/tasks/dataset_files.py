@@ -21,6 +21,7 @@ class DatasetFiles(Struct, frozen=True):
 
     train: list[Path]
     test: list[Path]
+    notes: tuple[str, ...] = ()  # for the user
 
 
 def find_files(settings: DatasetConfig) -> DatasetFiles:
@@ -36,17 +37,18 @@ def find_files(settings: DatasetConfig) -> DatasetFiles:
         train, test = _plain_files(path, settings)
     if settings.test_path:
         test = _test_files(settings)
-        if both := next((file for file in test if file in train), None):
-            raise ConfigError(f"task.test_path: {both} is read by task.path too, to train on; name another file")
-    return DatasetFiles(train, [file for file in test if file not in train])
+    both = [str(file) for file in test if file in train] if settings.test_path else []
+    notes = [f"NOTE: {', '.join(both)} of task.test_path is read by task.path too: it is trained on"] if both else []
+    return DatasetFiles(train, [file for file in test if file not in train], tuple(notes))
 
 
 def files_of(config: Config) -> list[Path]:
-    """The local files that a job reads prompts and rows from; those of the hub are pinned by a commit."""
-    sources = [*(config.task.parts or [config.task]), *([config.sft.source] if config.sft else [])]
-    named = [one for one in sources if one.path and not pinned_folder(one.path, "dataset")]
-    found = map(find_files, named)
-    return sorted({file.absolute() for files in found for file in (*files.train, *files.test)})
+    """The files that a job reads prompts and rows from. A task that is given from Python reads what it likes."""
+    found = [find_files(one) for one in config.task.parts or [config.task] if one.path and one.kind != "given"]
+    rows = find_files(config.sft.source).train if config.sft else []
+    return sorted(
+        {file.absolute() for file in (*rows, *(file for files in found for file in (*files.train, *files.test)))}
+    )
 
 
 def _plain_files(path: Path, settings: DatasetConfig) -> tuple[list[Path], list[Path]]:

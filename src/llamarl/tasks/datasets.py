@@ -158,7 +158,7 @@ def read_examples(settings: DatasetConfig, wanted: ScorerRequirements = _NOTHING
             store.add(example)
     lengths.refuse_if_all(len(store) + len(test))
     train, held_out = map(store.chosen, sides)
-    return Examples(train, held_out, test, lengths.notes)
+    return Examples(train, held_out, test, (*files.notes, *lengths.notes))
 
 
 def _digest(text: str) -> bytes:

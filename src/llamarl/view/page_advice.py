@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from llamarl.observe.advice import BASIS, WINDOW, advice_on
+from llamarl.observe.advice import BASIS, WINDOW, advice_on, first_figures
 from llamarl.view.run_reader import RunReader, flat
 from llamarl.view.series import smoothed
 
@@ -92,7 +92,8 @@ def page_advice(run: RunReader) -> list[Advised]:
     means = recent_means(run)
     if not means:
         return []
-    given = advice_on(run.config, {**means, "best_reward": _best_reward(run), "reward_range": _reward_range(run)})
+    beside = {"best_reward": _best_reward(run), "reward_range": _reward_range(run)}
+    given = advice_on(run.config, {**means, **first_figures(_first_of(run)), **beside})
     settings = flat(msgspec.to_builtins(run.config))
     found = [
         Advised(
@@ -107,12 +108,20 @@ def page_advice(run: RunReader) -> list[Advised]:
         for name, text in given.items()
     ]
     told = {one.metric for one in found}
+    if told & {"sampled_logprob", "reward"}:
+        told.add("zero_variance_share")  # which they explain
     for metric, limit, side, setting, short, words in _SIGNS:
         value = means.get(metric)
         if value is not None and metric not in told and side * (value - limit) > 0:
             now = str(settings.get(setting, ""))
             found.append(Advised(words.format(value=value), short, metric, value, setting, now, "fair"))
     return found
+
+
+def _first_of(run: RunReader) -> dict[str, float]:
+    """Metrics of the first update."""
+    found = {name: run.metrics.get(name)[:1] for name in run.metrics.names}
+    return {name: float(part[0]) for name, part in found.items() if len(part) and not np.isnan(part[0])}
 
 
 def _reward_range(run: RunReader) -> float:

@@ -29,15 +29,20 @@ def told(folder: Path, answers: list[str], *settings: str) -> list[str]:
         (["generator.max_new_tokens=40"], False),
         (["reward.scorer=length"], False),
         (["conversation.tool=calculator"], False),
+        (["reward.scorer=numeric"], True),
+        (["reward.scorer=math", "generator.max_new_tokens=20"], True),
     ],
-    ids=["too long", "long enough", "another scorer", "several turns"],
+    ids=["too long", "long enough", "another scorer", "several turns", "numeric", "math"],
 )
 def test_answers_that_cannot_be_given_are_noticed(tmp_path: Path, settings: list[str], noticed: bool) -> None:
     notes = told(tmp_path, ["1"] * 30 + ["1" * 30] * 10, "evaluate.prompts=1", *settings)
-    expected = (
-        "prompts have answers of more than generator.max_new_tokens=8 tokens (the longest has 30), which cannot be"
-    )
+    expected = "tokens (the longest has 30), which cannot be given"
     assert any(expected in note for note in notes) == noticed, notes
+
+
+def test_worked_solutions_as_answers_are_measured_by_what_they_end_with(tmp_path: Path) -> None:
+    solutions = [f"We add zero to {number} and get \\boxed{{{number}}}." for number in range(40)]
+    assert not told(tmp_path, solutions, "reward.scorer=math", "evaluate.prompts=5")
 
 
 @pytest.mark.parametrize(("asked", "noticed"), [(5, False), (500, True)])

@@ -77,34 +77,44 @@ def test_a_warm_up_longer_than_the_run_is_told_before_it_begins() -> None:
     assert not advice_before(CONFIG)
 
 
+SURE = {**WELL, "zero_variance_share": 1.0, "sampled_logprob": -0.001}
+
+
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("first", "row", "told"),
     [
         (
-            {"sampled_logprob": -0.001, "reward": 0.2},
-            "the same answer each time (mean log-prob of a token -0.0010, mean reward 0.200)",
+            {},
+            {"reward": 0.3},
+            "the same answer each time: the mean log-prob of its tokens is -0.0010 (at first -0.50), the",
         ),
-        ({"sampled_logprob": -0.5, "reward": 0.5}, "every answer of the last updates got the same reward, 0.500"),
-        ({"sampled_logprob": -0.001, "reward": 1.0}, "every answer of the last updates got the same reward, 1.000"),
-        ({"sampled_logprob": -0.5, "reward": 0.0}, "if the format is missed"),
+        ({"sampled_logprob": -0.05}, {"reward": 0.3}, "every answer of the last updates got the same reward, 0.300"),
+        ({}, {"reward": 0.9}, "every answer of the last updates got the same reward, 0.900"),
+        ({}, {"reward": 0.5, "sampled_logprob": -0.5}, "every answer of the last updates got the same reward, 0.500"),
+        ({"sampled_logprob": -0.01, "reward": 0.0}, {"reward": 0.0}, "if the format is missed"),
     ],
+    ids=["collapsed", "sure from the start", "solved", "one reward for all", "format"],
 )
-def test_no_variance_is_told_by_what_it_comes_from(row: dict[str, float], told: str) -> None:
+def test_no_variance_is_told_by_what_it_comes_from(first: dict[str, float], row: dict[str, float], told: str) -> None:
     """Not "harder data" where the policy gives one answer to everything, or the scorer one reward."""
-    said = advice_of([{**WELL, "zero_variance_share": 1.0, **row}] * 10)
+    rows = [{**WELL, "sampled_logprob": -0.5, **first}, *[{**SURE, **row}] * 10]
+    said = advice_of(CONFIG, rows)
     assert len(said) == 1 and told in said[0], said
 
 
+@pytest.mark.parametrize("settings", [["teacher.path=tiny", "algo.reward_weight=0"], ["algo.advantage=gae"]])
+def test_where_groups_without_variance_teach_nothing_is_said_of_them(settings: list[str]) -> None:
+    config = load_config(None, [*settings, "schedule.groups_per_update=8"])
+    assert not advice_of(config, [{**WELL, "sampled_logprob": -0.5}, *[{**SURE, "reward": 0.3}] * 10])
+
+
 def test_groups_that_are_all_right_or_all_wrong_are_no_sign_of_one_reward_for_all() -> None:
-    rows = [
-        {**WELL, "zero_variance_share": 1.0, "sampled_logprob": -0.5, "reward": reward / 8}
-        for reward in (3, 4, 5, 3, 4) * 2
-    ]
-    assert "if the format is missed" in advice_of(rows)[0]
+    rows = [{**SURE, "sampled_logprob": -0.5, "reward": reward / 8} for reward in (3, 4, 5, 3, 4) * 2]
+    assert "if the format is missed" in advice_of(CONFIG, rows)[0]
 
 
-def advice_of(rows: list[dict[str, float]]) -> list[str]:
-    advisor = Advisor(CONFIG)
+def advice_of(config: Config, rows: list[dict[str, float]]) -> list[str]:
+    advisor = Advisor(config)
     for row in rows:
         advisor.hear(row)
     return advisor.final()

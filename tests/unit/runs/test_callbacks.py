@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,16 @@ def test_what_cannot_be_called_is_refused_before_the_start(wrong: Any, told: str
 def test_callbacks_that_are_no_list_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"callbacks: must be a list .*: callbacks=\[mine\]"):
         Job(load_config(None, SETTINGS), callbacks=wrong)
+
+
+def test_where_warnings_are_errors_a_note_does_not_end_the_job(tmp_path: Path) -> None:
+    def broken(event: UpdateDone) -> None:
+        raise LookupError("nothing here")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        summary = Job(load_config(None, SETTINGS), callbacks=iter([broken])).run(tmp_path / "run")  # type: ignore[arg-type]
+    assert (summary.outcome, summary.updates) == ("finished", 3)
 
 
 def test_one_that_fails_where_nothing_is_shown_is_a_warning(tmp_path: Path) -> None:
