@@ -128,6 +128,6 @@ def test_an_update_is_described_whole() -> None:
         *("groups", "completions", "reward", "zero_variance_share", "answer_tokens", "truncated_share", "loss"),
         *("grad_norm", "lr", "skipped", "trained_tokens", "ratio_mean", "ratio_max", "effective_sample_size"),
         *("entropy", "kl_behavior", "kl_behavior_s1", "staleness_mean", "staleness_max", "staleness_share_1"),
-        "clipped_share",
+        *("clipped_share", "sampled_logprob"),
     } == set(outcome.metrics)
     assert {"compute_s", "tokens_per_s", "tflops_per_rank", "mfu_measured"} <= set(outcome.timings)
