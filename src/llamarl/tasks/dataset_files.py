@@ -35,20 +35,22 @@ def find_files(settings: DatasetConfig) -> DatasetFiles:
         train, test = _in_folder(path, settings)
     else:
         train, test = _plain_files(path, settings)
+    notes: tuple[str, ...] = ()
     if settings.test_path:
         test = _test_files(settings)
-    both = [str(file) for file in test if file in train] if settings.test_path else []
-    notes = [f"NOTE: {', '.join(both)} of task.test_path is read by task.path too: it is trained on"] if both else []
-    return DatasetFiles(train, [file for file in test if file not in train], tuple(notes))
+        if both := ", ".join(str(file) for file in test if file in train):
+            notes = (f"NOTE: {both} of task.test_path is read by task.path too: it is trained on",)
+    return DatasetFiles(train, [file for file in test if file not in train], notes)
 
 
 def files_of(config: Config) -> list[Path]:
     """The files that a job reads prompts and rows from. A task that is given from Python reads what it likes."""
-    found = [find_files(one) for one in config.task.parts or [config.task] if one.path and one.kind != "given"]
-    rows = find_files(config.sft.source).train if config.sft else []
-    return sorted(
-        {file.absolute() for file in (*rows, *(file for files in found for file in (*files.train, *files.test)))}
-    )
+    files = set(find_files(config.sft.source).train if config.sft else [])
+    for source in config.task.parts or [config.task]:
+        if source.path and source.kind != "given":
+            found = find_files(source)
+            files.update(found.train, found.test)
+    return sorted({file.absolute() for file in files})
 
 
 def _plain_files(path: Path, settings: DatasetConfig) -> tuple[list[Path], list[Path]]:
